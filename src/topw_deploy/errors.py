@@ -1,0 +1,47 @@
+"""Every error a user can meet. Each message is one sentence: the value, the bound, the next step."""
+
+from __future__ import annotations
+
+
+class TopWError(Exception):
+    """Base of all errors this package raises on purpose; the command line prints it and exits with 1."""
+
+
+class ParameterError(TopWError, ValueError):
+    """A Top-W or generation parameter is unknown, of the wrong type or out of range."""
+
+
+class SourceError(TopWError):
+    """The model to export cannot be had: missing, gated, unreadable, or not a model."""
+
+
+class UnsupportedModelError(TopWError):
+    """The model is there, but this exporter cannot serve it; the message names what is missing."""
+
+
+class ExportError(TopWError):
+    """Writing the exported folder failed; nothing that loads was left behind."""
+
+
+class VerificationError(TopWError):
+    """The exported graph disagrees with its reference."""
+
+
+class ManifestError(TopWError):
+    """The folder's manifest is missing, malformed, too new, or does not fit the files beside it."""
+
+
+class TokenizerError(TopWError):
+    """The tokenizer or chat template is missing or cannot be used."""
+
+
+class PromptError(TopWError, ValueError):
+    """The prompt cannot be run: empty without a BOS token, or longer than the context."""
+
+
+class ProviderError(TopWError):
+    """The execution provider asked for is not the one that would run."""
+
+
+class GenerationError(TopWError):
+    """The graph answered that a row is invalid (NaN or infinite logits); names row and step."""

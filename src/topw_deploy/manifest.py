@@ -1,0 +1,272 @@
+"""`topw_manifest.json`: what an exported folder is, and the proof that it is whole.
+
+The manifest is written last, so a folder without a valid one was never finished and does not load. Reading it
+is the first thing the runtime does with a folder, hence this module needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import ManifestError
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+
+MANIFEST_NAME = "topw_manifest.json"
+FORMAT_VERSION = 1
+_MAX_BYTES = 16 << 20  # a manifest is a few KB; a larger file is not one, and must not fill memory
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file beside the manifest: SHA-256 in hexadecimal and size in bytes."""
+
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One graph input or output: ONNX element type in lower case (`float`, `int64`), dimensions or their names."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderInfo:
+    """The decoder around the sampler, as the runtime must drive it (SPEC: docs/graph.md)."""
+
+    model_type: str
+    kv_form: str  # "concat": past in, past + new tokens out
+    num_layers: int
+    num_kv_heads: tuple[int, ...]  # one per layer: they may differ
+    head_dim: tuple[int, ...]  # one per layer
+    kv_dtype: str  # ONNX element type of the cache, "float" or "float16"
+    context_length: int  # most tokens a sequence may have
+    left_padding: bool  # False: rows of one batch must have equal lengths
+    weights_dtype: str = "float"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerInfo:
+    """The one `topw::TopWSample` node: its baked options and form."""
+
+    tail: str  # "portable" | "onnxruntime" | "static"
+    vocab_size: int
+    hidden_size: int | None  # None: the uniform metric has no embeddings
+    table_form: str  # "" for the uniform metric
+    options: TopWOptions
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the verification: the largest difference seen and the bound it must stay under."""
+
+    name: str
+    passed: bool
+    difference: float
+    bound: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """`status` is "provisional" (being verified), "passed" or "skipped"; a failed export has no folder."""
+
+    status: str
+    checks: tuple[Check, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The whole contract of one exported folder. `decoder` is None for a sampler-only model."""
+
+    kind: str  # "decoder" | "sampler"
+    source: dict[str, str]  # id, revision, route
+    libraries: dict[str, str]  # topw_deploy and what it exported with
+    opset: dict[str, int]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    sampler: SamplerInfo
+    defaults: TopWParameters
+    decoder: DecoderInfo | None = None
+    verification: Verification = field(default_factory=lambda: Verification(status="skipped"))
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Parse and check every field; ManifestError names the first one that is wrong."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ManifestError(f"{MANIFEST_NAME} is not JSON ({error}); export the model again.") from None
+        if not isinstance(data, dict):
+            raise ManifestError(f"{MANIFEST_NAME} holds a {type(data).__name__}, not an object; export the model again.")
+        version = data.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ManifestError(
+                f"{MANIFEST_NAME} has format version {version!r}, this topw_deploy reads {FORMAT_VERSION}; "
+                "export the model again or install the version that wrote it."
+            )
+        try:
+            return _parse(data)
+        except ManifestError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ManifestError(f"{MANIFEST_NAME} is malformed ({reason}); export the model again.") from None
+
+
+def load_manifest(folder: str | Path) -> Manifest:
+    """Read the manifest of `folder` and check that every file it lists is there with its size.
+
+    Hashes are left to `check_hashes`: a multi-gigabyte read has no place in loading.
+    Raises ManifestError for a missing or malformed manifest, a listed file that is missing, of another size,
+    a symbolic link, or outside the folder.
+    """
+    folder = Path(folder)
+    path = folder / MANIFEST_NAME
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ManifestError(f"{folder} has no {MANIFEST_NAME}: it is not a finished export; run topw-export.") from None
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read: {error.strerror or error}.") from None
+    if len(raw) > _MAX_BYTES:
+        raise ManifestError(f"{path} is larger than {_MAX_BYTES} bytes, so it is not a manifest; export the model again.")
+    try:
+        manifest = Manifest.from_json(raw.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ManifestError(f"{path} is not UTF-8; export the model again.") from None
+    for name, entry in manifest.files.items():
+        _check_entry(folder, name, entry)
+    return manifest
+
+
+def check_hashes(folder: str | Path, manifest: Manifest) -> None:
+    """Compare the SHA-256 of every listed file; ManifestError names the first that differs."""
+    for name, entry in manifest.files.items():
+        found = sha256_of(Path(folder) / name)
+        if found != entry.sha256:
+            raise ManifestError(
+                f"{name} has SHA-256 {found[:16]}…, the manifest says {entry.sha256[:16]}…: "
+                "the file was changed; export or copy the folder again."
+            )
+
+
+def describe_files(folder: str | Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Hash and size of each named file of `folder`, for a new manifest."""
+    folder = Path(folder)
+    return {name: FileEntry(sha256_of(folder / name), (folder / name).stat().st_size) for name in sorted(names)}
+
+
+def save_manifest(folder: str | Path, manifest: Manifest) -> None:
+    """Write the manifest by an atomic replace: a reader sees the old one, the new one or none, never half."""
+    folder = Path(folder)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".topw_manifest-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(manifest.to_json())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, folder / MANIFEST_NAME)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in blocks."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _check_entry(folder: Path, name: str, entry: FileEntry) -> None:
+    path = folder / name
+    if path.is_symlink():
+        raise ManifestError(f"{name} is a symbolic link, which onnxruntime refuses; copy the file itself into {folder}.")
+    try:
+        size = path.stat().st_size
+    except OSError:
+        raise ManifestError(f"{name} is listed in {MANIFEST_NAME} but missing from {folder}; export or copy it again.") from None
+    if size != entry.size:
+        raise ManifestError(
+            f"{name} has {size} bytes, the manifest says {entry.size}: "
+            "it was changed or cut short; export or copy the folder again."
+        )
+
+
+def _parse(data: dict[str, Any]) -> Manifest:
+    files = {_safe_name(name): FileEntry(_sha256(entry["sha256"]), _size(name, entry["size"])) for name, entry in data["files"].items()}
+    if "model.onnx" not in files:
+        raise ManifestError(f"{MANIFEST_NAME} does not list model.onnx; export the model again.")
+    sampler, decoder, verification = data["sampler"], data["decoder"], data["verification"]
+    kind = data["kind"]
+    if kind not in ("decoder", "sampler") or (kind == "decoder") != (decoder is not None):
+        raise ManifestError(f"{MANIFEST_NAME} has kind {kind!r} that does not fit its other fields; export the model again.")
+    return Manifest(
+        kind=kind,
+        source=_strings(data["source"]),
+        libraries=_strings(data["libraries"]),
+        opset={str(domain): int(version) for domain, version in data["opset"].items()},
+        inputs=tuple(_tensor(t) for t in data["inputs"]),
+        outputs=tuple(_tensor(t) for t in data["outputs"]),
+        sampler=SamplerInfo(**{**sampler, "options": TopWOptions(**sampler["options"]), "outputs": tuple(sampler["outputs"])}),
+        defaults=TopWParameters(**data["defaults"]),
+        decoder=None if decoder is None else _decoder(decoder),
+        verification=Verification(status=verification["status"], checks=tuple(Check(**check) for check in verification["checks"])),
+        files=files,
+        format_version=FORMAT_VERSION,
+    )
+
+
+def _decoder(data: dict[str, Any]) -> DecoderInfo:
+    heads, dims = tuple(int(n) for n in data["num_kv_heads"]), tuple(int(n) for n in data["head_dim"])
+    if not len(heads) == len(dims) == data["num_layers"]:
+        raise ValueError(f"decoder has {data['num_layers']} layers but {len(heads)} head counts and {len(dims)} head sizes")
+    return DecoderInfo(**{**data, "num_kv_heads": heads, "head_dim": dims})
+
+
+def _tensor(data: dict[str, Any]) -> TensorSpec:
+    return TensorSpec(str(data["name"]), str(data["dtype"]), tuple(data["shape"]))
+
+
+def _strings(data: dict[str, Any]) -> dict[str, str]:
+    return {str(key): str(value) for key, value in data.items()}
+
+
+def _safe_name(name: str) -> str:
+    """A plain file name in the folder or in a subfolder of it: no way out by `..`, an absolute path or a drive."""
+    parts = name.split("/")
+    if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ManifestError(f"{MANIFEST_NAME} lists the file {name!r}, which is not a plain path inside the folder; do not use this folder.")
+    return name
+
+
+def _sha256(value: object) -> str:
+    if not isinstance(value, str) or not _SHA256.fullmatch(value):
+        raise ValueError(f"{value!r} is not a SHA-256 in hexadecimal")
+    return value
+
+
+def _size(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"size of {name} is {value!r}")
+    return value

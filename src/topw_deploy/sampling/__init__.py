@@ -1,0 +1,1 @@
+"""What Top-W is: parameters, the literal algorithm, the draw. numpy only."""

@@ -1,0 +1,130 @@
+"""The numbers of Top-W: what a request may change, what an export fixes, presets and accepted names."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from topw_deploy.errors import ParameterError
+
+METRICS = ("mahalanobis", "unit", "cosine", "uniform")
+POTENTIALS = ("nearest", "knn")
+GREEDY_BELOW = 1e-5  # a temperature under this means argmax
+
+ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
+"""The names of the authors' released code -> ours."""
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        try:
+            return float(value.__float__())  # type: ignore[attr-defined]  # numpy scalars
+        except (AttributeError, TypeError):
+            raise ParameterError(f"{name} is {value!r}, but must be a number.") from None
+    return float(value)
+
+
+def _require(name: str, value: object, holds: bool, bound: str) -> None:
+    if not holds:
+        raise ParameterError(f"{name} is {value!r}, but must be {bound}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopWParameters:
+    """What every row of every request may choose for itself; the graph takes each as float32 [batch].
+
+    lam: weight of the entropy term, >= 0.
+    beta: weight of the log-mass reward, >= 0.
+    temperature: sampling temperature T >= 0; below 1e-5 the row is greedy.
+    selection_temperature: temperature that chooses the crop, >= 0; 0 means the same as `temperature`.
+    init_top_p: mass of the nucleus warm start relative to the pool's mass, in (0, 1].
+    geom_scale: factor on distances, finite; negative is the paper's repulsive variant.
+
+    Raises ParameterError naming the parameter, its value and its interval.
+    """
+
+    lam: float = 2.2
+    beta: float = 2.8
+    temperature: float = 1.0
+    selection_temperature: float = 0.0
+    init_top_p: float = 0.999
+    geom_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("lam", "beta", "temperature", "selection_temperature"):
+            _require(name, getattr(self, name), 0 <= _number(name, getattr(self, name)) < math.inf, "a finite number >= 0")
+        _require("init_top_p", self.init_top_p, 0 < _number("init_top_p", self.init_top_p) <= 1, "in (0, 1]")
+        _require("geom_scale", self.geom_scale, math.isfinite(_number("geom_scale", self.geom_scale)), "finite")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopWOptions:
+    """What an export fixes for good.
+
+    top_m: candidate pool size, >= 1; cut to the vocabulary.
+    alt_iters: most alternations, >= 1.
+    metric: token distance, one of METRICS.
+    potential: `nearest` (distance to the set is the smallest) or `knn` (mean of the knn_k smallest).
+    knn_k: neighbours of the `knn` potential, >= 1; without effect for `nearest`.
+
+    Raises ParameterError naming the option, its value and what is allowed.
+    """
+
+    top_m: int = 1200
+    alt_iters: int = 3
+    metric: str = "mahalanobis"
+    potential: str = "nearest"
+    knn_k: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("top_m", "alt_iters", "knn_k"):
+            value = getattr(self, name)
+            _require(name, value, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1")
+        _require("metric", self.metric, self.metric in METRICS, f"one of {', '.join(METRICS)}")
+        _require("potential", self.potential, self.potential in POTENTIALS, f"one of {', '.join(POTENTIALS)}")
+
+    @property
+    def neighbours(self) -> int:
+        """The graph's attribute `knn_k`: 0 for `nearest`, else the number of neighbours."""
+        return self.knn_k if self.potential == "knn" else 0
+
+
+PRESETS: Mapping[str, tuple[TopWParameters, TopWOptions]] = {
+    "paper": (TopWParameters(), TopWOptions()),
+    "released": (TopWParameters(geom_scale=0.6), TopWOptions(alt_iters=9, metric="cosine")),
+}
+
+PARAMETER_NAMES = tuple(f.name for f in fields(TopWParameters))
+OPTION_NAMES = tuple(f.name for f in fields(TopWOptions))
+
+
+def canonical_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETER_NAMES) -> dict[str, Any]:
+    """`given` with the authors' aliases replaced by our names.
+
+    Raises ParameterError for a name outside `known` (listing them) and for one given under two names.
+    """
+    known = tuple(known)
+    result: dict[str, Any] = {}
+    for name, value in given.items():
+        ours = ALIASES.get(name, name)
+        if ours not in known:
+            raise unknown_name(name, known)
+        if ours in result:
+            raise ParameterError(f"{ours} is given twice (once as {name}); give it once.")
+        result[ours] = value
+    return result
+
+
+def unknown_name(name: str, known: Iterable[str]) -> ParameterError:
+    """The error for a parameter nobody knows: suggests the nearest known name and lists them all."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return ParameterError(f"unknown parameter {name!r}: {hint}known are {', '.join(known)}.")
