@@ -1,0 +1,51 @@
+# Each target sets up what it needs: a virtual environment in .venv, this package in it, nothing else.
+# Versions are pinned by constraints.txt to the ones the measurements in docs/ were made with.
+#
+#   PYTHON     the interpreter that makes the environment (3.11 or newer)
+#   PIP_FLAGS  more options for pip; on Linux without a GPU, name PyTorch's index of CPU wheels here,
+#              otherwise pip brings several gigabytes of CUDA packages along
+
+PYTHON    ?= python3
+PIP_FLAGS ?=
+VENV      := .venv
+BIN       := $(VENV)/bin
+INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+
+.PHONY: demo test lint fuzz bench clean help
+
+help:            ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text from it
+	$(BIN)/topw-export demo out/demo --overwrite
+	$(BIN)/topw generate out/demo "The re module" --max-new-tokens 120 --seed 7 --stats
+
+test: $(VENV)/dev.stamp     ## install and run the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/dev.stamp     ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fuzz: $(VENV)/dev.stamp     ## 100,000 random rows through the sampler's graph, against the reference
+	$(BIN)/python -m benchmarks.fuzz_tail --rows 100000
+
+bench: $(VENV)/dev.stamp    ## the figures of docs/benchmarks.md
+	$(BIN)/python -m benchmarks
+
+clean:           ## remove the environment and what demo wrote
+	rm -rf $(VENV) out
+
+# torch goes first and alone: a later unpinned request for it must find it installed.
+$(VENV)/torch.stamp: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+	@touch $@
+
+$(VENV)/export.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(INSTALL) -e '.[export]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/export.stamp
+	$(INSTALL) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Native implementations of the sampler node; see README.md."""
