@@ -116,7 +116,9 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise ManifestError(f"{MANIFEST_NAME} is not JSON ({error}); export the model again.") from None
         if not isinstance(data, dict):
-            raise ManifestError(f"{MANIFEST_NAME} holds a {type(data).__name__}, not an object; export the model again.")
+            raise ManifestError(
+                f"{MANIFEST_NAME} holds a {type(data).__name__}, not an object; export the model again."
+            )
         version = data.get("format_version")
         if version != FORMAT_VERSION:
             raise ManifestError(
@@ -149,7 +151,9 @@ def load_manifest(folder: str | Path) -> Manifest:
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {error.strerror or error}.") from None
     if len(raw) > _MAX_BYTES:
-        raise ManifestError(f"{path} is larger than {_MAX_BYTES} bytes, so it is not a manifest; export the model again.")
+        raise ManifestError(
+            f"{path} is larger than {_MAX_BYTES} bytes, so it is not a manifest; export the model again."
+        )
     try:
         manifest = Manifest.from_json(raw.decode("utf-8"))
     except UnicodeDecodeError:
@@ -200,12 +204,16 @@ def sha256_of(path: Path) -> str:
 
 def _check_entry(folder: Path, name: str, entry: FileEntry) -> None:
     path = folder / name
-    if path.is_symlink():
-        raise ManifestError(f"{name} is a symbolic link, which onnxruntime refuses; copy the file itself into {folder}.")
+    if path.resolve() != folder.resolve() / name:
+        raise ManifestError(
+            f"{name} is reached through a symbolic link, which onnxruntime refuses; copy the file itself into {folder}."
+        )
     try:
         size = path.stat().st_size
     except OSError:
-        raise ManifestError(f"{name} is listed in {MANIFEST_NAME} but missing from {folder}; export or copy it again.") from None
+        raise ManifestError(
+            f"{name} is listed in {MANIFEST_NAME} but missing from {folder}; export or copy it again."
+        ) from None
     if size != entry.size:
         raise ManifestError(
             f"{name} has {size} bytes, the manifest says {entry.size}: "
@@ -214,13 +222,18 @@ def _check_entry(folder: Path, name: str, entry: FileEntry) -> None:
 
 
 def _parse(data: dict[str, Any]) -> Manifest:
-    files = {_safe_name(name): FileEntry(_sha256(entry["sha256"]), _size(name, entry["size"])) for name, entry in data["files"].items()}
+    files = {
+        _safe_name(name): FileEntry(_sha256(entry["sha256"]), _size(name, entry["size"]))
+        for name, entry in data["files"].items()
+    }
     if "model.onnx" not in files:
         raise ManifestError(f"{MANIFEST_NAME} does not list model.onnx; export the model again.")
     sampler, decoder, verification = data["sampler"], data["decoder"], data["verification"]
     kind = data["kind"]
     if kind not in ("decoder", "sampler") or (kind == "decoder") != (decoder is not None):
-        raise ManifestError(f"{MANIFEST_NAME} has kind {kind!r} that does not fit its other fields; export the model again.")
+        raise ManifestError(
+            f"{MANIFEST_NAME} has kind {kind!r} that does not fit its other fields; export the model again."
+        )
     return Manifest(
         kind=kind,
         source=_strings(data["source"]),
@@ -228,19 +241,32 @@ def _parse(data: dict[str, Any]) -> Manifest:
         opset={str(domain): int(version) for domain, version in data["opset"].items()},
         inputs=tuple(_tensor(t) for t in data["inputs"]),
         outputs=tuple(_tensor(t) for t in data["outputs"]),
-        sampler=SamplerInfo(**{**sampler, "options": TopWOptions(**sampler["options"]), "outputs": tuple(sampler["outputs"])}),
+        sampler=_sampler(sampler),
         defaults=TopWParameters(**data["defaults"]),
         decoder=None if decoder is None else _decoder(decoder),
-        verification=Verification(status=verification["status"], checks=tuple(Check(**check) for check in verification["checks"])),
+        verification=Verification(
+            status=verification["status"], checks=tuple(Check(**check) for check in verification["checks"])
+        ),
         files=files,
         format_version=FORMAT_VERSION,
     )
 
 
+def _sampler(data: dict[str, Any]) -> SamplerInfo:
+    _whole("vocab_size", data["vocab_size"])
+    if data["hidden_size"] is not None:
+        _whole("hidden_size", data["hidden_size"])
+    return SamplerInfo(**{**data, "options": TopWOptions(**data["options"]), "outputs": tuple(data["outputs"])})
+
+
 def _decoder(data: dict[str, Any]) -> DecoderInfo:
-    heads, dims = tuple(int(n) for n in data["num_kv_heads"]), tuple(int(n) for n in data["head_dim"])
-    if not len(heads) == len(dims) == data["num_layers"]:
-        raise ValueError(f"decoder has {data['num_layers']} layers but {len(heads)} head counts and {len(dims)} head sizes")
+    layers, _ = _whole("num_layers", data["num_layers"]), _whole("context_length", data["context_length"])
+    heads = tuple(_whole("num_kv_heads", n) for n in data["num_kv_heads"])
+    dims = tuple(_whole("head_dim", n) for n in data["head_dim"])
+    if not len(heads) == len(dims) == layers:
+        raise ValueError(f"decoder has {layers} layers but {len(heads)} head counts and {len(dims)} head sizes")
+    if not isinstance(data["left_padding"], bool):
+        raise ValueError(f"left_padding is {data['left_padding']!r}, not true or false")
     return DecoderInfo(**{**data, "num_kv_heads": heads, "head_dim": dims})
 
 
@@ -256,13 +282,22 @@ def _safe_name(name: str) -> str:
     """A plain file name in the folder or in a subfolder of it: no way out by `..`, an absolute path or a drive."""
     parts = name.split("/")
     if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise ManifestError(f"{MANIFEST_NAME} lists the file {name!r}, which is not a plain path inside the folder; do not use this folder.")
+        raise ManifestError(
+            f"{MANIFEST_NAME} lists the file {name!r}, which is not a plain path inside the folder; "
+            "do not use this folder."
+        )
     return name
 
 
 def _sha256(value: object) -> str:
     if not isinstance(value, str) or not _SHA256.fullmatch(value):
         raise ValueError(f"{value!r} is not a SHA-256 in hexadecimal")
+    return value
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} is {value!r}, not an integer >= 1")
     return value
 
 

@@ -55,7 +55,9 @@ class TopWParameters:
 
     def __post_init__(self) -> None:
         for name in ("lam", "beta", "temperature", "selection_temperature"):
-            _require(name, getattr(self, name), 0 <= _number(name, getattr(self, name)) < math.inf, "a finite number >= 0")
+            _require(
+                name, getattr(self, name), 0 <= _number(name, getattr(self, name)) < math.inf, "a finite number >= 0"
+            )
         _require("init_top_p", self.init_top_p, 0 < _number("init_top_p", self.init_top_p) <= 1, "in (0, 1]")
         _require("geom_scale", self.geom_scale, math.isfinite(_number("geom_scale", self.geom_scale)), "finite")
 
@@ -86,7 +88,9 @@ class TopWOptions:
     def __post_init__(self) -> None:
         for name in ("top_m", "alt_iters", "knn_k"):
             value = getattr(self, name)
-            _require(name, value, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1")
+            _require(
+                name, value, isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer >= 1"
+            )
         _require("metric", self.metric, self.metric in METRICS, f"one of {', '.join(METRICS)}")
         _require("potential", self.potential, self.potential in POTENTIALS, f"one of {', '.join(POTENTIALS)}")
 

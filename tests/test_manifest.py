@@ -1,0 +1,177 @@
+"""The manifest: what is written reads back, and every way a folder can be wrong is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from topw_deploy import manifest as m
+from topw_deploy.errors import ManifestError
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+
+
+def a_manifest(**changes: object) -> m.Manifest:
+    base = m.Manifest(
+        kind="decoder",
+        source={"id": "demo", "revision": "", "route": "trace"},
+        libraries={"topw_deploy": "0.1.0"},
+        opset={"": 23, "topw": 1},
+        inputs=(m.TensorSpec("input_ids", "int64", ("batch", "sequence")),),
+        outputs=(m.TensorSpec("next_token", "int64", ("batch",)),),
+        sampler=m.SamplerInfo(
+            tail="portable",
+            vocab_size=4096,
+            hidden_size=256,
+            table_form="Gather(axis=0)",
+            options=TopWOptions(metric="cosine", alt_iters=9),
+            outputs=("next_token", "logprob", "kept", "certified"),
+        ),
+        defaults=TopWParameters(geom_scale=0.6),
+        decoder=m.DecoderInfo(
+            model_type="llama",
+            kv_form="concat",
+            num_layers=2,
+            num_kv_heads=(2, 2),
+            head_dim=(32, 32),
+            kv_dtype="float",
+            context_length=512,
+            left_padding=True,
+        ),
+        verification=m.Verification(status="passed", checks=(m.Check("prefill", True, 1e-6, 1e-4),)),
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.onnx").write_bytes(b"graph")
+    (tmp_path / "model.onnx_data").write_bytes(b"weights")
+    files = m.describe_files(tmp_path, ["model.onnx", "model.onnx_data"])
+    m.save_manifest(tmp_path, a_manifest(files=files))
+    return tmp_path
+
+
+def edit(folder: Path, **changes: object) -> None:
+    """Change fields of the written manifest; a dotted name reaches inside."""
+    path = folder / m.MANIFEST_NAME
+    data = json.loads(path.read_text())
+    for name, value in changes.items():
+        *outer, last = name.split("__")
+        place = data
+        for part in outer:
+            place = place[part]
+        place[last] = value
+    path.write_text(json.dumps(data))
+
+
+def test_what_is_saved_is_what_is_loaded(folder: Path) -> None:
+    loaded = m.load_manifest(folder)
+    assert loaded == a_manifest(files=loaded.files)
+    assert set(loaded.files) == {"model.onnx", "model.onnx_data"}
+    m.check_hashes(folder, loaded)
+
+
+def test_a_folder_without_a_manifest_is_not_an_export(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="not a finished export"):
+        m.load_manifest(tmp_path)
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "model.onnx_data").unlink()
+    with pytest.raises(ManifestError, match=r"model\.onnx_data is listed .* but missing"):
+        m.load_manifest(folder)
+
+
+def test_a_file_cut_short_is_named_with_both_sizes(folder: Path) -> None:
+    (folder / "model.onnx_data").write_bytes(b"weight")
+    with pytest.raises(ManifestError, match="has 6 bytes, the manifest says 7"):
+        m.load_manifest(folder)
+
+
+def test_a_changed_file_of_equal_size_passes_loading_but_not_the_hash(folder: Path) -> None:
+    (folder / "model.onnx_data").write_bytes(b"WEIGHTS")
+    loaded = m.load_manifest(folder)
+    with pytest.raises(ManifestError, match=r"model\.onnx_data has SHA-256"):
+        m.check_hashes(folder, loaded)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../b", "C:/x", "a\\b", "", "a//b", "./a", "a\0b"])
+def test_a_path_that_could_leave_the_folder_is_refused(folder: Path, name: str) -> None:
+    data = json.loads((folder / m.MANIFEST_NAME).read_text())
+    data["files"][name] = {"sha256": "0" * 64, "size": 0}
+    (folder / m.MANIFEST_NAME).write_text(json.dumps(data))
+    with pytest.raises(ManifestError, match="not a plain path inside the folder"):
+        m.load_manifest(folder)
+
+
+@pytest.mark.parametrize("linked", ["file", "directory"])
+def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(folder: Path, linked: str) -> None:
+    outside = folder.parent / f"outside-{linked}"
+    outside.mkdir()
+    (outside / "weights").write_bytes(b"weights")
+    name = "link" if linked == "file" else "sub/weights"
+    os.symlink(outside / "weights" if linked == "file" else outside, folder / ("link" if linked == "file" else "sub"))
+    data = json.loads((folder / m.MANIFEST_NAME).read_text())
+    data["files"][name] = {"sha256": "0" * 64, "size": 7}
+    (folder / m.MANIFEST_NAME).write_text(json.dumps(data))
+    with pytest.raises(ManifestError, match="symbolic link"):
+        m.load_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"format_version": 2}, "format version 2"),
+        ({"format_version": "1"}, "format version '1'"),
+        ({"kind": "sampler"}, "does not fit"),
+        ({"sampler__options__metric": "euclid"}, "metric is 'euclid'"),
+        ({"sampler__vocab_size": "4096"}, "vocab_size is '4096'"),
+        ({"defaults__temperature": -1}, "temperature is -1"),
+        ({"defaults__tempratur": 1}, "tempratur"),
+        ({"decoder__num_layers": 3}, "3 layers but 2 head counts"),
+        ({"decoder__left_padding": "yes"}, "left_padding"),
+        ({"files": {}}, "does not list model.onnx"),
+        ({"files": []}, "malformed"),
+        ({"files__model.onnx": {"sha256": "xyz", "size": 5}}, "not a SHA-256"),
+        ({"files__model.onnx": {"sha256": "0" * 64, "size": -5}}, "size of model.onnx is -5"),
+        ({"inputs": [{"name": "x"}]}, "missing"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(folder: Path, changes: dict[str, object], reason: str) -> None:
+    edit(folder, **changes)
+    with pytest.raises(ManifestError, match=reason):
+        m.load_manifest(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"format_version": 1}', "[" * 100_000])
+def test_what_is_not_a_manifest_is_refused_without_a_crash(folder: Path, text: str) -> None:
+    (folder / m.MANIFEST_NAME).write_text(text)
+    with pytest.raises(ManifestError):
+        m.load_manifest(folder)
+
+
+def test_a_manifest_that_is_not_utf8_or_far_too_large_is_refused(folder: Path) -> None:
+    (folder / m.MANIFEST_NAME).write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ManifestError, match="UTF-8"):
+        m.load_manifest(folder)
+    with (folder / m.MANIFEST_NAME).open("wb") as stream:
+        stream.truncate((16 << 20) + 1)
+    with pytest.raises(ManifestError, match="larger than"):
+        m.load_manifest(folder)
+
+
+def test_a_failed_save_leaves_the_old_manifest_and_no_debris(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        m.save_manifest(folder, a_manifest(defaults=TopWParameters(lam=1.0)))
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert m.load_manifest(folder).defaults.lam == 2.2
