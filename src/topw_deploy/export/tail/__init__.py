@@ -1,0 +1,30 @@
+"""The sampler as one ONNX function, `topw::TopWSample` (docs/graph.md, section 8)."""
+
+from topw_deploy.export.tail.embedding import EmbeddingForm, plain_gather
+from topw_deploy.export.tail.spec import (
+    DOMAIN,
+    DOMAIN_VERSION,
+    FORMS,
+    GEOMETRY_INPUTS,
+    OP_TYPE,
+    TAIL_INPUTS,
+    TailSpec,
+    tail_attributes,
+    tail_inputs,
+    tail_outputs,
+)
+
+__all__ = [
+    "DOMAIN",
+    "DOMAIN_VERSION",
+    "FORMS",
+    "GEOMETRY_INPUTS",
+    "OP_TYPE",
+    "TAIL_INPUTS",
+    "EmbeddingForm",
+    "TailSpec",
+    "plain_gather",
+    "tail_attributes",
+    "tail_inputs",
+    "tail_outputs",
+]
