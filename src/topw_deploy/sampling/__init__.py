@@ -1,1 +1,50 @@
 """What Top-W is: parameters, the literal algorithm, the draw. numpy only."""
+
+from topw_deploy.sampling.draw import Draw, draw, uniform_for
+from topw_deploy.sampling.edits import apply_edits
+from topw_deploy.sampling.geometry import Geometry, embedding_statistics
+from topw_deploy.sampling.parameters import (
+    ALIASES,
+    GREEDY_BELOW,
+    METRICS,
+    OPTION_NAMES,
+    PARAMETER_NAMES,
+    POTENTIALS,
+    PRESETS,
+    TopWOptions,
+    TopWParameters,
+    canonical_names,
+    unknown_name,
+)
+from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, Crop, TieBounds, Ties, crop
+from topw_deploy.sampling.row import Row, as_float32, crop_mass, sample_row
+
+__all__ = [
+    "ALIASES",
+    "FLOAT32_TIES",
+    "FLOAT64_TIES",
+    "GREEDY_BELOW",
+    "METRICS",
+    "OPTION_NAMES",
+    "PARAMETER_NAMES",
+    "POTENTIALS",
+    "PRESETS",
+    "Crop",
+    "Draw",
+    "Geometry",
+    "Row",
+    "TieBounds",
+    "Ties",
+    "TopWOptions",
+    "TopWParameters",
+    "apply_edits",
+    "as_float32",
+    "canonical_names",
+    "crop",
+    "crop_mass",
+    "draw",
+    "embedding_statistics",
+    "sample_row",
+    "uniform_for",
+    "unknown_name",
+]

@@ -12,7 +12,7 @@ from topw_deploy.errors import ParameterError
 
 METRICS = ("mahalanobis", "unit", "cosine", "uniform")
 POTENTIALS = ("nearest", "knn")
-GREEDY_BELOW = 1e-5  # a temperature under this means argmax
+GREEDY_BELOW = 9.999999747378752e-06  # 1e-5 as float32 holds it; a temperature under this means argmax
 
 ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
 """The names of the authors' released code -> ours."""

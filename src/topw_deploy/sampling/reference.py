@@ -1,0 +1,217 @@
+"""Top-W, literally: which tokens one row of logits keeps (docs/graph.md, section 3; the paper's Algorithm 1).
+
+This is the definition that every other implementation is compared with, in float64 and without shortcuts. It also
+measures how close the row came to another answer, so that a float32 implementation can be judged fairly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.geometry import Floats, Geometry, Ids
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+
+Mask = NDArray[np.bool_]
+
+# Weights are taken in units of the largest and not under e^-60. With geom_scale >= 0 every prefix holds the largest
+# logit, so no sum changes in any bit; with a negative one a prefix may hold only such tokens, and this keeps its mass
+# a normal number in float32 and float64 alike.
+SMALLEST_LOG_WEIGHT = -60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """How near the row came to another answer; inf where there was no other.
+
+    objective: over all steps, the smallest lead of the best J over another prefix, divided by max(1, lam, beta)
+        (with a negative geom_scale also by the largest potential). For beta <= lam and a negative geom_scale the
+        order alone decides, so there it is the lead of the best phi.
+    nucleus: distance of the warm start's cut from flipping, relative to the mass it asks for.
+    certificate: the lead of the best base J inside the warm start over the best outside, or the reverse.
+    pool_cut: the pool ends between two equal logits, so its last members are chosen by token id alone.
+    """
+
+    objective: float = math.inf
+    nucleus: float = math.inf
+    certificate: float = math.inf
+    pool_cut: bool = False
+
+    def allow(self, bounds: TieBounds) -> bool:
+        """Whether another kept set may be accepted from an implementation with these rounding bounds."""
+        return self.pool_cut or self.objective <= bounds.objective or self.nucleus <= bounds.nucleus
+
+    def allow_certified(self, bounds: TieBounds) -> bool:
+        """Whether another value of `certified` may be accepted."""
+        return self.allow(bounds) or self.certificate <= bounds.objective
+
+
+@dataclass(frozen=True, slots=True)
+class TieBounds:
+    """Leads within which rounding may decide (docs/graph.md, section 4)."""
+
+    objective: float
+    nucleus: float
+    draw: float
+
+
+FLOAT64_TIES = TieBounds(objective=1e-9, nucleus=1e-12, draw=1e-12)
+FLOAT32_TIES = TieBounds(objective=1e-5, nucleus=2e-6, draw=1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class Crop:
+    """What one row keeps and how it came about.
+
+    kept: token ids, int64, by (logit descending, id ascending); certified: K <= k0 with geom_scale >= 0, or greedy;
+    warm_size: k0, the size of S(0); base_size: K, the first maximiser without geometry; steps: scans made, 0 if greedy.
+    """
+
+    kept: Ids
+    certified: bool
+    warm_size: int
+    base_size: int
+    steps: int
+    ties: Ties
+
+
+def crop(
+    logits: ArrayLike, parameters: TopWParameters, options: TopWOptions | None = None, geometry: Geometry | None = None
+) -> Crop:
+    """The kept set of one row of (edited) logits [V], float32 or float64; -inf bans a token.
+
+    options: default `TopWOptions()`. geometry: of `options.metric`; may be left out when that is `uniform`.
+    Raises ParameterError for logits that are not one row, hold NaN or +inf or nothing finite, and for a geometry of
+    another metric.
+    """
+    options = TopWOptions() if options is None else options
+    geometry = _geometry_for(options, geometry)
+    row = _checked(logits)
+    if parameters.greedy:
+        return Crop(np.array([np.argmax(row)], dtype=np.int64), True, 1, 1, 0, Ties())
+
+    C, pool_cut = pool(row, options.top_m)
+    selection = parameters.selection_temperature or parameters.temperature
+    log_p = (row[C] - row[C[0]]) / selection  # in units of the largest: no constant changes the answer (F0, scale)
+    p = np.exp(np.maximum(log_p, SMALLEST_LOG_WEIGHT))
+    lam, c, scale = parameters.lam, parameters.beta - parameters.lam, parameters.geom_scale
+
+    k0, nucleus = warm_start(p, parameters.init_top_p)
+    base = objective(p, lam * log_p, c)
+    K = first_maximiser(base, c)
+    distance_to = _SetDistance(geometry, C, options.neighbours)
+    unit = max(1.0, lam, parameters.beta)
+
+    S = np.arange(len(C)) < k0
+    margin, steps = math.inf, 0
+    while steps < options.alt_iters:
+        steps += 1
+        f = -scale * distance_to(S)
+        phi = f + lam * log_p
+        order = np.argsort(-phi, kind="stable")  # equal phi: pool position decides
+        J = objective(p[order], phi[order], c)
+        k = first_maximiser(J, c)
+        margin = min(margin, _lead(J, phi[order], k, c, scale) / (unit if scale >= 0 else max(unit, np.abs(f).max())))
+        previous, S = S, np.zeros_like(S)
+        S[order[:k]] = True
+        if np.array_equal(S, previous):
+            break
+
+    ties = Ties(margin, nucleus, _certificate_lead(base, k0) / unit, pool_cut)
+    return Crop(C[S], scale >= 0 and k0 >= K, k0, K, steps, ties)
+
+
+def pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
+    """The candidate pool C: the `top_m` best finite logits by (logit descending, id ascending), fewer if fewer.
+
+    Returns (ids int64 [|C|], whether a logit left out equals the last one taken).
+    """
+    finite = int(np.isfinite(logits).sum())
+    size = min(top_m, finite)
+    cut = np.partition(logits, len(logits) - size)[len(logits) - size]  # the size-th largest
+    candidates = np.flatnonzero(logits >= cut)
+    order = np.argsort(-logits[candidates], kind="stable")
+    return candidates[order[:size]], len(candidates) > size
+
+
+def warm_start(p: Floats, init_top_p: float) -> tuple[int, float]:
+    """k0, the length of the shortest pool prefix holding `init_top_p` of the pool's mass, and its relative margin."""
+    if init_top_p >= 1.0:
+        return len(p), math.inf
+    G = np.cumsum(p)
+    target = init_top_p * G[-1]
+    k0 = int(np.argmax(target <= G)) + 1
+    above = (G[k0 - 1] - target) / target
+    below = (target - G[k0 - 2]) / target if k0 > 1 else math.inf
+    return k0, float(min(above, below))
+
+
+def objective(p: Floats, phi: Floats, c: float) -> Floats:
+    """J_k of every prefix of tokens already ordered by phi: Phi_k / Gamma_k + c log Gamma_k, with c = beta - lam."""
+    Gamma = np.cumsum(p)
+    Phi = np.cumsum(p * phi)
+    return Phi / Gamma + c * np.log(Gamma)
+
+
+def first_maximiser(J: Floats, c: float) -> int:
+    """k*, the first maximiser of J_1..J_m. For c <= 0 J never rises (singleton collapse): 1, whatever rounding says."""
+    return 1 if c <= 0 else int(np.argmax(J)) + 1
+
+
+class _SetDistance:
+    """dist(i, S) of every pool token i to a subset S of the pool; 0 for members. Each distance is computed once."""
+
+    def __init__(self, geometry: Geometry, C: Ids, neighbours: int) -> None:
+        self._geometry = geometry
+        self._neighbours = neighbours  # 0: nearest
+        self._features = geometry.features(C)
+        self._known = np.zeros(len(C), dtype=np.bool_)  # the columns of _matrix that are filled
+        self._matrix = np.empty((len(C), len(C)))
+
+    def __call__(self, S: Mask) -> Floats:
+        missing = S & ~self._known
+        if missing.any():
+            self._matrix[:, missing] = self._geometry.between(self._features, self._features[missing])
+            self._known |= missing
+        to_members = self._matrix[:, S]  # [|C|, |S|]
+        n = min(self._neighbours or 1, to_members.shape[1])
+        nearest = np.partition(to_members, n - 1, axis=1)[:, :n] if n > 1 else to_members.min(axis=1, keepdims=True)
+        return np.where(S, 0.0, nearest.mean(axis=1))
+
+
+def _lead(J: Floats, phi: Floats, k: int, c: float, scale: float) -> float:
+    """How far the chosen prefix leads: in J, or in phi where the order alone decides; inf if nothing else could win."""
+    if len(J) == 1 or (c <= 0 and scale >= 0):  # the largest logit, at phi = 0, whatever the geometry
+        return math.inf
+    if c <= 0:
+        return float(phi[0] - phi[1])
+    return float(J[k - 1] - np.delete(J, k - 1).max())
+
+
+def _certificate_lead(base: Floats, k0: int) -> float:
+    return math.inf if k0 == len(base) else float(abs(base[:k0].max() - base[k0:].max()))
+
+
+def _geometry_for(options: TopWOptions, geometry: Geometry | None) -> Geometry:
+    if geometry is None and options.metric == "uniform":
+        return Geometry.uniform()
+    if geometry is None or geometry.metric != options.metric:
+        given = "no geometry" if geometry is None else f"a {geometry.metric} geometry"
+        raise ParameterError(f"the options ask for the metric {options.metric}, but {given} was given; pass its own.")
+    return geometry
+
+
+def _checked(logits: ArrayLike) -> Floats:
+    given = np.asarray(logits)
+    if given.ndim != 1 or len(given) == 0:
+        raise ParameterError(f"logits have shape {given.shape}, but must be one row [V], V >= 1.")
+    row = given.astype(np.float64)
+    if np.isnan(row).any() or (row == np.inf).any():
+        raise ParameterError("the logits hold NaN or +inf, so no token can be chosen; check the model's output.")
+    if not np.isfinite(row).any():
+        raise ParameterError("every logit is -inf, so no token can be chosen; ban fewer tokens.")
+    return row
