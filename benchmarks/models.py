@@ -1,0 +1,58 @@
+"""The models that are measured: random weights where only the shape matters, made on the spot and kept in a cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+CACHE = Path(".cache/benchmarks")
+HIDDEN, LAYERS, INTERMEDIATE, HEADS, KV_HEADS = 512, 12, 1408, 8, 4
+
+
+def llama_50m(vocab_size: int = 32_000) -> Path:
+    """A Hugging Face folder with a random Llama-shaped decoder: 51 M parameters at a vocabulary of 32,000 (tied)."""
+    folder = CACHE / f"llama-{vocab_size}"
+    if (folder / "model.safetensors").exists():
+        return folder
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    # Byte-level vocabulary filled up with entries that no text reaches: only ids matter here.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<s>", *alphabet])}
+    vocabulary |= {f"<unused{i}>": i for i in range(len(vocabulary), vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<s>").save_pretrained(folder)
+    return folder
+
+
+def exported(model: Path | str, *options: str) -> Path:
+    """The folder that `topw-export MODEL OUT OPTIONS` writes, exported once per set of options."""
+    name = "-".join([Path(model).name, *(option.strip("-") for option in options)])
+    folder = CACHE / "exported" / name
+    if not (folder / "topw_manifest.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "topw_deploy.cli.main", "export", str(model), str(folder), "--no-verify"]
+        subprocess.run([*command, "--overwrite", *options], check=True, stdout=subprocess.DEVNULL)
+    return folder
