@@ -13,9 +13,18 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-SAMPLER_INPUTS = (
-    ["edit_ids", "edit_penalty", "edit_bias", "temperature", "selection_temperature", "lam", "beta", "init_top_p", "geom_scale", "uniform"]
-)
+SAMPLER_INPUTS = [
+    "edit_ids",
+    "edit_penalty",
+    "edit_bias",
+    "temperature",
+    "selection_temperature",
+    "lam",
+    "beta",
+    "init_top_p",
+    "geom_scale",
+    "uniform",
+]
 
 
 def with_argmax(folder: Path) -> Path:

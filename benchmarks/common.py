@@ -1,4 +1,4 @@
-"""How everything here is timed: all sides in turn within one run, so that a machine whose speed drifts slows them alike.
+"""How everything here is timed: all sides in turn within one run, so a machine that drifts slows them alike.
 
 A side is a function without arguments; a round calls each side once, in an order that rotates. What is quoted is the
 median over rounds, and for two sides the ratio taken round by round, with the quartiles as its spread.

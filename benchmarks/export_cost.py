@@ -1,0 +1,63 @@
+"""Exporting the 50 M model: wall time and peak memory of `topw-export` beside optimum's exporter.
+
+    python -m benchmarks.export_cost [--optimum PYTHON] [--rounds 3]
+
+PYTHON is the interpreter of an environment with the [optimum] extra (it cannot share one with [export]). Sizes of what
+each wrote are printed too: a tied embedding stored twice shows there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import Spread, interleave, machine, table
+from benchmarks.models import llama_50m
+from benchmarks.startup import Process, run
+
+
+def commands(model: Path, out: Path, optimum: str | None) -> dict[str, list[str]]:
+    ours = [sys.executable, "-m", "topw_deploy.cli.main", "export", str(model), str(out)]
+    sides = {"topw-export": ours, "topw-export --no-verify": [*ours, "--no-verify"]}
+    if optimum:
+        task = ["--task", "text-generation-with-past", "--framework", "pt"]
+        theirs = [optimum, "-m", "optimum.commands.optimum_cli", "export", "onnx", "--model", str(model), *task]
+        sides["optimum-cli export onnx"] = [*theirs, str(out)]
+        sides["optimum-cli export onnx --no-post-process"] = [*theirs, "--no-post-process", str(out)]
+    return sides
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--optimum", metavar="PYTHON", help="interpreter of an environment with optimum-onnx")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    model = llama_50m()
+    runs: dict[str, list[Process]] = {}
+    sizes: dict[str, int] = {}
+
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "out")
+
+        def sample(name: str, command: list[str]) -> float:
+            process = run(command)
+            sizes[name] = sum(path.stat().st_size for path in out.rglob("*.onnx*"))
+            shutil.rmtree(out)
+            runs.setdefault(name, []).append(process)
+            return process.seconds
+
+        sides = commands(model, out, args.optimum)
+        samples = interleave({n: (lambda n=n, c=c: sample(n, c)) for n, c in sides.items()}, args.rounds, warmup=1)
+    print(f"{machine()}; {args.rounds} rounds\n")
+    rows = []
+    for name in sides:
+        peak = Spread.of([process.peak_bytes for process in runs[name][1:]])
+        rows.append((name, Spread.of(samples[name]).format(1, 1), peak.format(2**-20, 0), f"{sizes[name] / 2**20:.0f}"))
+    print(table(("exporter", "wall s (quartiles)", "peak MiB (quartiles)", "ONNX files MiB"), rows))
+
+
+if __name__ == "__main__":
+    main()
