@@ -1,1 +1,12 @@
-"""TODO"""
+"""The bundled demo model: a small Llama trained on Python's own documentation, in Hugging Face layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["demo_model_path"]
+
+
+def demo_model_path() -> Path:
+    """Folder of the bundled model: config.json, model.safetensors (float16), tokenizer.json and the training log."""
+    return Path(__file__).parent / "model"

@@ -1,0 +1,199 @@
+"""The demo model's text: what every Python installation says about itself.
+
+Three sources, in this order: the reference manual's topics (`pydoc_data.topics`), the docstrings of the modules that
+are compiled into every interpreter, and the docstrings of the standard library, which are read from the source files
+with `ast`, so that none of them is imported. The same Python release gives the same documents everywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Not documentation: test suites, applications' internals, generated tables, installed packages.
+SKIPPED_FOLDERS = frozenset(
+    {
+        "__pycache__",
+        "config-3",
+        "encodings",
+        "lib-dynload",
+        "lib2to3",
+        "pydoc_data",
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+    }
+)
+# Written in C and part of the interpreter itself: importing them runs nothing and needs no platform's library.
+CORE_MODULES = ("builtins", "_functools", "_io", "gc", "itertools", "sys", "time")
+SHORTEST_DOCUMENT = 60  # characters; less is a name and a stub of a sentence
+LONGEST_SIGNATURE = 400  # characters; longer ones are tables in disguise
+LONG_PARAGRAPH = 80  # characters; two documents that share one this long count as copies
+HELD_OUT_PERCENT = 5
+
+_HEADING = re.compile(r"^(?P<title>\S[^\n]*)\n(?P<rule>([*=\-^~\"])\3{2,})[ ]*$", re.MULTILINE)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in a fixed order; a document is in `held_out` or in `train` by its own hash alone."""
+
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over every document: two runs with one digest saw the same text."""
+        total = hashlib.sha256()
+        for document in (*self.train, *self.held_out):
+            total.update(hashlib.sha256(document.encode()).digest())
+        return total.hexdigest()
+
+
+def gather_corpus() -> Corpus:
+    """All documents of this Python installation, cleaned, without copies, split into training and held-out text."""
+    documents = without_copies([*topic_sections(), *core_docstrings(), *library_docstrings()])
+    return Corpus(
+        train=tuple(d for d in documents if not is_held_out(d)),
+        held_out=tuple(d for d in documents if is_held_out(d)),
+    )
+
+
+def is_held_out(document: str) -> bool:
+    """Whether the document is kept from training: its hash falls into the first HELD_OUT_PERCENT of 100 slots."""
+    digest = hashlib.sha256(document.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
+
+
+def topic_sections() -> Iterator[str]:
+    """The language reference as pydoc carries it, one document per section."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield from split_sections(_clean(topics[name]))
+
+
+def split_sections(text: str) -> Iterator[str]:
+    """Cut before every underlined heading; headings get one underline style, whatever their depth was."""
+    headings = list(_HEADING.finditer(text))
+    starts = [heading.start() for heading in headings]
+    if not starts or starts[0] > 0:
+        yield text[: starts[0] if starts else len(text)].strip()
+    for heading, end in zip(headings, [*starts[1:], len(text)], strict=True):
+        title, body = heading["title"].strip(), text[heading.end() : end].strip()
+        yield f"{title}\n{'=' * len(title)}\n\n{body}" if body else ""
+
+
+def core_docstrings() -> Iterator[str]:
+    """Functions and types of CORE_MODULES, written the way their source would be if it were Python."""
+    for module in CORE_MODULES:
+        for name, value in sorted(vars(importlib.import_module(module)).items()):
+            if inspect.isclass(value) and value.__name__ == name:
+                methods = [(n, m) for n, m in sorted(vars(value).items()) if not n.startswith("_")]
+                members = [_stub(f"def {n}", m, "    ") for n, m in methods if inspect.isroutine(m)]
+                yield "\n\n".join(filter(None, [_stub(f"class {name}", value, ""), *members]))
+            elif inspect.isbuiltin(value):
+                yield _stub(f"def {name}", value, "")
+
+
+def _stub(opening: str, value: Any, indent: str) -> str:
+    doc = value.__doc__
+    if not doc:
+        return ""
+    signature = getattr(value, "__text_signature__", None)
+    if signature:
+        signature = signature.replace("$", "")  # CPython marks the bound argument with a dollar sign
+    elif not opening.startswith("class"):
+        signature = "(...)"
+    return f"{indent}{opening}{signature or ''}:\n{_quoted(_clean(inspect.cleandoc(doc)), indent + '    ')}"
+
+
+def library_docstrings(root: Path | None = None) -> Iterator[str]:
+    """Module docstrings, functions and classes of all .py files under `root` (the standard library's folder)."""
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        parts = path.relative_to(root).parts
+        if any(part in SKIPPED_FOLDERS or part.startswith("config-") for part in parts[:-1]):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError):
+            continue  # templates and fixtures that are not meant to be parsed
+        yield from _module_documents(tree, ".".join(parts).removesuffix(".py").removesuffix(".__init__"))
+
+
+def _module_documents(tree: ast.Module, name: str) -> Iterator[str]:
+    doc = ast.get_docstring(tree)
+    if doc:
+        yield f"{name}\n{'=' * len(name)}\n\n{_clean(doc)}"
+    for node in tree.body:
+        if isinstance(node, _Definition):
+            yield _definition(node, "")
+
+
+def _definition(node: _Definition, indent: str) -> str:
+    """Signature, docstring and, in classes, the documented members; empty where nothing is documented."""
+    doc = ast.get_docstring(node)
+    inner = indent + "    "
+    members = []
+    if isinstance(node, ast.ClassDef):
+        opening = f"class {node.name}" + (f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else "")
+        members = [_definition(member, inner) for member in node.body if isinstance(member, _Definition)]
+    else:
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+        opening = f"{keyword} {node.name}({ast.unparse(node.args)}){returns}"
+    members = [member for member in members if member]
+    if (not doc and not members) or len(opening) > LONGEST_SIGNATURE:
+        return ""
+    head = f"{indent}{opening}:" + (f"\n{_quoted(_clean(doc), inner)}" if doc else "")
+    return "\n\n".join([head, *members])
+
+
+def _quoted(doc: str, indent: str) -> str:
+    closing = '\n"""' if "\n" in doc else '"""'
+    return textwrap.indent(f'"""{doc}{closing}', indent)
+
+
+def _clean(text: str) -> str:
+    """Tabs to spaces, no control characters, no trailing blanks, at most one empty line in a row."""
+    text = _CONTROL.sub("", text.expandtabs().replace("\r\n", "\n"))
+    text = "\n".join(line.rstrip() for line in text.split("\n"))
+    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
+
+
+def without_copies(documents: Iterable[str]) -> list[str]:
+    """Documents long enough to teach something, without those that repeat a long paragraph of an earlier one.
+
+    The manual's topics overlap and the library copies docstrings between modules; a copy on the other side of the
+    split would make the held-out loss a measure of memory.
+    """
+    seen: set[str] = set()
+    kept = []
+    for document in documents:
+        paragraphs = set(long_paragraphs(document))
+        if len(document) < SHORTEST_DOCUMENT or document in seen or paragraphs & seen:
+            continue
+        seen |= paragraphs | {document}
+        kept.append(document)
+    return kept
+
+
+def long_paragraphs(document: str) -> Iterator[str]:
+    """Paragraphs of at least LONG_PARAGRAPH characters, blanks folded, so that indentation does not hide a copy."""
+    for paragraph in document.split("\n\n"):
+        folded = " ".join(paragraph.split())
+        if len(folded) >= LONG_PARAGRAPH:
+            yield folded

@@ -1,0 +1,52 @@
+"""Byte-level BPE for the demo model: any bytes go in, the same bytes come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
+SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn merges from `documents`; encoding puts BOS in front, EOS is left to whoever ends a document.
+
+    `vocab_size` counts the three special tokens and the 256 bytes; no bytes are unknown, none are normalised.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+            ),
+        ]
+    )
+    return tokenizer
+
+
+def tokenizer_config(context: int) -> dict[str, Any]:
+    """What tokenizer_config.json says; the class name is the one that transformers 4 and 5 both know."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "padding_side": "left",
+    }

@@ -1,0 +1,298 @@
+"""Train the demo model: `python -m topw_deploy.demo.train --output DIR`.
+
+Reading order: `Recipe` (every number that matters), `train` (the loop), `write_model` (the folder), `main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from topw_deploy.demo.corpus import Corpus, gather_corpus
+from topw_deploy.demo.tokenizer import BOS, EOS, PAD, tokenizer_config, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights, beside the corpus and the library versions."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 672
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    context: int = 512  # tokens
+    batch: int = 8  # sequences of `context` tokens per step
+    steps: int = 3000
+    warmup: int = 100  # steps
+    learning_rate: float = 3e-3  # at the end of the warm-up; a cosine takes it to a twentieth
+    weight_decay: float = 0.1  # matrices only
+    betas: tuple[float, float] = (0.9, 0.95)
+    gradient_norm: float = 1.0
+    evaluate_every: int = 200  # steps
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Loss on text that was kept from training, every document in it counted once."""
+
+    loss: float  # nats per token, end-of-text tokens included
+    bits_per_byte: float
+
+
+def pack(documents: Sequence[str], tokenizer: Tokenizer) -> list[torch.Tensor]:
+    """Each document as int64 ids [n]: BOS, its tokens, EOS."""
+    eos = tokenizer.token_to_id(EOS)
+    return [torch.tensor([*e.ids, eos]) for e in tokenizer.encode_batch(list(documents))]
+
+
+def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Tensor]:
+    """Without end: int64 [batch, context + 1], documents shuffled anew for each pass and laid end to end."""
+    rng = np.random.default_rng(recipe.seed)
+    rows: list[torch.Tensor] = []
+    width = recipe.context + 1
+    stream = torch.empty(0, dtype=torch.int64)
+    while True:
+        order = rng.permutation(len(documents))
+        stream = torch.cat([stream, *(documents[i] for i in order)])
+        count = len(stream) // width
+        # The rows of one pass are shuffled too: neighbours from one long document do not share a batch.
+        rows += [stream[i * width : (i + 1) * width] for i in rng.permutation(count)]
+        stream = stream[count * width :]
+        while len(rows) >= recipe.batch:
+            yield torch.stack(rows[: recipe.batch])
+            rows = rows[recipe.batch :]
+
+
+def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in nats of each next token, float32 [batch * (length - 1)]; ids is int64 [batch, length]."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=model.training):
+        hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state  # [B, T, H]
+        logits = model.lm_head(hidden)  # [B, T, V]
+    return functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: Tokenizer, recipe: Recipe) -> HeldOut:
+    """Documents laid end to end in windows of the context, in float32; bytes are those of the documents' UTF-8."""
+    was_training = model.training
+    model.eval()
+    stream = torch.cat(pack(documents, tokenizer))
+    losses, scored = 0.0, 0
+    for start in range(0, len(stream) - 1, recipe.context):
+        window = stream[start : start + recipe.context + 1]
+        wanted = window[1:] != tokenizer.token_to_id(BOS)  # where a document begins is not the model's to guess
+        losses += token_losses(model, window[None])[wanted].sum().item()
+        scored += int(wanted.sum())
+    model.train(was_training)
+    return HeldOut(losses / scored, losses / math.log(2) / sum(len(d.encode()) for d in documents))
+
+
+def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
+    """A fresh Llama, float32, with the embedding table as its output layer."""
+    torch.manual_seed(recipe.seed)
+    config = LlamaConfig(
+        vocab_size=recipe.vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=recipe.context,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.token_to_id(BOS),
+        eos_token_id=tokenizer.token_to_id(EOS),
+        pad_token_id=tokenizer.token_to_id(PAD),
+    )
+    return LlamaForCausalLM(config)
+
+
+def optimizer_for(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW; vectors (the norms' gains) are not decayed."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas)
+
+
+def learning_rate_factor(step: int, progress: float, recipe: Recipe) -> float:
+    """Linear warm-up times a cosine from 1 to 1/20 over `progress` in [0, 1]."""
+    cosine = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return cosine * min(1.0, (step + 1) / recipe.warmup)
+
+
+def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, minutes: float) -> list[dict]:
+    """Train in place; returns the curve: step, learning rate, training and held-out loss, seconds since the start.
+
+    The schedule follows the steps, or the clock where that would run out first: a slow machine makes fewer steps and
+    still ends on the low learning rate. A run that ends by steps can be repeated exactly.
+    """
+    optimizer = optimizer_for(model, recipe)
+    source = batches(pack(corpus.train, tokenizer), recipe)
+    curve, recent = [], []
+    started = time.monotonic()
+    model.train()
+    bar = tqdm(range(recipe.steps), desc="training", unit="step", file=sys.stderr, mininterval=5)
+    for step in bar:
+        progress = max(step / recipe.steps, (time.monotonic() - started) / (60 * minutes))
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * learning_rate_factor(step, progress, recipe)
+        loss = token_losses(model, next(source)).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.gradient_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent.append(loss.item())
+        last = step + 1 == recipe.steps or progress >= 1
+        if (step + 1) % recipe.evaluate_every == 0 or last:
+            held_out = held_out_loss(model, corpus.held_out, tokenizer, recipe)
+            curve.append(
+                {
+                    "step": step + 1,
+                    "learning_rate": group["lr"],
+                    "train_loss": sum(recent) / len(recent),
+                    "held_out_loss": held_out.loss,
+                    "seconds": round(time.monotonic() - started, 1),
+                }
+            )
+            bar.set_postfix(train=f"{curve[-1]['train_loss']:.3f}", held_out=f"{held_out.loss:.3f}")
+            recent = []
+        if last:
+            break
+    bar.close()
+    return curve
+
+
+def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
+    """A Hugging Face folder with float16 weights; the tied output layer is not stored a second time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {n: p.detach().to(torch.float16).contiguous() for n, p in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = torch.float16
+    model.config.save_pretrained(folder)
+    ends = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    GenerationConfig(**ends, do_sample=True, temperature=1.0).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(recipe.context))
+
+
+def versions() -> dict[str, str]:
+    """Of everything that has a part in the weights."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
+
+
+def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[str, Any]:
+    """Corpus to finished folder; returns what `training_log.json` holds."""
+    started = time.monotonic()
+    tokenizer = train_tokenizer(corpus.train, recipe.vocab_size)
+    model = build_model(recipe, tokenizer)
+    curve = train(model, corpus, tokenizer, recipe, minutes)
+    write_model(model, tokenizer, recipe, folder)
+    # The loss that counts is that of the file: weights rounded to float16, computed in float32.
+    written = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    final = held_out_loss(written, corpus.held_out, tokenizer, recipe)
+    log = {
+        "recipe": dataclasses.asdict(recipe),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "corpus": {
+            "sha256": corpus.digest,
+            "train": _extent(corpus.train, tokenizer),
+            "held_out": _extent(corpus.held_out, tokenizer),
+        },
+        "steps": curve[-1]["step"],
+        "held_out_loss": final.loss,
+        "held_out_bits_per_byte": final.bits_per_byte,
+        "curve": curve,
+        "wall_seconds": round(time.monotonic() - started, 1),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
+    _write_json(folder / "training_log.json", log)
+    return log
+
+
+def _extent(documents: Sequence[str], tokenizer: Tokenizer) -> dict[str, int]:
+    return {
+        "documents": len(documents),
+        "bytes": sum(len(d.encode()) for d in documents),
+        "tokens": sum(map(len, pack(documents, tokenizer))),
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def plot_curve(log: dict[str, Any], path: Path) -> None:
+    """Training and held-out loss over steps, as a picture; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [point["step"] for point in log["curve"]]
+    axes.plot(steps, [point["train_loss"] for point in log["curve"]], label="training, mean since the last point")
+    axes.plot(steps, [point["held_out_loss"] for point in log["curve"]], label="held out", marker="o", markersize=3)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m topw_deploy.demo.train", description="Train the demo model on this Python's documentation."
+    )
+    parser.add_argument("--output", type=Path, default=Path("demo-model"), help="folder to write (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="end training by then (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="training steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=Recipe.seed, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all (%(default)s)")
+    parser.add_argument("--plot", type=Path, help="write the loss curve to this picture (.png)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    torch.set_num_threads(options.threads)
+    recipe = Recipe(steps=options.steps, seed=options.seed)
+    log = run(recipe, gather_corpus(), options.minutes, options.output)
+    if options.plot:
+        plot_curve(log, options.plot)
+    sys.stdout.write(
+        f"{options.output}: held-out loss {log['held_out_loss']:.4f} nats per token, "
+        f"{log['held_out_bits_per_byte']:.4f} bits per byte, {log['steps']} steps in {log['wall_seconds']:.0f} s\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
