@@ -1,5 +1,6 @@
 """The sampler as one ONNX function, `topw::TopWSample` (docs/graph.md, section 8)."""
 
+from topw_deploy.export.tail.build import build_tail
 from topw_deploy.export.tail.embedding import EmbeddingForm, plain_gather
 from topw_deploy.export.tail.spec import (
     DOMAIN,
@@ -23,6 +24,7 @@ __all__ = [
     "TAIL_INPUTS",
     "EmbeddingForm",
     "TailSpec",
+    "build_tail",
     "plain_gather",
     "tail_attributes",
     "tail_inputs",

@@ -1,0 +1,135 @@
+"""The certified path: a few candidates, one short scan, and the proof that they settle the row.
+
+Where the certificate of docs/graph.md, section 4 (T2) holds, the crop is the top K tokens of the probability order
+and no distance matters. These steps find K among the `CANDIDATES` largest logits and prove, without the pool, that
+nothing outside them could change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from topw_deploy.export.tail.edits import BLOCK, padded_width
+from topw_deploy.export.tail.ops import Ops, Tensor, step
+from topw_deploy.export.tail.rows import LARGEST, SMALLEST, Rows
+
+CANDIDATES = 64
+"""Largest logits looked at. As many blocks are searched: that many surely hold them all."""
+
+_SLACK = 4e-6  # of J, in units of lam + beta: several times the rounding of a float32 scan over CANDIDATES terms
+_WARM_SLACK = 1e-5  # relative, of the warm start's mass
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The largest logits of each row in descending order, float32 [batch, n], with their token ids int64 [batch, n]."""
+
+    logits: Tensor
+    ids: Tensor
+    count: int
+
+
+@dataclass(frozen=True)
+class ShortScan:
+    """Prefix objective over the candidates, all float32 [batch, n] but `last`.
+
+    Weights are relative to the largest logit, so the first is 1: `weight` w = exp(a), `score` lam * a, `mass` Gamma,
+    `gain` Phi, `objective` J, and its maximum `best` [batch, 1]. `last` int64 [batch, 1]: position of the first
+    maximiser, K - 1.
+    """
+
+    weight: Tensor
+    score: Tensor
+    mass: Tensor
+    gain: Tensor
+    objective: Tensor
+    best: Tensor
+    last: Tensor
+
+
+@step
+def block_candidates(op: Ops, logits: Tensor, vocab_size: int, top_m: int) -> Candidates:
+    """The largest logits of each row [batch, padded], found through the maxima of blocks.
+
+    A token among the n largest lies in a block whose maximum is among the n largest, up to ties with the n-th.
+    """
+    blocks = padded_width(vocab_size) // BLOCK
+    searched = min(CANDIDATES, blocks)
+    count = min(CANDIDATES, vocab_size, top_m)
+    grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
+    maxima = op.ReduceMax(grid, op.constant([2], np.int64), keepdims=0)
+    _, block = op.TopK(maxima, op.constant([searched], np.int64), axis=1)
+    chosen = op.GatherND(grid, op.Unsqueeze(block, op.constant([2], np.int64)), batch_dims=1)
+    flat = op.Reshape(chosen, op.constant([-1, searched * BLOCK], np.int64))
+    values, place = op.TopK(flat, op.constant([count], np.int64), axis=1)
+    size = op.constant(BLOCK, np.int64)
+    offset = op.Mul(op.Sub(block, op.constant(np.arange(searched), np.int64)), size)
+    ids = op.Add(place, op.GatherElements(offset, op.Div(place, size), axis=1))
+    return Candidates(values, ids, count)
+
+
+@step
+def first_position(op: Ops, flags: Tensor, count: int, otherwise: Tensor) -> Tensor:
+    """int64 [batch, 1]: the first true position of `flags` [batch, count], at most `otherwise`.
+
+    By a minimum of positions: ArgMax's choice among equals is not the same everywhere.
+    """
+    positions = op.constant(np.arange(count), np.int64)
+    return op.ReduceMin(op.Where(flags, positions, otherwise), op.constant([1], np.int64), keepdims=1)
+
+
+@step
+def short_scan(op: Ops, drop: Tensor, count: int, rows: Rows) -> ShortScan:
+    """J over the prefixes of the candidates (docs/graph.md, section 3, step 4 with f = 0).
+
+    drop: logits minus the largest, float32 [batch, count]. Logs come from logits, never from probabilities; -inf
+    becomes a finite score with weight 0.
+    """
+    axis = op.constant(1, np.int64)
+    a = op.Max(op.Div(drop, rows.selection), op.constant(-1e4))
+    weight = op.Exp(a)
+    score = op.Mul(a, rows.lam)
+    mass = op.CumSum(weight, axis)
+    gain = op.CumSum(op.Mul(weight, score), axis)
+    objective = op.Add(op.Div(gain, mass), op.Mul(op.Log(mass), rows.reward))
+    best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
+    last = first_position(op, op.GreaterOrEqual(objective, best), count, op.constant(count - 1, np.int64))
+    return ShortScan(weight, score, mass, gain, objective, best, last)
+
+
+@step
+def certificate(
+    op: Ops, candidates: Candidates, scan: ShortScan, rows: Rows, top_m: int, vocab_size: int
+) -> list[tuple[Tensor, float, float]]:
+    """What must hold for the top K tokens to be the crop: (column [batch, 1], lowest, highest) each.
+
+    top_m is the pool's size, already cut to the vocabulary.
+    - Warm start: the mass before token K is below init_top_p times the candidates' mass, hence below that share of
+      the pool's, hence K <= k0.
+    - Completeness: logit K is above the last candidate's, so no tie hides a member outside.
+    - Block stop: as if each of the pool's other tokens had the last candidate's score, which is the most they can
+      weigh; then no longer prefix has a larger J. For reward <= 0 the first prefix is the best by itself.
+    - geom_scale >= 0 (0 stands there for greedy rows).
+    """
+    final = op.constant([candidates.count - 1], np.int64)
+    outside = top_m - candidates.count
+
+    target = op.Mul(op.Gather(scan.mass, final, axis=1), op.Mul(rows.warm_mass, op.constant(1 - _WARM_SLACK)))
+    room = op.Sub(target, op.Sub(scan.mass, scan.weight))
+    if candidates.count < vocab_size:
+        above = op.Sub(candidates.logits, op.Gather(candidates.logits, final, axis=1))
+        room = op.Min(room, above)
+    bounds = [(op.GatherElements(room, scan.last, axis=1), SMALLEST, np.inf), (rows.scale, 0.0, LARGEST)]
+    if outside == 0:
+        return bounds
+
+    tail_mass = op.Mul(scan.weight, op.constant(float(outside)))
+    whole = op.Add(scan.mass, tail_mass)
+    tail_gain = op.Add(scan.gain, op.Mul(scan.score, tail_mass))
+    longest = op.Add(op.Div(tail_gain, whole), op.Mul(op.Log(whole), rows.reward))
+    slack = op.Mul(op.Add(rows.lam, rows.beta), op.constant(_SLACK))
+    margin = op.Sub(op.Sub(scan.best, slack), op.Gather(longest, final, axis=1))
+    single = op.LessOrEqual(rows.reward, op.constant(0.0))
+    return [*bounds, (op.Where(single, rows.scale, margin), 0.0, np.inf)]

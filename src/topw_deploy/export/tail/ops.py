@@ -1,0 +1,161 @@
+"""The operators that the tail is written in: one text, recorded into an ONNX graph or evaluated at once.
+
+Every step of the tail is a plain function `step(op, ...)` over tensors. Given `Recorder`, it leaves nodes in a
+graph; given `Eager`, onnxscript evaluates each operator on the spot, so a unit test can look at any intermediate.
+
+Why not onnxscript's `@script`: it translates the text of one function, in which an `if` is always an ONNX `If`, a
+`for` always a `Loop`, and only single tensors are passed. The tail chooses metric, potential and form while it is
+being written, unrolls its alternations, and hands bundles of tensors (a pool, a scan) from step to step. Running
+ordinary Python against a recording operator set expresses all three.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+import onnx_ir as ir
+
+Tensor = Any
+"""An `onnx_ir.Value` while recording, an array-like while evaluating."""
+
+_OUTPUTS = {"TopK": 2}  # operators with more than one output
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Ops(Protocol):
+    """An operator set: `op.Add(a, b)`, `op.TopK(x, k, axis=1)`, attributes as keywords."""
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]: ...
+
+    def constant(self, value: Any, dtype: type = np.float32) -> Tensor:
+        """A tensor with fixed content; the same content is stored once."""
+
+    def branch(
+        self, condition: Tensor, then: Callable[[], Sequence[Tensor]], otherwise: Callable[[], Sequence[Tensor]]
+    ) -> list[Tensor]:
+        """`If`: evaluates exactly one side, whose tensors it returns. `condition` is a bool scalar."""
+
+    def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
+        """An operator of any domain with one output."""
+
+    def named(self, name: str) -> Any:
+        """Context in which nodes carry `name` in theirs."""
+
+
+def step(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
+    """Marks one step of the tail: the nodes it records are named after it."""
+
+    @functools.wraps(function)
+    def recorded(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:
+        with op.named(function.__name__):
+            return function(op, *args, **kwargs)
+
+    return recorded
+
+
+class Recorder:
+    """Records operators as nodes of one ONNX function with unique names, constants in its body."""
+
+    def __init__(self) -> None:
+        self._scopes: list[tuple[list[ir.Node], dict[bytes, ir.Value]]] = [([], {})]
+        self._path: list[str] = []
+        self._counter = 0
+        self.domains: set[str] = {""}
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if not op_type[0].isupper():
+            raise AttributeError(op_type)
+
+        def record(*inputs: Tensor | None, **attributes: Any) -> Any:
+            node = self._add("", op_type, inputs, attributes, _OUTPUTS.get(op_type, 1))
+            return node.outputs[0] if len(node.outputs) == 1 else tuple(node.outputs)
+
+        return record
+
+    @property
+    def nodes(self) -> list[ir.Node]:
+        return self._scopes[0][0]
+
+    def constant(self, value: Any, dtype: type = np.float32) -> ir.Value:
+        array = np.asarray(value, dtype=dtype)
+        key = repr((array.dtype, array.shape)).encode() + array.tobytes()
+        for _, constants in self._scopes:  # an enclosing graph's constants can be seen from inside a branch
+            if key in constants:
+                return constants[key]
+        tensor = self._add("", "Constant", (), {"value": ir.tensor(array)}, 1).outputs[0]
+        self._scopes[-1][1][key] = tensor
+        return tensor
+
+    def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> ir.Value:
+        self.domains.add(domain)
+        return self._add(domain, op_type, inputs, attributes, 1).outputs[0]
+
+    def branch(
+        self, condition: Tensor, then: Callable[[], Sequence[Tensor]], otherwise: Callable[[], Sequence[Tensor]]
+    ) -> list[Tensor]:
+        sides = {"then_branch": self._subgraph("then", then), "else_branch": self._subgraph("otherwise", otherwise)}
+        return list(self._add("", "If", (condition,), sides, len(sides["then_branch"].outputs)).outputs)
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        self._path.append(name)
+        yield
+        self._path.pop()
+
+    def _subgraph(self, name: str, body: Callable[[], Sequence[Tensor]]) -> ir.Graph:
+        nodes: list[ir.Node] = []
+        self._scopes.append((nodes, {}))
+        with self.named(name):
+            # A branch must own what it returns, so a tensor from outside passes through Identity.
+            outputs = [value if value.producer() in nodes else self.Identity(value) for value in body()]
+        self._scopes.pop()
+        self._counter += 1
+        return ir.Graph([], outputs, nodes=nodes, name=f"{name}_{self._counter}")
+
+    def _add(
+        self, domain: str, op_type: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int
+    ) -> ir.Node:
+        self._counter += 1
+        name = "/".join([*self._path, f"{op_type}_{self._counter}"])
+        node = ir.Node(
+            domain, op_type, inputs, ir.convenience.convert_attributes(attributes), num_outputs=outputs, name=name
+        )
+        for position, value in enumerate(node.outputs):
+            value.name = name if outputs == 1 else f"{name}:{position}"
+        self._scopes[-1][0].append(node)
+        return node
+
+
+class Eager:
+    """Evaluates each operator at once through onnxscript, for unit tests of single steps."""
+
+    def __init__(self, opset: int) -> None:
+        import onnxscript
+
+        self._opset = getattr(onnxscript, f"opset{opset}")
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        return getattr(self._opset, op_type)
+
+    def constant(self, value: Any, dtype: type = np.float32) -> np.ndarray:
+        return np.asarray(value, dtype=dtype)
+
+    def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
+        from onnxscript import values
+
+        opset = self._opset if not domain else values.Opset(domain, 1)
+        return values.Op(opset, op_type)(*inputs, **attributes)
+
+    def branch(
+        self, condition: Tensor, then: Callable[[], Sequence[Tensor]], otherwise: Callable[[], Sequence[Tensor]]
+    ) -> list[Tensor]:
+        return list(then() if bool(np.asarray(condition)) else otherwise())
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        yield
