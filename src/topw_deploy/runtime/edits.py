@@ -1,0 +1,187 @@
+"""Penalties, biases and bans as the sparse logit edits that the graph takes (docs/graph.md section 6).
+
+The graph's three edit inputs are [batch, slots]. Every token that is edited in a row owns a slot of that row; what a
+step changes is written into its slot, so a step costs as much as it changes and not as much as it remembers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.session import Binding
+
+NAMES = ("edit_ids", "edit_penalty", "edit_bias")
+_FIRST_SLOTS = 16
+_BAN = float("-inf")
+
+
+class Edits:
+    """The edit inputs of one batch: `bind` once, then per step `prepare` before the run and `accept` after it.
+
+    fixed: the number of slots where the graph was exported with a fixed one, else None.
+    Rows without any edit cost nothing, and a batch without any binds empty inputs once.
+    """
+
+    def __init__(self, rows: Sequence[RowRequest], fixed: int | None = None) -> None:
+        self._fixed = fixed
+        self._batch = len(rows)
+        self._bound: np.ndarray | None = None
+        self._allocate(_FIRST_SLOTS if fixed is None else fixed)
+        self._rows = {index: _RowEdits(self, index, row) for index, row in enumerate(rows) if _wants_edits(row)}
+        if not self._rows and fixed is None:
+            self._allocate(0)
+
+    @property
+    def active(self) -> bool:
+        return bool(self._rows)
+
+    def bind(self, binding: Binding) -> None:
+        arrays: tuple[np.ndarray, ...] = (self.ids, self.penalty, self.bias)
+        for name, array in zip(NAMES, arrays, strict=True):
+            binding.bind_array(name, array)
+        self._bound = self.ids
+
+    def prepare(self, binding: Binding) -> None:
+        """Put the bans of the coming step in place."""
+        for row in self._rows.values():
+            row.prepare()
+        if self.ids is not self._bound:
+            self.bind(binding)
+        else:
+            for name in NAMES:
+                binding.refresh(name)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Take notice of the tokens drawn, one per row; those of finished rows do not matter."""
+        for index, row in self._rows.items():
+            row.accept(tokens[index])
+
+    def retire(self, index: int) -> None:
+        """Row `index` is finished: leave its slots as they are and spend no more time on them."""
+        self._rows.pop(index, None)
+
+    def grow(self) -> None:
+        """Double the slots of every row, keeping what is in them."""
+        if self._fixed is not None:
+            raise ParameterError(
+                f"the request edits more than {self._fixed} tokens, which is what this graph was exported for; "
+                "use fewer penalties, biases or bans, or export with more slots."
+            )
+        slots, ids, penalty, bias = self.slots, self.ids, self.penalty, self.bias
+        self._allocate(2 * slots)
+        self.ids[:, :slots], self.penalty[:, :slots], self.bias[:, :slots] = ids, penalty, bias
+
+    def _allocate(self, slots: int) -> None:
+        self.slots = slots
+        self.ids = np.full((self._batch, slots), -1, np.int64)
+        self.penalty = np.ones((self._batch, slots), np.float32)
+        self.bias = np.zeros((self._batch, slots), np.float32)
+
+
+def _wants_edits(row: RowRequest) -> bool:
+    return bool(
+        row.repetition_penalty != 1
+        or row.presence_penalty
+        or row.frequency_penalty
+        or row.logit_bias
+        or row.suppress_tokens
+        or row.bad_words_ids
+        or row.no_repeat_ngram_size
+        or (row.min_new_tokens and row.eos_token_ids)
+    )
+
+
+class _RowEdits:
+    """One row's slots: standing edits (penalties, biases, plain bans) and the bans of a single step over them."""
+
+    def __init__(self, edits: Edits, index: int, row: RowRequest) -> None:
+        self._edits, self._index, self._row = edits, index, row
+        self._slots: dict[int, int] = {}
+        self._lifted: list[tuple[int, float]] = []  # (slot, standing bias) of this step's bans
+        self._history = list(row.prompt)
+        self._generated: set[int] = set()
+        self._steps = 0
+        self._followers: dict[tuple[int, ...], set[int]] = defaultdict(set)  # what followed the last n - 1 tokens
+        if row.no_repeat_ngram_size:
+            for end in range(row.no_repeat_ngram_size, len(row.prompt) + 1):
+                self._remember_ngram(end)
+        # end of sequence cannot be a bad word: a text must be able to end
+        self._words = [w for w in row.bad_words_ids if not (len(w) == 1 and w[0] in row.eos_token_ids)]
+        self._standing()
+
+    def _standing(self) -> None:
+        row, edits = self._row, self._edits
+        if row.repetition_penalty != 1:
+            for token in dict.fromkeys(row.prompt):
+                slot = self._slot(token)
+                edits.penalty[self._index, slot] = row.repetition_penalty
+        for token, bias in row.logit_bias.items():
+            slot = self._slot(token)
+            edits.bias[self._index, slot] = bias
+        for token in (*row.suppress_tokens, *(w[0] for w in self._words if len(w) == 1)):
+            slot = self._slot(token)
+            edits.bias[self._index, slot] = _BAN
+        self._words = [w for w in self._words if len(w) > 1]
+
+    def prepare(self) -> None:
+        bias = self._edits.bias
+        for slot, standing in self._lifted:
+            bias[self._index, slot] = standing
+        self._lifted.clear()
+        for token in self._bans():
+            slot = self._slot(token)
+            self._lifted.append((slot, float(self._edits.bias[self._index, slot])))
+            self._edits.bias[self._index, slot] = _BAN
+
+    def accept(self, token: int) -> None:
+        row = self._row
+        self._history.append(token)
+        self._steps += 1
+        if row.repetition_penalty != 1:
+            slot = self._slot(token)
+            self._edits.penalty[self._index, slot] = row.repetition_penalty
+        if row.presence_penalty or row.frequency_penalty:
+            first = token not in self._generated
+            self._generated.add(token)
+            self._add_bias(token, -row.frequency_penalty - (row.presence_penalty if first else 0.0))
+        if row.no_repeat_ngram_size:
+            self._remember_ngram(len(self._history))
+
+    def _bans(self) -> Iterable[int]:
+        """Distinct tokens that only the coming step must not draw."""
+        row = self._row
+        banned: set[int] = set()
+        if self._steps < row.min_new_tokens:
+            banned.update(row.eos_token_ids)
+        for word in self._words:
+            if tuple(self._history[1 - len(word) :]) == word[:-1]:
+                banned.add(word[-1])
+        if row.no_repeat_ngram_size:
+            size = row.no_repeat_ngram_size - 1
+            tail = tuple(self._history[len(self._history) - size :])
+            banned.update(self._followers.get(tail, ()))
+        return banned
+
+    def _remember_ngram(self, end: int) -> None:
+        size = self._row.no_repeat_ngram_size
+        if end >= size:
+            *tail, last = self._history[end - size : end]
+            self._followers[tuple(tail)].add(last)
+
+    def _add_bias(self, token: int, amount: float) -> None:
+        slot = self._slot(token)  # never one that is banned just now: the token was drawn
+        self._edits.bias[self._index, slot] += amount
+
+    def _slot(self, token: int) -> int:
+        slot = self._slots.get(token)
+        if slot is None:
+            slot = self._slots[token] = len(self._slots)
+            while slot >= self._edits.slots:
+                self._edits.grow()
+            self._edits.ids[self._index, slot] = token
+        return slot

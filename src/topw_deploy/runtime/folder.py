@@ -1,0 +1,61 @@
+"""An exported folder as the runtime sees it: its manifest, and the files that the manifest vouches for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import ManifestError
+from topw_deploy.manifest import MANIFEST_NAME, Manifest, load_manifest
+
+MODEL_NAME = "model.onnx"
+
+
+class ModelFolder:
+    """`path` checked against its manifest. Only files listed there are ever opened, so nothing that was slipped
+    into the folder later (a link to somewhere else, say) is read.
+
+    Raises ManifestError when the folder is missing, unfinished, changed, or not of the wanted `kind`.
+    """
+
+    def __init__(self, path: str | Path, kind: str) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            raise ManifestError(f"{self.path} does not exist; give the folder that topw-export wrote.")
+        if not self.path.is_dir():
+            raise ManifestError(f"{self.path} is a file; give the folder around it, which holds {MANIFEST_NAME}.")
+        self.manifest: Manifest = load_manifest(self.path)
+        if self.manifest.kind != kind:
+            other = "TopWSampler (a sampler-only model)" if kind == "decoder" else "TopWModel (a whole decoder)"
+            raise ManifestError(f"{self.path} holds a {self.manifest.kind!r} model; load it with {other}.")
+
+    @property
+    def model(self) -> Path:
+        return self.path / MODEL_NAME
+
+    def has(self, name: str) -> bool:
+        return name in self.manifest.files
+
+    def read_text(self, name: str) -> str:
+        """The listed file as UTF-8 text; ManifestError if it is not listed or not text."""
+        if not self.has(name):
+            raise ManifestError(f"{name} is not listed in {self.path / MANIFEST_NAME}; export the model again.")
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ManifestError(f"{self.path / name} is not UTF-8; export or copy the folder again.") from None
+        except OSError as error:
+            raise ManifestError(f"{self.path / name} cannot be read: {error.strerror or error}.") from None
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The listed file as a JSON object; an empty one if the folder has no such file."""
+        if not self.has(name):
+            return {}
+        try:
+            data = json.loads(self.read_text(name))
+        except (ValueError, RecursionError) as error:
+            raise ManifestError(f"{self.path / name} is not JSON ({error}); export or copy the folder again.") from None
+        if not isinstance(data, dict):
+            raise ManifestError(f"{self.path / name} holds a {type(data).__name__}, not an object; export it again.")
+        return data

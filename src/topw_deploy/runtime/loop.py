@@ -1,0 +1,212 @@
+"""The generation loop: `prefill`, `decode_one_token`, and `sample`, which both of them end in.
+
+The decoder and Top-W are one graph, so a step is one run: it takes the last tokens, each row's parameters, edits and
+uniform number, and gives the next tokens. Only those cross to the host; logits and the cache never do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from topw_deploy.errors import GenerationError
+from topw_deploy.manifest import Manifest
+from topw_deploy.runtime.cache import ConcatCache
+from topw_deploy.runtime.draws import Draws
+from topw_deploy.runtime.edits import NAMES as EDIT_NAMES
+from topw_deploy.runtime.edits import Edits
+from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.session import GraphSession
+from topw_deploy.runtime.text import RowText
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
+
+_RECORDED = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "certified": np.bool_, "mass": np.float32}
+
+
+class Row:
+    """One sequence in progress. `text` is None where nobody needs text before the end."""
+
+    def __init__(self, index: int, request: RowRequest, text: RowText | None) -> None:
+        self.index, self.request, self.text = index, request, text
+        self.steps = 0  # tokens drawn
+        self.pieces: list[str] = []  # text gained so far
+        self.finish_reason: str | None = None
+        self.stop: int | str | None = None
+        self.finished_at = 0.0  # time.perf_counter()
+
+
+class Generation:
+    """The state of one batch: arrays that the graph reads and writes, bound once wherever that is possible.
+
+    Shapes below: B rows, S tokens of the longest prompt. Prompts are padded on the left, so that the last column is
+    every row's last token.
+    """
+
+    def __init__(self, session: GraphSession, manifest: Manifest, rows: Sequence[Row]) -> None:
+        assert manifest.decoder is not None
+        requests = [row.request for row in rows]
+        batch, lengths = len(rows), [len(r.prompt) for r in requests]
+        self.active = list(rows)
+        self.step = 0
+        self.width = max(lengths)  # columns of the cache and of the attention mask so far, S to begin with
+        self.alive = np.ones(batch, np.int64)  # [B] 1 while a row goes on
+        capacity = self.width + max(r.budget for r in requests)
+        self.mask = np.zeros((batch, capacity), np.int64)  # [B, S + steps]
+        self.input_ids = np.zeros((batch, 1), np.int64)  # [B, 1] of a decoding step
+        self.position_ids = np.zeros((batch, 1), np.int64)  # [B, 1]
+        self.prompts = [r.prompt for r in requests]
+
+        self.binding = session.bind()
+        self.has_mask, self.has_positions = "attention_mask" in session.inputs, "position_ids" in session.inputs
+        self.cache = ConcatCache(session, self.binding, manifest.decoder, batch)
+        self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], lengths)
+        self.uniform = np.zeros(batch, np.float32)  # [B]
+        self.binding.bind_array("uniform", self.uniform)
+        self.temperature = self._bind_parameters(requests)  # [B]
+        self.edits = Edits(requests, _fixed_slots(manifest))
+        self.edits.bind(self.binding)
+        self.results = self._bind_results(session, capacity - self.width)
+        for row in rows:
+            if row.request.budget == 0:
+                self.finish(row, "length")
+
+    def finish(self, row: Row, reason: str, stop: int | str | None = None) -> None:
+        """End `row`. The graph still runs it with the others, as cheaply as it can: greedy, and never unpicked."""
+        row.finish_reason, row.stop, row.finished_at = reason, stop, time.perf_counter()
+        self.active.remove(row)
+        self.alive[row.index] = 0
+        self.input_ids[row.index] = row.request.pad_token_id
+        self.edits.retire(row.index)
+        self.temperature[row.index] = 0.0
+        self.binding.refresh("temperature")
+
+    def recorded(self, name: str, row: Row) -> list:
+        """What the graph gave out under `name` for each token of `row`; [] if the graph has no such output."""
+        return self.results[name][1][: row.steps, row.index].tolist() if name in self.results else []
+
+    def _bind_parameters(self, requests: Sequence[RowRequest]) -> np.ndarray:
+        for name in PARAMETER_NAMES:
+            values = np.array([getattr(r.top_w, name) for r in requests], np.float32)  # [B]
+            self.binding.bind_array(name, values)
+            if name == "temperature":
+                temperature = values
+        return temperature
+
+    def _bind_results(self, session: GraphSession, steps: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        results: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for name, dtype in _RECORDED.items():
+            if name in session.outputs:
+                latest: np.ndarray = np.zeros(len(self.alive), dtype)  # [B], written by every run
+                self.binding.bind_result(name, latest)
+                results[name] = latest, np.empty((steps, len(self.alive)), dtype)  # [steps, B], all of them
+        return results
+
+
+def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
+    """Run `generation` to its end. After every step, yields the rows that took part with the text they gained."""
+    if not generation.active:
+        return
+    tokens = prefill(generation)
+    while True:
+        yield accept(generation, tokens)
+        if not generation.active:
+            return
+        tokens = decode_one_token(generation)
+
+
+def prefill(generation: Generation) -> list[int]:
+    """Run all prompts at once and draw each row's first token. [B, S] -> [B]"""
+    g = generation
+    shape = len(g.prompts), g.width
+    input_ids, position_ids = np.zeros(shape, np.int64), np.zeros(shape, np.int64)  # [B, S]
+    for row, prompt in enumerate(g.prompts):
+        start = g.width - len(prompt)
+        input_ids[row, start:] = prompt
+        position_ids[row, start:] = np.arange(len(prompt))
+        g.mask[row, start : g.width] = 1
+        g.position_ids[row] = len(prompt) - 1
+    g.binding.bind_array("input_ids", input_ids)
+    if g.has_positions:
+        g.binding.bind_array("position_ids", position_ids)
+    tokens = sample(g)
+    g.binding.bind_array("input_ids", g.input_ids)
+    if g.has_positions:
+        g.binding.bind_array("position_ids", g.position_ids)
+    return tokens
+
+
+def decode_one_token(generation: Generation) -> list[int]:
+    """Feed every row the token it drew last and draw the next one. [B, 1] -> [B]"""
+    g = generation
+    # a finished row stays where it is: its positions must not leave the context while others go on
+    g.position_ids[:, 0] += g.alive
+    g.mask[:, g.width] = g.alive
+    g.width += 1
+    g.binding.refresh("input_ids")
+    if g.has_positions:
+        g.binding.refresh("position_ids")
+    return sample(g)
+
+
+def sample(generation: Generation) -> list[int]:
+    """Bind what the draw of this step needs, run the graph, and hand the cache on. -> [B]"""
+    g = generation
+    if g.has_mask:
+        g.binding.bind_array("attention_mask", np.ascontiguousarray(g.mask[:, : g.width]))  # [B, past + new]
+    g.draws.write(g.step, g.uniform)
+    g.binding.refresh("uniform")
+    if g.edits.active:
+        g.edits.prepare(g.binding)
+    try:
+        g.binding.run()
+    except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+        raise GenerationError(f"onnxruntime failed at step {g.step}: {' '.join(str(error).split())[:300]}") from None
+    g.cache.advance()
+    for latest, record in g.results.values():
+        record[g.step] = latest
+    g.step += 1
+    tokens: list[int] = g.results["next_token"][0].tolist()
+    return tokens
+
+
+def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
+    """Take the drawn tokens into their rows, end those that are done, and return the text that each gained."""
+    g = generation
+    g.edits.accept(tokens)
+    gained = []
+    for row in tuple(g.active):
+        token, request = tokens[row.index], row.request
+        if token < 0:
+            raise GenerationError(
+                f"row {row.index} is invalid at step {row.steps}: its logits hold NaN or +infinity, or none is finite "
+                "after the edits; check the model with `topw verify`, and the request's biases and bans."
+            )
+        row.steps += 1
+        g.input_ids[row.index, 0] = token
+        text = ""
+        if token in request.eos_token_ids:
+            g.finish(row, "stop", token)
+        elif row.text is not None:
+            text = row.text.push(token)
+            if row.text.found is not None:
+                g.finish(row, "stop", row.text.found)
+        if row.finish_reason is None and row.steps == request.budget:
+            g.finish(row, "length")
+        if row.finish_reason is not None and row.text is not None:
+            text += row.text.flush()
+            if row.text.found is not None and row.finish_reason == "length":
+                row.finish_reason, row.stop = "stop", row.text.found
+        if text:
+            row.pieces.append(text)
+        gained.append((row, text))
+    return gained
+
+
+def _fixed_slots(manifest: Manifest) -> int | None:
+    """The width of the edit inputs where the graph fixes it."""
+    for spec in manifest.inputs:
+        if spec.name == EDIT_NAMES[0]:
+            return spec.shape[1] if isinstance(spec.shape[1], int) else None
+    return None

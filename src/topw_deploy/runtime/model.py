@@ -1,0 +1,250 @@
+"""`TopWModel`: an exported folder, opened, and the verbs people use on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from topw_deploy.errors import GenerationError, ManifestError, PromptError, TokenizerError
+from topw_deploy.runtime import cache, loop
+from topw_deploy.runtime.chat import load_template
+from topw_deploy.runtime.defaults import bos_token, model_defaults
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.providers import short_name
+from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.runtime.results import GenerationResult, Piece, Timings
+from topw_deploy.runtime.session import GraphSession
+from topw_deploy.runtime.text import IncrementalDecoder, RowText
+from topw_deploy.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+Prompt = str | Sequence[int] | np.ndarray
+Message = Mapping[str, Any]
+
+
+class TopWModel:
+    """A language model whose every token is chosen by Top-W inside its ONNX graph. Open one with `from_pretrained`.
+
+    Several threads may use one model at the same time: each generation has a cache and bindings of its own.
+
+    manifest: what the exporter wrote about the model. tokenizer: its tokenizer. provider: onnxruntime's name of the
+    execution provider in use. defaults: the parameters that the model's `generation_config.json` states.
+    """
+
+    def __init__(self, folder: ModelFolder, session: GraphSession, started: float) -> None:
+        decoder = folder.manifest.decoder
+        if decoder is None:
+            raise ManifestError(f"{folder.path} has no decoder; load it with TopWSampler.")
+        cache.check_supported(decoder, session.inputs, session.outputs)
+        self.manifest = folder.manifest
+        self.path = folder.path
+        self.tokenizer = Tokenizer(folder)
+        self.defaults = model_defaults(folder, self.tokenizer)
+        self.provider = session.provider
+        self._decoder = decoder
+        self._bos = bos_token(folder, self.tokenizer)
+        self._template = load_template(folder, self.tokenizer)
+        self._limits = Limits(decoder.context_length, folder.manifest.sampler.vocab_size)
+        self._session: GraphSession | None = session
+        self.load_seconds = time.perf_counter() - started
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        provider: str = "auto",
+        provider_options: Mapping[str, Any] | None = None,
+        session_options: ort.SessionOptions | None = None,
+        intra_op_num_threads: int | None = None,
+        inter_op_num_threads: int | None = None,
+        allow_fallback: bool = False,
+    ) -> TopWModel:
+        """Open the folder that `topw-export` wrote; nothing outside it is read, nothing but its graph is executed.
+
+        The options are those of `GraphSession`. Raises ManifestError, TokenizerError or ProviderError.
+        """
+        started = time.perf_counter()
+        folder = ModelFolder(path, "decoder")
+        session = GraphSession(
+            folder,
+            provider=provider,
+            provider_options=provider_options,
+            session_options=session_options,
+            intra_op_num_threads=intra_op_num_threads,
+            inter_op_num_threads=inter_op_num_threads,
+            allow_fallback=allow_fallback,
+        )
+        return cls(folder, session, started)
+
+    @overload
+    def generate(self, prompt: str, **parameters: Any) -> GenerationResult: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[str] | Sequence[Sequence[int]], **parameters: Any
+    ) -> list[GenerationResult]: ...
+    @overload
+    def generate(self, prompt: Sequence[int] | np.ndarray, **parameters: Any) -> GenerationResult: ...
+
+    def generate(self, prompt: Any, **parameters: Any) -> Any:
+        """Continue `prompt`: a text, a list of token ids, or a list of either (a batch).
+
+        A GenerationResult for one prompt; a list of them for a batch or when `num_return_sequences` is given,
+        the sequences of one prompt side by side. Every parameter may be a list with one value per prompt. Their names
+        are in docs/runtime.md; unknown ones raise ParameterError.
+
+        Raises ParameterError, PromptError, or GenerationError when the model itself gives nonsense.
+        """
+        requests, skip_special, alone = self._requests(prompt, parameters)
+        results = {piece.row: piece.result for piece in self._run(requests, skip_special, streaming=False)}
+        return results[0] if alone else [results[row] for row in range(len(requests))]
+
+    def stream(self, prompt: Any, **parameters: Any) -> Iterator[Piece]:
+        """Like `generate`, piece by piece. The last piece of each sequence carries its GenerationResult, and the
+        pieces of a sequence joined are its result's text. Parameters are checked at once, not at the first piece."""
+        requests, skip_special, _ = self._requests(prompt, parameters)
+        return self._run(requests, skip_special, streaming=True)
+
+    def chat(
+        self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
+    ) -> GenerationResult:
+        """The assistant's answer to `messages` (mappings with `role` and `content`), see `apply_chat_template`."""
+        return self.generate(self._chat_ids(messages, template_variables), **parameters)
+
+    def stream_chat(
+        self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
+    ) -> Iterator[Piece]:
+        """`chat`, piece by piece like `stream`."""
+        return self.stream(self._chat_ids(messages, template_variables), **parameters)
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt that the model's chat template makes of `messages`; `variables` (`tools`, `enable_thinking`,
+        ...) are the template's own. It holds its special tokens already: encode it with add_special_tokens=False.
+
+        Raises TokenizerError when the model has no template, PromptError when the template refuses the messages.
+        """
+        if self._template is None:
+            raise TokenizerError(
+                f"{self.path} has no chat template, so it is not a chat model; use a plain prompt, or put a "
+                "chat_template.jinja beside the tokenizer and export again."
+            )
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def close(self) -> None:
+        """Free the session's memory; a generation that is still running keeps it until its end."""
+        self._session = None
+
+    def __enter__(self) -> TopWModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TopWModel({str(self.path)!r}, {self._decoder.model_type}, {short_name(self.provider)})"
+
+    def _chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
+        return self.tokenizer.encode(self.apply_chat_template(messages, **(variables or {})), add_special_tokens=False)
+
+    def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], bool, bool]:
+        """The rows to run, whether special tokens are left out of the text, and whether one result was asked for."""
+        named, whole = split(parameters)
+        prompts, alone = self._prompts(prompt, whole["add_special_tokens"])
+        samples = whole["num_return_sequences"]
+        rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples)
+        if not self._decoder.left_padding and len({len(p) for p in prompts}) > 1:
+            raise PromptError(
+                f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
+                "tokens; generate from them one by one, or group those of equal length."
+            )
+        return rows, whole["skip_special_tokens"], alone and samples == 1
+
+    def _prompts(self, prompt: Any, add_special_tokens: bool) -> tuple[list[list[int]], bool]:
+        """Token ids of every prompt, and whether a single one (not a list of one) was given."""
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, (str, list, tuple)):
+            raise PromptError(
+                f"the prompt is a {type(prompt).__name__}, but must be a text, token ids, or a list of either."
+            )
+        alone = isinstance(prompt, str) or all(isinstance(item, (int, np.integer)) for item in prompt)
+        if not alone and not prompt:
+            raise PromptError("the batch has no prompts; give at least one.")
+        return [self._ids(item, add_special_tokens) for item in ([prompt] if alone else prompt)], alone
+
+    def _ids(self, prompt: Any, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
+        elif isinstance(prompt, (list, tuple, np.ndarray)) and all(isinstance(i, (int, np.integer)) for i in prompt):
+            ids = [int(token) for token in prompt]
+        else:
+            raise PromptError(f"{prompt!r:.60} is neither a text nor a list of token ids.")
+        return ids or ([] if self._bos is None else [self._bos])
+
+    def _run(self, requests: Sequence[RowRequest], skip_special: bool, *, streaming: bool) -> Iterator[Piece]:
+        session = self._session
+        if session is None:
+            raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
+        return self._pieces(session, requests, skip_special, streaming)
+
+    def _pieces(
+        self, session: GraphSession, requests: Sequence[RowRequest], skip_special: bool, streaming: bool
+    ) -> Iterator[Piece]:
+        def row_text(request: RowRequest) -> RowText:
+            decoder = IncrementalDecoder(lambda ids: self.tokenizer.decode(ids, skip_special), request.prompt)
+            return RowText(decoder, request.stop_strings, request.min_new_tokens)
+
+        started = time.perf_counter()
+        rows = [loop.Row(i, r, row_text(r) if streaming or r.stop_strings else None) for i, r in enumerate(requests)]
+        generation = loop.Generation(session, self.manifest, rows)
+        prefilled = 0.0
+
+        def result(row: loop.Row) -> GenerationResult:
+            tokens = generation.recorded("next_token", row)
+            text = "".join(row.pieces) if row.text is not None else _whole_text(row_text(row.request), tokens, row.stop)
+            return GenerationResult(
+                text=text,
+                token_ids=tokens,
+                logprobs=generation.recorded("logprob", row),
+                kept=generation.recorded("kept", row),
+                certified=generation.recorded("certified", row),
+                mass=generation.recorded("mass", row) if "mass" in session.outputs else None,
+                seed=row.request.seed,
+                sample=row.request.sample,
+                finish_reason=str(row.finish_reason),
+                stop=row.stop,
+                prompt_tokens=len(row.request.prompt),
+                timings=Timings(
+                    self.load_seconds, prefilled - started, max(0.0, row.finished_at - prefilled), max(0, row.steps - 1)
+                ),
+            )
+
+        for row in rows:
+            if row.finish_reason is not None:  # its prompt fills the context
+                prefilled = started
+                yield Piece("", row.index, result(row))
+        prefilled = 0.0
+        for gained in loop.generate(generation):
+            prefilled = prefilled or time.perf_counter()
+            for row, text in gained:
+                if row.finish_reason is not None:
+                    yield Piece(text, row.index, result(row))
+                elif text:
+                    yield Piece(text, row.index)
+
+
+def _whole_text(text: RowText, tokens: Sequence[int], stop: int | str | None) -> str:
+    """The text of a row that was not followed while it grew; the end-of-sequence token is no part of it."""
+    shown = tokens[:-1] if isinstance(stop, int) else tokens
+    return "".join([text.push(token) for token in shown]) + text.flush()

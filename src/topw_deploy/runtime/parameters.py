@@ -1,0 +1,197 @@
+"""Every parameter a request may carry: its name, what its value must be, and whether a list means "one per row".
+
+Names are those of transformers' GenerationConfig, then vLLM's penalties, then Top-W's own.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.draws import SEED_BITS
+from topw_deploy.sampling.parameters import ALIASES, PARAMETER_NAMES, TopWParameters, unknown_name
+
+OTHER_SAMPLERS = frozenset({
+    "top_p", "top_k", "min_p", "top_a", "top_h", "top_n_sigma", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "tfs_z", "penalty_alpha", "mirostat",
+})  # fmt: skip
+"""Names of rules that choose the candidates of a draw: Top-W takes their place."""
+
+
+def _integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
+    try:
+        number = operator.index(value) if not isinstance(value, (bool, np.bool_)) else None
+    except TypeError:
+        number = None
+    if number is None or not low <= number < high:
+        bound = f">= {low}" if high == math.inf else f"in [{low}, {high})"
+        raise ParameterError(f"{name} is {value!r}, but must be an integer {bound}.")
+    return number
+
+
+def _real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> float:
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    # the graph computes in float32, so the bound must hold there too: 1e-50 is no positive number to it
+    if not number or not holds(float(value)) or not holds(_float32(value)):
+        raise ParameterError(f"{name} is {value!r}, but must be {bound}.")
+    return float(value)
+
+
+def _float32(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ParameterError(f"{name} is {value!r}, but must be True or False.")
+    return bool(value)
+
+
+def _at_least(low: int, high: float = math.inf) -> Callable[[str, Any], int]:
+    return lambda name, value: _integer(name, value, low, high)
+
+
+def _positive(name: str, value: Any) -> float:
+    return _real(name, value, lambda x: 0 < x < math.inf, "a finite number > 0")
+
+
+def _finite(name: str, value: Any) -> float:
+    return _real(name, value, math.isfinite, "a finite number")
+
+
+def _topw(name: str, value: Any) -> float:
+    number = _real(name, value, math.isfinite, "a finite number")
+    for seen in (number, _float32(number)):
+        TopWParameters(**{name: seen})  # its range check, with its message
+    return number
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    values = value if _is_list(value) else [value]
+    return tuple(_integer(name, v, 0) for v in values)
+
+
+def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    if not _is_list(value) or not all(_is_list(v) and len(v) for v in value):
+        raise ParameterError(f"{name} is {value!r}, but must be a list of non-empty lists of token ids.")
+    return tuple(_ids(name, v) for v in value)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not _is_list(values) or not all(isinstance(v, str) and v for v in values):
+        raise ParameterError(f"{name} is {value!r}, but must be a non-empty string or a list of such.")
+    return tuple(values)
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ParameterError(f"{name} is {value!r}, but must map token ids to numbers.")
+    result = {}
+    for token, bias in value.items():
+        if isinstance(token, str) and token.isascii() and token.isdigit():
+            token = int(token)  # JSON objects have no other keys
+        key = _integer(f"a token id of {name}", token, 0)
+        result[key] = _real(
+            f"{name}[{key}]", bias, lambda x: x < math.inf and x == x, "a number below infinity (-inf bans the token)"
+        )
+    return result
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter: `parse(name, value)` checks and converts a value for one row; `depth` is how many lists deep
+    such a value may be, so that one more level means one value per row. `default` is the tool's."""
+
+    parse: Callable[[str, Any], Any]
+    default: Any = None
+    depth: int = 0
+
+    def is_per_row(self, value: Any) -> bool:
+        """Whether `value` holds one value for each row rather than one for all."""
+        for _ in range(self.depth):
+            if not _is_list(value):
+                return False
+            inner = [v for v in value if _is_list(v) and len(v)]
+            if not inner:
+                return False
+            value = inner[0]
+        return _is_list(value)
+
+
+PARAMETERS: Mapping[str, Parameter] = {
+    "max_new_tokens": Parameter(_at_least(1), 256),
+    "max_length": Parameter(_at_least(1)),
+    "min_new_tokens": Parameter(_at_least(0), 0),
+    "min_length": Parameter(_at_least(0), 0),
+    "do_sample": Parameter(_flag),
+    "eos_token_id": Parameter(_ids, (), depth=1),
+    "pad_token_id": Parameter(_at_least(0)),
+    "ignore_eos": Parameter(_flag, False),
+    "stop_strings": Parameter(_strings, (), depth=1),
+    "repetition_penalty": Parameter(_positive, 1.0),
+    "presence_penalty": Parameter(_finite, 0.0),
+    "frequency_penalty": Parameter(_finite, 0.0),
+    "logit_bias": Parameter(_biases, {}),
+    "suppress_tokens": Parameter(_ids, (), depth=1),
+    "bad_words_ids": Parameter(_id_lists, (), depth=2),
+    "no_repeat_ngram_size": Parameter(_at_least(0), 0),
+    "seed": Parameter(_at_least(0, 2**SEED_BITS)),
+    **{name: Parameter(_topw) for name in PARAMETER_NAMES},
+}
+"""What each row of a request may choose for itself."""
+
+REQUEST_PARAMETERS: Mapping[str, Parameter] = {
+    "num_return_sequences": Parameter(_at_least(1), 1),
+    "skip_special_tokens": Parameter(_flag, True),
+    "add_special_tokens": Parameter(_flag, True),
+}
+"""What holds for a whole request."""
+
+
+def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` under our names, without those whose value is None (which means "not given").
+
+    Raises ParameterError for another sampler's parameter, for an unknown name (listing the known ones), and for a
+    parameter given under two names.
+    """
+    known = [*PARAMETERS, *REQUEST_PARAMETERS]
+    result: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in OTHER_SAMPLERS:
+            raise ParameterError(
+                f"{name} belongs to another sampler, and Top-W takes its place: remove it; "
+                f"{', '.join(PARAMETER_NAMES)} shape the crop."
+            )
+        ours = ALIASES.get(name, name)
+        if ours not in known:
+            raise unknown_name(name, known)
+        if ours in result:
+            raise ParameterError(f"{ours} is given twice (once as {name}); give it once.")
+        if value is not None:
+            result[ours] = value
+    return result
+
+
+def spread(name: str, value: Any, rows: int) -> list[Any]:
+    """The value of parameter `name` for each of `rows` rows, checked; None where a list leaves a row out."""
+    parameter = PARAMETERS[name]
+    if not parameter.is_per_row(value):
+        return [parameter.parse(name, value)] * rows
+    values: Sequence[Any] = list(value)
+    if len(values) != rows:
+        raise ParameterError(
+            f"{name} has {len(values)} values for {rows} prompts; give one value for all or one for each."
+        )
+    return [None if v is None else parameter.parse(name, v) for v in values]

@@ -1,0 +1,82 @@
+"""Execution providers by their everyday names: which one a session gets, and proof that it got it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnxruntime as ort
+
+from topw_deploy.errors import ProviderError
+
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+_SUFFIX = "ExecutionProvider"
+
+# Where onnxruntime keeps a tensor of each provider; every other provider takes and gives host memory.
+_DEVICES = {CUDA: "cuda", "TensorrtExecutionProvider": "cuda", "NvTensorRTRTXExecutionProvider": "cuda"}
+_WITH_CUDA_BEHIND = ("TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
+
+
+def short_name(provider: str) -> str:
+    """`CUDAExecutionProvider` -> `cuda`."""
+    return provider.removesuffix(_SUFFIX).lower()
+
+
+def available() -> tuple[str, ...]:
+    """Short names of the providers that this installation of onnxruntime was built with, best first."""
+    return tuple(short_name(name) for name in ort.get_available_providers())
+
+
+def resolve(provider: str) -> str:
+    """onnxruntime's full name for `provider`: `auto` (CUDA where this build has it, else the CPU), a short name
+    in any case (`cuda`), or a full one. Raises ProviderError when this build of onnxruntime does not have it."""
+    built = ort.get_available_providers()
+    if provider == "auto":
+        return CUDA if CUDA in built else CPU
+    wanted = provider.lower().removesuffix(_SUFFIX.lower())
+    for name in built:
+        if short_name(name) == wanted:
+            return name
+    known = {short_name(name) for name in ort.get_all_providers()}
+    what = (
+        f"this onnxruntime {ort.__version__} was built without {provider!r}"
+        if wanted in known
+        else f"{provider!r} is not an execution provider"
+    )
+    raise ProviderError(f"{what}: it has {', '.join(available())}; {_remedy(wanted)}.")
+
+
+def _remedy(wanted: str) -> str:
+    if wanted in ("cuda", "tensorrt"):
+        return "for NVIDIA devices run: pip uninstall onnxruntime && pip install 'topw-deploy[gpu]'"
+    return "choose one of those or 'auto'"
+
+
+def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
+    """The `providers` argument of InferenceSession: `name` with its options, then what may serve its leftovers."""
+    chain: list[Any] = [(name, dict(options or {}))]
+    if name in _WITH_CUDA_BEHIND and CUDA in ort.get_available_providers():
+        chain.append((CUDA, {}))
+    if name != CPU:
+        chain.append((CPU, {}))
+    return chain
+
+
+def device_of(provider: str) -> str:
+    """The kind of memory, in onnxruntime's words, that `provider` computes in."""
+    return _DEVICES.get(provider, "cpu")
+
+
+def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:
+    """The provider that `session` really runs on. onnxruntime drops one that fails to start and goes on without a
+    word, so this raises ProviderError when the wanted one is gone, unless `allow_fallback`."""
+    used = session.get_providers()
+    if wanted in used:
+        return wanted
+    if not allow_fallback:
+        raise ProviderError(
+            f"asked for {short_name(wanted)}, but onnxruntime could not start it and would run on "
+            f"{', '.join(map(short_name, used))}; see `topw doctor`, or pass allow_fallback=True to accept that."
+        )
+    return str(used[0])

@@ -1,0 +1,78 @@
+"""What a generation gives back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Wall-clock seconds: opening the model, the batch's prompts with their first tokens, all later steps of the
+    batch up to this row's last token, and how many steps those were."""
+
+    load_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    decode_steps: int
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of the tokens after the first; 0.0 if there were none."""
+        return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class GenerationResult:
+    """One generated sequence.
+
+    text: what follows the prompt, without the end-of-sequence token and cut before a stop string.
+    token_ids: every token drawn, the end-of-sequence token and those of a stop string included.
+    logprobs: per token, log-probability under the crop it was drawn from (renormalised, at `temperature`).
+    kept: per token, how many tokens the crop kept.
+    certified: per token, whether the crop was proven without geometry (docs/graph.md section 4).
+    mass: per token, the crop's share of the full softmax; None unless the model was exported with it.
+    seed, sample: what the draws were made from; the same pair, prompt and parameters give the same tokens.
+    finish_reason: "stop" (see `stop`) or "length" (the token limit or the context was reached).
+    stop: the end-of-sequence token's id or the stop string that ended it; None for "length".
+    prompt_tokens: how many tokens the prompt had.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    kept: list[int]
+    certified: list[bool]
+    mass: list[float] | None
+    seed: int
+    sample: int
+    finish_reason: str
+    stop: int | str | None
+    prompt_tokens: int
+    timings: Timings = field(compare=False)
+
+    @property
+    def certified_share(self) -> float:
+        """Share of the tokens whose crop was certified, in [0, 1]; 1.0 when there are none."""
+        return sum(self.certified) / len(self.certified) if self.certified else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON types."""
+        return {**asdict(self), "certified_share": self.certified_share}
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= 40 else self.text[:37] + "..."
+        return (
+            f"GenerationResult({text!r}, {len(self.token_ids)} tokens, {self.finish_reason}, "
+            f"certified {self.certified_share:.0%}, seed {self.seed})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of streamed text, whole characters only. `row` counts the sequences of the request from 0; the
+    last piece of a row carries its `result` (and perhaps no text)."""
+
+    text: str
+    row: int = 0
+    result: GenerationResult | None = None

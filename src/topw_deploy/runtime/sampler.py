@@ -1,0 +1,182 @@
+"""`TopWSampler`: a sampler-only folder, for logits that come from somewhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from topw_deploy.errors import GenerationError, ParameterError
+from topw_deploy.runtime.draws import SEED_BITS, uniforms
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.session import GraphSession
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+_OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass", "keep_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """One draw per row. B rows, V the vocabulary.
+
+    next_token: int64 [B]. logprob: float32 [B], under the renormalised crop. kept: int32 [B], size of the crop.
+    certified: bool [B]. mass: float32 [B] and keep_mask: bool [B, V] where the model was exported with them.
+    """
+
+    next_token: np.ndarray
+    logprob: np.ndarray
+    kept: np.ndarray
+    certified: np.ndarray
+    mass: np.ndarray | None = None
+    keep_mask: np.ndarray | None = None
+
+
+class TopWSampler:
+    """Top-W over given logits, on a folder that `topw export-sampler` wrote. Open one with `from_pretrained`."""
+
+    def __init__(self, folder: ModelFolder, session: GraphSession) -> None:
+        self.manifest = folder.manifest
+        self.provider = session.provider
+        self.vocab_size = folder.manifest.sampler.vocab_size
+        self._session = session.raw
+        self._outputs = [name for name in _OUTPUTS if name in session.outputs]
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        provider: str = "auto",
+        provider_options: Mapping[str, Any] | None = None,
+        session_options: ort.SessionOptions | None = None,
+        intra_op_num_threads: int | None = None,
+        inter_op_num_threads: int | None = None,
+        allow_fallback: bool = False,
+    ) -> TopWSampler:
+        """Open a sampler-only folder; options as for `TopWModel`. Raises ManifestError, ProviderError."""
+        folder = ModelFolder(path, "sampler")
+        session = GraphSession(
+            folder,
+            provider=provider,
+            provider_options=provider_options,
+            session_options=session_options,
+            intra_op_num_threads=intra_op_num_threads,
+            inter_op_num_threads=inter_op_num_threads,
+            allow_fallback=allow_fallback,
+        )
+        return cls(folder, session)
+
+    def sample(
+        self,
+        logits: np.ndarray,
+        *,
+        uniform: np.ndarray | Sequence[float] | float | None = None,
+        seed: int | Sequence[int] | None = None,
+        position: int | Sequence[int] | None = None,
+        sample: int | Sequence[int] = 0,
+        edit_ids: np.ndarray | None = None,
+        edit_penalty: np.ndarray | None = None,
+        edit_bias: np.ndarray | None = None,
+        **parameters: Any,
+    ) -> Samples:
+        """Draw one token from each row of `logits`, float [B, V] (or [V], taken as one row).
+
+        The draw is either given (`uniform`, in [0, 1), per row or for all) or made from `seed` and `position`: the
+        number of tokens before the one to draw (docs/graph.md section 5); `sample` tells apart several draws for one
+        position. `edit_ids` int64 [B, N] (-1 is padding), `edit_penalty` and `edit_bias` float32 [B, N] are the logit
+        edits of docs/graph.md section 6. `parameters` are the Top-W parameters, each one number or one per row; those
+        left out have the export's defaults.
+
+        Raises ParameterError for bad arguments, GenerationError naming the rows whose logits are invalid.
+        """
+        logits = np.atleast_2d(np.ascontiguousarray(logits, np.float32))
+        if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
+            raise ParameterError(f"logits have the shape {logits.shape}, but must be [batch, {self.vocab_size}].")
+        rows = len(logits)
+        feeds = {"logits": logits, "uniform": _uniform(rows, uniform, seed, position, sample)}
+        feeds |= self._parameters(rows, parameters)
+        feeds |= _edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
+        try:
+            found = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
+        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+            raise GenerationError(f"onnxruntime failed: {' '.join(str(error).split())[:300]}") from None
+        invalid = np.flatnonzero(found["next_token"] < 0)
+        if len(invalid):
+            raise GenerationError(
+                f"the logits of row {', '.join(map(str, invalid[:8]))} hold NaN or +infinity, "
+                "or nothing finite after the edits."
+            )
+        return Samples(**found)
+
+    def _parameters(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        named = canonical_names(given)
+        columns = {}
+        for name, default in asdict(self.manifest.defaults).items():
+            values = _column(name, named.get(name, default), rows, np.float32)
+            for value in np.unique(values).tolist():
+                TopWParameters(**{name: value})  # its range check, with its message
+            columns[name] = values
+        return {name: columns[name] for name in PARAMETER_NAMES}
+
+
+def _column(name: str, value: Any, rows: int, dtype: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value, dtype)
+        return np.ascontiguousarray(np.broadcast_to(array, (rows,)))
+    except (TypeError, ValueError, OverflowError):
+        raise ParameterError(
+            f"{name} is {value!r:.60}, but must be one number or one for each of the {rows} rows."
+        ) from None
+
+
+def _uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any) -> np.ndarray:
+    if (uniform is None) == (seed is None) or (seed is None) != (position is None):
+        raise ParameterError("give either uniform, or seed and position.")
+    if uniform is not None:
+        values = _column("uniform", uniform, rows, np.float32)
+        if not ((values >= 0) & (values < 1)).all():
+            raise ParameterError(f"uniform is {uniform!r:.60}, but must be in [0, 1) (as float32) for every row.")
+        return values
+    seeds, positions, samples = (
+        _integers(name, value, rows) for name, value in (("seed", seed), ("position", position), ("sample", sample))
+    )
+    return np.concatenate([uniforms(*key, count=1) for key in zip(seeds, positions, samples, strict=True)])
+
+
+def _integers(name: str, value: Any, rows: int) -> list[int]:
+    values = list(value) if np.ndim(value) == 1 else [value] * rows
+    if len(values) != rows or not all(isinstance(v, (int, np.integer)) and 0 <= v < 2**SEED_BITS for v in values):
+        raise ParameterError(
+            f"{name} is {value!r:.60}, but must be an integer in [0, 2**{SEED_BITS}), or one for each of {rows} rows."
+        )
+    return [int(v) for v in values]
+
+
+def _edits(rows: int, vocab: int, ids: Any, penalty: Any, bias: Any) -> dict[str, np.ndarray]:
+    ids = np.full((rows, 0), -1, np.int64) if ids is None else np.ascontiguousarray(ids, np.int64)
+    edits = {
+        "edit_ids": ids,
+        "edit_penalty": np.ones(ids.shape, np.float32)
+        if penalty is None
+        else np.ascontiguousarray(penalty, np.float32),
+        "edit_bias": np.zeros(ids.shape, np.float32) if bias is None else np.ascontiguousarray(bias, np.float32),
+    }
+    for name, array in edits.items():
+        if array.ndim != 2 or array.shape != (rows, ids.shape[1]):
+            raise ParameterError(f"{name} has the shape {array.shape}, but must be [{rows}, edits] like the other two.")
+    if not ((ids >= -1) & (ids < vocab)).all():
+        raise ParameterError(f"edit_ids must be -1 (padding) or token ids below {vocab}.")
+    for row in ids:
+        used = row[row >= 0]
+        if len(np.unique(used)) != len(used):
+            raise ParameterError("edit_ids holds a token twice in one row; merge its penalty and bias into one edit.")
+    penalties, biases = edits["edit_penalty"], edits["edit_bias"]
+    if not ((penalties > 0) & np.isfinite(penalties)).all() or np.isnan(biases).any() or (biases == np.inf).any():
+        raise ParameterError("edit_penalty must be finite and > 0, edit_bias a number below +infinity (-inf bans).")
+    return edits

@@ -1,0 +1,201 @@
+"""One onnxruntime session over an exported graph, opened with the provider that was asked for or not at all."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from topw_deploy.errors import ManifestError, ParameterError, ProviderError
+from topw_deploy.manifest import TensorSpec
+from topw_deploy.runtime import providers
+from topw_deploy.runtime.folder import ModelFolder
+
+# ONNX element types (TensorProto.DataType) by the names that the manifest uses.
+ELEMENT_TYPES = {"float": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
+
+
+class GraphSession:
+    """An open session: `raw` (the InferenceSession), the `provider` in use and the `device` its tensors live on.
+
+    provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name.
+    provider_options: options of that provider, as onnxruntime documents them.
+    session_options: an onnxruntime.SessionOptions to start from; it is used as it is but for the thread counts.
+    intra_op_num_threads, inter_op_num_threads: >= 0, 0 means onnxruntime's choice.
+    allow_fallback: accept another provider when the wanted one cannot start.
+
+    Raises ProviderError for a provider that is absent or did not start, ManifestError for a graph that
+    onnxruntime refuses or whose inputs and outputs are not those of the manifest, ParameterError for options.
+    """
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        *,
+        provider: str = "auto",
+        provider_options: Mapping[str, Any] | None = None,
+        session_options: ort.SessionOptions | None = None,
+        intra_op_num_threads: int | None = None,
+        inter_op_num_threads: int | None = None,
+        allow_fallback: bool = False,
+    ) -> None:
+        options = _session_options(session_options, intra_op_num_threads, inter_op_num_threads)
+        wanted = providers.resolve(provider)
+        auto = provider == "auto"
+        self.raw = _open(folder, wanted, provider_options, options, allow_fallback or auto)
+        self.provider = providers.check_used(wanted, self.raw, allow_fallback or auto)
+        self.device = providers.device_of(self.provider)
+        if self.provider != wanted:
+            warnings.warn(
+                f"{providers.short_name(wanted)} could not start, running on {providers.short_name(self.provider)}; "
+                "`topw doctor` says what is missing.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        _check_io(folder, self.raw)
+        self.inputs = frozenset(i.name for i in self.raw.get_inputs())
+        self.outputs = tuple(o.name for o in self.raw.get_outputs())
+
+    def bind(self) -> Binding:
+        """A new set of bindings: what one generation owns, so that several may run on one session at once."""
+        return Binding(self)
+
+
+class Binding:
+    """onnxruntime's IO binding without its convenience layer, which costs as much again on every step.
+
+    Host arrays are bound by address and must stay alive and where they are: `bind_array` keeps a reference. On a
+    provider with memory of its own a host input is copied when it is bound, so a changed array is bound again.
+    """
+
+    def __init__(self, session: GraphSession) -> None:
+        self._io = ort.SessionIOBinding(session.raw._sess)
+        self._run = session.raw._sess.run_with_iobinding
+        self._host = _device("cpu")
+        self._device = _device(session.device)
+        self._arrays: dict[str, np.ndarray] = {}
+        self._bound_outputs: list[str] = []
+        self.host_memory = session.device == "cpu"
+        self.outputs: Any = None  # onnxruntime's own vector of the last run's outputs, in the order they were bound
+        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue): no copy, no Python object
+
+    def bind_array(self, name: str, array: np.ndarray) -> None:
+        """Bind a contiguous host array as an input."""
+        self._arrays[name] = array
+        self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
+
+    def refresh(self, name: str) -> None:
+        """Make the graph see what was written into the bound array of `name` since it was bound."""
+        if not self.host_memory:
+            self.bind_array(name, self._arrays[name])
+
+    def bind_result(self, name: str, array: np.ndarray) -> None:
+        """Have every run write output `name` into this contiguous host array of the right shape."""
+        self._arrays[name] = array
+        self._bound_outputs.append(name)
+        self._io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
+
+    def bind_fresh(self, name: str) -> int:
+        """Have the next run allocate output `name` on the session's device; returns its place in `outputs`."""
+        self._bound_outputs.append(name)
+        self._io.bind_output(name, self._device)
+        return len(self._bound_outputs) - 1
+
+    def bind_fresh_again(self, name: str) -> None:
+        """Let go of the value of `name` that the last run made: the next run allocates another."""
+        self._io.bind_output(name, self._device)
+
+    def run(self) -> None:
+        self._run(self._io, None)
+        self.outputs = self._io.get_outputs()
+
+
+def empty_value(shape: tuple[int, ...], dtype: str, device: str) -> Any:
+    """A raw OrtValue without elements (one dimension is 0) of the manifest's element type `dtype`."""
+    return ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype], device)._ortvalue
+
+
+def _device(kind: str) -> Any:
+    return ort.OrtDevice.make(kind, 0)._get_c_device()
+
+
+def _session_options(given: ort.SessionOptions | None, intra: int | None, inter: int | None) -> ort.SessionOptions:
+    options = given
+    if options is None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 3  # warnings about constant folding are not for users
+    elif not isinstance(options, ort.SessionOptions):
+        raise ParameterError(f"session_options is a {type(given).__name__}, but must be an onnxruntime.SessionOptions.")
+    for name, value in (("intra_op_num_threads", intra), ("inter_op_num_threads", inter)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ParameterError(f"{name} is {value!r}, but must be an integer >= 0 (0: onnxruntime's choice).")
+        setattr(options, name, value)
+    return options
+
+
+def _open(
+    folder: ModelFolder,
+    wanted: str,
+    provider_options: Mapping[str, Any] | None,
+    options: ort.SessionOptions,
+    fallback: bool,
+) -> ort.InferenceSession:
+    chain = providers.session_providers(wanted, provider_options)
+    try:
+        return _new_session(folder, chain, options)
+    except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
+        if wanted == providers.CPU:
+            raise _refused(folder, error) from None
+        # The graph may be fine and the provider not: what the CPU says about the same file tells which.
+        try:
+            session = _new_session(folder, [(providers.CPU, {})], options)
+        except Exception as second:  # noqa: BLE001
+            raise _refused(folder, second) from None
+        if fallback:
+            return session
+        raise ProviderError(
+            f"{providers.short_name(wanted)} could not open {folder.model} ({_one_line(error)}); "
+            "see `topw doctor`, or use provider='cpu'."
+        ) from None
+
+
+def _new_session(folder: ModelFolder, chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
+    # enable_fallback would print to stdout and retry on another provider; read_config_from_model would let the
+    # file choose session options, which can name libraries to load.
+    return ort.InferenceSession(folder.model, options, providers=chain, enable_fallback=0, read_config_from_model=0)
+
+
+def _refused(folder: ModelFolder, error: Exception) -> ManifestError:
+    return ManifestError(
+        f"onnxruntime {ort.__version__} refuses {folder.model} ({_one_line(error)}); "
+        "check the folder with `topw verify` or export the model again."
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _check_io(folder: ModelFolder, session: ort.InferenceSession) -> None:
+    manifest = folder.manifest
+    for what, specs, nodes in (
+        ("input", manifest.inputs, session.get_inputs()),
+        ("output", manifest.outputs, session.get_outputs()),
+    ):
+        _compare(what, {s.name: s for s in specs}, {n.name: n.type for n in nodes})
+
+
+def _compare(what: str, specs: Mapping[str, TensorSpec], found: Mapping[str, str]) -> None:
+    for name in sorted(specs.keys() | found.keys()):
+        stated = f"tensor({specs[name].dtype})" if name in specs else "absent"
+        actual = found.get(name, "absent")
+        if stated != actual:
+            raise ManifestError(
+                f"{what} {name!r} is {actual} in model.onnx, but {stated} in the manifest: "
+                "the two do not belong together; export the model again."
+            )

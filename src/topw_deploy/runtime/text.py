@@ -1,0 +1,124 @@
+"""From tokens to text while they arrive: whole characters only, stop strings held back and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "�"  # what decoders put for bytes that are no character, so also for the beginning of one
+_CONTEXT = 6  # prompt tokens that the first generated ones are decoded together with
+_CHARACTER = 4  # most tokens that can share one character: UTF-8 has at most four bytes
+
+
+class IncrementalDecoder:
+    """Turns tokens into text one by one.
+
+    What a token looks like depends on those before it: a byte-level token may hold part of a character, a
+    SentencePiece one loses its leading space at the start of a text. So each token is decoded together with the
+    last ones that gave text, and what those alone give is taken off. Text that ends inside a character is held back.
+
+    decode: token ids -> text.
+    prompt: the prompt's token ids, of which the last few serve as context; none of their text is given out.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
+        self._decode = decode
+        self._ids = _context(decode, prompt)
+        self._start = 0  # of the tokens that give context
+        self._read = len(self._ids)  # of the tokens whose text was not given out yet
+
+    def push(self, token: int) -> str:
+        """The text that became certain with `token`; often "", when a character is still in parts."""
+        self._ids.append(token)
+        text = self._decode(self._ids[self._start :])
+        if text.endswith(REPLACEMENT):
+            return ""
+        return self._give_out(text)
+
+    def flush(self) -> str:
+        """What was held back; an unfinished character comes out as U+FFFD. To be called once, at the end."""
+        return self._give_out(self._decode(self._ids[self._start :])) if self._read < len(self._ids) else ""
+
+    def _give_out(self, text: str) -> str:
+        known = len(self._decode(self._ids[self._start : self._read]))
+        if len(text) > known:  # tokens without text (special ones) are no context: the window stays
+            self._start, self._read = self._read, len(self._ids)
+        return text[known:]
+
+
+def _context(decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> list[int]:
+    """The last tokens of the prompt, beginning with a whole character."""
+    for size in range(_CONTEXT, _CONTEXT + _CHARACTER):
+        context = list(prompt[-size:])
+        if not decode(context).startswith(REPLACEMENT):
+            break
+    return context
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, whatever pieces the text comes in.
+
+    The one whose last character comes first wins; of two that end together, the longer.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """The part of the text so far that can no longer belong to a stop string and was not given out before."""
+        if self.found is not None or not text:
+            return ""
+        text = self._held + text
+        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            _, start, self.found = min(matches)
+            self._held = ""
+            return text[:start]
+        cut = len(text) - self._possible_beginning(text)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """What was held back, once it is sure that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_beginning(self, text: str) -> int:
+        """Length of the longest end of `text` with which some stop string begins."""
+        longest = min(len(text), max(map(len, self._stops), default=1) - 1)
+        for size in range(longest, 0, -1):
+            end = text[-size:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return size
+        return 0
+
+
+class RowText:
+    """The text of one row, decoder and stop strings together; `push` and `flush` return what may be shown.
+
+    The first `guarded` tokens, those that `min_new_tokens` demands, cannot end the text.
+    """
+
+    def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], guarded: int = 0) -> None:
+        self._decoder = decoder
+        self._stops = StopStrings(stops)
+        self._guarded = guarded
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that was met, if any."""
+        return self._stops.found
+
+    def push(self, token: int) -> str:
+        text = self._decoder.push(token)
+        if self._guarded > 1:  # the last demanded token may already complete a stop string
+            self._guarded -= 1
+            return text
+        return self._stops.push(text)
+
+    def flush(self) -> str:
+        if self.found is not None:
+            return ""
+        text = self._stops.push(self._decoder.flush())
+        return text if self.found is not None else text + self._stops.flush()

@@ -1,0 +1,77 @@
+"""The exported folder's tokenizer: `tokenizer.json` through the tokenizers library, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from topw_deploy.errors import TokenizerError
+from topw_deploy.runtime.folder import ModelFolder
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text <-> token ids. Raises TokenizerError when `tokenizer.json` is missing or unreadable.
+
+    special_tokens: the texts of bos_token, eos_token, ... as the folder's configuration names them.
+    """
+
+    def __init__(self, folder: ModelFolder) -> None:
+        if not folder.has(TOKENIZER_FILE):
+            raise TokenizerError(
+                f"{folder.path} has no {TOKENIZER_FILE}; export the model again from a folder with a tokenizer."
+            )
+        try:
+            self._raw = RustTokenizer.from_str(folder.read_text(TOKENIZER_FILE))
+        except Exception as error:  # noqa: BLE001  # the library raises bare Exception
+            reason = " ".join(str(error).split())[:200]
+            raise TokenizerError(
+                f"{folder.path / TOKENIZER_FILE} cannot be read ({reason}); export the model again."
+            ) from None
+        # Settings for training batches: left on, they would silently cut or pad a prompt.
+        self._raw.no_truncation()
+        self._raw.no_padding()
+        self.config = folder.read_json(CONFIG_FILE)
+        self.special_tokens = _special_tokens({**folder.read_json(SPECIAL_TOKENS_FILE), **self.config})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def id_of(self, token: str | None) -> int | None:
+        """The id of a token's text, None if there is no such token."""
+        return None if token is None else self._raw.token_to_id(token)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.id_of(self.special_tokens.get("bos_token"))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.id_of(self.special_tokens.get("eos_token"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return int(self._raw.get_vocab_size(with_added_tokens=True))
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by role: the files hold each as a string or as an object with `content`."""
+    found = {}
+    for role in _SPECIAL:
+        value = config.get(role)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[role] = text
+    return found
