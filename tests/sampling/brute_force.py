@@ -98,6 +98,7 @@ class Trace:
 
     pool: list[int]
     p: np.ndarray  # softmax over the full row, at the pool's tokens
+    log_p: np.ndarray
     distance: np.ndarray
     k0: int
     sets: list[frozenset[int]]  # of pool positions
@@ -106,11 +107,17 @@ class Trace:
     Js: list[list[float]] = field(default_factory=list)
 
     @property
+    def w(self) -> np.ndarray:
+        """Weights in units of the largest probability."""
+        return np.exp(self.log_w)
+
+    @property
+    def log_w(self) -> np.ndarray:
+        return self.log_p - self.log_p[0]
+
+    @property
     def kept(self) -> list[int]:
         return [self.pool[i] for i in sorted(self.sets[-1])]
-
-    def prefix_sets(self, step):
-        return [frozenset(self.orders[step][:k]) for k in range(1, len(self.p) + 1)]
 
 
 def trace(case: Case, iterations: int | None = None) -> Trace:
@@ -127,7 +134,7 @@ def trace(case: Case, iterations: int | None = None) -> Trace:
     k0 = 1 if P.init_top_p < 1 else len(pool)
     while P.init_top_p < 1 and np.cumsum(p)[k0 - 1] < P.init_top_p * np.cumsum(p)[-1]:
         k0 += 1
-    result = Trace(pool, p, distance, k0, [frozenset(range(k0))])
+    result = Trace(pool, p, log_p, distance, k0, [frozenset(range(k0))])
     for _ in range(iterations or options.alt_iters):
         f = potential(distance, result.sets[-1], options, P.geom_scale)
         phi = f + P.lam * log_p

@@ -147,8 +147,8 @@ def test_multiplying_all_probabilities_changes_neither_the_order_nor_the_cuts():
         row = trace(case, iterations=1)
         if case.parameters.beta <= case.parameters.lam:
             continue
-        log_w = np.log(row.p / row.p[0])
-        f = row.phis[0] - case.parameters.lam * np.log(row.p)
+        log_w = row.log_w
+        f = row.phis[0] - case.parameters.lam * row.log_p
         phi = f + case.parameters.lam * log_w
         c = case.parameters.beta - case.parameters.lam
         J = objective(np.exp(log_w)[row.orders[0]], phi[row.orders[0]], c)
@@ -174,8 +174,8 @@ def test_the_pool_is_exact_once_no_token_beyond_it_can_pass_the_gap():
     compared = uncertified = 0
     for case in random_cases(13, 900, lam=1.0, beta=1.6, geom_scale=1.0, alt_iters=9, top_m=1200, potential="nearest"):
         wide = trace(case)
-        log_w = np.log(wide.p / wide.p[0])
-        bound = 0.6 / 1.0 * (1 + math.log((wide.p / wide.p[0]).sum()))
+        log_w = wide.log_w
+        bound = 0.6 / 1.0 * (1 + math.log((wide.w).sum()))
         M = int((-log_w <= bound + 1e-9).sum())
         if not wide.k0 <= M < len(wide.p):
             continue

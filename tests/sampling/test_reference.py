@@ -55,10 +55,10 @@ def test_the_crop_is_also_plain_with_a_repulsive_geometry(seed):
     ("logits", "parameters", "expected"),
     [
         ([0.0], {}, [0]),
-        # Two tokens: the second stays iff 0.6 log(1 + r) > 2.2 r log(1 / r) / (1 + r), from r = 0.7040 on.
-        ([0.0, math.log(0.703)], {}, [0]),
-        ([0.0, math.log(0.705)], {}, [0, 1]),
-        ([math.log(0.705), 0.0], {}, [1, 0]),
+        # Two tokens: the second stays iff 0.6 log(1 + r) > 2.2 r log(1 / r) / (1 + r), from r = 0.70344 on.
+        ([0.0, math.log(0.7034)], {}, [0]),
+        ([0.0, math.log(0.7035)], {}, [0, 1]),
+        ([math.log(0.7035), 0.0], {}, [1, 0]),
         # One and five at e^-0.5 of it: J falls for two tokens and is highest for all six.
         ([0.0] + [-0.5] * 5, {}, [0, 1, 2, 3, 4, 5]),
         ([0.0] + [-0.5] * 4, {}, [0]),
