@@ -1,0 +1,130 @@
+"""`topw-export MODEL OUT`: from a model to a folder whose graph samples by Top-W."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from topw_deploy.cli.options import CONTEXT, baked_options, given, parameter_options
+from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
+
+_DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16")
+
+
+@click.command(name="export", context_settings=CONTEXT)
+@click.argument("model", required=False)
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option("-m", "--model", "model_option", metavar="MODEL", help="The same as the first argument.")
+@click.option(
+    "-o", "--output", "out_option", metavar="OUT", type=click.Path(path_type=Path), help="The same as the second."
+)
+@click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Type of weights and cache.  [default: fp32]")
+@click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23]")
+@click.option(
+    "--tail",
+    type=click.Choice(("portable", "onnxruntime", "static")),
+    default="portable",
+    show_default=True,
+    help="Form of the sampler's body: accepted everywhere, cheapest in onnxruntime, or free of control flow.",
+)
+@baked_options
+@parameter_options
+@click.option("--with-logits", is_flag=True, help="Keep the logits as an output.")
+@click.option("--with-mass", is_flag=True, help="Add the crop's probability as an output.")
+@click.option("--with-keep-mask", is_flag=True, help="Add the crop itself, a bool per token, as an output.")
+@click.option("--num-hidden-layers", type=int, default=None, help="Export only the first so many layers (for tests).")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=None,
+    help="Folder with tokenizer and configuration, for a decoder that comes without.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT, at the very end.")
+@click.option("--no-verify", is_flag=True, help="Skip the comparison with the source.")
+@click.option("--keep-failed", is_flag=True, help="Keep what a failed export wrote as OUT.failed.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("--revision", default=None, help="Branch, tag or commit on the hub.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="The hub's cache.")
+@click.option("--token", envvar="HF_TOKEN", default=None, help="Token for the hub.  [env: HF_TOKEN]")
+@click.option("--local-files-only", is_flag=True, help="Never ask the hub.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
+def command(
+    model: str | None, out: Path | None, model_option: str | None, out_option: Path | None, **values: Any
+) -> None:
+    """Export MODEL with its Top-W sampler into the folder OUT.
+
+    MODEL is a hub id, a Hugging Face folder, `demo`, or a folder or file with an ONNX decoder made by optimum, mobius
+    or onnxruntime-genai. Options of the sampler either fix it (--top-m, --alt-iters, --metric, --potential, --knn-k)
+    or set the defaults of requests.
+    """
+    model, out = _one("MODEL", model, model_option), _one("OUT", out, out_option)
+    # Imported late: --help and usage errors must not wait for torch.
+    from topw_deploy.errors import TopWError
+    from topw_deploy.export.pipeline import export_model
+    from topw_deploy.export.request import DTYPE_ALIASES, ExportRequest, with_preset
+
+    as_json, quiet = values.pop("as_json"), values.pop("quiet")
+    try:
+        defaults, options = with_preset(
+            values.pop("preset"), given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
+        )
+        dtype = values.pop("dtype")
+        rest = {name: value for name, value in values.items() if name not in (*PARAMETER_NAMES, *OPTION_NAMES)}
+        request = ExportRequest(
+            model=model,
+            output=out,
+            dtype=DTYPE_ALIASES.get(dtype, dtype),
+            options=options,
+            defaults=defaults,
+            verify=not rest.pop("no_verify"),
+            **rest,
+        )
+        report = export_model(request, _silent if quiet else _phase)
+    except TopWError as error:
+        raise click.ClickException(str(error)) from error
+    for notice in report.notices:
+        click.echo(f"Note: {notice}.", err=True)
+    click.echo(_as_json(report) if as_json else _as_text(report))
+
+
+def _one(name: str, positional: Any, option: Any) -> Any:
+    """The value given as an argument or as an option; a usage error for none or both."""
+    if positional is not None and option is not None:
+        raise click.UsageError(f"{name} is given twice, as an argument and as an option.")
+    if positional is None and option is None:
+        raise click.UsageError(f"Missing argument '{name}'.")
+    return positional if positional is not None else option
+
+
+def _phase(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _silent(_line: str) -> None:
+    pass
+
+
+def _as_json(report: Any) -> str:
+    return json.dumps(dataclasses.asdict(report), indent=2, default=str, ensure_ascii=False)
+
+
+def _as_text(report: Any) -> str:
+    if not report.dry_run:
+        return f"{report.output}"
+    size = f"{report.nodes} nodes, {report.weight_bytes:,} bytes of weights"
+    lines = [f"{report.output} would hold {report.model_type}: {size}"]
+    for title, tensors in (("inputs", report.inputs), ("outputs", report.outputs)):
+        lines.append(f"{title}:")
+        lines += [f"  {t.name}  {t.dtype}  [{', '.join(map(str, t.shape))}]" for t in tensors]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(command())

@@ -1,0 +1,64 @@
+"""What the commands' options share: both spellings of every name, and the Top-W options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, PARAMETER_NAMES, POTENTIALS, PRESETS
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+CONTEXT: dict[str, Any] = {
+    # --cache-dir and --cache_dir are one option: users of optimum and transformers type either.
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 110,
+}
+"""`context_settings` of every command."""
+
+_PARAMETER_HELP = {
+    "lam": (("--lam", "--lambda-geom"), "Weight of the entropy term, >= 0."),
+    "beta": (("--beta",), "Weight of the log-mass reward, >= 0."),
+    "temperature": (("--temperature",), "Sampling temperature, >= 0; below 1e-5 greedy."),
+    "selection_temperature": (("--selection-temperature",), "Temperature that chooses the crop; 0: as --temperature."),
+    "init_top_p": (("--init-top-p", "--warm-p"), "Mass of the nucleus warm start, in (0, 1]."),
+    "geom_scale": (("--geom-scale",), "Factor on distances; negative repels."),
+}
+_OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
+    "top_m": (("--top-m", "--m"), {"type": int}, "Candidate pool size, >= 1."),
+    "alt_iters": (("--alt-iters",), {"type": int}, "Most alternations, >= 1."),
+    "metric": (("--metric",), {"type": click.Choice(METRICS)}, "Token distance."),
+    "potential": (("--potential",), {"type": click.Choice(POTENTIALS)}, "Distance to the set: smallest, or mean of k."),
+    "knn_k": (("--knn-k",), {"type": int}, "Neighbours of the knn potential, >= 1."),
+}
+
+
+def parameter_options(command: Command) -> Command:
+    """One option per Top-W parameter, None where not given."""
+    for name in reversed(PARAMETER_NAMES):
+        names, text = _PARAMETER_HELP[name]
+        command = click.option(*names, name, type=float, default=None, help=text)(command)
+    return command
+
+
+def baked_options(command: Command) -> Command:
+    """--preset and one option per number that an export fixes, None where not given."""
+    for name in reversed(OPTION_NAMES):
+        names, settings, text = _OPTION_HELP[name]
+        command = click.option(*names, name, default=None, help=text, **settings)(command)
+    preset = click.option(
+        "--preset",
+        type=click.Choice(tuple(PRESETS)),
+        default="paper",
+        show_default=True,
+        help="Where the rest comes from.",
+    )
+    return preset(command)
+
+
+def given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of `names` that the user gave."""
+    return {name: values[name] for name in names if values.get(name) is not None}

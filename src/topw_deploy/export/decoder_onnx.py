@@ -1,0 +1,174 @@
+"""Decoders that another exporter wrote: read by reference, checked, and described for the runtime."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.editor import find_input
+from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
+from topw_deploy.export.weights import external_files
+from topw_deploy.manifest import DecoderInfo
+
+_CACHE = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+# onnxruntime-genai's attention takes the mask as lengths, which silently misplaces rows padded on the left.
+_LENGTH_ATTENTION = {"GroupQueryAttention"}
+
+
+def load_decoder(file: Path, folder: Path) -> Decoder:
+    """The decoder of the ONNX `file`, its weights left where they are; configuration from `folder`.
+
+    Raises SourceError for a file or data file that cannot be read, UnsupportedModelError for a graph without the
+    ecosystem's inputs and outputs (input_ids, attention_mask, past_key_values.{i}.key|value; logits, present.{i}.*).
+    """
+    try:
+        model = ir.load(file)
+    except Exception as error:  # protobuf and onnx_ir raise many kinds for a damaged file
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise SourceError(
+            f"{file} cannot be read as ONNX ({type(error).__name__}: {reason}); export it again."
+        ) from error
+    _check_data(model, file)
+    _check_opset(model, file)
+    _check_names(model.graph, file)
+    return Decoder(model, _describe(model.graph, folder), foreign=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, or {} if there is no such file; SourceError if it is not a JSON object."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read as JSON ({error}); repair it.") from None
+    if not isinstance(data, dict):
+        raise SourceError(f"{path} holds a {type(data).__name__}, not an object; repair it.")
+    return data
+
+
+def _check_data(model: ir.Model, file: Path) -> None:
+    base = file.resolve().parent
+    for location, path in external_files(model).items():
+        beside = file.parent / location
+        if Path(location).is_absolute() or ".." in Path(location).parts:
+            raise SourceError(f"{file} keeps weights at {location!r}, outside its folder; do not use this model.")
+        if not beside.is_file():
+            raise SourceError(f"{file} needs the data file {location}, which is missing from {base}; fetch it again.")
+        path.stat()
+
+
+def _check_opset(model: ir.Model, file: Path) -> None:
+    opset = model.opset_imports.get("", 0)
+    if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+        raise UnsupportedModelError(
+            f"{file} is written in opset {opset}, but the sampler needs {OLDEST_OPSET} to {NEWEST_OPSET}; "
+            f"export the decoder again with opset {OLDEST_OPSET}."
+        )
+
+
+def _check_names(graph: ir.Graph, file: Path) -> None:
+    names = {value.name for value in graph.inputs}
+    outputs = {value.name for value in graph.outputs}
+    layers = {match[1] for name in names if (match := _CACHE.fullmatch(name or ""))}
+    needed = {"input_ids", "attention_mask"} | {
+        f"past_key_values.{i}.{kind}" for i in layers for kind in ("key", "value")
+    }
+    produced = {"logits"} | {f"present.{i}.{kind}" for i in layers for kind in ("key", "value")}
+    missing = sorted(needed - names) + sorted(produced - outputs) or ([] if layers else ["past_key_values.0.key"])
+    other = sorted(str(name) for name in names - needed - {"position_ids"})
+    if missing or other:
+        what = f"lacks {missing[0]}" if missing else f"has the input {other[0]}, which nothing would feed"
+        raise UnsupportedModelError(
+            f"{file} {what}; export the decoder as text-generation-with-past, with the usual names of "
+            "inputs and outputs."
+        )
+
+
+def _describe(graph: ir.Graph, folder: Path) -> DecoderInfo:
+    config, genai = read_json(folder / "config.json"), read_json(folder / "genai_config.json").get("model", {})
+    text = config.get("text_config", config)
+    layers = sum(1 for value in graph.inputs if _CACHE.fullmatch(value.name or "")) // 2
+    heads, dims = [], []
+    for layer in range(layers):
+        key = find_input(graph, f"past_key_values.{layer}.key")
+        assert key is not None
+        heads.append(_size(key, 1, _configured(text, genai, "num_key_value_heads", "num_attention_heads", "n_head")))
+        dims.append(_size(key, 3, _head_dim(text, genai)))
+        _write_sizes(graph, layer, heads[-1], dims[-1])
+    length = _configured(text, genai, "max_position_embeddings", "n_positions", "context_length")
+    if not length:
+        raise UnsupportedModelError(
+            f"{folder} says nowhere how long a context the decoder takes (config.json: max_position_embeddings, "
+            "genai_config.json: context_length); add it, or name a folder with the configuration with --tokenizer."
+        )
+    first = find_input(graph, "past_key_values.0.key")
+    assert first is not None
+    return DecoderInfo(
+        model_type=str(text.get("model_type") or genai.get("type") or "unknown"),
+        kv_form="concat",
+        num_layers=layers,
+        num_kv_heads=tuple(heads),
+        head_dim=tuple(dims),
+        kv_dtype=(first.dtype or ir.DataType.FLOAT).name.lower(),
+        context_length=length,
+        left_padding=not any(node.op_type in _LENGTH_ATTENTION for node in graph),
+        weights_dtype=_weights_dtype(graph),
+    )
+
+
+def _configured(text: dict[str, Any], genai: dict[str, Any], *names: str) -> int | None:
+    decoder = genai.get("decoder", {}) if isinstance(genai.get("decoder"), dict) else {}
+    for name in names:
+        for where in (text, decoder, genai):
+            if isinstance(where.get(name), int):
+                return int(where[name])
+    return None
+
+
+def _head_dim(text: dict[str, Any], genai: dict[str, Any]) -> int | None:
+    given = _configured(text, genai, "head_dim", "head_size")
+    if given:
+        return given
+    hidden = _configured(text, genai, "hidden_size", "n_embd")
+    heads = _configured(text, genai, "num_attention_heads", "n_head")
+    return hidden // heads if hidden and heads else None
+
+
+def _size(value: ir.Value, axis: int, configured: int | None) -> int:
+    size = value.shape[axis] if value.shape is not None and len(value.shape) == 4 else None
+    if isinstance(size, int):
+        return size
+    if configured is None:
+        raise UnsupportedModelError(
+            f"the cache input {value.name} has the shape {value.shape}, and no configuration gives the size of axis "
+            f"{axis}; add config.json to the decoder's folder."
+        )
+    return configured
+
+
+def _write_sizes(graph: ir.Graph, layer: int, heads: int, dim: int) -> None:
+    """Fixed cache sizes in the graph's own signature, where its maker left names."""
+    for value in (*graph.inputs, *graph.outputs):
+        if value.name in {
+            f"{side}.{layer}.{kind}" for side in ("past_key_values", "present") for kind in ("key", "value")
+        }:
+            shape = value.shape
+            if shape is not None and len(shape) == 4:
+                value.shape = ir.Shape([shape[0], heads, shape[2], dim])
+
+
+def _weights_dtype(graph: ir.Graph) -> str:
+    """Element type that most weight bytes have."""
+    sizes: dict[str, int] = {}
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            name = value.const_value.dtype.name.lower()
+            sizes[name] = sizes.get(name, 0) + value.const_value.nbytes
+    return max(sizes, key=lambda name: sizes[name]) if sizes else "float"

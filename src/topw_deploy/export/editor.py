@@ -1,0 +1,103 @@
+"""Adding nodes and constants to an onnx_ir graph without thinking about names and order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+
+class GraphEditor:
+    """Appends nodes to `graph`; call `finish` once, which restores the topological order.
+
+    Every name starts with `prefix`, so that what was added can be told from what the exporter wrote. Equal small
+    constants become one initializer.
+    """
+
+    def __init__(self, graph: ir.Graph, prefix: str) -> None:
+        self.graph = graph
+        self._prefix = prefix
+        self._constants: dict[tuple[Any, ...], ir.Value] = {}
+        self._taken = set(graph.initializers) | {value.name for value in graph.inputs}
+        self._taken |= {output.name for node in graph for output in node.outputs}
+
+    def op(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        *,
+        domain: str = "",
+        dtype: ir.DataType | None = None,
+        shape: Sequence[int | str | None] | None = None,
+        name: str | None = None,
+        **attributes: Any,
+    ) -> ir.Value:
+        """One node with one output of the given type and shape, appended to the graph."""
+        node = ir.node(op_type, inputs, attributes=attributes, domain=domain, name=self.unique(op_type))
+        (output,) = node.outputs
+        output.name = name or self.unique(f"{op_type}_out")
+        if dtype is not None:
+            output.type = ir.TensorType(dtype)
+        if shape is not None:
+            output.shape = ir.Shape(list(shape))
+        self.graph.append(node)
+        return output
+
+    def constant(self, array: Any, name: str | None = None) -> ir.Value:
+        """`array` (NumPy array or scalar of its own dtype) as an initializer."""
+        array = np.asarray(array)
+        key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 64 and name is None else None
+        if key is not None and key in self._constants:
+            return self._constants[key]
+        value = self.initializer(ir.tensor(array), name or self.unique("constant"))
+        if key is not None:
+            self._constants[key] = value
+        return value
+
+    def initializer(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+        """`tensor` as an initializer called `name`."""
+        tensor.name = name
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
+        self.graph.register_initializer(value)
+        self._taken.add(name)
+        return value
+
+    def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        """A new graph input, placed after the others."""
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
+        self.graph.inputs.append(value)
+        self._taken.add(name)
+        return value
+
+    def unique(self, stem: str) -> str:
+        """A name of this graph that nothing has yet."""
+        number = 0
+        while (name := f"{self._prefix}.{stem}_{number}") in self._taken:
+            number += 1
+        self._taken.add(name)
+        return name
+
+    def finish(self) -> None:
+        self.graph.sort()
+
+
+def find_input(graph: ir.Graph, name: str) -> ir.Value | None:
+    """The graph input called `name`, or None."""
+    return next((value for value in graph.inputs if value.name == name), None)
+
+
+def only_output_index(graph: ir.Graph, name: str) -> int | None:
+    """Place of the output called `name` in the graph's outputs, or None."""
+    return next((index for index, value in enumerate(graph.outputs) if value.name == name), None)
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether `value` is computed from initializers alone."""
+    if value is None or value.is_graph_input():
+        return False
+    node = value.producer()
+    if node is None:
+        return value.const_value is not None
+    return all(source is None or is_constant(source) for source in node.inputs)

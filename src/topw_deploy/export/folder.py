@@ -1,0 +1,174 @@
+"""Writing a folder so that it is there whole or not at all.
+
+Everything is written into a hidden sibling of OUT and renamed at the very end. Whatever happens before (an error, an
+interrupt, a kill), OUT is what it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from topw_deploy.errors import ExportError
+from topw_deploy.manifest import MANIFEST_NAME
+
+_SPARE = 16 << 20  # bytes left free beside what is written
+
+
+class StagedFolder:
+    """A context manager: write into `.path`, then call `commit()`; leaving without it removes what was written.
+
+    output: the folder to make. overwrite: replace an earlier export there, at the end. keep_failed: rename what was
+    written to `OUT.failed` instead of removing it.
+    Raises ExportError on entering if OUT is not free or cannot be written.
+    """
+
+    def __init__(self, output: Path, *, overwrite: bool = False, keep_failed: bool = False) -> None:
+        self.output = Path(os.path.abspath(output))
+        self.kept: Path | None = None
+        self._overwrite, self._keep_failed = overwrite, keep_failed
+        self._committed = False
+        self._old_handler: Any = None
+
+    def __enter__(self) -> Self:
+        check_free(self.output, self._overwrite)
+        try:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            prefix = f".{self.output.name}.topw-partial-"
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=self.output.parent))
+            self.path.chmod(0o755)
+        except OSError as error:
+            raise write_error(self.output, error) from error
+        if threading.current_thread() is threading.main_thread():
+            self._old_handler = signal.signal(signal.SIGTERM, _terminate)
+        return self
+
+    def commit(self) -> None:
+        """Flush everything to disk and put the folder in OUT's place in one rename."""
+        try:
+            for file in sorted(self.path.rglob("*")):
+                if file.is_file():
+                    _sync(file)
+            _sync(self.path)
+            _replace(self.path, self.output)
+            _sync(self.output.parent)
+        except OSError as error:
+            raise write_error(self.output, error) from error
+        self._committed = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._old_handler is not None:
+            signal.signal(signal.SIGTERM, self._old_handler)
+        if self._committed:
+            return
+        if self._keep_failed and isinstance(error, Exception):
+            self.kept = _free_name(self.output)
+            self.path.rename(self.kept)
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise write_error(self.output, error) from error
+
+
+def check_free(output: Path, overwrite: bool) -> None:
+    """Raises ExportError unless `output` is missing, empty, or (with `overwrite`) an earlier export."""
+    if not output.exists() and not output.is_symlink():
+        return
+    if not output.is_dir() or output.is_symlink():
+        raise ExportError(f"{output} is not a folder; choose another output.")
+    if not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise ExportError(f"{output} is not empty; choose another output or give --overwrite.")
+    if not (output / MANIFEST_NAME).is_file():
+        raise ExportError(
+            f"{output} holds files that are not an export of this tool (no {MANIFEST_NAME}), which --overwrite does "
+            "not delete; choose another output or empty it."
+        )
+
+
+def require_space(folder: Path, needed: int) -> None:
+    """Raises ExportError if the disk of `folder` has fewer than `needed` bytes (and a little) free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + _SPARE:
+        raise ExportError(
+            f"the disk of {folder} has {free / 1e9:.2f} GB free, but the export needs "
+            f"{(needed + _SPARE) / 1e9:.2f} GB; make room or choose another output."
+        )
+
+
+def link_or_copy(source: Path, target: Path, progress: Callable[[int], None] = lambda _bytes: None) -> bool:
+    """Put `source`'s content at `target`: a hard link where the file system allows it (True), otherwise a copy.
+
+    Never a symbolic link: onnxruntime refuses those. A link in the source (the hub's cache) is followed first.
+    """
+    real = source.resolve(strict=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(real, target)
+    except OSError:
+        shutil.copyfile(real, target)
+        progress(real.stat().st_size)
+        return False
+    progress(real.stat().st_size)
+    return True
+
+
+def linkable(source: Path, folder: Path) -> bool:
+    """Whether a hard link from `folder` to `source` would need no space: both on one device."""
+    return source.resolve().stat().st_dev == folder.stat().st_dev
+
+
+def write_error(output: Path, error: OSError) -> ExportError:
+    """The user's words for an operating system error while writing `output`."""
+    if error.errno == errno.ENOSPC:
+        return ExportError(f"the disk is full while writing {output}; nothing was kept, make room and export again.")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ExportError(f"{output} cannot be written ({error.strerror}); choose a folder you may write to.")
+    return ExportError(f"writing {output} failed ({error.strerror or error}); nothing was kept, export again.")
+
+
+def _replace(staged: Path, output: Path) -> None:
+    """Rename `staged` to `output`; a folder there steps aside first, and comes back if that fails."""
+    if not output.exists():
+        staged.rename(output)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-old-", dir=output.parent))
+    output.rename(aside / output.name)
+    try:
+        staged.rename(output)
+    except BaseException:
+        (aside / output.name).rename(output)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _free_name(output: Path) -> Path:
+    number = 1
+    while (name := output.with_name(f"{output.name}.failed" + (f"-{number}" if number > 1 else ""))).exists():
+        number += 1
+    return name
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    """SIGTERM as an exception, so that everything on the way out cleans up."""
+    raise SystemExit(143)

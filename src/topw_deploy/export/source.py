@@ -1,0 +1,177 @@
+"""Where the model comes from: MODEL as users write it -> a local folder and what lies in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from topw_deploy.errors import SourceError
+from topw_deploy.manifest import MANIFEST_NAME
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on this machine.
+
+    id: as the user named it; revision: the hub's commit, or "local" or "bundled".
+    folder: where configuration and tokenizer lie. onnx: the decoder's file, None for a Hugging Face checkpoint.
+    """
+
+    id: str
+    revision: str
+    folder: Path
+    onnx: Path | None = None
+
+    @property
+    def route(self) -> str:
+        """How the decoder is had: traced from torch, or grafted onto an ONNX file."""
+        return "trace" if self.onnx is None else "graft"
+
+
+def resolve(
+    model: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    token: str | None = None,
+    local_files_only: bool = False,
+    trust_remote_code: bool = False,
+) -> Source:
+    """The source that `model` names: `demo`, a folder, an ONNX file, or a hub id (downloaded into the hub's cache).
+
+    Raises SourceError, saying what was looked for and what to do, for anything that cannot be had.
+    """
+    if model == "demo":
+        from topw_deploy.demo import demo_model_path
+
+        return Source("demo", "bundled", Path(demo_model_path()))
+    path = Path(model).expanduser()
+    if path.exists():
+        return _local(model, path, "local")
+    if not _HUB_ID.fullmatch(model):
+        raise SourceError(f"{model} does not exist, and is not a hub id (owner/name) either; check the path.")
+    snapshot = _download(model, revision, cache_dir, token, local_files_only, trust_remote_code)
+    return _local(model, snapshot, snapshot.name)
+
+
+def _local(model: str, path: Path, revision: str) -> Source:
+    if path.is_file():
+        if path.suffix != ".onnx":
+            raise SourceError(f"{path} is not an .onnx file; give a model folder, an .onnx file or a hub id.")
+        return Source(model, revision, _folder_of(path), path)
+    if (path / MANIFEST_NAME).exists():
+        raise SourceError(f"{path} is already an export of this tool; give the model it was made from.")
+    if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
+        if not (path / "config.json").is_file():
+            raise SourceError(f"{path} holds weights but no config.json; add the model's configuration.")
+        return Source(model, revision, path)
+    onnx = _onnx_file(path)
+    if onnx is None:
+        raise SourceError(
+            f"{path} holds neither Hugging Face weights ({', '.join(_WEIGHTS)}) nor an .onnx file; give a model folder."
+        )
+    return Source(model, revision, _folder_of(onnx), onnx)
+
+
+def _folder_of(onnx: Path) -> Path:
+    """Where the files beside the graph are: the graph's folder, or the one above for the hub's `onnx/` layout."""
+    beside = onnx.parent
+    above = beside.parent
+    if beside.name == "onnx" and not (beside / "config.json").exists() and (above / "config.json").exists():
+        return above
+    return beside
+
+
+def _onnx_file(folder: Path) -> Path | None:
+    named = _named_by_genai(folder)
+    for candidate in (
+        named,
+        folder / "model.onnx",
+        folder / "onnx" / "model.onnx",
+        folder / "decoder_model_merged.onnx",
+    ):
+        if candidate is not None and candidate.is_file():
+            return candidate
+    files = sorted(folder.glob("*.onnx"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise SourceError(f"{folder} holds {len(files)} ONNX files ({names}); name the decoder's file itself.")
+    return files[0] if files else None
+
+
+def _named_by_genai(folder: Path) -> Path | None:
+    """The file that onnxruntime-genai's configuration names, if it stays inside the folder."""
+    try:
+        name = json.loads((folder / "genai_config.json").read_text("utf-8"))["model"]["decoder"]["filename"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return folder / name if isinstance(name, str) and Path(name).name == name else None
+
+
+def _download(
+    model: str, revision: str | None, cache_dir: Path | None, token: str | None, local_only: bool, remote_code: bool
+) -> Path:
+    """The hub's snapshot folder of `model`: small files and safetensors; pickled weights or ONNX only without those."""
+    from huggingface_hub import snapshot_download
+
+    small = [*_SMALL_FILES, "*.py"] if remote_code else _SMALL_FILES
+    for patterns in (["*.safetensors"], ["pytorch_model*.bin"], ["*.onnx", "*.onnx_data", "*.onnx.data"]):
+        try:
+            folder = Path(
+                snapshot_download(
+                    model,
+                    revision=revision,
+                    cache_dir=cache_dir,
+                    token=token,
+                    local_files_only=local_only,
+                    allow_patterns=small + patterns,
+                )
+            )
+        except Exception as error:  # the hub's client raises errors of five libraries
+            raise _download_error(model, revision, cache_dir, error) from error
+        if any(file for pattern in patterns for file in folder.rglob(pattern)):
+            return folder
+    raise SourceError(f"{model} on the hub holds neither safetensors, pytorch_model.bin nor ONNX files; check the id.")
+
+
+def _download_error(model: str, revision: str | None, cache_dir: Path | None, error: Exception) -> SourceError:
+    from huggingface_hub import constants, errors
+
+    where = f"{model} (revision {revision})" if revision else model
+    if isinstance(error, errors.GatedRepoError):
+        return SourceError(f"{where} is gated; accept its licence on the hub and set HF_TOKEN or give --token.")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceError(f"{model} has no revision {revision!r} on the hub; check --revision.")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return SourceError(
+            f"{where} is neither a local path nor a model on the hub (private ones need HF_TOKEN); check it."
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        cache = cache_dir or constants.HF_HUB_CACHE
+        return SourceError(
+            f"{where} is neither a local path nor whole in the hub's cache {cache}, and the hub was not asked or did "
+            "not answer; download it first or go online (no --local-files-only, HF_HUB_OFFLINE unset)."
+        )
+    if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in (13, 30)):
+        cache = cache_dir or constants.HF_HUB_CACHE
+        return SourceError(f"the hub's cache {cache} cannot be written ({error}); set --cache-dir or HF_HUB_CACHE.")
+    if isinstance(error, OSError) and error.errno == 28:
+        return SourceError(
+            f"the disk of the hub's cache is full while downloading {where}; make room or set --cache-dir."
+        )
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return SourceError(
+        f"{where} could not be downloaded ({type(error).__name__}: {reason}); try again or give a local folder."
+    )
+
+
+def token_from_environment() -> str | None:
+    """HF_TOKEN, as the hub's own tools read it."""
+    return os.environ.get("HF_TOKEN") or None

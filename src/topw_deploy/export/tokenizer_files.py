@@ -1,0 +1,85 @@
+"""Bringing the tokenizer and the generation defaults along, in the one form the runtime reads (`tokenizer.json`)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from topw_deploy.errors import TokenizerError
+
+_COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+_CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises TokenizerError if `folder` has no tokenizer that could be brought along: said before hours of work."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE)):
+        raise TokenizerError(
+            f"{folder} has no tokenizer (neither tokenizer.json nor {', '.join(_CONVERTIBLE)}); "
+            "add it or name a folder that has it with --tokenizer."
+        )
+
+
+def bring_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
+    """Write the tokenizer of `folder` into `output`; returns what the user should know.
+
+    `tokenizer.json` is copied as it is; another form (SentencePiece, BPE or WordPiece vocabularies) is converted by
+    transformers. A chat template inside tokenizer_config.json is also written as chat_template.jinja.
+    Raises TokenizerError if the conversion fails.
+    """
+    notices = []
+    if (folder / "tokenizer.json").is_file():
+        for name in _COPIED:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, output / name)
+    else:
+        _convert(folder, output, trust_remote_code)
+        notices.append(f"the tokenizer of {folder.name} was converted to tokenizer.json")
+    _extract_chat_template(output)
+    return notices
+
+
+def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        tokenizer.save_pretrained(output)
+    except Exception as error:  # a foreign tokenizer may fail in any way
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise TokenizerError(
+            f"the tokenizer in {folder} cannot be converted to tokenizer.json ({type(error).__name__}: {reason}); "
+            "convert it with transformers and name its folder with --tokenizer."
+        ) from error
+    if not (output / "tokenizer.json").is_file():
+        raise TokenizerError(
+            f"the tokenizer in {folder} has no fast form, so no tokenizer.json; "
+            "name a folder with a tokenizer.json with --tokenizer."
+        )
+    for name in [*(f"{stem}" for stem in _CONVERTIBLE), "merges.txt"]:
+        (output / name).unlink(missing_ok=True)  # tokenizer.json holds all of it
+
+
+def _extract_chat_template(output: Path) -> None:
+    config = output / "tokenizer_config.json"
+    if (output / "chat_template.jinja").exists() or not config.exists():
+        return
+    try:
+        template = json.loads(config.read_text("utf-8")).get("chat_template")
+    except (ValueError, AttributeError):
+        return
+    if isinstance(template, list):  # named templates: the one called default is the chat's
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
+    if isinstance(template, str):
+        (output / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -1,0 +1,93 @@
+"""A decoder traced from a Hugging Face checkpoint and lowered to standard operators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from topw_deploy.export.checkpoint import context_length, load_checkpoint, overflowing_modules, switching_rope
+from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.lower import lower
+from topw_deploy.export.request import Progress
+from topw_deploy.export.source import Source
+from topw_deploy.export.trace import trace
+from topw_deploy.manifest import DecoderInfo
+
+_ONNX_NAMES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
+_SAMPLE_TEXT = """The quick brown fox jumps over the lazy dog. In 1815 the treaty was signed; 3.14159 is near pi.
+def add(a, b):
+    return a + b
+Wir fahren morgen nach München. Où est la bibliothèque? 東京は日本の首都です。
+"""
+
+
+def traced_decoder(
+    source: Source,
+    *,
+    dtype: str,
+    opset: int,
+    num_hidden_layers: int | None,
+    trust_remote_code: bool,
+    progress: Progress,
+    notices: list[str],
+) -> Decoder:
+    """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know."""
+    progress(f"Loading {source.id} in {dtype}")
+    model = load_checkpoint(
+        source.folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code
+    )
+    if dtype == "float16":
+        progress("Checking activations for float16 overflow")
+        notices.append(_overflow_notice(model, source.folder))
+    if dtype == "bfloat16":
+        notices.append(
+            "bfloat16 graphs cannot run on a CPU: use --dtype fp32 there; nothing was run to verify this one"
+        )
+    if switching_rope(model.config) is not None:
+        notices.append(
+            f"this model changes its rotary frequencies beyond {context_length(model.config)} tokens, which a graph "
+            "cannot; the export's context ends there"
+        )
+    progress("Tracing")
+    traced = trace(model, opset)
+    progress("Lowering attention to standard operators")
+    lower(traced)
+    info = DecoderInfo(
+        model_type=model.config.model_type,
+        kv_form="concat",
+        num_layers=len(traced.head_dim),
+        num_kv_heads=traced.num_kv_heads,
+        head_dim=traced.head_dim,
+        kv_dtype=_ONNX_NAMES[dtype],
+        context_length=context_length(model.config),
+        left_padding=True,
+        weights_dtype=_ONNX_NAMES[dtype],
+    )
+    return Decoder(traced.model, info, foreign=False)
+
+
+def _overflow_notice(model: PreTrainedModel, folder: Path) -> str:
+    found = overflowing_modules(model, sample_batches(model, folder))
+    if not found:
+        return "no activation left float16's range on the sample text"
+    return (
+        f"activations leave float16's range on the sample text in {len(found)} modules (first: {found[0]}): "
+        "the export may answer with NaN; use --dtype fp32 or bf16"
+    )
+
+
+def sample_batches(model: PreTrainedModel, folder: Path) -> list[torch.Tensor]:
+    """Token ids [1, n]: the sample text where the tokenizer can be read, and ids spread over the whole vocabulary."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    length = min(64, context_length(model.config))
+    batches = [torch.linspace(0, vocab - 1, length).long()[None]]
+    if (folder / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_SAMPLE_TEXT).ids
+        ids = [i for i in ids if i < vocab][:length]
+        if ids:
+            batches.append(torch.tensor(ids)[None])
+    return batches

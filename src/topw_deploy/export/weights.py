@@ -1,0 +1,152 @@
+"""How weights lie in the exported file: each once, in the layout onnxruntime computes with, outside it when large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+
+from topw_deploy.export.editor import GraphEditor
+
+MODEL_FILE = "model.onnx"
+DATA_FILE = "model.onnx_data"
+# Up to here one file is handier to copy and diff. Above it, weights in a file of their own are mapped by the runtime
+# instead of parsed, and the graph can be inspected and edited without reading them. Protobuf itself ends at 2 GiB.
+EXTERNAL_ABOVE = 64 << 20
+_INLINE_BELOW = 1024  # bytes: shapes, axes and scalars stay in the graph, where shape inference looks for them
+_ALIGNMENT = 4096  # a page: mapped tensors start on one
+
+
+def tidy(model: ir.Model, table: ir.Value | None) -> None:
+    """Clean what this package itself traced; the graphs of others stay as they are.
+
+    table: the embedding table's initializer, which a tied output layer must share.
+    """
+    graph = model.graph
+    if table is not None:
+        _share_tied_head(graph, table)
+    _store_transposed(graph)
+    CommonSubexpressionEliminationPass()(model)
+    RemoveUnusedNodesPass()(model)
+    graph.sort()
+
+
+def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
+    """hidden @ table^T as Gemm over the table itself, where the tracer wrote a transpose or a transposed copy of it."""
+    for node in list(graph):
+        if node.op_type != "MatMul" or node.domain or _rank(node.inputs[0]) != 2:
+            continue
+        weights = node.inputs[1]
+        if weights is None or not _is_transpose_of(weights, table):
+            continue
+        editor = GraphEditor(graph, "topw.head")
+        product = editor.op("Gemm", [node.inputs[0], table], transB=1, dtype=node.outputs[0].dtype)
+        product.shape = node.outputs[0].shape
+        ir.convenience.replace_all_uses_with(node.outputs[0], product, replace_graph_outputs=True)
+        if node.outputs[0].name is not None and node.outputs[0].name == "logits":
+            node.outputs[0].name, product.name = None, "logits"
+        graph.remove(node, safe=True)
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
+    producer = value.producer()
+    if producer is not None:
+        return producer.op_type == "Transpose" and producer.inputs[0] is table
+    copy, original = value.const_value, table.const_value
+    if copy is None or original is None or tuple(copy.shape) != tuple(original.shape)[::-1]:
+        return False
+    return bool(np.array_equal(copy.numpy().T, original.numpy()))
+
+
+def _store_transposed(graph: ir.Graph) -> None:
+    """Linear layers as the tracer leaves them transpose their weight at every load; store it transposed instead."""
+    for node in list(graph):
+        source = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
+        if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_input():
+            continue
+        permutation = (
+            node.attributes["perm"].as_ints() if "perm" in node.attributes else range(_rank(source) or 0)[::-1]
+        )
+        tensor = _transposed(source.const_value, tuple(permutation))
+        weight = ir.Value(
+            name=f"{source.name}.transposed", type=source.type, shape=ir.Shape(tensor.shape), const_value=tensor
+        )
+        graph.register_initializer(weight)
+        ir.convenience.replace_all_uses_with(node.outputs[0], weight)
+        graph.remove(node, safe=True)
+        if source.name is not None:
+            graph.initializers.pop(source.name)
+
+
+def _transposed(tensor: ir.TensorProtocol, permutation: tuple[int, ...]) -> ir.TensorProtocol:
+    """`tensor` transposed when it is written, not before."""
+    shape = ir.Shape([int(tensor.shape[axis]) for axis in permutation])
+
+    def evaluate() -> ir.TensorProtocol:
+        return ir.Tensor(np.ascontiguousarray(tensor.numpy().transpose(permutation)), dtype=tensor.dtype)
+
+    return ir.LazyTensor(evaluate, dtype=tensor.dtype, shape=shape, name=f"{tensor.name}.transposed")
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Size of all initializers in bytes, whether in the file or beside it."""
+    return sum(tensor.nbytes for tensor in _tensors(model))
+
+
+def external_files(model: ir.Model) -> dict[str, Path]:
+    """The data files that initializers lie in already: location as the graph names it -> path."""
+    files: dict[str, Path] = {}
+    for tensor in _tensors(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            files[str(tensor.location)] = Path(tensor.path)
+    return files
+
+
+def write_model(model: ir.Model, folder: Path, progress: Callable[[int], None] = lambda _bytes: None) -> None:
+    """Write `model` into `folder` as model.onnx, with model.onnx_data beside it above `EXTERNAL_ABOVE`.
+
+    Initializers that lie in data files already keep pointing there by their relative names: bringing those files
+    along is the caller's task. progress: called with the bytes of each tensor written.
+    """
+    ours = [
+        value
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
+    ]
+    if sum(value.const_value.nbytes for value in ours) > EXTERNAL_ABOVE:  # type: ignore[union-attr]
+        large = [value for value in ours if value.const_value.nbytes >= _INLINE_BELOW]  # type: ignore[union-attr]
+        name = DATA_FILE if DATA_FILE not in external_files(model) else "model.topw.onnx_data"
+        moved = ir.external_data.convert_tensors_to_external(
+            [value.const_value for value in large if value.const_value is not None],
+            folder,
+            name,
+            callback=lambda tensor, _info: progress(tensor.nbytes),
+            alignment=_ALIGNMENT,
+        )
+        before = [value.const_value for value in large]
+        for value, tensor in zip(large, moved, strict=True):
+            value.const_value = tensor
+        try:
+            ir.save(model, folder / MODEL_FILE)
+        finally:
+            for value, old in zip(large, before, strict=True):
+                value.const_value = old
+    else:
+        ir.save(model, folder / MODEL_FILE)
+
+
+def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
+    return [
+        value.const_value
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None
+    ]
