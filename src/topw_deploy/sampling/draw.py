@@ -56,5 +56,6 @@ def uniform_for(seed: int, position: int, sample: int = 0) -> float:
     for name, value in (("seed", seed), ("position", position), ("sample", sample)):
         if not 0 <= value < _WORD:
             raise ParameterError(f"{name} is {value!r}, but must be in 0..2^64 - 1.")
-    word = np.random.Philox(key=seed, counter=[position, sample, 0, 0]).random_raw()
+    counter = np.array([position, sample, 0, 0], dtype=np.uint64)  # a list would pass through float64
+    word = np.random.Philox(key=seed, counter=counter).random_raw()
     return (int(word) >> 40) * 2.0**-24

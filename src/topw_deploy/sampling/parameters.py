@@ -19,11 +19,8 @@ ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        try:
-            return float(value.__float__())  # type: ignore[attr-defined]  # numpy scalars
-        except (AttributeError, TypeError):
-            raise ParameterError(f"{name} is {value!r}, but must be a number.") from None
+    if isinstance(value, bool) or not hasattr(value, "__float__"):  # numpy's scalars have it, strings do not
+        raise ParameterError(f"{name} is {value!r}, but must be a number.")
     return float(value)
 
 

@@ -68,7 +68,8 @@ def sample_row(
     with `Row()`, as a graph cannot raise. Raises ParameterError for what a graph could not run either: a wrong shape,
     edits out of range, a geometry of another metric.
     """
-    row = np.asarray(logits).astype(np.float32)
+    with np.errstate(over="ignore"):
+        row = np.asarray(logits).astype(np.float32)
     if edits is not None:
         row = apply_edits(row, *edits)
     u = float(np.float32(uniform))

@@ -1,0 +1,121 @@
+"""One row from logits to token: the graph's inputs are float32, and a row without an answer says so quietly."""
+
+import math
+
+import numpy as np
+import pytest
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling import (
+    TopWOptions,
+    TopWParameters,
+    apply_edits,
+    as_float32,
+    crop,
+    draw,
+    sample_row,
+)
+
+UNIFORM = TopWOptions(metric="uniform")
+WIDE = TopWParameters(lam=0.3, beta=2.0)
+
+
+def row(logits, parameters=WIDE, uniform=0.0, edits=None):
+    return sample_row(logits, parameters, UNIFORM, None, uniform, edits)
+
+
+def test_a_row_is_edit_then_crop_then_draw():
+    logits = np.random.default_rng(0).normal(size=50).astype(np.float32)
+    edits = ([3, 7], [1.5, 1.0], [0.0, 2.0])
+    edited = apply_edits(logits, *edits)
+    chosen = crop(edited, as_float32(WIDE), UNIFORM)
+    drawn = draw(edited, chosen.kept, 1.0, 0.625)
+    answer = row(logits, uniform=0.625, edits=edits)
+    assert answer.kept_ids.tolist() == chosen.kept.tolist()
+    assert (answer.next_token, answer.logprob, answer.draw_margin) == (drawn.token, drawn.logprob, drawn.margin)
+    assert (answer.kept, answer.certified, answer.ties) == (len(chosen.kept), chosen.certified, chosen.ties)
+    softmax = np.exp(edited.astype(float)) / np.exp(edited.astype(float)).sum()
+    assert answer.mass == pytest.approx(softmax[chosen.kept].sum(), rel=1e-12)
+
+
+def test_mass_is_taken_at_the_selection_temperature_and_logprob_at_the_sampling_one():
+    parameters = TopWParameters(lam=0.0, temperature=2.0, selection_temperature=0.5)
+    answer = sample_row([1.0, 0.0, -1.0], parameters, TopWOptions(metric="uniform", top_m=2), None, 0.0)
+    assert answer.kept_ids.tolist() == [0, 1]
+    assert answer.mass == pytest.approx((1 + math.exp(-2)) / (1 + math.exp(-2) + math.exp(-4)))
+    assert answer.logprob == pytest.approx(-math.log1p(math.exp(-0.5)))
+
+
+def test_a_greedy_row_is_the_lowest_argmax_whatever_u_and_the_selection_temperature():
+    for selection in (0.0, 3.0):
+        parameters = TopWParameters(temperature=0.0, selection_temperature=selection)
+        answer = row([0.0, 2.0, 2.0], parameters, uniform=0.99)
+        assert (answer.next_token, answer.kept, answer.logprob, answer.certified) == (1, 1, 0.0, True)
+    assert row([0.0, 2.0, 2.0], TopWParameters(temperature=0.0)).mass == 1.0
+
+
+def test_a_ban_moves_the_greedy_choice():
+    assert row([0.0, 2.0, 1.0], TopWParameters(temperature=0.0), edits=([1], [1.0], [-math.inf])).next_token == 2
+
+
+def test_logits_and_parameters_are_rounded_to_float32_first():
+    precise = np.array([0.0, 1e-9 - 1.0])
+    assert row(precise).logprob == row(precise.astype(np.float32)).logprob
+    assert as_float32(TopWParameters(lam=0.1)).lam == float(np.float32(0.1))
+
+
+def test_half_precision_logits_are_cast_first():
+    logits = np.random.default_rng(1).normal(size=40).astype(np.float16)
+    assert row(logits, uniform=0.3).kept_ids.tolist() == row(logits.astype(np.float32), uniform=0.3).kept_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "logits", [[1.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [1e39, 0.0]], ids=["nan", "inf", "none", "big"]
+)
+def test_a_row_without_usable_logits_is_invalid(logits):
+    assert_invalid(row(logits))
+    assert_invalid(row(logits, TopWParameters(temperature=0.0)))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"lam": -1.0},
+        {"beta": math.nan},
+        {"temperature": -0.1},
+        {"temperature": math.inf},
+        {"init_top_p": 0.0},
+        {"init_top_p": 1.1},
+        {"init_top_p": 1e-50},  # 0 in float32
+        {"lam": 1e39},  # infinite in float32
+        {"geom_scale": -math.inf},
+        {"selection_temperature": -1.0},
+    ],
+)
+def test_a_row_with_a_parameter_out_of_range_is_invalid(parameters):
+    assert_invalid(row([1.0, 0.0], parameters))
+
+
+@pytest.mark.parametrize("uniform", [1.0, -0.1, math.nan, 1 - 1e-9])
+def test_a_row_with_a_uniform_out_of_range_is_invalid(uniform):
+    assert_invalid(row([1.0, 0.0], uniform=uniform))  # 1 - 1e-9 is 1 in float32
+
+
+def test_an_edit_that_leaves_no_token_makes_the_row_invalid():
+    assert_invalid(row([1.0, 0.0], edits=([0, 1], [1.0, 1.0], [-math.inf, -math.inf])))
+    assert_invalid(row([1.0, 0.0], edits=([0], [1.0], [math.inf])))
+
+
+def test_what_no_graph_could_run_is_an_error_even_here():
+    with pytest.raises(ParameterError, match="one row"):
+        row([[1.0, 0.0]])
+    with pytest.raises(ParameterError, match="edit id 2"):
+        row([1.0, 0.0], edits=([2], [1.0], [0.0]))
+    with pytest.raises(TypeError):
+        row([1.0, 0.0], {"lamda": 1.0})
+
+
+def assert_invalid(answer):
+    assert not answer.valid
+    assert (answer.next_token, answer.kept, answer.certified) == (-1, 0, False)
+    assert answer.kept_ids.tolist() == []
