@@ -1,0 +1,142 @@
+"""`topw doctor`: versions, providers, what a model would run on, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import click
+
+from topw_deploy.cli.options import CONTEXT
+
+RUNTIME = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click")
+EXPORT = (
+    "torch",
+    "transformers",
+    "onnx",
+    "onnx-ir",
+    "onnxscript",
+    "huggingface-hub",
+    "safetensors",
+    "sentencepiece",
+    "tqdm",
+)
+WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-silicon")
+"""Distributions that all install the same module `onnxruntime`, so that only one of them may be there."""
+
+# An ONNX model of one Identity node (IR version 8, opset 17): what a provider must be able to open.
+_PROBE = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCggIARIECgIIAUIECgAQEQ=="
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """versions: installed ones by distribution. providers: short name -> "starts" or why it does not, best first.
+    would_use: what provider="auto" gives, None without onnxruntime. problems: (what is wrong, the command to run)."""
+
+    topw_deploy: str
+    python: str
+    machine: str
+    versions: dict[str, str | None]
+    providers: dict[str, str]
+    would_use: str | None
+    problems: list[tuple[str, str]]
+    hints: list[tuple[str, str]]
+
+
+@click.command(name="doctor", context_settings=CONTEXT)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(as_json: bool) -> int:
+    """Show versions, execution providers, what would be used, and what is missing with the command to install it.
+
+    The exit code is 1 when models cannot run here.
+    """
+    found = diagnose()
+    click.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(_lines(found)))
+    return 1 if found.problems else 0
+
+
+def diagnose() -> Diagnosis:
+    """Look at this installation. Opens a one-node model on every provider, so "starts" is what was seen."""
+    names = (*RUNTIME, *EXPORT, *WHEELS[1:])
+    versions = {name: _version(name) for name in names}
+    providers, would_use, problems = _providers()
+    wheels = [name for name in WHEELS if versions[name]]
+    if len(wheels) > 1:
+        problems.append(
+            (
+                f"{' and '.join(wheels)} overwrite each other's files",
+                f"pip uninstall -y {' '.join(wheels)} && pip install 'topw-deploy[gpu]'",
+            )
+        )
+    missing = [name for name in RUNTIME if not versions[name] and name != "onnxruntime"]
+    if missing:
+        problems.append((f"{', '.join(missing)} is missing", "pip install --force-reinstall topw-deploy"))
+    without = [name for name in EXPORT if not versions[name]]
+    hints = [(f"exporting needs {', '.join(without)}", "pip install 'topw-deploy[export]'")] if without else []
+    return Diagnosis(
+        topw_deploy=_version("topw-deploy") or "not installed (running from source)",
+        python=f"{platform.python_version()} ({sys.executable})",
+        machine=f"{platform.system()} {platform.machine()}",
+        versions=versions,
+        providers=providers,
+        would_use=would_use,
+        problems=problems,
+        hints=hints,
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _providers() -> tuple[dict[str, str], str | None, list[tuple[str, str]]]:
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        return {}, None, [(f"onnxruntime cannot be imported ({error})", "pip install 'topw-deploy[cpu]'  # or [gpu]")]
+    from topw_deploy.runtime import providers
+
+    states = {providers.short_name(name): _state(ort, name) for name in ort.get_available_providers()}
+    wanted = providers.short_name(providers.resolve("auto"))
+    problems = []
+    if states[wanted] != "starts" and wanted != "cpu":
+        problems.append(
+            (f"{wanted} is built in but does not start: {states[wanted]}", "pip install 'topw-deploy[cpu]'")
+        )
+    return states, wanted if states[wanted] == "starts" else "cpu", problems
+
+
+def _state(ort: Any, name: str) -> str:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(base64.b64decode(_PROBE), options, providers=[name], enable_fallback=0)
+    except Exception as error:  # noqa: BLE001  # whatever a provider raises is the answer
+        return " ".join(str(error).split())[:200]
+    return "starts" if name in session.get_providers() else "onnxruntime could not load its libraries"
+
+
+def _lines(found: Diagnosis) -> list[str]:
+    lines = [
+        f"topw-deploy  {found.topw_deploy}",
+        f"python       {found.python}",
+        f"machine      {found.machine}",
+        "",
+        "versions",
+    ]
+    shown = {name: version for name, version in found.versions.items() if version or name in (*RUNTIME, *EXPORT)}
+    lines += [f"  {name.ljust(16)} {version or '-'}" for name, version in shown.items()]
+    lines += ["", "providers"]
+    lines += [f"  {name.ljust(16)} {state}" for name, state in found.providers.items()] or ["  none"]
+    lines += ["", f"a model would run on: {found.would_use or 'nothing'}"]
+    for title, pairs in (("problem", found.problems), ("hint", found.hints)):
+        lines += [f"{title}: {what}; run: {cure}" for what, cure in pairs]
+    return lines

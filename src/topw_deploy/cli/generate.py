@@ -1,0 +1,210 @@
+"""`topw generate`: text from an exported model. stdout carries the text (or JSON lines) and nothing else."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import click
+
+from topw_deploy.cli.options import CONTEXT, parameter_options
+from topw_deploy.errors import PromptError
+
+if TYPE_CHECKING:
+    from topw_deploy.runtime import GenerationResult, Piece, TopWModel
+
+    Show: TypeAlias = Callable[[Iterator[Piece]], list[GenerationResult]]
+
+
+@click.command(name="generate", context_settings=CONTEXT)
+@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("prompt", required=False)
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file (UTF-8).")
+@click.option("--chat", is_flag=True, help="Use the chat template: answer PROMPT, or converse if there is none.")
+@click.option("--system", metavar="TEXT", help="System message of a chat.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sequence, a line each.")
+@click.option("--stats", is_flag=True, help="Print speed, crop sizes and the certified share to stderr.")
+@click.option("--stream/--no-stream", default=True, help="Print text while it arrives (default) or at the end.")
+@click.option("--seed", type=int, help="Make the draws repeatable; --stats and --json report the one that was used.")
+@click.option("--max-new-tokens", type=int, help="Most tokens to generate.")
+@click.option("--min-new-tokens", type=int, help="No end of sequence before so many tokens.")
+@parameter_options
+@click.option("--repetition-penalty", type=float, help="Divide logits of tokens that occurred, > 0; 1 is none.")
+@click.option("--presence-penalty", type=float, help="Subtract from logits of generated tokens, once.")
+@click.option("--frequency-penalty", type=float, help="Subtract from logits of generated tokens, per occurrence.")
+@click.option("--no-repeat-ngram-size", type=int, help="Never generate an n-gram of this size twice; 0 allows it.")
+@click.option(
+    "--logit-bias", metavar="ID=BIAS", multiple=True, help="Add to a token's logit; -inf bans it. Repeatable."
+)
+@click.option("--stop", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
+@click.option("--num-return-sequences", type=click.IntRange(min=1), help="Independent sequences for the prompt.")
+@click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
+@click.option("--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, ...")
+@click.option("--allow-fallback", is_flag=True, help="Run on another provider if that one does not start.")
+def command(
+    folder: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    chat: bool,
+    system: str | None,
+    as_json: bool,
+    stats: bool,
+    stream: bool,
+    threads: int | None,
+    provider: str,
+    allow_fallback: bool,
+    logit_bias: tuple[str, ...],
+    **parameters: Any,
+) -> None:
+    """Continue PROMPT with the exported model in the folder OUT.
+
+    PROMPT may be - for standard input, which is also read when it is not a terminal and no prompt is given. One line
+    break at the end of a file or of standard input does not count.
+    """
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat.")
+    text = _prompt(prompt, prompt_file, optional=chat)
+    given = _given(parameters, logit_bias)
+    # imported late: `topw generate --help` must not wait for onnxruntime
+    from topw_deploy.runtime import TopWModel
+
+    with TopWModel.from_pretrained(
+        folder, provider=provider, intra_op_num_threads=threads, allow_fallback=allow_fallback
+    ) as model:
+        show: Show = _json_lines if as_json else _streamed if stream else _whole
+        if not chat:
+            _report(show(model.stream(text, **given)), stats)
+        elif text is not None:
+            _report(show(model.stream_chat(_messages(system, text), **given)), stats)
+        else:
+            _converse(model, system, given, show, stats)
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> str | None:
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("give PROMPT or --prompt-file, not both.")
+    if prompt_file is not None:
+        try:
+            return _decoded(prompt_file.read_bytes(), str(prompt_file))
+        except OSError as error:
+            raise PromptError(f"{prompt_file} cannot be read: {error.strerror or error}.") from None
+    if prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty()):
+        return _decoded(click.get_binary_stream("stdin").read(), "standard input")
+    if prompt is None and not optional:
+        raise click.UsageError("give PROMPT, --prompt-file, or text on standard input.")
+    return prompt
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{where} is not UTF-8 (byte {error.start}); convert it first.") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
+    """The parameters that were set on the command line: what was not set is left to the model's defaults."""
+    given = {name: value for name, value in parameters.items() if value not in (None, (), False)}
+    if "stop_strings" in given:
+        given["stop_strings"] = list(given["stop_strings"])
+    if logit_bias:
+        given["logit_bias"] = dict(_bias(item) for item in logit_bias)
+    return given
+
+
+def _bias(item: str) -> tuple[int, float]:
+    token, _, bias = item.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise click.BadParameter(f"{item!r} is not TOKEN_ID=NUMBER.", param_hint="--logit-bias") from None
+
+
+def _streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
+    """Print each sequence while it arrives; of several, the later ones when their turn has come."""
+    results: dict[int, GenerationResult] = {}
+    waiting: dict[int, str] = {}
+    shown = 0  # the sequence that is being printed
+    for piece in pieces:
+        waiting[piece.row] = waiting.get(piece.row, "") + piece.text
+        if piece.result is not None:
+            results[piece.row] = piece.result
+        while True:
+            click.echo(waiting.pop(shown, ""), nl=False)
+            if shown not in results:
+                break
+            click.echo()
+            shown += 1
+    return [results[row] for row in sorted(results)]
+
+
+def _whole(pieces: Iterator[Piece]) -> list[GenerationResult]:
+    results = _finished(pieces)
+    for result in results:
+        click.echo(result.text)
+    return results
+
+
+def _json_lines(pieces: Iterator[Piece]) -> list[GenerationResult]:
+    results = _finished(pieces)
+    for result in results:
+        click.echo(json.dumps(result.as_dict(), ensure_ascii=False))
+    return results
+
+
+def _finished(pieces: Iterator[Piece]) -> list[GenerationResult]:
+    results = {piece.row: piece.result for piece in pieces if piece.result is not None}
+    return [results[row] for row in sorted(results)]
+
+
+def _report(results: list[GenerationResult], stats: bool) -> None:
+    if not stats:
+        return
+    for result in results:
+        times = result.timings
+        speed = f"{1 / times.seconds_per_token:.1f} tokens/s" if times.seconds_per_token else "one token"
+        kept = f"kept median {statistics.median(result.kept):g}, max {max(result.kept)}" if result.kept else "no tokens"
+        mass = f", mass mean {statistics.fmean(result.mass):.3f}" if result.mass else ""
+        click.echo(
+            f"{result.prompt_tokens} + {len(result.token_ids)} tokens, {speed}; load {times.load_seconds:.2f} s, "
+            f"prefill {times.prefill_seconds * 1e3:.0f} ms, {times.seconds_per_token * 1e3:.2f} ms/token; "
+            f"certified {result.certified_share:.1%}, {kept}{mass}; seed {result.seed}, {result.finish_reason}",
+            err=True,
+        )
+
+
+def _messages(system: str | None, text: str) -> list[dict[str, str]]:
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return [*start, {"role": "user", "content": text}]
+
+
+def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show: Show, stats: bool) -> None:
+    """Read a line, answer it, remember both; the end of standard input ends it, /clear forgets everything."""
+    history: list[dict[str, str]] = []
+    model.apply_chat_template(_messages(system, "Hello"))  # no template: say so before the first question
+    if sys.stdin.isatty():
+        click.echo("Ctrl-D ends the chat, /clear starts a new one.", err=True)
+    while True:
+        if sys.stdin.isatty():
+            click.echo("> ", nl=False, err=True)
+        line = click.get_text_stream("stdin").readline()
+        if not line:
+            return
+        text = line.rstrip("\r\n")
+        if text == "/clear":
+            history.clear()
+        elif text:
+            asked = [*history, *_messages(system if not history else None, text)]
+            try:
+                results = show(model.stream_chat(asked, **given))
+            except PromptError as error:
+                click.echo(f"{error} (/clear starts a new chat)", err=True)
+                continue
+            _report(results, stats)
+            history = [*asked, {"role": "assistant", "content": results[0].text}]

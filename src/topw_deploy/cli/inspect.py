@@ -1,0 +1,99 @@
+"""`topw inspect`: what an exported folder is, from its manifest alone (no onnxruntime, no onnx)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from topw_deploy.cli.options import CONTEXT
+from topw_deploy.manifest import Check, Manifest, TensorSpec, load_manifest
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+@click.command(name="inspect", context_settings=CONTEXT)
+@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
+def command(folder: Path, as_json: bool) -> None:
+    """Show the manifest, parameters and graph of the exported folder OUT.
+
+    Names and sizes of its files are checked; `topw verify` also checks their contents.
+    """
+    manifest = load_manifest(folder)
+    click.echo(manifest.to_json() if as_json else "\n".join(_lines(manifest)), nl=not as_json)
+
+
+def _lines(manifest: Manifest) -> Iterator[str]:
+    sampler, decoder = manifest.sampler, manifest.decoder
+    yield from _section("model", [("kind", manifest.kind), *manifest.source.items()])
+    if decoder is not None:
+        heads = sorted(set(zip(decoder.num_kv_heads, decoder.head_dim, strict=True)))
+        yield from _section(
+            "decoder",
+            [
+                ("model type", decoder.model_type),
+                ("layers", decoder.num_layers),
+                (
+                    "cache",
+                    f"{decoder.kv_form}, {decoder.kv_dtype}, {', '.join(f'{n} x {d}' for n, d in heads)} per layer",
+                ),
+                ("weights", decoder.weights_dtype),
+                ("context", f"{decoder.context_length} tokens"),
+                ("left padding", "yes" if decoder.left_padding else "no: prompts of a batch must have equal lengths"),
+            ],
+        )
+    yield from _section(
+        "sampler",
+        [
+            ("vocabulary", sampler.vocab_size),
+            ("embedding width", "none (uniform metric)" if sampler.hidden_size is None else sampler.hidden_size),
+            ("tail", sampler.tail),
+            *((name, value) for name, value in asdict(sampler.options).items()),
+            *([("table", sampler.table_form)] if sampler.table_form else []),
+        ],
+    )
+    yield from _section("defaults", asdict(manifest.defaults).items())
+    yield from _section("inputs", map(_tensor, _without_layers(manifest.inputs)))
+    yield from _section("outputs", map(_tensor, _without_layers(manifest.outputs)))
+    yield from _section("files", ((name, _size(entry.size)) for name, entry in sorted(manifest.files.items())))
+    checks = map(_check, manifest.verification.checks)
+    yield from _section("verification", [("status", manifest.verification.status), *checks])
+    opset = [(f"opset {domain or 'ai.onnx'}", version) for domain, version in manifest.opset.items()]
+    yield from _section("written with", [*opset, *manifest.libraries.items()])
+
+
+def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:
+    pairs = [(name, str(value).rstrip()) for name, value in rows if str(value)]
+    width = max((len(name) for name, _ in pairs), default=0)
+    yield title
+    for name, value in pairs:
+        yield f"  {name.ljust(width)}  {value}"
+
+
+def _without_layers(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
+    """The cache's tensors once, for its first layer: the others differ in their number only."""
+    for spec in specs:
+        parts = spec.name.split(".")
+        if len(parts) != 3:
+            yield spec
+        elif parts[1] == "0":
+            yield TensorSpec(f"{parts[0]}.*.{parts[2]}", spec.dtype, spec.shape)
+
+
+def _tensor(spec: TensorSpec) -> tuple[str, str]:
+    return spec.name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
+
+
+def _check(check: Check) -> tuple[str, str]:
+    verdict = "passed" if check.passed else "FAILED"
+    return check.name, f"{verdict}, {check.difference:.3g} (bound {check.bound:.3g}) {check.detail}"
+
+
+def _size(count: float) -> str:
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.1f} {_UNITS[unit]}" if unit else f"{count} {_UNITS[0]}"

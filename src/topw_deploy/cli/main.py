@@ -1,0 +1,126 @@
+"""`topw` and `topw-export`: find the command, run it, and turn whatever happens into a message and an exit code.
+
+Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong usage, 130 interrupted, 141 nobody reads the output.
+Nothing heavy is imported here, so that `topw --help` answers at once; a command is imported when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import click
+
+from topw_deploy.cli.options import CONTEXT
+from topw_deploy.errors import TopWError
+
+COMMANDS = {
+    "export": "Export a model with its sampler into one ONNX graph.",
+    "export-sampler": "Export the sampler alone, for logits from elsewhere.",
+    "generate": "Generate text with an exported model.",
+    "inspect": "Show what an exported folder holds.",
+    "verify": "Check an exported folder again.",
+    "doctor": "Show versions, providers and what is missing.",
+}
+"""Name -> what `topw --help` says about it; the module is `topw_deploy.cli.<name>`."""
+
+# Top-level modules that an extra installs, for commands that are called without it.
+_EXTRAS = {
+    "onnxruntime": "cpu",
+    "torch": "export",
+    "transformers": "export",
+    "onnx": "export",
+    "onnx_ir": "export",
+    "onnxscript": "export",
+    "huggingface_hub": "export",
+    "safetensors": "export",
+    "sentencepiece": "export",
+    "tqdm": "export",
+}
+
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
+
+
+class _LazyGroup(click.Group):
+    """A group that imports a command's module only to run it (or to show that command's own help)."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _load(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def _load(name: str) -> click.Command:
+    command: click.Command = importlib.import_module(f"topw_deploy.cli.{name.replace('-', '_')}").command
+    return command
+
+
+@click.group(cls=_LazyGroup, context_settings=CONTEXT)
+@click.version_option(package_name="topw-deploy", prog_name="topw", message="%(prog)s %(version)s")
+def topw() -> None:
+    """Top-W decoding inside the ONNX graph: export a language model with its sampler, and run it.
+
+    Every option can also be set by an environment variable: --seed of `topw generate` is TOPW_GENERATE_SEED.
+    """
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of `topw`."""
+    sys.exit(run(topw, "topw", "TOPW", args))
+
+
+def export_main(args: Sequence[str] | None = None) -> None:
+    """Entry point of `topw-export`, which is `topw export`."""
+    sys.exit(run(None, "topw-export", "TOPW_EXPORT", args))
+
+
+def run(command: click.Command | None, program: str, prefix: str, args: Sequence[str] | None) -> int:
+    """Run `command` (None: export) and return the exit code; everything that went wrong is told on stderr."""
+    warnings.showwarning = _show_note
+    try:
+        command = command or _load("export")
+        settings: dict[str, Any] = {**CONTEXT, "auto_envvar_prefix": prefix}
+        result = command.main(args=args, prog_name=program, standalone_mode=False, **settings)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except TopWError as error:
+        return _fail(str(error))
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _EXTRAS:
+            raise
+        return _fail(f"{missing} is not installed; run: pip install 'topw-deploy[{_EXTRAS[missing]}]'")
+    except (click.Abort, KeyboardInterrupt):
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Python would complain once more when it flushes stdout at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def _fail(message: str) -> int:
+    click.echo(f"Error: {message}", err=True)
+    return 1
+
+
+def _show_note(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    click.echo(f"Note: {message}", err=True)
