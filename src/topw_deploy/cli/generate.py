@@ -94,7 +94,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> 
         except OSError as error:
             raise PromptError(f"{prompt_file} cannot be read: {error.strerror or error}.") from None
     if prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty()):
-        return _decoded(click.get_binary_stream("stdin").read(), "standard input")
+        return _decoded(sys.stdin.buffer.read(), "standard input")
     if prompt is None and not optional:
         raise click.UsageError("give PROMPT, --prompt-file, or text on standard input.")
     return prompt
@@ -193,7 +193,7 @@ def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show:
     while True:
         if sys.stdin.isatty():
             click.echo("> ", nl=False, err=True)
-        line = click.get_text_stream("stdin").readline()
+        line = sys.stdin.readline()
         if not line:
             return
         text = line.rstrip("\r\n")
