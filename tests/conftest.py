@@ -2,9 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+REPORTED = ("numpy", "onnxruntime", "tokenizers", "onnx", "onnx-ir", "torch", "transformers")
+
+
+def pytest_report_header() -> str:
+    """The versions that decide what the tests see."""
+    installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
+    versions = ", ".join(f"{name} {installed[name]}" for name in REPORTED if name in installed)
+    return f"{versions}, {platform.machine()}, {os.cpu_count()} cores"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads the user's home or settings, and none reaches the network."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("TOPW_", "HF_", "HUGGING"))]:
+            patch.delenv(name)
+        for name in ("HOME", "USERPROFILE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"):
+            patch.setenv(name, str(home))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(socket.socket, "connect", _refuse)
+        patch.setattr(socket.socket, "connect_ex", _refuse)
+        patch.setattr(socket, "getaddrinfo", _refuse)
+        yield
+
+
+_connect = socket.socket.connect
+
+
+def _refuse(*arguments: Any, **_: Any) -> Any:
+    if arguments and isinstance(arguments[0], socket.socket) and arguments[0].family == socket.AF_UNIX:
+        return _connect(*arguments)
+    raise OSError(f"a test tried to use the network: {arguments[1:]!r}")
 
 
 @pytest.fixture(scope="session")

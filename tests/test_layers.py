@@ -97,7 +97,7 @@ def test_importing_the_reference_loads_numpy_alone() -> None:
     assert not loaded_by("import topw_deploy.sampling") & (HEAVY | {"onnxruntime", "click", "tokenizers", "jinja2"})
 
 
-@pytest.mark.parametrize("arguments", ["['--help']", "['generate', '--help']", "['inspect', '--help']", "['--version']"])
+@pytest.mark.parametrize("arguments", ["['-h']", "['generate', '--help']", "['inspect', '--help']", "['--version']"])
 def test_help_loads_neither_torch_nor_onnxruntime(arguments: str) -> None:
     statement = f"""
 import contextlib, io

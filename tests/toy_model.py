@@ -299,7 +299,7 @@ def _decoder_model(toy: Toy, spec: TailSpec) -> onnx.ModelProto:
         for part in ("key", "value"):
             past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
             inputs.append(
-                helper.make_tensor_value_info(past, TensorProto.FLOAT, ["batch", 1, f"past", size])
+                helper.make_tensor_value_info(past, TensorProto.FLOAT, ["batch", 1, "past", size])
             )
             outputs.append(helper.make_tensor_value_info(present, TensorProto.FLOAT, ["batch", 1, "total", size]))
             nodes.append(make("Concat", [past, f"new_{layer}"], [present], axis=2))
