@@ -11,7 +11,7 @@ import onnx_ir as ir
 from topw_deploy.export.tail.alternate import Distances, alternate
 from topw_deploy.export.tail.candidates import Candidates, ShortScan, block_candidates, certificate, short_scan
 from topw_deploy.export.tail.draw import Drawn, draw_candidate, draw_member
-from topw_deploy.export.tail.edits import apply_edits, padded_width
+from topw_deploy.export.tail.edits import apply_edits, padded_width, without_padding
 from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, embedding_rows, features
 from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, step
 from topw_deploy.export.tail.pool import Pool, candidate_pool, certified, up_to, warm_start
@@ -69,16 +69,17 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
     share = top_share(op, logits, candidates, rows) if spec.with_mass else None
 
     def fast() -> list[Tensor]:
-        """Every row is settled, so every row is valid and certified."""
-        answer = fast_answer(op, spec, candidates, scan, drawn, op.Equal(rows.uniform, rows.uniform))
-        return finish(op, spec, answer, share)
+        """Every row is settled, so every row is valid and certified: its uniform number is >= 0."""
+        sure = op.GreaterOrEqual(rows.uniform, op.constant(0.0))
+        return finish(op, spec, fast_answer(op, spec, candidates, scan, drawn, sure), share)
 
     def general() -> list[Tensor]:
         mine = all_true(op, settled, axis=1)
         quick = fast_answer(op, spec, candidates, scan, drawn, mine)
-        slow = literal_answer(op, spec, logits, rows, inputs)
+        narrow = without_padding(op, logits, spec.vocab_size)
+        slow = literal_answer(op, spec, narrow, rows, inputs)
         merged = merge(op, mine, quick, slow)
-        return finish(op, spec, invalidate(op, merged, valid_rows(op, logits, largest, rows)), share)
+        return finish(op, spec, invalidate(op, merged, valid_rows(op, narrow, rows)), share)
 
     if spec.form == "static":
         return general()
@@ -96,13 +97,14 @@ def settled_flags(
     """
     total = op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1)
     finite = [(largest, -LARGEST, LARGEST), (total, -np.inf, LARGEST)]
-    return within(op, rows, [*finite, *certificate(op, candidates, scan, rows, spec.pool_size, spec.vocab_size)])
+    return within(op, rows, [*finite, *certificate(op, candidates, scan, rows, spec)])
 
 
 @step
-def valid_rows(op: Ops, logits: Tensor, largest: Tensor, rows: Rows) -> Tensor:
+def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
     """bool [batch, 1]: parameters in range, a finite logit, and neither NaN nor +inf among the edited logits."""
     axis = op.constant([1], np.int64)
+    largest = op.ReduceMax(logits, axis, keepdims=1)
     broken = op.Or(op.IsNaN(logits), op.Equal(logits, op.constant(np.inf)))
     none_broken = op.Less(op.ReduceMax(op.Cast(broken, to=1), axis, keepdims=1), op.constant(0.5))
     in_range = all_true(op, within(op, rows, [(largest, -LARGEST, LARGEST)]), axis=1)
@@ -147,8 +149,7 @@ def _distances(op: Ops, spec: TailSpec, pool: Pool, inputs: Mapping[str, Tensor]
         return lambda op, members: op.constant(1.0, np.float64)
     metric = Metric(spec.options.metric, spec.options.neighbours, pool.size)
     tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
-    ids = op.Min(pool.ids, op.constant(spec.vocab_size - 1, np.int64))
-    tokens = embedding_rows(op, spec.embedding, tables, ids)
+    tokens = embedding_rows(op, spec.embedding, tables, pool.ids)
     whitened = features(op, tokens, inputs["mean"], inputs["inverse_std"], metric)
     near = closeness(op, whitened, whitened, metric)
     return lambda op, members: distance_to_set(op, near, members, whitened, whitened, metric)

@@ -13,12 +13,13 @@ import numpy as np
 
 from topw_deploy.export.tail.edits import BLOCK, padded_width
 from topw_deploy.export.tail.ops import Ops, Tensor, step
-from topw_deploy.export.tail.rows import LARGEST, SMALLEST, Rows
+from topw_deploy.export.tail.rows import LARGEST, SMALLEST, Bounded, Rows
+from topw_deploy.export.tail.spec import TailSpec
 
 CANDIDATES = 64
 """Largest logits looked at. As many blocks are searched: that many surely hold them all."""
 
-_SLACK = 4e-6  # of J, in units of lam + beta: several times the rounding of a float32 scan over CANDIDATES terms
+_SLACK = 8e-6  # of J, in units of beta: several times the rounding of a float32 scan over CANDIDATES terms
 _WARM_SLACK = 1e-5  # relative, of the warm start's mass
 
 
@@ -60,7 +61,7 @@ def block_candidates(op: Ops, logits: Tensor, vocab_size: int, top_m: int) -> Ca
     count = min(CANDIDATES, vocab_size, top_m)
     grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
     maxima = op.ReduceMax(grid, op.constant([2], np.int64), keepdims=0)
-    _, block = op.TopK(maxima, op.constant([searched], np.int64), axis=1)
+    _, block = op.TopK(maxima, op.constant([searched], np.int64), axis=1, sorted=0)
     chosen = op.GatherND(grid, op.Unsqueeze(block, op.constant([2], np.int64)), batch_dims=1)
     flat = op.Reshape(chosen, op.constant([-1, searched * BLOCK], np.int64))
     values, place = op.TopK(flat, op.constant([count], np.int64), axis=1)
@@ -100,27 +101,24 @@ def short_scan(op: Ops, drop: Tensor, count: int, rows: Rows) -> ShortScan:
 
 
 @step
-def certificate(
-    op: Ops, candidates: Candidates, scan: ShortScan, rows: Rows, top_m: int, vocab_size: int
-) -> list[tuple[Tensor, float, float]]:
+def certificate(op: Ops, candidates: Candidates, scan: ShortScan, rows: Rows, spec: TailSpec) -> list[Bounded]:
     """What must hold for the top K tokens to be the crop: (column [batch, 1], lowest, highest) each.
 
-    top_m is the pool's size, already cut to the vocabulary.
     - Warm start: the mass before token K is below init_top_p times the candidates' mass, hence below that share of
-      the pool's, hence K <= k0.
-    - Completeness: logit K is above the last candidate's, so no tie hides a member outside.
+      the pool's, hence K <= k0. It implies init_top_p > 0.
     - Block stop: as if each of the pool's other tokens had the last candidate's score, which is the most they can
-      weigh; then no longer prefix has a larger J. For reward <= 0 the first prefix is the best by itself.
+      weigh; if that lowers J, no longer prefix is the first maximiser, and token K does not tie with one outside
+      (a run of equal scores has its best J at an end). For reward <= 0 the first prefix is the best by itself.
     - geom_scale >= 0 (0 stands there for greedy rows).
     """
     final = op.constant([candidates.count - 1], np.int64)
-    outside = top_m - candidates.count
+    outside = spec.pool_size - candidates.count
 
     target = op.Mul(op.Gather(scan.mass, final, axis=1), op.Mul(rows.warm_mass, op.constant(1 - _WARM_SLACK)))
     room = op.Sub(target, op.Sub(scan.mass, scan.weight))
-    if candidates.count < vocab_size:
-        above = op.Sub(candidates.logits, op.Gather(candidates.logits, final, axis=1))
-        room = op.Min(room, above)
+    if outside == 0 and candidates.count < spec.vocab_size:
+        # The candidates are the whole pool: a tie across its cut is left to the literal path.
+        room = op.Min(room, op.Sub(candidates.logits, op.Gather(candidates.logits, final, axis=1)))
     bounds = [(op.GatherElements(room, scan.last, axis=1), SMALLEST, np.inf), (rows.scale, 0.0, LARGEST)]
     if outside == 0:
         return bounds
@@ -129,7 +127,6 @@ def certificate(
     whole = op.Add(scan.mass, tail_mass)
     tail_gain = op.Add(scan.gain, op.Mul(scan.score, tail_mass))
     longest = op.Add(op.Div(tail_gain, whole), op.Mul(op.Log(whole), rows.reward))
-    slack = op.Mul(op.Add(rows.lam, rows.beta), op.constant(_SLACK))
-    margin = op.Sub(op.Sub(scan.best, slack), op.Gather(longest, final, axis=1))
-    single = op.LessOrEqual(rows.reward, op.constant(0.0))
-    return [*bounds, (op.Where(single, rows.scale, margin), 0.0, np.inf)]
+    slack = op.Min(op.Mul(rows.beta, op.constant(_SLACK)), rows.reward)
+    margin = op.Sub(op.Sub(scan.best, op.Gather(longest, final, axis=1)), slack)
+    return [*bounds, (margin, 0.0, np.inf)]

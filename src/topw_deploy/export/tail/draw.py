@@ -24,13 +24,14 @@ class Drawn:
 @step
 def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, rows: Rows) -> Drawn:
     """Draw from the candidates up to position `last` [batch, 1]; `drop` is logits minus the largest."""
-    mass = op.CumSum(op.Exp(op.Div(drop, rows.temperature)), op.constant(1, np.int64))
+    log_weight = op.Div(drop, rows.temperature)
+    mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
     total = op.GatherElements(mass, last, axis=1)
     reached = op.Greater(mass, op.Mul(rows.uniform, total))
     position = first_position(op, reached, candidates.count, last)
     token = _token_among_equals(op, candidates, position)
-    log_weight = op.Div(op.GatherElements(drop, position, axis=1), rows.temperature)
-    return Drawn(token, op.Sub(log_weight, op.Log(total)), op.Add(last, op.constant(1, np.int64)))
+    logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.Log(total))
+    return Drawn(token, logprob, op.Add(last, op.constant(1, np.int64)))
 
 
 @step

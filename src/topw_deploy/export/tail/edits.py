@@ -21,8 +21,8 @@ def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Ten
 
     ids int64 [batch, edits], distinct within a row where >= 0; penalty and bias float32 [batch, edits]; edits may be
     0. Token by token: l / penalty if l > 0 else l * penalty, then + bias. An id outside the vocabulary, -1 above all,
-    has no effect: its edit is written into the column behind the vocabulary, where -inf stands anyway. A penalty
-    that is not > 0 makes the logit NaN, and so the row invalid.
+    has no effect: its edit lands in the column behind the vocabulary, where -inf stands and stays. A penalty that is
+    not > 0 makes the logit NaN, and so the row invalid.
 
     Widening copies the logits; the scatter then works on the copy in place (onnxruntime), so edits cost no second one.
     """
@@ -35,4 +35,11 @@ def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Ten
     old = op.GatherElements(wide, column, axis=1)
     scaled = op.Where(op.Greater(old, zero), op.Div(old, penalty), op.Mul(old, penalty))
     new = op.Where(op.Greater(penalty, zero), op.Add(scaled, bias), op.constant(np.nan))
-    return op.ScatterElements(wide, column, op.Where(op.Less(column, spare), new, nothing), axis=1)
+    return op.ScatterElements(wide, column, new, axis=1)
+
+
+@step
+def without_padding(op: Ops, logits: Tensor, vocab_size: int) -> Tensor:
+    """The vocabulary's columns of edited logits [batch, padded]: float32 [batch, vocab]."""
+    start, end = op.constant([0], np.int64), op.constant([vocab_size], np.int64)
+    return op.Slice(logits, start, end, op.constant([1], np.int64))

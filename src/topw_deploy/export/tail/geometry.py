@@ -1,4 +1,4 @@
-"""Token geometry in the graph: features of the pool's tokens and their distances to a set (docs/graph.md, section 2)."""
+"""Token geometry in the graph (docs/graph.md, section 2): features of tokens, and their distances to a set."""
 
 from __future__ import annotations
 

@@ -22,6 +22,9 @@ import onnx_ir as ir
 Tensor = Any
 """An `onnx_ir.Value` while recording, an array-like while evaluating."""
 
+Side = Callable[[], Sequence[Tensor]]
+"""One side of a branch: records or evaluates it and returns its tensors."""
+
 _OUTPUTS = {"TopK": 2}  # operators with more than one output
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,11 +36,9 @@ class Ops(Protocol):
     def __getattr__(self, op_type: str) -> Callable[..., Any]: ...
 
     def constant(self, value: Any, dtype: type = np.float32) -> Tensor:
-        """A tensor with fixed content; the same content is stored once."""
+        """A tensor with fixed content; recorded once however often it is asked for."""
 
-    def branch(
-        self, condition: Tensor, then: Callable[[], Sequence[Tensor]], otherwise: Callable[[], Sequence[Tensor]]
-    ) -> list[Tensor]:
+    def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         """`If`: evaluates exactly one side, whose tensors it returns. `condition` is a bool scalar."""
 
     def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
@@ -82,7 +83,7 @@ class Recorder:
         return self._scopes[0][0]
 
     def constant(self, value: Any, dtype: type = np.float32) -> ir.Value:
-        array = np.asarray(value, dtype=dtype)
+        array: np.ndarray = np.asarray(value, dtype=dtype)
         key = repr((array.dtype, array.shape)).encode() + array.tobytes()
         for _, constants in self._scopes:  # an enclosing graph's constants can be seen from inside a branch
             if key in constants:
@@ -95,9 +96,7 @@ class Recorder:
         self.domains.add(domain)
         return self._add(domain, op_type, inputs, attributes, 1).outputs[0]
 
-    def branch(
-        self, condition: Tensor, then: Callable[[], Sequence[Tensor]], otherwise: Callable[[], Sequence[Tensor]]
-    ) -> list[Tensor]:
+    def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         sides = {"then_branch": self._subgraph("then", then), "else_branch": self._subgraph("otherwise", otherwise)}
         return list(self._add("", "If", (condition,), sides, len(sides["then_branch"].outputs)).outputs)
 
@@ -107,7 +106,7 @@ class Recorder:
         yield
         self._path.pop()
 
-    def _subgraph(self, name: str, body: Callable[[], Sequence[Tensor]]) -> ir.Graph:
+    def _subgraph(self, name: str, body: Side) -> ir.Graph:
         nodes: list[ir.Node] = []
         self._scopes.append((nodes, {}))
         with self.named(name):
@@ -151,9 +150,7 @@ class Eager:
         opset = self._opset if not domain else values.Opset(domain, 1)
         return values.Op(opset, op_type)(*inputs, **attributes)
 
-    def branch(
-        self, condition: Tensor, then: Callable[[], Sequence[Tensor]], otherwise: Callable[[], Sequence[Tensor]]
-    ) -> list[Tensor]:
+    def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         return list(then() if bool(np.asarray(condition)) else otherwise())
 
     @contextmanager

@@ -19,7 +19,7 @@ LOWEST = -1e30
 class Pool:
     """The pool of each row, [batch, size], by (logit descending, token id ascending).
 
-    ids int64, beyond the vocabulary where too few logits are finite; finite bool, false where the logit is -inf: not a member of the pool; drop double, logits minus the
+    ids int64; finite bool, false where the logit is -inf: not a member of the pool; drop double, logits minus the
     largest; weight w = exp(drop / Ts) and score lam * drop / Ts, double.
     """
 

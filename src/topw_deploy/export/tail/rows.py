@@ -26,6 +26,9 @@ _INTERVALS = {
 }
 PARAMETERS = tuple(_INTERVALS)
 
+Bounded = tuple[Tensor, float, float]
+"""A column [batch, 1] with the lowest and the highest value that it may have."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -33,7 +36,7 @@ class Rows:
 
     given: the seven inputs in the order of `PARAMETERS`, as they came.
     greedy: bool, temperature below 1e-5. Such a row keeps one token, whatever else it asks for: `reward` is -1 there
-        (no second token pays), `scale` 0 and `temperature` 1.
+        (no second token pays) and `scale` 0.
     temperature, selection: T and Ts, never 0.
     lam, beta: weights of the entropy term and of the log-mass reward.
     reward: beta - lam, the weight of log Gamma in J.
@@ -58,9 +61,9 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
     axis = op.constant([1], np.int64)
     given = tuple(op.Unsqueeze(value, axis) for value in inputs)
     temperature, selection, lam, beta, warm_mass, scale, uniform = given
-    one, zero = op.constant(1.0), op.constant(0.0)
+    zero = op.constant(0.0)
     greedy = op.Less(temperature, op.constant(GREEDY_BELOW))
-    nonzero = op.Where(greedy, one, temperature)
+    nonzero = op.Max(temperature, op.constant(GREEDY_BELOW))
     return Rows(
         given=given,
         greedy=greedy,
@@ -76,10 +79,10 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
 
 
 @step
-def within(op: Ops, rows: Rows, further: Sequence[tuple[Tensor, float, float]] = ()) -> Tensor:
+def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
     """bool [batch, 7 + further]: does each parameter, and each further column, lie in its interval?
 
-    further: (column [batch, 1], lowest, highest). One comparison against a row of bounds, because a graph pays per
+    One comparison against a row of bounds, because a graph pays per
     node and not per number.
     """
     bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
