@@ -104,6 +104,7 @@ def test_a_row_with_a_uniform_out_of_range_is_invalid(uniform):
 def test_an_edit_that_leaves_no_token_makes_the_row_invalid():
     assert_invalid(row([1.0, 0.0], edits=([0, 1], [1.0, 1.0], [-math.inf, -math.inf])))
     assert_invalid(row([1.0, 0.0], edits=([0], [1.0], [math.inf])))
+    assert_invalid(row([1.0, 0.0], edits=([0], [0.0], [0.0])))
 
 
 def test_what_no_graph_could_run_is_an_error_even_here():

@@ -15,13 +15,15 @@ def apply_edits(logits: ArrayLike, ids: ArrayLike, penalty: ArrayLike, bias: Arr
 
     ids: [N] int64, distinct token ids, -1 = padding. penalty: [N] > 0; l becomes l / penalty if l > 0, else
     l * penalty (Keskar et al. 2019, as transformers applies it); 1 = none. bias: [N], added afterwards; -inf bans.
-    Returns float32 [V], a new array. Raises ParameterError naming the first value out of range.
+    Returns float32 [V], a new array; a penalty that is not > 0 makes its logit NaN, and so the row invalid.
+    Raises ParameterError for an id that is no token or comes twice.
     """
     edited = np.array(logits, dtype=np.float32)
     i = np.asarray(ids, dtype=np.int64)
     divide = np.asarray(penalty, dtype=np.float32)
     add = np.asarray(bias, dtype=np.float32)
     _check(i, divide, add, len(edited))
+    divide = np.where(divide > 0, divide, np.float32(np.nan))
     real = i != PADDING
     i, divide, add = i[real], divide[real], add[real]
     with np.errstate(invalid="ignore", over="ignore"):  # what becomes NaN or infinite makes the row invalid, later
@@ -39,6 +41,3 @@ def _check(ids: NDArray[np.int64], penalty: NDArray[np.float32], bias: NDArray[n
     real = ids[ids != PADDING]
     if len(np.unique(real)) < len(real):
         raise ParameterError("a token is edited twice in one row; combine its edits into one.")
-    wrong = penalty[~(penalty > 0)]
-    if len(wrong):
-        raise ParameterError(f"edit penalty is {wrong[0]}, but must be > 0; 1 means none.")

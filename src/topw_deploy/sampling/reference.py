@@ -103,7 +103,7 @@ def crop(
     k0, nucleus = warm_start(p, parameters.init_top_p)
     base = objective(p, lam * log_p, c)
     K = first_maximiser(base, c)
-    distance_to = _SetDistance(geometry, C, options.neighbours)
+    distance_to = SetDistance(geometry, C, options.neighbours)
     unit = max(1.0, lam, parameters.beta)
 
     S = np.arange(len(C)) < k0
@@ -162,7 +162,7 @@ def first_maximiser(J: Floats, c: float) -> int:
     return 1 if c <= 0 else int(np.argmax(J)) + 1
 
 
-class _SetDistance:
+class SetDistance:
     """dist(i, S) of every pool token i to a subset S of the pool; 0 for members. Each distance is computed once."""
 
     def __init__(self, geometry: Geometry, C: Ids, neighbours: int) -> None:

@@ -1,0 +1,210 @@
+"""Kept sets beside those of the authors' released logits processor, and a cause for every difference.
+
+    python -m benchmarks.parity_released --processor PATH/TO/logit_processor_w1.py
+
+PATH is the file of github.com/arashgholami/top-w-decoding; nothing of it is part of this project. The table it prints
+is the one in docs/theory.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from topw_deploy.sampling import FLOAT32_TIES, PRESETS, Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling.reference import SetDistance, first_maximiser, objective, pool, warm_start
+
+OPTIONS: TopWOptions = PRESETS["released"][1]
+DEFAULTS: TopWParameters = PRESETS["released"][0]
+
+TABLES = ((60, 8), (500, 32), (5000, 64), (32000, 128))  # (V, d)
+SMALLEST_P = 1e-12  # the released code takes log(max(p, 1e-12))
+
+REGIMES = {
+    "defaults": {},
+    "geometry acts": {"lam": (0.1, 0.3, 0.6), "beta": (1.5, 2.8), "init_top_p": (0.3, 0.6), "geom_scale": (0.6, 2.0)},
+    "repulsive": {"lam": (0.3, 1.0), "beta": (1.5, 2.8), "init_top_p": (0.3, 0.9), "geom_scale": (-0.6,)},
+    "beta below lam": {"beta": (0.5, 2.2)},
+    "whole pool as warm start": {"init_top_p": (1.0,), "lam": (0.3, 2.2), "beta": (2.8,)},
+    "vanishing probabilities": {
+        "lam": (0.02, 0.05),
+        "beta": (2.8, 6.0),
+        "temperature": (0.1, 0.2),
+        "init_top_p": (0.9,),
+    },
+    "tied logits": {"lam": (0.3, 2.2), "init_top_p": (0.5, 0.999), "rounded": (True,)},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    logits: np.ndarray  # float32 [V]
+    parameters: TopWParameters
+    geometry: Geometry
+    theirs: frozenset[int]
+
+
+def load_processor(path: Path) -> Any:
+    """The class TopW_LogitsProcessor of the file at `path`."""
+    spec = importlib.util.spec_from_file_location("released_processor", path)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{path} is not a Python file; give the released logit_processor_w1.py.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.TopW_LogitsProcessor
+
+
+def make_logits(rng: np.random.Generator, V: int, rounded: bool) -> np.ndarray:
+    """One row: peaked, flat or heavy-tailed."""
+    shape = rng.choice([rng.normal(size=V), rng.standard_t(3, size=V), -1.2 * np.log(rng.permutation(V) + 1.0)])
+    logits = rng.choice([1.0, 2.0, 3.0]) * shape
+    return (np.round(logits) if rounded else logits).astype(np.float32)
+
+
+def rows(processor: Any, choices: dict, count: int, seed: int) -> Iterator[Row]:
+    """`count` rows of a regime over all tables, each beside what the released processor keeps."""
+    rng = np.random.default_rng(seed)
+    settings, per_setting = 6, max(1, count // (6 * len(TABLES)))
+    for V, d in TABLES:
+        table = (rng.normal(size=(V, d)) * rng.lognormal(sigma=0.5, size=d)).astype(np.float32)
+        geometry = Geometry.from_embeddings(table, OPTIONS.metric)
+        for _ in range(settings):
+            drawn = {"temperature": (0.5, 1.0, 2.0)} | choices
+            chosen = {name: rng.choice(values).item() for name, values in drawn.items()}
+            rounded = bool(chosen.pop("rounded", False))
+            parameters = replace(DEFAULTS, **chosen)
+            theirs = processor(
+                table,
+                selection_temperature=parameters.temperature,
+                lam_fixed=parameters.lam,
+                beta=parameters.beta,
+                init_top_p=parameters.init_top_p,
+                geom_scale=parameters.geom_scale,
+                print_params=False,
+                print_kept=False,
+            )
+            for _ in range(per_setting):
+                logits = make_logits(rng, V, rounded)
+                scores = theirs(None, torch.from_numpy(logits)[None])[0]
+                yield Row(logits, parameters, geometry, frozenset(torch.isfinite(scores).nonzero()[:, 0].tolist()))
+
+
+@dataclass(frozen=True)
+class SinglePrecision(Geometry):
+    """The same geometry with features, their products and the statistics in float32."""
+
+    def features(self, ids: Any) -> Any:
+        return super().features(ids).astype(np.float32)
+
+
+def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geometry | None = None) -> frozenset[int]:
+    """The rule with one of the released code's choices: log p floored, another warm start, another geometry."""
+    P, logits = row.parameters, row.logits.astype(np.float64)
+    C, _ = pool(logits, OPTIONS.top_m)
+    a = (logits - logits.max()) / P.temperature
+    p = (np.exp(a) / np.exp(a).sum())[C]
+    log_p = np.log(np.maximum(p, floor)) if floor else a[C]
+    distance = SetDistance(geometry or row.geometry, C, OPTIONS.neighbours)
+    S = np.arange(len(C)) < (warm_start(p, P.init_top_p)[0] if k0 is None else k0)
+    for _ in range(OPTIONS.alt_iters):
+        phi = -P.geom_scale * distance(S) + P.lam * log_p
+        order = np.argsort(-phi, kind="stable")
+        before, S = S, np.zeros_like(S)
+        S[order[: first_maximiser(objective(p[order], phi[order], P.beta - P.lam), P.beta - P.lam)]] = True
+        if np.array_equal(before, S):
+            break
+    return frozenset(C[S].tolist())
+
+
+def rounded_warm_start(row: Row) -> int:
+    """k0 where a request for all of the mass is met as soon as float64 sums no longer grow."""
+    logits = row.logits.astype(np.float64)
+    C, _ = pool(logits, OPTIONS.top_m)
+    w = np.exp((logits[C] - logits.max()) / row.parameters.temperature)
+    p = w / w.sum()
+    return min(len(p), int(np.searchsorted(np.cumsum(p), np.sum(p))) + 1)
+
+
+def cause(row: Row, ours: frozenset[int], ties: Any) -> str:
+    """Why the released processor keeps another set: the first explanation that reproduces it, or how near a tie was."""
+    if sorted(row.logits[list(ours)]) == sorted(row.logits[list(row.theirs)]):
+        return "order of equal logits"
+    if kept_with(row, floor=SMALLEST_P) == row.theirs:
+        return "log p floored at 1e-12"
+    if row.parameters.init_top_p >= 1 and kept_with(row, k0=rounded_warm_start(row)) == row.theirs:
+        return "warm start of the whole pool"
+    if ties.allow(FLOAT32_TIES):
+        return "a tie within float32"
+    single = SinglePrecision(*(getattr(row.geometry, name) for name in ("metric", "table", "mean", "inverse_std")))
+    return "float32 geometry" if kept_with(row, geometry=single) == row.theirs else "unexplained"
+
+
+def disputed_mass(row: Row, ours: frozenset[int]) -> float:
+    """Probability, before any crop, of the tokens that only one side keeps."""
+    a = (row.logits.astype(np.float64) - row.logits.max()) / row.parameters.temperature
+    return float(np.exp(a)[list(ours ^ row.theirs)].sum() / np.exp(a).sum())
+
+
+@dataclass
+class Regime:
+    """Rows compared, certified, moved by geometry, with equal sets; the others' causes and the most mass at stake."""
+
+    rows: int = 0
+    certified: int = 0
+    moved: int = 0
+    equal: int = 0
+    causes: Counter[str] = field(default_factory=Counter)
+    disputed: dict[str, float] = field(default_factory=dict)
+
+    def line(self, name: str) -> str:
+        told = "; ".join(f"{n} {why} ({self.disputed[why]:.1g})" for why, n in self.causes.items()) or "none"
+        return f"| {name} | {self.rows} | {self.certified} | {self.moved} | {self.equal} | {told} |"
+
+
+def compare(processor: Any, count: int, seed: int) -> dict[str, Regime]:
+    result: dict[str, Regime] = {}
+    for number, (name, choices) in enumerate(REGIMES.items()):
+        found = result[name] = Regime()
+        for row in rows(processor, choices, count, seed + number):
+            ours = crop(row.logits, row.parameters, OPTIONS, row.geometry)
+            kept = frozenset(ours.kept.tolist())
+            found.rows += 1
+            found.certified += ours.certified
+            without = crop(row.logits, replace(row.parameters, geom_scale=0.0), OPTIONS, row.geometry)
+            found.moved += without.kept.tolist() != ours.kept.tolist()
+            if kept == row.theirs:
+                found.equal += 1
+            else:
+                why = cause(row, kept, ours.ties)
+                found.causes[why] += 1
+                found.disputed[why] = max(found.disputed.get(why, 0.0), disputed_mass(row, kept))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processor", type=Path, required=True, help="the released logit_processor_w1.py")
+    parser.add_argument("--rows", type=int, default=960, help="rows per regime (default 960)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    table = compare(load_processor(arguments.processor), arguments.rows, arguments.seed)
+    print("| regime | rows | certified | moved by geometry | equal sets | causes of the others (most mass at stake) |")
+    print("|---|---|---|---|---|---|")
+    for name, found in table.items():
+        print(found.line(name))
+    total = sum(found.rows for found in table.values())
+    equal = sum(found.equal for found in table.values())
+    print(f"\n{equal} of {total} rows keep the same set ({math.floor(1e4 * equal / total) / 100} %).")
+
+
+if __name__ == "__main__":
+    main()
