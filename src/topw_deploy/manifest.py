@@ -82,7 +82,8 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """`status` is "provisional" (being verified), "passed" or "skipped"; a failed export has no folder."""
+    """`status` is "provisional" (being verified, does not load), "passed", "partial" (something could not be run where
+    it was exported; `checks` says what was) or "skipped" (asked for); a failed export has no folder."""
 
     status: str
     checks: tuple[Check, ...] = ()

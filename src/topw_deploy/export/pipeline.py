@@ -114,7 +114,7 @@ def _write(
         save_manifest(staged.path, manifest)
         verification = Verification(status="skipped")
         if request.verify:
-            from topw_deploy.export.verify import verify_in_subprocess
+            from topw_deploy.export.verification import verify_in_subprocess
 
             progress("Verifying")
             verification = verify_in_subprocess(staged.path, source, request, progress)

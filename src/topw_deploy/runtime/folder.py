@@ -19,7 +19,8 @@ class ModelFolder:
     Raises ManifestError when the folder is missing, unfinished, changed, or not of the wanted `kind`.
     """
 
-    def __init__(self, path: str | Path, kind: str) -> None:
+    def __init__(self, path: str | Path, kind: str, *, unfinished: bool = False) -> None:
+        """unfinished: open an export that is still being verified, as only its verification may."""
         self.path = Path(path)
         if not self.path.exists():
             raise ManifestError(f"{self.path} does not exist; give the folder that topw-export wrote.")
@@ -29,6 +30,8 @@ class ModelFolder:
         if self.manifest.kind != kind:
             other = "TopWSampler (a sampler-only model)" if kind == "decoder" else "TopWModel (a whole decoder)"
             raise ManifestError(f"{self.path} holds a {self.manifest.kind!r} model; load it with {other}.")
+        if self.manifest.verification.status == "provisional" and not unfinished:
+            raise ManifestError(f"{self.path} is an export whose verification never ended; export the model again.")
 
     @property
     def model(self) -> Path:

@@ -1,0 +1,83 @@
+"""The decoder's logits against the reference: prefill, decode, chunks, padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from topw_deploy.export.verification.probe import LogitsProbe
+from topw_deploy.export.verification.reference import Reference
+from topw_deploy.manifest import Check, DecoderInfo
+
+# Largest difference allowed, relative to the largest logit (at least 1). float32 over a few dozen layers stays near
+# 1e-6; float16 keeps 11 bits, and its error grows with depth.
+BOUNDS = {"float": 1e-4, "float16": 2e-2}
+
+
+def decoder_checks(
+    probe: LogitsProbe, reference: Reference, decoder: DecoderInfo, sequences: list[np.ndarray]
+) -> Iterator[Check]:
+    """Compare on `sequences` (token ids [n], the longest first); padding only where the decoder takes it."""
+    wanted = [reference.logits(ids) for ids in sequences]
+    bound = BOUNDS[decoder.kv_dtype] * max(1.0, *(float(np.abs(rows).max()) for rows in wanted))
+    ids, rows = sequences[0], wanted[0]
+
+    def check(name: str, differences: list[float], detail: str) -> Check:
+        worst = float(np.max(differences))  # NaN stays NaN, and passes nothing
+        return Check(name, bool(worst <= bound), worst, bound, detail)
+
+    yield check("prefill logits", _chunked(probe, ids, rows, [len(ids)]), f"{len(ids)} tokens, {reference.name}")
+    tail = min(4, len(ids) - 1)
+    steps = [len(ids) - tail] + [1] * tail
+    yield check("decode logits", _chunked(probe, ids, rows, steps), f"{tail} steps after {len(ids) - tail} tokens")
+    chunks = _chunks(len(ids))
+    yield check("chunked prefill logits", _chunked(probe, ids, rows, chunks), f"chunks of {chunks}")
+    if decoder.left_padding:
+        lengths = [len(sequence) for sequence in sequences]
+        yield check("left-padded batch logits", _padded(probe, sequences, wanted), f"lengths {lengths}")
+
+
+def _chunks(length: int) -> list[int]:
+    """`length` in three uneven parts."""
+    first, second = length // 2, length // 3
+    return [size for size in (first, second, length - first - second) if size]
+
+
+def _chunked(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, chunks: list[int]) -> list[float]:
+    probe.start(1)
+    differences, end = [], 0
+    for size in chunks:
+        start, end = end, end + size
+        found = probe.step(ids[None, start:end], np.ones((1, end), np.int64))
+        differences.append(_difference(found[0], wanted[end - 1]))
+    return differences
+
+
+def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> list[float]:
+    """All sequences as one batch, padded on the left: all but two columns at once, then those one by one."""
+    length = max(len(ids) for ids in sequences)
+    ids = np.zeros((len(sequences), length), np.int64)
+    mask = np.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, length - len(sequence) :] = sequence
+        mask[row, length - len(sequence) :] = 1
+    probe.start(len(sequences))
+    differences = []
+    for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
+        if start == end:
+            continue
+        found = probe.step(ids[:, start:end], mask[:, :end])
+        for row, rows in enumerate(wanted):
+            seen = int(mask[row, :end].sum())
+            if seen:
+                differences.append(_difference(found[row], rows[seen - 1]))
+    return differences
+
+
+def _difference(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Largest absolute difference; infinite logits that agree (banned tokens) count as equal."""
+    if found.shape != wanted.shape:
+        return float("inf")
+    same = np.isinf(wanted) & (found == wanted)
+    return float(np.abs(np.where(same, 0.0, found - np.where(same, 0.0, wanted))).max())

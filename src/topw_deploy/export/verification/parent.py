@@ -1,0 +1,102 @@
+"""The side of the verification that the exporter and `topw verify` see."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import VerificationError
+from topw_deploy.export.request import ExportRequest, Progress
+from topw_deploy.export.source import Source
+from topw_deploy.manifest import Check, Verification
+
+
+@dataclass(frozen=True)
+class VerifyOutcome:
+    """Checks that ran, and (name, reason) of those that could not."""
+
+    checks: tuple[Check, ...]
+    skipped: tuple[tuple[str, str], ...]
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.passed)
+
+
+def verify_in_subprocess(folder: Path, source: Source, request: ExportRequest, progress: Progress) -> Verification:
+    """Verify the folder being exported; raises VerificationError naming the first check that fails."""
+    task = {
+        "folder": str(folder),
+        "onnx": str(source.onnx) if source.onnx else None,
+        "checkpoint": None if source.onnx else str(source.folder),
+        "num_hidden_layers": request.num_hidden_layers,
+        "trust_remote_code": request.trust_remote_code,
+    }
+    outcome = run_checks(task, progress)
+    if outcome.failed:
+        worst = outcome.failed[0]
+        raise VerificationError(
+            f"{len(outcome.failed)} of {len(outcome.checks)} checks failed (first: {worst.name}, difference "
+            f"{worst.difference:.3g}, bound {worst.bound:.3g}); nothing was kept, --keep-failed keeps it to look at."
+        )
+    return Verification(status="partial" if outcome.skipped else "passed", checks=outcome.checks)
+
+
+def run_checks(task: dict[str, Any], progress: Progress) -> VerifyOutcome:
+    """Run the worker on `task`; each check becomes a line of `progress` as soon as it is known.
+
+    Keys of `task`: folder; onnx or checkpoint, what to compare with, or neither, then no_reference says why;
+    num_hidden_layers, trust_remote_code. Raises VerificationError if the worker itself fails.
+    """
+    checks: list[Check] = []
+    skipped: list[tuple[str, str]] = []
+    error = None
+    for line in _lines(task):
+        if "check" in line:
+            checks.append(Check(**line["check"]))
+            progress(tick_line(checks[-1]))
+        elif "skipped" in line:
+            skipped.append((line["skipped"], line["reason"]))
+            progress(f"  -[-] {line['skipped']}: not checked, {line['reason']}")
+        else:
+            error = line["error"]
+    if error is not None:
+        raise VerificationError(f"verification stopped: {error}")
+    return VerifyOutcome(tuple(checks), tuple(skipped))
+
+
+def tick_line(check: Check) -> str:
+    """`-[✓] prefill logits: 3.6e-07 (bound 1e-04; 64 tokens, torch)`."""
+    mark = "✓" if check.passed else "x"
+    return f"  -[{mark}] {check.name}: {check.difference:.2g} (bound {check.bound:.2g}; {check.detail})"
+
+
+def _lines(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's results as they come; its death by whatever cause is an error with its last words."""
+    command = [sys.executable, "-m", "topw_deploy.export.verification.worker", json.dumps(task)]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as last_words:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=last_words, text=True, encoding="utf-8")
+        try:
+            assert process.stdout is not None
+            reported = False
+            for text in process.stdout:
+                line = json.loads(text)
+                reported = reported or "error" in line
+                yield line
+            if process.wait() != 0 and not reported:
+                last_words.seek(0)
+                words = last_words.read().strip().splitlines() or ["no message"]
+                raise VerificationError(
+                    f"the verification ended with exit code {process.returncode} ({words[-1][:300]}); "
+                    "report this, or export with --no-verify."
+                )
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()

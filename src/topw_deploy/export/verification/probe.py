@@ -1,0 +1,148 @@
+"""Sessions onto parts of an exported graph: the logits that enter the sampler, and the sampler alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graft import NODE_NAME, sampler_node
+from topw_deploy.export.tail import TAIL_INPUTS
+from topw_deploy.export.weights import MODEL_FILE
+from topw_deploy.manifest import DecoderInfo
+
+LOGITS = "topw.probe.logits"
+_KV_TYPES = {"float": np.float32, "float16": np.float16}
+
+
+@contextlib.contextmanager
+def beside(folder: Path, model: ir.Model) -> Iterator[Path]:
+    """`model` as a file in `folder` for as long as a session opens it: its weights are references to files there."""
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".topw-probe-", suffix=".onnx")
+    os.close(handle)
+    path = Path(name)
+    try:
+        ir.save(model, path)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def open_session(path: Path) -> ort.InferenceSession:
+    """`path` on the CPU, whose arithmetic is the same on every machine to within rounding."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+class LogitsProbe:
+    """The decoder of an exported folder, showing the logits that enter its sampler."""
+
+    def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
+        self._decoder = decoder
+        with beside(folder, _decoder_model(folder)) as path:
+            self._session = open_session(path)
+        self._inputs = {value.name for value in self._session.get_inputs()}
+        self._outputs = [value.name for value in self._session.get_outputs()]
+        self._past: dict[str, np.ndarray] = {}
+
+    def start(self, batch: int) -> None:
+        """Forget the cache; the next rows are `batch` many."""
+        kind = _KV_TYPES[self._decoder.kv_dtype]
+        self._past = {
+            f"past_key_values.{layer}.{side}": np.zeros((batch, heads, 0, dim), kind)
+            for layer, (heads, dim) in enumerate(zip(self._decoder.num_kv_heads, self._decoder.head_dim, strict=True))
+            for side in ("key", "value")
+        }
+
+    def step(self, ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
+        """Run new tokens `ids` [batch, n] after the cached ones; attention_mask [batch, past + n]. -> [batch, vocab]"""
+        positions = np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
+        feeds = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions, **self._past}
+        results = self._session.run(None, {name: feeds[name] for name in self._inputs})
+        named = dict(zip(self._outputs, results, strict=True))
+        self._past = {
+            f"past_key_values{name.removeprefix('present')}": value
+            for name, value in named.items()
+            if name.startswith("present.")
+        }
+        return named[LOGITS]
+
+
+def _decoder_model(folder: Path) -> ir.Model:
+    """The exported graph with the sampler cut off."""
+    model = ir.load(folder / MODEL_FILE)
+    graph = model.graph
+    node = sampler_node(graph)
+    logits = node.inputs[0]
+    assert logits is not None
+    editor = GraphEditor(graph, "topw.probe")
+    shown = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", None], name=LOGITS)
+    cache = [value for value in graph.outputs if (value.name or "").startswith("present.")]
+    graph.outputs.clear()
+    graph.outputs.extend([shown, *cache])
+    RemoveUnusedNodesPass()(model)
+    for value in [value for value in graph.inputs if value.name in TAIL_INPUTS]:
+        graph.inputs.remove(value)
+    editor.finish()
+    return model
+
+
+class SamplerProbe:
+    """The sampler of an exported folder, alone: the very function that was shipped, and its tables."""
+
+    def __init__(self, folder: Path) -> None:
+        with beside(folder, _sampler_model(folder)) as path:
+            self._session = open_session(path)
+        self._outputs = [value.name for value in self._session.get_outputs()]
+
+    def run(
+        self, logits: np.ndarray, parameters: Sequence[dict[str, float]], uniform: Sequence[float]
+    ) -> dict[str, Any]:
+        """One row per entry: logits [batch, vocab] float32, its parameters, its uniform number. -> outputs by name."""
+        batch = len(logits)
+        feeds: dict[str, np.ndarray] = {
+            "logits": np.ascontiguousarray(logits, dtype=np.float32),
+            "edit_ids": np.zeros((batch, 0), np.int64),
+            "edit_penalty": np.zeros((batch, 0), np.float32),
+            "edit_bias": np.zeros((batch, 0), np.float32),
+            "uniform": np.asarray(uniform, dtype=np.float32),
+        }
+        for name in parameters[0]:
+            feeds[name] = np.asarray([row[name] for row in parameters], dtype=np.float32)
+        return dict(zip(self._outputs, self._session.run(None, feeds), strict=True))
+
+
+def _sampler_model(folder: Path) -> ir.Model:
+    """The exported graph with the decoder cut off: the sampler's logits become an input."""
+    model = ir.load(folder / MODEL_FILE)
+    graph = model.graph
+    node = next(node for node in graph if node.name == NODE_NAME)
+    editor = GraphEditor(graph, "topw.probe")
+    old = node.inputs[0]
+    width = old.shape[-1] if old is not None and old.shape is not None else None
+    vocab = width if isinstance(width, int) else "vocab"
+    # The decoder's own output may be called logits too.
+    for value in graph.outputs:
+        if value.name == "logits":
+            value.name = "topw.probe.old_logits"
+    if old is not None and old.name == "logits":
+        old.name = "topw.probe.old_logits"
+    logits = editor.input("logits", ir.DataType.FLOAT, ["batch", vocab])
+    node.replace_input_with(0, logits)
+    graph.outputs.clear()
+    graph.outputs.extend(node.outputs)
+    RemoveUnusedNodesPass()(model)
+    for value in [value for value in graph.inputs if value.name not in TAIL_INPUTS]:
+        graph.inputs.remove(value)
+    editor.finish()
+    return model

@@ -1,0 +1,71 @@
+"""What an export is compared with: the torch model, or the ONNX decoder as its maker wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from topw_deploy.export.verification.probe import open_session
+from topw_deploy.manifest import DecoderInfo
+
+
+class Reference(Protocol):
+    """Logits of one unpadded sequence."""
+
+    name: str
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """ids [n] -> float32 [n, vocab], row i having seen ids[: i + 1]."""
+
+
+class TorchReference:
+    """The checkpoint in transformers' own attention, in float32 whatever type its weights were exported in."""
+
+    name = "torch"
+
+    def __init__(self, folder: Path, dtype: str, num_hidden_layers: int | None, trust_remote_code: bool) -> None:
+        from topw_deploy.export.checkpoint import load_checkpoint
+
+        model = load_checkpoint(folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code)
+        self._model = model.float()  # rounded to the exported type first, so the graph's weights are these
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        import torch
+
+        with torch.no_grad():
+            return self._model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy()
+
+
+class MakersReference:
+    """The ONNX decoder that was grafted onto, run as it came."""
+
+    name = "the decoder as it came"
+
+    def __init__(self, onnx: Path, decoder: DecoderInfo) -> None:
+        self._session = open_session(onnx.resolve() if onnx.is_symlink() else onnx)
+        kind = np.float16 if decoder.kv_dtype == "float16" else np.float32
+        self._past = {
+            f"past_key_values.{layer}.{side}": np.zeros((1, heads, 0, dim), kind)
+            for layer, (heads, dim) in enumerate(zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
+            for side in ("key", "value")
+        }
+        self._inputs = {value.name for value in self._session.get_inputs()}
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        rows = self._run(ids)
+        if len(rows) == len(ids):
+            return rows
+        return np.concatenate([self._run(ids[: n + 1]) for n in range(len(ids))])  # its maker keeps the last row only
+
+    def _run(self, ids: np.ndarray) -> np.ndarray:
+        n = len(ids)
+        feeds = {
+            "input_ids": ids[None],
+            "attention_mask": np.ones((1, n), np.int64),
+            "position_ids": np.arange(n)[None],
+            **self._past,
+        }
+        (logits,) = self._session.run(["logits"], {name: feeds[name] for name in self._inputs})
+        return logits[0].astype(np.float32)

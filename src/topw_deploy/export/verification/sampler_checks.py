@@ -1,0 +1,111 @@
+"""The shipped sampler against the reference algorithm, on the model's own logits and its own table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from topw_deploy.export.embedding_node import find_embedding
+from topw_deploy.export.table import EmbeddingTable
+from topw_deploy.export.verification.probe import SamplerProbe
+from topw_deploy.export.weights import MODEL_FILE
+from topw_deploy.manifest import Check, SamplerInfo
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, sample_row
+
+LOGPROB_BOUND = 1e-4
+_LARGEST_CROP_WALKED = 6  # every token of a crop up to this size is drawn once
+_BATCH = 32
+
+# Beside the export's own defaults: settings under which geometry decides, a hot one, a cold one, and greedy.
+_SETTINGS = (
+    {"lam": 0.3, "beta": 2.8, "temperature": 1.5, "init_top_p": 0.9},
+    {"lam": 1.0, "beta": 4.0, "temperature": 2.0, "init_top_p": 0.5},
+    {"lam": 0.1, "beta": 0.6, "temperature": 0.8, "init_top_p": 0.3, "geom_scale": -0.5},
+    {"temperature": 0.7, "selection_temperature": 1.3},
+    {"temperature": 0.0},
+)
+
+
+def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
+    """The reference's geometry over the table in the exported graph, statistics taken anew in float64."""
+    if options.metric == "uniform":
+        return Geometry.uniform()
+    model = ir.load(folder / MODEL_FILE)
+    return Geometry.from_embeddings(EmbeddingTable(find_embedding(model.graph), vocab), options.metric)
+
+
+def sampler_checks(
+    probe: SamplerProbe, sampler: SamplerInfo, defaults: TopWParameters, geometry: Geometry, logits: np.ndarray
+) -> Iterator[Check]:
+    """Kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab].
+
+    A crop is compared by its size and by drawing every one of its tokens (the first six of a large one), each with
+    the uniform number in the middle of its interval. Differences that rounding may cause (docs/graph.md, section 4)
+    are counted, not failed.
+    """
+    wrong = {"kept sets": 0, "tokens": 0, "certificates": 0}
+    ties = uncertified = rows = 0
+    worst = 0.0
+    for wanted, found in _rows(probe, sampler, defaults, geometry, logits):
+        rows += 1
+        uncertified += not wanted.certified
+        if wanted.ties.allow(FLOAT32_TIES):
+            ties += 1
+            continue
+        wrong["kept sets"] += found["kept"] != wanted.kept
+        # The graph's own slack is towards "not certified", which costs time and changes nothing.
+        false_claim = bool(found["certified"]) and not wanted.certified
+        wrong["certificates"] += false_claim and not wanted.ties.allow_certified(FLOAT32_TIES)
+        if wanted.draw_margin <= FLOAT32_TIES.draw:
+            ties += 1
+            continue
+        wrong["tokens"] += found["next_token"] != wanted.next_token
+        if found["next_token"] == wanted.next_token:
+            worst = max(worst, abs(float(found["logprob"]) - wanted.logprob))
+    detail = f"{rows} rows, {uncertified} decided by geometry, {ties} on a tie"
+    for name, count in wrong.items():
+        yield Check(f"sampler {name}", bool(count == 0), float(count), 0.0, detail)
+    yield Check("sampler log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
+
+
+def _rows(
+    probe: SamplerProbe, sampler: SamplerInfo, defaults: TopWParameters, geometry: Geometry, logits: np.ndarray
+) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
+    """The reference's answer and the graph's for every logits row, setting and uniform number."""
+    cases: list[tuple[int, TopWParameters, float, Row]] = []
+    for setting in ({}, *_SETTINGS):
+        parameters = TopWParameters(**{**asdict(defaults), **setting})
+        for index, row in enumerate(logits):
+            first = sample_row(row, parameters, sampler.options, geometry, 0.5)
+            for uniform in _uniforms(row, first, parameters):
+                cases.append((index, parameters, uniform, _drawn_with(first, row, parameters, uniform)))
+    for start in range(0, len(cases), _BATCH):
+        part = cases[start : start + _BATCH]
+        results = probe.run(
+            logits[[index for index, *_ in part]], [asdict(p) for _, p, _, _ in part], [u for _, _, u, _ in part]
+        )
+        for number, (*_, wanted) in enumerate(part):
+            yield wanted, {name: value[number] for name, value in results.items()}
+
+
+def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> Row:
+    """The answer `row` with another uniform number: the crop does not depend on it."""
+    if parameters.greedy or not row.valid:
+        return row
+    drawn = draw(logits, row.kept_ids, float(np.float32(parameters.temperature)), float(np.float32(uniform)))
+    return replace(row, next_token=drawn.token, logprob=drawn.logprob, draw_margin=drawn.margin)
+
+
+def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[float]:
+    """A uniform number in the middle of each kept token's interval, so that drawing with them spells the crop out."""
+    if parameters.greedy or not row.valid:
+        return [0.5]
+    kept = logits[row.kept_ids].astype(np.float64)
+    edges = np.concatenate([[0.0], np.cumsum(np.exp((kept - kept[0]) / parameters.temperature))])
+    middles = (edges[:-1] + edges[1:]) / 2 / edges[-1]
+    wide = np.diff(edges) / edges[-1] > 1e-5  # narrower ones are within rounding of their neighbours
+    return [float(u) for u in middles[wide][:_LARGEST_CROP_WALKED]] or [0.5]

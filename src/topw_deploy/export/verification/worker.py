@@ -1,0 +1,157 @@
+"""The process that verifies: reads what to check from its argument, writes one JSON line per result.
+
+Run as `python -m topw_deploy.export.verification.worker JSON`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.errors import TopWError
+from topw_deploy.export.verification.decoder_checks import decoder_checks
+from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
+from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
+from topw_deploy.export.verification.sampler_checks import graph_geometry, sampler_checks
+from topw_deploy.manifest import Check, Manifest, load_manifest
+
+_TEXT = (
+    "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "
+    "and München lies south of Nürnberg. Return a list of the words in the string, using sep as the delimiter."
+)
+_TORCH_TYPES = {"float": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+_LONGEST = 64  # tokens of the longest sequence, or a few more where a sliding window must be passed
+_LONGEST_WINDOW = 512
+
+
+def main(argument: str) -> int:
+    """Print a line per check: {"check": ...}, {"skipped": name, "reason": ...} or, at the end, {"error": ...}."""
+    try:
+        for result in run(json.loads(argument)):
+            _print({"check": asdict(result)} if isinstance(result, Check) else result)
+    except TopWError as error:
+        _print({"error": str(error)})
+        return 1
+    return 0
+
+
+def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
+    """All checks that can be made here of the folder that `task` names (see parent.py for its keys)."""
+    folder = Path(task["folder"])
+    manifest = load_manifest(folder)
+    decoder = manifest.decoder
+    assert decoder is not None
+    reference = _reference(task, manifest)
+    sequences = _sequences(folder, manifest)
+    geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
+    runs_here = decoder.kv_dtype in ("float", "float16")
+    probe = LogitsProbe(folder, decoder) if runs_here else None
+    if reference is None:
+        yield _skip("decoder logits", task["no_reference"])
+    elif probe is None:
+        yield _skip("decoder logits", f"{decoder.kv_dtype} cannot run on a CPU")
+    else:
+        yield from decoder_checks(probe, reference, decoder, sequences)
+    logits = _some_logits(probe, reference, sequences)
+    if logits is None:
+        yield _skip("sampler", "there are no logits to sample from")
+    else:
+        yield from sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits)
+    if reference is None:
+        yield _skip("generation", task["no_reference"])
+    elif probe is None:
+        yield _skip("generation", f"{decoder.kv_dtype} cannot run on a CPU")
+    else:
+        from topw_deploy.export.verification.generation_checks import generation_checks
+
+        yield from generation_checks(folder, manifest, reference, geometry, sequences[-1])
+
+
+def _reference(task: dict[str, Any], manifest: Manifest) -> Reference | None:
+    assert manifest.decoder is not None
+    if task.get("onnx"):
+        return MakersReference(Path(task["onnx"]), manifest.decoder)
+    if task.get("checkpoint"):
+        dtype = _TORCH_TYPES[manifest.decoder.weights_dtype]
+        return TorchReference(
+            Path(task["checkpoint"]), dtype, task.get("num_hidden_layers"), bool(task.get("trust_remote_code"))
+        )
+    return None
+
+
+def _sequences(folder: Path, manifest: Manifest) -> list[np.ndarray]:
+    """Four sequences of very different lengths, longest first: text where the tokenizer gives it, then any ids.
+
+    The longest goes past the sliding window, where there is one of a testable size.
+    """
+    assert manifest.decoder is not None
+    longest = _LONGEST
+    window = _window(folder)
+    if window is not None and window <= _LONGEST_WINDOW:
+        longest = max(longest, window + 16)
+    longest = min(longest, manifest.decoder.context_length - 16) if manifest.decoder.context_length > 32 else 8
+    vocab = manifest.sampler.vocab_size
+    text = _text_ids(folder, vocab)
+    noise = np.random.default_rng(0).integers(0, vocab, longest)
+    first = np.concatenate([text, noise])[:longest]
+    lengths = sorted({longest, max(2, longest // 2), max(2, longest // 9), 1}, reverse=True)
+    return (
+        [first]
+        + [np.roll(first, -5)[:length].copy() for length in lengths[1:-1]]
+        + [text[:1] if len(text) else first[:1]]
+    )
+
+
+def _window(folder: Path) -> int | None:
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        window = config.get("text_config", config).get("sliding_window")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return window if isinstance(window, int) else None
+
+
+def _text_ids(folder: Path, vocab: int) -> np.ndarray:
+    if not (folder / "tokenizer.json").is_file():
+        return np.zeros(0, np.int64)
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_TEXT).ids
+    return np.asarray([token for token in ids if token < vocab], dtype=np.int64)
+
+
+def _some_logits(
+    probe: LogitsProbe | None, reference: Reference | None, sequences: list[np.ndarray]
+) -> np.ndarray | None:
+    """Logits [4, vocab] that the model gives on the way through its longest sequence."""
+    ids = sequences[0]
+    places = sorted({int(n) for n in np.linspace(1, len(ids), 4)})
+    if probe is not None:
+        probe.start(1)
+        rows, seen = [], 0
+        for place in places:
+            rows.append(probe.step(ids[None, seen:place], np.ones((1, place), np.int64))[0])
+            seen = place
+        return np.stack(rows)
+    if reference is not None:
+        return reference.logits(ids)[[place - 1 for place in places]]
+    return None
+
+
+def _skip(name: str, reason: str) -> dict[str, str]:
+    return {"skipped": name, "reason": reason}
+
+
+def _print(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
