@@ -11,7 +11,7 @@ goes through the key-value cache of two layers with different shapes, so a mixed
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from topw_deploy.manifest import (
     describe_files,
     save_manifest,
 )
+from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import (
     Geometry,
     Row,
@@ -59,6 +60,9 @@ VOCAB = len(SPECIAL) + len(BYTES)  # 259
 HEAD_DIMS = (4, 3)  # layer 0 holds the features, layer 1 their first three columns
 CONTEXT = 96
 OPSET = 21
+
+Load = Callable[..., TopWModel]
+"""The fixture `load`: (toy, **settings of `export`) -> the toy exported and opened."""
 
 
 def byte_tokenizer(bos: bool = False) -> Tokenizer:
@@ -298,9 +302,7 @@ def _decoder_model(toy: Toy, spec: TailSpec) -> onnx.ModelProto:
     for layer, size in enumerate(HEAD_DIMS):
         for part in ("key", "value"):
             past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
-            inputs.append(
-                helper.make_tensor_value_info(past, TensorProto.FLOAT, ["batch", 1, "past", size])
-            )
+            inputs.append(helper.make_tensor_value_info(past, TensorProto.FLOAT, ["batch", 1, "past", size]))
             outputs.append(helper.make_tensor_value_info(present, TensorProto.FLOAT, ["batch", 1, "total", size]))
             nodes.append(make("Concat", [past, f"new_{layer}"], [present], axis=2))
     # three columns come from layer 1's values, the fourth from layer 0's keys

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_model import Load, Toy, export
+
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import TopWOptions
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Export a toy under the test's folder and open it; keyword arguments are those of `toy_model.export`."""
+    count = 0
+
+    def open_toy(toy: Toy, **settings: Any) -> TopWModel:
+        nonlocal count
+        count += 1
+        folder = export(tmp_path / f"toy{count}", toy, **settings)
+        return TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1)
+
+    return open_toy
+
+
+@pytest.fixture(scope="session")
+def toy() -> Toy:
+    return Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+
+
+@pytest.fixture(scope="session")
+def toy_folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tmp_path_factory.mktemp("toy") / "export", toy, with_mass=True)
+
+
+@pytest.fixture(scope="session")
+def model(toy_folder: Path) -> TopWModel:
+    """A model with random logits, geometry and the mass output, for tests that need no particular text."""
+    return TopWModel.from_pretrained(toy_folder, provider="cpu", intra_op_num_threads=1)

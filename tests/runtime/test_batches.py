@@ -1,0 +1,114 @@
+"""A row of a batch is what it would be alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_model import EOS, Load, Toy, byte_ids
+
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import TopWParameters, uniform_for
+
+PROMPTS = ["a", "some longer prompt", "mid", "four of them"]
+
+
+def test_rows_with_their_own_parameters_equal_the_same_rows_alone(model: TopWModel) -> None:
+    columns: dict[str, list[Any]] = {
+        "temperature": [0.0, 2.0, 1.0, 3.0],
+        "lam": [2.2, 0.3, 0.5, 0.1],
+        "geom_scale": [1.0, -0.5, 0.0, 1.0],
+        "max_new_tokens": [5, 30, 1, 17],
+        "seed": [1, 2, 3, 2**64 - 1],
+        "repetition_penalty": [1.0, 1.3, 1.0, 0.9],
+        "logit_bias": [{}, {100: 3.0}, {40: -np.inf}, {}],
+        "stop_strings": [["zz"], ["q"], ["x", "yy"], ["never"]],
+    }
+    together = model.generate(PROMPTS, **columns, ignore_eos=True)
+    for row, prompt in enumerate(PROMPTS):
+        alone = model.generate(prompt, ignore_eos=True, **{name: values[row] for name, values in columns.items()})
+        assert together[row] == alone, prompt  # timings are left out of the comparison
+
+
+def test_a_batch_may_stream_and_gives_the_same_results(model: TopWModel) -> None:
+    settings: dict[str, Any] = {"seed": [1, 2, 3, 4], "temperature": 2.0, "lam": 0.2, "max_new_tokens": [3, 20, 9, 1]}
+    whole = model.generate(PROMPTS, **settings)
+    texts, results = [""] * 4, {}
+    for piece in model.stream(PROMPTS, **settings):
+        assert piece.row not in results, "nothing follows a row's last piece"
+        texts[piece.row] += piece.text
+        if piece.result is not None:
+            results[piece.row] = piece.result
+    assert [results[row] for row in range(4)] == whole
+    assert texts == [result.text for result in whole]
+
+
+def test_one_seed_for_a_batch_gives_each_row_what_it_gets_alone(model: TopWModel) -> None:
+    hot = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 10, "seed": 9}
+    batch = model.generate(["same", "same", "else"], **hot)
+    assert batch[0].token_ids == batch[1].token_ids == model.generate("same", **hot).token_ids
+
+
+def test_without_a_seed_equal_prompts_of_a_batch_go_different_ways(model: TopWModel) -> None:
+    one, two = model.generate(["same", "same"], temperature=3.0, lam=0.1, max_new_tokens=20)
+    assert one.seed != two.seed
+    assert one.token_ids != two.token_ids
+
+
+def test_several_sequences_of_one_prompt_use_the_samples_of_its_seed(model: TopWModel, toy: Toy) -> None:
+    parameters = {"temperature": 3.0, "lam": 0.1}
+    results = model.generate(["ab", "cd"], num_return_sequences=3, seed=[5, 6], max_new_tokens=12, **parameters)
+    assert [(r.seed, r.sample) for r in results] == [(5, 0), (5, 1), (5, 2), (6, 0), (6, 1), (6, 2)]
+    for result, prompt in zip(results, ["ab"] * 3 + ["cd"] * 3, strict=True):
+        expected = toy.expect(byte_ids(prompt), 12, TopWParameters(**parameters), result.seed, result.sample)
+        assert result.token_ids == [row.next_token for row in expected]
+    assert len({tuple(r.token_ids) for r in results}) == 6
+
+
+def test_a_single_prompt_with_several_sequences_gives_a_list(model: TopWModel) -> None:
+    assert len(model.generate("ab", num_return_sequences=2, max_new_tokens=2)) == 2
+    assert len(model.generate(["ab"], max_new_tokens=2)) == 1
+
+
+def test_draws_depend_on_real_tokens_not_on_padding(model: TopWModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Position counts the tokens before the draw: 1 for "a", although it is padded to 18 columns."""
+    from topw_deploy.runtime import loop
+
+    seen: list[np.ndarray] = []
+    original = loop.sample
+
+    def watched(generation: loop.Generation) -> list[int]:
+        tokens = original(generation)
+        seen.append(generation.uniform.copy())
+        return tokens
+
+    monkeypatch.setattr(loop, "sample", watched)
+    model.generate(PROMPTS, max_new_tokens=2, seed=77, ignore_eos=True)
+    lengths = [len(byte_ids(p)) for p in PROMPTS]
+    for step in range(2):
+        assert seen[step].tolist() == [uniform_for(77, length + step) for length in lengths]
+
+
+def test_a_decoder_that_cannot_pad_takes_equal_lengths_only(load: Load) -> None:
+    model = load(Toy.random(0), left_padding=False)
+    assert len(model.generate(["abc", "def"], max_new_tokens=2)) == 2
+    with pytest.raises(PromptError, match="cannot pad, but the prompts of the batch have 3, 2 tokens"):
+        model.generate(["abc", "de"])
+
+
+def test_a_list_of_the_wrong_length_is_an_error(model: TopWModel) -> None:
+    with pytest.raises(ParameterError, match="temperature has 3 values for 2 prompts"):
+        model.generate(["a", "b"], temperature=[1, 1, 1])
+
+
+def test_rows_that_end_at_different_times_do_not_change_each_other(load: Load) -> None:
+    toy = Toy.random(4)
+    toy.place[8, EOS] = 9000  # every row ends after its ninth token
+    model = load(toy)
+    settings = {"temperature": 2.0, "lam": 0.2, "seed": 3, "max_new_tokens": 40}
+    prompts = ["a", "bcdefgh", "ijkl"]
+    together = model.generate(prompts, **settings)
+    assert [len(r.token_ids) for r in together] == [9, 3, 6]
+    assert together == [model.generate(p, **settings) for p in prompts]

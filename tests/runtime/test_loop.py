@@ -1,0 +1,287 @@
+"""The loop draws what the reference draws, token by token."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_model import BOS, CONTEXT, EOS, PAD, VOCAB, Load, Toy, byte_ids, byte_tokenizer, export
+
+from topw_deploy.errors import GenerationError, ParameterError, PromptError
+from topw_deploy.runtime import TopWModel, loop
+from topw_deploy.sampling import TopWOptions, TopWParameters
+
+PARAMETERS = {
+    "the defaults": {},
+    "greedy": {"temperature": 0.0},
+    "hot": {"temperature": 2.0, "lam": 0.5},
+    "two temperatures": {"temperature": 1.5, "selection_temperature": 2.5, "lam": 0.3},
+    "repulsive": {"geom_scale": -0.5, "lam": 1.0, "temperature": 2.0},
+    "small warm start": {"init_top_p": 0.4, "lam": 0.2, "temperature": 3.0},
+}
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS)
+def test_every_token_equals_the_reference(model: TopWModel, toy: Toy, parameters: dict[str, float]) -> None:
+    result = model.generate("hello", max_new_tokens=24, seed=5, **parameters)
+    rows = toy.expect(byte_ids("hello"), 24, TopWParameters(**parameters), seed=5)
+    assert result.token_ids == [row.next_token for row in rows]
+    assert result.kept == [row.kept for row in rows]
+    assert result.certified == [row.certified for row in rows]
+    np.testing.assert_allclose(result.logprobs, [row.logprob for row in rows], atol=2e-5)
+    assert result.mass is not None
+    np.testing.assert_allclose(result.mass, [row.mass for row in rows], atol=2e-5)
+
+
+def test_geometry_is_really_at_work_in_these_tests(model: TopWModel) -> None:
+    shares = [model.generate("hello", max_new_tokens=24, seed=5, **p).certified_share for p in PARAMETERS.values()]
+    assert shares[0] == 1.0
+    assert min(shares) < 1.0
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(model: TopWModel) -> None:
+    hot = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 30}
+    first, again, other = (model.generate("seed", seed=seed, **hot) for seed in (11, 11, 12))
+    assert first.token_ids == again.token_ids
+    assert first.token_ids != other.token_ids
+
+
+def test_without_a_seed_a_fresh_one_is_drawn_and_reported(model: TopWModel) -> None:
+    hot = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 20}
+    first, second = model.generate("x", **hot), model.generate("x", **hot)
+    assert first.seed != second.seed
+    assert model.generate("x", seed=first.seed, **hot).token_ids == first.token_ids
+
+
+def test_every_step_draws_a_number_of_its_own(load: Load) -> None:
+    """One uniform number for a whole sequence would draw the same token again and again."""
+    flat = Toy.random(0, options=TopWOptions(top_m=VOCAB, metric="uniform"))
+    flat.follow[:], flat.place[:], flat.mix[:] = 0, 0, 0
+    everything = {"lam": 0.0, "beta": 50.0, "init_top_p": 1.0}  # no entropy term: the crop is the whole pool
+    model = load(flat)
+    steps, runs = CONTEXT - 1, 40
+    tokens = np.array(
+        [
+            model.generate([BOS], max_new_tokens=steps, seed=seed, ignore_eos=True, **everything).token_ids
+            for seed in range(runs)
+        ]
+    )
+    assert tokens.shape == (runs, steps)
+    halves = tokens >= VOCAB // 2  # fair coins, 130 to 129
+    table = np.zeros((2, 2))
+    np.add.at(table, (halves[:, :-1].astype(int).ravel(), halves[:, 1:].astype(int).ravel()), 1)
+    expected = table.sum(axis=1, keepdims=True) * table.sum(axis=0, keepdims=True) / table.sum()
+    assert ((table - expected) ** 2 / expected).sum() < 10.83  # chi-square, 1 degree of freedom, p = 0.001
+    counts = np.bincount(tokens.ravel(), minlength=VOCAB)
+    mean = tokens.size / VOCAB
+    assert ((counts - mean) ** 2 / mean).sum() < 333.0  # chi-square, 258 degrees of freedom, p = 0.001
+
+
+def test_token_frequencies_are_the_softmax_over_the_crop(load: Load) -> None:
+    toy = Toy.random(3, options=TopWOptions(top_m=VOCAB, metric="uniform"), factor=0.06)
+    toy.follow[:, [BOS, EOS, PAD]] = 0
+    model = load(toy)
+    draws = 4000
+    results = model.generate(
+        byte_ids("ab"), max_new_tokens=1, seed=1, num_return_sequences=draws, lam=0.0, beta=50.0, init_top_p=1.0
+    )
+    counts = np.bincount([r.token_ids[0] for r in results], minlength=VOCAB)
+    expected = toy.softmax(byte_ids("ab")) * draws
+    assert expected.min() > 1
+    assert ((counts - expected) ** 2 / expected).sum() < 333.0  # 258 degrees of freedom, p = 0.001
+
+
+def test_the_cache_stays_in_onnxruntime_and_logits_never_leave_the_graph(
+    model: TopWModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only token ids and a handful of numbers per row cross to the host."""
+    crossed: set[str] = set()
+    generations = []
+    original = loop.Generation.__init__
+
+    def watched(self: loop.Generation, *arguments: object) -> None:
+        original(self, *arguments)
+        generations.append(self)
+
+    monkeypatch.setattr(loop.Generation, "__init__", watched)
+    model.generate("hello", max_new_tokens=8, seed=1)
+    (generation,) = generations
+    crossed = set(generation.binding._arrays)
+    assert not any(name.startswith(("past_key_values", "present", "logits")) for name in crossed)
+    assert crossed >= {"input_ids", "next_token", "uniform"}
+
+
+def test_generation_stops_at_the_end_of_sequence(load: Load) -> None:
+    model = load(Toy.script([*byte_ids("abc"), EOS, *byte_ids("never")], prompt_tokens=2))
+    result = model.generate("xy", max_new_tokens=20)
+    assert (result.text, result.finish_reason, result.stop) == ("abc", "stop", EOS)
+    assert result.token_ids == [*byte_ids("abc"), EOS]
+    assert len(result.logprobs) == len(result.kept) == len(result.certified) == 4
+
+
+def test_an_ordinary_token_can_end_the_text_and_is_no_part_of_it(load: Load) -> None:
+    model = load(Toy.script(byte_ids("abc.def"), prompt_tokens=2))
+    (dot,) = byte_ids(".")
+    result = model.generate("xy", max_new_tokens=7, eos_token_id=[EOS, dot])
+    assert (result.text, result.stop) == ("abc", dot)
+    assert "".join(p.text for p in model.stream("xy", max_new_tokens=7, eos_token_id=dot)) == "abc"
+
+
+def test_ignore_eos_goes_on_and_leaves_the_special_token_out_of_the_text(load: Load) -> None:
+    model = load(Toy.script([*byte_ids("ab"), EOS, *byte_ids("cd")], prompt_tokens=1))
+    result = model.generate("x", max_new_tokens=5, ignore_eos=True)
+    assert (result.text, result.finish_reason, result.stop) == ("abcd", "length", None)
+    shown = model.generate("x", max_new_tokens=5, ignore_eos=True, skip_special_tokens=False)
+    assert shown.text == "ab</s>cd"
+
+
+def test_the_context_is_a_limit_that_generation_may_reach_but_not_pass(load: Load) -> None:
+    model = load(Toy.random(0), context_length=20)
+    result = model.generate("a" * 15, max_new_tokens=50, ignore_eos=True)
+    assert (len(result.token_ids), result.finish_reason) == (5, "length")
+    full = model.generate("a" * 20, max_new_tokens=50)
+    assert (full.token_ids, full.text, full.finish_reason) == ([], "", "length")
+    with pytest.raises(PromptError, match="has 21 tokens, the model's context holds 20"):
+        model.generate("a" * 21)
+
+
+def test_a_short_row_may_go_on_when_a_long_one_has_filled_the_context(load: Load) -> None:
+    """Learned positions end at the context: the finished row's must not run past it while the other goes on."""
+    toy = Toy.random(2)
+    model = load(toy)
+    long, short = model.generate(["a" * (CONTEXT - 3), "b"], max_new_tokens=CONTEXT, temperature=0, ignore_eos=True)
+    assert (len(long.token_ids), len(short.token_ids)) == (3, CONTEXT - 1)
+    alone = model.generate("b", max_new_tokens=CONTEXT, temperature=0, ignore_eos=True)
+    assert short.token_ids == alone.token_ids
+
+
+def test_an_empty_prompt_starts_from_bos_or_is_an_error(load: Load) -> None:
+    toy = Toy.random(0)
+    from_config = load(toy, generation_config={"bos_token_id": BOS})
+    assert from_config.generate("", max_new_tokens=3, seed=1).prompt_tokens == 1
+    assert (
+        from_config.generate("", max_new_tokens=3, seed=1).token_ids
+        == from_config.generate([BOS], max_new_tokens=3, seed=1).token_ids
+    )
+    from_tokenizer = load(toy, tokenizer_config={"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
+    assert from_tokenizer.generate("", max_new_tokens=1).prompt_tokens == 1
+    with pytest.raises(PromptError, match="empty and the tokenizer has no BOS token"):
+        load(toy).generate("")
+
+
+def test_the_tokenizers_own_bos_is_added_once(load: Load) -> None:
+    model = load(Toy.random(0), tokenizer=byte_tokenizer(bos=True))
+    assert model.generate("ab", max_new_tokens=1).prompt_tokens == 3
+    assert model.generate("ab", max_new_tokens=1, add_special_tokens=False).prompt_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "empty"),
+        ([[]], "empty"),
+        ([["a"]], "neither a text nor a list"),
+        (5, "is a int"),
+        ([1, VOCAB], f"token id {VOCAB}, but ids go from 0 to {VOCAB - 1}"),
+        ([-1], "token id -1"),
+        (["ok", [300]], "prompt 1 holds the token id 300"),
+    ],
+    ids=str,
+)
+def test_prompts_that_are_none_are_errors(model: TopWModel, prompt: object, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        model.generate(prompt)
+
+
+def test_nan_logits_name_the_row_and_the_step(load: Load) -> None:
+    toy = Toy.random(0)
+    toy.place[3] = np.nan
+    model = load(toy)
+    with pytest.raises(GenerationError, match="row 0 is invalid at step 2"):
+        model.generate("ab", max_new_tokens=10, ignore_eos=True)
+    with pytest.raises(GenerationError, match="row 1 is invalid at step 1"):
+        model.generate(["a", "abc"], max_new_tokens=[1, 10], ignore_eos=True)
+
+
+def test_a_finished_row_cannot_fail_the_others(load: Load) -> None:
+    toy = Toy.random(0)
+    toy.follow[PAD] = np.nan  # what a finished row is fed
+    model = load(toy, generation_config={"pad_token_id": PAD})
+    short, long = model.generate(["ab", "cd"], max_new_tokens=[1, 8], ignore_eos=True, seed=3)
+    assert (len(short.token_ids), len(long.token_ids)) == (1, 8)
+
+
+def test_banning_everything_is_a_generation_error(model: TopWModel) -> None:
+    with pytest.raises(GenerationError, match="row 0 is invalid at step 0"):
+        model.generate("ab", suppress_tokens=list(range(VOCAB)))
+
+
+def test_two_threads_on_one_model_do_not_disturb_each_other(model: TopWModel) -> None:
+    """Each generation has a cache of its own: clients sharing one is how a server corrupts answers."""
+    hot = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 40, "ignore_eos": True}
+    prompts = ["first", "second prompt", "third"]
+    alone = [model.generate(p, seed=i, **hot).token_ids for i, p in enumerate(prompts)]
+    found: dict[int, list[int]] = {}
+
+    def work(index: int) -> None:
+        found[index] = model.generate(prompts[index], seed=index, **hot).token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(3)] == alone
+
+
+def test_two_interleaved_streams_do_not_disturb_each_other(model: TopWModel) -> None:
+    settings = {"temperature": 3.0, "lam": 0.1, "max_new_tokens": 20}
+    alone = [model.generate(p, seed=4, **settings).text for p in ("one", "other")]
+    streams = [model.stream(p, seed=4, **settings) for p in ("one", "other")]
+    texts = ["", ""]
+    pieces = [next(s, None) for s in streams]
+    while any(pieces):
+        for i, piece in enumerate(pieces):
+            texts[i] += piece.text if piece else ""
+        pieces = [next(s, None) for s in streams]
+    assert texts == alone
+
+
+def test_a_closed_model_says_so(toy_folder: Path) -> None:
+    with TopWModel.from_pretrained(toy_folder, provider="cpu") as model:
+        assert model.generate("a", max_new_tokens=1).token_ids
+        running = model.stream("a", max_new_tokens=5)
+        next(running)
+    assert list(running)[-1].result is not None  # what runs may finish
+    with pytest.raises(GenerationError, match="closed"):
+        model.generate("a")
+
+
+def test_bad_parameters_of_a_stream_are_refused_at_once(model: TopWModel) -> None:
+    with pytest.raises(ParameterError):
+        model.stream("a", temperature=-1)
+
+
+def test_results_show_briefly_and_turn_into_plain_data(model: TopWModel) -> None:
+    result = model.generate("a" * 10, max_new_tokens=50, seed=1, temperature=2.0)
+    assert len(repr(result)) < 160
+    data = result.as_dict()
+    assert data["token_ids"] == result.token_ids
+    assert data["certified_share"] == result.certified_share
+    assert result.timings.decode_steps == len(result.token_ids) - 1
+    assert 0 < result.timings.seconds_per_token < 1
+
+
+def test_text_of_the_token_limit_keeps_an_unfinished_character_visible(load: Load) -> None:
+    model = load(Toy.script(byte_ids("a€"), prompt_tokens=1))
+    assert model.generate("x", max_new_tokens=3).text == "a\ufffd"
+    assert model.generate("x", max_new_tokens=4).text == "a€"
+
+
+def test_an_export_is_what_it_was_after_it_ran(toy: Toy, tmp_path: Path) -> None:
+    folder = export(tmp_path / "still", toy)
+    before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()}
+    TopWModel.from_pretrained(folder, provider="cpu").generate("a", max_new_tokens=2)
+    assert {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.iterdir()} == before
