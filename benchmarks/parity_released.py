@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from topw_deploy.sampling import FLOAT32_TIES, PRESETS, Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.sampling import FLOAT32_TIES, PRESETS, Geometry, Ties, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.reference import SetDistance, first_maximiser, objective, pool, warm_start
 
 OPTIONS: TopWOptions = PRESETS["released"][1]
@@ -134,10 +134,10 @@ def rounded_warm_start(row: Row) -> int:
     return min(len(p), int(np.searchsorted(np.cumsum(p), np.sum(p))) + 1)
 
 
-def cause(row: Row, ours: frozenset[int], ties: Any) -> str:
+def cause(row: Row, ties: Ties) -> str:
     """Why the released processor keeps another set: the first explanation that reproduces it, or how near a tie was."""
-    if sorted(row.logits[list(ours)]) == sorted(row.logits[list(row.theirs)]):
-        return "order of equal logits"
+    if ties.pool_cut or ties.warm_cut:
+        return "equal logits at the pool's or the warm start's cut"
     if kept_with(row, floor=SMALLEST_P) == row.theirs:
         return "log p floored at 1e-12"
     if row.parameters.init_top_p >= 1 and kept_with(row, k0=rounded_warm_start(row)) == row.theirs:
@@ -184,7 +184,7 @@ def compare(processor: Any, count: int, seed: int) -> dict[str, Regime]:
             if kept == row.theirs:
                 found.equal += 1
             else:
-                why = cause(row, kept, ours.ties)
+                why = cause(row, ours.ties)
                 found.causes[why] += 1
                 found.disputed[why] = max(found.disputed.get(why, 0.0), disputed_mass(row, kept))
     return result

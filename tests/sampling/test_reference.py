@@ -115,6 +115,18 @@ def test_the_pool_takes_the_lowest_ids_among_equal_logits_and_says_so():
     assert not whole.ties.pool_cut
 
 
+def test_equal_logits_at_the_warm_starts_cut_are_reported_where_they_matter():
+    # S(0) holds one of three equal tokens, the lowest id, and the last is near that one; another sort might take another.
+    logits, points = np.log([0.4, 0.2, 0.2, 0.2]), Points([[0.0], [5.0], [50.0], [5.1]])
+    parameters = TopWParameters(lam=0.1, beta=4.0, init_top_p=0.6)
+    found = crop(logits, parameters, TopWOptions(), points)
+    assert found.ties.warm_cut
+    assert found.warm_size == 2
+    assert found.kept.tolist() == [0, 1, 3]
+    assert not crop(logits, TopWParameters(init_top_p=0.6), TopWOptions(), points).ties.warm_cut  # certified
+    assert not crop(logits, TopWParameters(lam=0.1, beta=4.0, init_top_p=0.4), TopWOptions(), points).ties.warm_cut
+
+
 def test_banned_tokens_are_neither_kept_nor_counted_in_the_pool():
     logits = np.array([-np.inf, 2.0, -np.inf, 1.0, 0.0])
     found = crop(logits, TopWParameters(lam=0.0, init_top_p=1.0), UNIFORM)

@@ -34,12 +34,15 @@ class Ties:
     nucleus: distance of the warm start's cut from flipping, relative to the mass it asks for.
     certificate: the lead of the best base J inside the warm start over the best outside, or the reverse.
     pool_cut: the pool ends between two equal logits, so its last members are chosen by token id alone.
+    warm_cut: so does the warm start of a row that is not certified. An excuse only where a sort leaves equal logits in
+        any order, so `allow` does not count it.
     """
 
     objective: float = math.inf
     nucleus: float = math.inf
     certificate: float = math.inf
     pool_cut: bool = False
+    warm_cut: bool = False
 
     def allow(self, bounds: TieBounds) -> bool:
         """Whether another kept set may be accepted from an implementation with these rounding bounds."""
@@ -121,8 +124,10 @@ def crop(
         if np.array_equal(S, previous):
             break
 
-    ties = Ties(margin, nucleus, _certificate_lead(base, k0) / unit, pool_cut)
-    return Crop(C[S], scale >= 0 and k0 >= K, k0, K, steps, ties)
+    certified = scale >= 0 and k0 >= K
+    warm_cut = not certified and k0 < len(C) and bool(log_p[k0 - 1] == log_p[k0])
+    ties = Ties(margin, nucleus, _certificate_lead(base, k0) / unit, pool_cut, warm_cut)
+    return Crop(C[S], certified, k0, K, steps, ties)
 
 
 def pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
