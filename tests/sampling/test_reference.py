@@ -116,7 +116,7 @@ def test_the_pool_takes_the_lowest_ids_among_equal_logits_and_says_so():
 
 
 def test_equal_logits_at_the_warm_starts_cut_are_reported_where_they_matter():
-    # S(0) holds one of three equal tokens, the lowest id, and the last is near that one; another sort might take another.
+    # S(0) holds one of three equal tokens, the lowest id, and the last is near it; another sort might take another.
     logits, points = np.log([0.4, 0.2, 0.2, 0.2]), Points([[0.0], [5.0], [50.0], [5.1]])
     parameters = TopWParameters(lam=0.1, beta=4.0, init_top_p=0.6)
     found = crop(logits, parameters, TopWOptions(), points)
