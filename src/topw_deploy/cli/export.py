@@ -44,6 +44,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     default=None,
     help="Folder with tokenizer and configuration, for a decoder that comes without.",
 )
+@click.option("--hard-link", is_flag=True, help="Share an ONNX decoder's data files instead of copying them.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT, at the very end.")
 @click.option("--no-verify", is_flag=True, help="Skip the comparison with the source.")

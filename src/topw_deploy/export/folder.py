@@ -20,7 +20,11 @@ from typing import Any, Self
 from topw_deploy.errors import ExportError
 from topw_deploy.manifest import MANIFEST_NAME
 
+Progress = Callable[[int], None]
+
 _SPARE = 16 << 20  # bytes left free beside what is written
+_COPY_PART = 64 << 20
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # another device, or a file system without links
 
 
 class StagedFolder:
@@ -107,21 +111,50 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
-def link_or_copy(source: Path, target: Path, progress: Callable[[int], None] = lambda _bytes: None) -> bool:
-    """Put `source`'s content at `target`: a hard link where the file system allows it (True), otherwise a copy.
+def bring(source: Path, target: Path, *, hard_link: bool = False, progress: Progress = lambda _bytes: None) -> None:
+    """Put `source`'s content at `target`; a symbolic link in the source (the hub's cache) is followed first.
 
-    Never a symbolic link: onnxruntime refuses those. A link in the source (the hub's cache) is followed first.
+    A copy, which shares its blocks with the source on file systems that can. With `hard_link` both names mean one
+    file, where the file system allows it: no time and no space, but onnx and onnx_ir then refuse to read either folder,
+    taking the second name for an attack (onnxruntime does not). Never a symbolic link: onnxruntime refuses those.
+    progress: called with the number of bytes of each part that is done.
     """
     real = source.resolve(strict=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(real, target)
-    except OSError:
-        shutil.copyfile(real, target)
-        progress(real.stat().st_size)
-        return False
-    progress(real.stat().st_size)
-    return True
+    if hard_link:
+        try:
+            os.link(real, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+        else:
+            progress(real.stat().st_size)
+            return
+    with real.open("rb") as read, target.open("wb") as write:
+        size = os.fstat(read.fileno()).st_size
+        done = _copy_in_kernel(read.fileno(), write.fileno(), size, progress)
+        read.seek(done)
+        write.seek(done)
+        while part := read.read(_COPY_PART):
+            write.write(part)
+            progress(len(part))
+
+
+def _copy_in_kernel(read: int, write: int, size: int, progress: Progress) -> int:
+    """Copy with copy_file_range, which clones where it can; returns how many bytes it managed."""
+    done = 0
+    while hasattr(os, "copy_file_range") and done < size:
+        try:
+            copied = os.copy_file_range(read, write, min(_COPY_PART, size - done), done, done)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise
+            break
+        if copied == 0:
+            break
+        done += copied
+        progress(copied)
+    return done
 
 
 def linkable(source: Path, folder: Path) -> bool:

@@ -14,7 +14,7 @@ from topw_deploy.errors import ExportError, ParameterError
 from topw_deploy.export.configuration import write_configuration
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.embedding_node import find_embedding
-from topw_deploy.export.folder import StagedFolder, check_free, link_or_copy, linkable, require_space
+from topw_deploy.export.folder import StagedFolder, bring, check_free, linkable, require_space
 from topw_deploy.export.graft import graft
 from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, ExportReport, ExportRequest, Progress
 from topw_deploy.export.source import Source, resolve
@@ -105,39 +105,45 @@ def _write(
     progress: Progress,
 ) -> ExportReport:
     with StagedFolder(request.output, overwrite=request.overwrite, keep_failed=request.keep_failed) as staged:
-        require_space(staged.path.parent, _space_needed(decoder, source, staged.path))
+        require_space(staged.path.parent, _space_needed(decoder, source, staged.path, request.hard_link))
         progress(f"Writing {weight_bytes(decoder.model) / 1e6:.1f} MB of weights")
-        _write_graph(decoder, source, staged.path)
+        _write_graph(decoder, source, staged.path, request.hard_link)
         notices += bring_tokenizer(tokenizer_folder, staged.path, trust_remote_code=request.trust_remote_code)
         write_configuration(source, tokenizer_folder, staged.path, request.num_hidden_layers)
         manifest = _manifest(request, source, decoder, spec, staged.path)
         save_manifest(staged.path, manifest)
-        verification = Verification(status="skipped")
+        verification, may_pad = Verification(status="skipped"), not decoder.foreign
         if request.verify:
             from topw_deploy.export.verification import verify_in_subprocess
 
             progress("Verifying")
-            verification = verify_in_subprocess(staged.path, source, request, progress)
-        save_manifest(staged.path, replace(manifest, verification=verification))
+            verification, may_pad = verify_in_subprocess(staged.path, source, request, progress)
+        if decoder.info.left_padding and not may_pad:
+            decoder.info = replace(decoder.info, left_padding=False)
+            why = (
+                "answers wrongly for rows padded on the left" if request.verify else "was not checked for left padding"
+            )
+            notices.append(f"this decoder {why}, so the prompts of a batch must have equal lengths")
+        save_manifest(staged.path, replace(manifest, decoder=decoder.info, verification=verification))
         report = _report(request, decoder, notices, started, staged.path, verification)
         staged.commit()
     return report
 
 
-def _write_graph(decoder: Decoder, source: Source, folder: Path) -> None:
+def _write_graph(decoder: Decoder, source: Source, folder: Path, hard_link: bool) -> None:
     """model.onnx, and every data file that its weights lie in already."""
     if source.onnx is not None:
         for location in external_files(decoder.model):
-            link_or_copy(source.onnx.parent / location, folder / location)
+            bring(source.onnx.parent / location, folder / location, hard_link=hard_link)
     try:
         write_model(decoder.model, folder)
     except (MemoryError, ValueError) as error:
         raise ExportError(f"the graph cannot be written ({error}); report this model.") from error
 
 
-def _space_needed(decoder: Decoder, source: Source, folder: Path) -> int:
+def _space_needed(decoder: Decoder, source: Source, folder: Path, hard_link: bool) -> int:
     inside = weight_bytes(decoder.model)
-    if source.onnx is None:
+    if source.onnx is None or not hard_link:
         return inside
     outside = [source.onnx.parent / location for location in external_files(decoder.model)]
     linked = sum(path.resolve().stat().st_size for path in outside if linkable(path, folder))

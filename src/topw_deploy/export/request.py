@@ -25,6 +25,7 @@ class ExportRequest:
     dtype: fp32, fp16 or bf16; opset: of the traced graph; both None for the defaults (fp32, 23), the only choice for
     an ONNX decoder that exists already, as is num_hidden_layers.
     options: baked into the sampler; defaults: parameters of a request that names none.
+    hard_link: share the data files of an ONNX decoder with its folder instead of copying them (see folder.bring).
     tokenizer: folder to take tokenizer and configuration from, for a model that comes without.
     Raises ParameterError for a dtype, opset or layer count out of range.
     """
@@ -41,6 +42,7 @@ class ExportRequest:
     with_keep_mask: bool = False
     num_hidden_layers: int | None = None
     tokenizer: Path | None = None
+    hard_link: bool = False
     dry_run: bool = False
     overwrite: bool = False
     verify: bool = True

@@ -54,12 +54,20 @@ def _stored_rows(embedding: EmbeddingNode) -> Any:
     return lambda ids: np.asarray(array[ids]).astype(np.float32)
 
 
+def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
+    """The tensor's values; those in a data file are mapped, also where that file has a second name (a hard link)."""
+    whole_bytes = tensor.dtype.itemsize >= 1
+    if not isinstance(tensor, ir.ExternalTensor) or not whole_bytes:
+        return tensor.numpy()
+    shape = tuple(int(size) for size in tensor.shape)
+    return np.memmap(tensor.path, dtype=tensor.dtype.numpy(), mode="r", offset=tensor.offset or 0, shape=shape)
+
+
 def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> Any:
     """Each read maps the file anew, so the pages of one block are given back before the next."""
-    shape = tuple(int(size) for size in tensor.shape)
 
     def read(ids: np.ndarray) -> np.ndarray:
-        array = np.memmap(tensor.path, dtype=tensor.dtype.numpy(), mode="r", offset=tensor.offset or 0, shape=shape)
+        array = stored_array(tensor)
         rows = array.T if transposed else array
         consecutive = len(ids) > 0 and ids[-1] - ids[0] == len(ids) - 1 and bool((np.diff(ids) == 1).all())
         return np.asarray(rows[ids[0] : ids[-1] + 1] if consecutive else rows[ids]).astype(np.float32)
@@ -98,7 +106,7 @@ def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndar
                 tensor = value.const_value
                 assert tensor is not None
                 assert value.name is not None
-                feeds[value.name] = tensor.numpy()
+                feeds[value.name] = stored_array(tensor)
                 copies[id(value)] = editor.input(value.name, tensor.dtype, [int(size) for size in tensor.shape])
             else:
                 inputs = [copied(source) for source in producer.inputs]

@@ -4,6 +4,6 @@ A process of its own because onnxruntime keeps memory, because a native crash mu
 because what is checked is then what a user's fresh process will load.
 """
 
-from topw_deploy.export.verification.parent import VerifyOutcome, run_checks, tick_line, verify_in_subprocess
+from topw_deploy.export.verification.parent import VerifyOutcome, recheck, run_checks, tick_line, verify_in_subprocess
 
-__all__ = ["VerifyOutcome", "run_checks", "tick_line", "verify_in_subprocess"]
+__all__ = ["VerifyOutcome", "recheck", "run_checks", "tick_line", "verify_in_subprocess"]

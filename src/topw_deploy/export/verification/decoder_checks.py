@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from topw_deploy.export.verification.names import LEFT_PADDED
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.verification.reference import Reference
 from topw_deploy.manifest import Check, DecoderInfo
@@ -35,7 +36,7 @@ def decoder_checks(
     yield check("chunked prefill logits", _chunked(probe, ids, rows, chunks), f"chunks of {chunks}")
     if decoder.left_padding:
         lengths = [len(sequence) for sequence in sequences]
-        yield check("left-padded batch logits", _padded(probe, sequences, wanted), f"lengths {lengths}")
+        yield check(LEFT_PADDED, _padded(probe, sequences, wanted), f"lengths {lengths}")
 
 
 def _chunks(length: int) -> list[int]:

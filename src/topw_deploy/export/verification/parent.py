@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.errors import VerificationError
+from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.request import ExportRequest, Progress
-from topw_deploy.export.source import Source
-from topw_deploy.manifest import Check, Verification
+from topw_deploy.export.source import Source, resolve
+from topw_deploy.export.verification.names import LEFT_PADDED
+from topw_deploy.manifest import Check, Manifest, Verification
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,14 @@ class VerifyOutcome:
         return tuple(check for check in self.checks if not check.passed)
 
 
-def verify_in_subprocess(folder: Path, source: Source, request: ExportRequest, progress: Progress) -> Verification:
-    """Verify the folder being exported; raises VerificationError naming the first check that fails."""
+def verify_in_subprocess(
+    folder: Path, source: Source, request: ExportRequest, progress: Progress
+) -> tuple[Verification, bool]:
+    """Verify the folder being exported; also says whether batches may be padded on the left.
+
+    Raises VerificationError naming the first check that fails. A decoder of another exporter may fail at padding
+    alone: its rows then need equal lengths, which the manifest tells the runtime.
+    """
     task = {
         "folder": str(folder),
         "onnx": str(source.onnx) if source.onnx else None,
@@ -39,13 +46,40 @@ def verify_in_subprocess(folder: Path, source: Source, request: ExportRequest, p
         "trust_remote_code": request.trust_remote_code,
     }
     outcome = run_checks(task, progress)
+    if source.onnx is not None and [check.name for check in outcome.failed] == [LEFT_PADDED]:
+        kept = tuple(check for check in outcome.checks if check.passed)
+        return Verification(status="passed", checks=kept), False
     if outcome.failed:
         worst = outcome.failed[0]
         raise VerificationError(
             f"{len(outcome.failed)} of {len(outcome.checks)} checks failed (first: {worst.name}, difference "
             f"{worst.difference:.3g}, bound {worst.bound:.3g}); nothing was kept, --keep-failed keeps it to look at."
         )
-    return Verification(status="partial" if outcome.skipped else "passed", checks=outcome.checks)
+    return Verification(status="partial" if outcome.skipped else "passed", checks=outcome.checks), True
+
+
+def recheck(
+    folder: Path, manifest: Manifest, named: str | None, trust_remote_code: bool, progress: Progress
+) -> VerifyOutcome:
+    """Check a finished export again, against the source that is `named` or that its manifest names.
+
+    Nothing is downloaded: a hub model is used if it lies in the cache. A sampler-only folder has no decoder to compare.
+    """
+    if manifest.decoder is None:
+        reason = "this is a sampler-only model"
+        return VerifyOutcome((), (("decoder logits", reason), ("generation", reason)))
+    task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code}
+    try:
+        revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
+        source = resolve(named or manifest.source["id"], revision=revision, local_files_only=True)
+    except SourceError as error:
+        task["no_reference"] = f"the source is not here ({error})"
+    else:
+        if source.onnx is not None:
+            task["onnx"] = str(source.onnx)
+        else:
+            task |= {"checkpoint": str(source.folder), "num_hidden_layers": manifest.decoder.num_layers}
+    return run_checks(task, progress)
 
 
 def run_checks(task: dict[str, Any], progress: Progress) -> VerifyOutcome:

@@ -17,14 +17,14 @@ from topw_deploy.manifest import Check, SamplerInfo
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, sample_row
 
 LOGPROB_BOUND = 1e-4
-_LARGEST_CROP_WALKED = 6  # every token of a crop up to this size is drawn once
+_LARGEST_CROP_WALKED = 6  # every token of a crop up to this size is drawn once, so many of a larger one
 _BATCH = 32
 
 # Beside the export's own defaults: settings under which geometry decides, a hot one, a cold one, and greedy.
 _SETTINGS = (
-    {"lam": 0.3, "beta": 2.8, "temperature": 1.5, "init_top_p": 0.9},
+    {"lam": 1.5, "beta": 2.8, "temperature": 2.0, "init_top_p": 0.3},
     {"lam": 1.0, "beta": 4.0, "temperature": 2.0, "init_top_p": 0.5},
-    {"lam": 0.1, "beta": 0.6, "temperature": 0.8, "init_top_p": 0.3, "geom_scale": -0.5},
+    {"lam": 1.8, "beta": 3.2, "temperature": 1.5, "init_top_p": 0.4, "geom_scale": -0.01},
     {"temperature": 0.7, "selection_temperature": 1.3},
     {"temperature": 0.0},
 )
@@ -43,7 +43,7 @@ def sampler_checks(
 ) -> Iterator[Check]:
     """Kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab].
 
-    A crop is compared by its size and by drawing every one of its tokens (the first six of a large one), each with
+    A crop is compared by its size and by drawing every one of its tokens (six of a large one), each with
     the uniform number in the middle of its interval. Differences that rounding may cause (docs/graph.md, section 4)
     are counted, not failed.
     """
@@ -108,4 +108,8 @@ def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[
     edges = np.concatenate([[0.0], np.cumsum(np.exp((kept - kept[0]) / parameters.temperature))])
     middles = (edges[:-1] + edges[1:]) / 2 / edges[-1]
     wide = np.diff(edges) / edges[-1] > 1e-5  # narrower ones are within rounding of their neighbours
-    return [float(u) for u in middles[wide][:_LARGEST_CROP_WALKED]] or [0.5]
+    middles = middles[wide]
+    if len(middles) == 0:
+        return [0.5]
+    walked = np.unique(np.linspace(0, len(middles) - 1, _LARGEST_CROP_WALKED).astype(int))
+    return [float(middles[i]) for i in walked]

@@ -1,0 +1,59 @@
+"""`topw verify OUT`: is the folder what was exported, and does its graph still agree with its source?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from topw_deploy.cli.options import CONTEXT
+
+
+@click.command(name="verify", context_settings=CONTEXT)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--source", default=None, metavar="MODEL", help="What to compare with.  [default: what the manifest names]"
+)
+@click.option("--hashes-only", is_flag=True, help="Compare the files with the manifest and run nothing.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that the source brings along.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code: bool, as_json: bool) -> None:
+    """Compare the files of OUT with its manifest, and its graph with the model it was made from.
+
+    What cannot be checked here (no torch, the source is gone) is named with its reason; it does not fail.
+    """
+    from topw_deploy.errors import TopWError
+    from topw_deploy.manifest import check_hashes, load_manifest
+
+    try:
+        manifest = load_manifest(out)
+        check_hashes(out, manifest)
+        click.echo(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256", err=True)
+        result: dict[str, Any] = {"folder": str(out), "files": len(manifest.files), "checks": [], "skipped": []}
+        if not hashes_only:
+            result |= _checks(out, manifest, source, trust_remote_code)
+    except TopWError as error:
+        raise click.ClickException(str(error)) from error
+    failed = [check["name"] for check in result["checks"] if not check["passed"]]
+    if as_json:
+        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    elif not failed:
+        done = f"{len(result['checks'])} checks passed, {len(result['skipped'])} skipped"
+        click.echo(f"{out} is whole; {done}")
+    if failed:
+        raise click.ClickException(f"{len(failed)} checks failed (first: {failed[0]}); export the model again.")
+
+
+def _checks(out: Path, manifest: Any, source: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """The graph's checks, or why there can be none."""
+    try:
+        from topw_deploy.export.verification import recheck
+    except ImportError as error:
+        reason = f"{error.name} is not installed (pip install topw-deploy[export])"
+        click.echo(f"  -[-] the graph: not checked, {reason}", err=True)
+        return {"skipped": [("graph", reason)]}
+    outcome = recheck(out, manifest, source, trust_remote_code, lambda line: click.echo(line, err=True))
+    return {"checks": [dataclasses.asdict(check) for check in outcome.checks], "skipped": list(outcome.skipped)}

@@ -1,0 +1,3 @@
+"""Names of checks that both processes must know."""
+
+LEFT_PADDED = "left-padded batch logits"
