@@ -87,8 +87,9 @@ class BareLoop:
             binding.bind_ortvalue_input("input_ids", ort.OrtValue.ortvalue_from_numpy(np.array([[tokens[-1]]])))
             binding.bind_cpu_input("attention_mask", np.ones((1, step + 1), np.int64))
             binding.bind_cpu_input("position_ids", np.array([[step]]))
-            for value, kv in zip(self.past, present, strict=True):
+            for value, name, kv in zip(self.past, self.names, present, strict=True):
                 binding.bind_ortvalue_input(value.name, kv)
+                binding.bind_output(name, "cpu")  # let go of the last value: the next one is larger
             self.session.run_with_iobinding(binding)
         tokens.append(int(binding.get_outputs()[0].numpy()[0]))
         return tokens, time.perf_counter() - started

@@ -20,7 +20,7 @@ from benchmarks.startup import Process, run
 
 
 def commands(model: Path, out: Path, optimum: str | None) -> dict[str, list[str]]:
-    ours = [sys.executable, "-m", "topw_deploy.cli.main", "export", str(model), str(out)]
+    ours = [sys.executable, "-m", "topw_deploy", "export", str(model), str(out)]
     sides = {"topw-export": ours, "topw-export --no-verify": [*ours, "--no-verify"]}
     if optimum:
         task = ["--task", "text-generation-with-past", "--framework", "pt"]

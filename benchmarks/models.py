@@ -53,6 +53,6 @@ def exported(model: Path | str, *options: str) -> Path:
     folder = CACHE / "exported" / name
     if not (folder / "topw_manifest.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "topw_deploy.cli.main", "export", str(model), str(folder), "--no-verify"]
+        command = [sys.executable, "-m", "topw_deploy", "export", str(model), str(folder), "--no-verify"]
         subprocess.run([*command, "--overwrite", *options], check=True, stdout=subprocess.DEVNULL)
     return folder

@@ -26,6 +26,7 @@ ALLOWED = {
     "plugins": BASE,
     "export": BASE | {"runtime", "demo"},
     "cli": BASE | {"runtime", "export", "demo"},
+    "__main__": {"cli"},
 }
 THIRD_PARTY = {
     "errors": set(),
