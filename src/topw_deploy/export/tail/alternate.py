@@ -28,12 +28,12 @@ def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
     A token is in it if its phi is above the last member's, or equal at an earlier or the same pool position.
     """
     phi = op.Where(pool.finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
-    ordered, place = op.TopK(phi, op.constant([pool.size], np.int64), axis=1)
+    ordered, place = op.TopK(phi, pool.width, axis=1)
     weight = op.GatherElements(pool.weight, place, axis=1)
-    last = first_maximum(op, prefix_objective(op, weight, ordered, reward), reward, pool.size)
+    last = first_maximum(op, prefix_objective(op, weight, ordered, reward), reward, pool)
     lowest = op.GatherElements(ordered, last, axis=1)
     final = op.GatherElements(place, last, axis=1)
-    tied = op.And(op.Equal(phi, lowest), up_to(op, final, pool.size))
+    tied = op.And(op.Equal(phi, lowest), up_to(op, final, pool.positions))
     return op.Or(op.Greater(phi, lowest), tied)
 
 
@@ -43,7 +43,7 @@ def alternate(op: Ops, pool: Pool, warm: Tensor, rows: Rows, distances: Distance
 
     A set that has stopped changing stays as it is, so running on is the same as stopping.
     """
-    members = up_to(op, warm, pool.size)
+    members = up_to(op, warm, pool.positions)
     reward = op.Cast(rows.reward, to=11)
     for _ in range(iterations):
         members = best_prefix(op, pool, potential(op, members, distances(op, members), rows.scale), reward)

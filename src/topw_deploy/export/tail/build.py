@@ -11,6 +11,7 @@ import onnx_ir as ir
 from topw_deploy.export.tail.alternate import Distances, alternate
 from topw_deploy.export.tail.candidates import Candidates, ShortScan, block_candidates, certificate, short_scan
 from topw_deploy.export.tail.draw import Drawn, draw_candidate, draw_member
+from topw_deploy.export.tail.dynamic import places_of, put_rows, settled_or_moved, take_rows
 from topw_deploy.export.tail.edits import apply_edits, padded_width, without_padding
 from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, embedding_rows, features
 from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, step
@@ -76,10 +77,14 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
     def general() -> list[Tensor]:
         mine = all_true(op, settled, axis=1)
         quick = fast_answer(op, spec, candidates, scan, drawn, mine)
+        if spec.form == "onnxruntime":
+            index = places_of(op, op.Not(mine))
+            others = without_padding(op, op.Gather(logits, index, axis=0), spec.vocab_size)
+            slow = compact_answer(op, spec, others, take_rows(op, rows, index), inputs)
+            return finish(op, spec, put_answer(op, quick, index, slow), share)
         narrow = without_padding(op, logits, spec.vocab_size)
         slow = literal_answer(op, spec, narrow, rows, inputs)
-        merged = merge(op, mine, quick, slow)
-        return finish(op, spec, invalidate(op, merged, valid_rows(op, narrow, rows)), share)
+        return finish(op, spec, merge(op, mine, quick, invalidate(op, slow, valid_rows(op, narrow, rows))), share)
 
     if spec.form == "static":
         return general()
@@ -116,7 +121,7 @@ def fast_answer(op: Ops, spec: TailSpec, candidates: Candidates, scan: ShortScan
     """The answer of the certified path."""
     mask = None
     if spec.with_keep_mask:
-        mask = _scattered(op, spec, candidates.ids, up_to(op, scan.last, candidates.count))
+        mask = _scattered(op, spec, candidates.ids, op.LessOrEqual(op.constant(np.arange(candidates.count), np.int64), scan.last))
     crop_mass = op.GatherElements(scan.mass, scan.last, axis=1) if spec.with_mass else None
     return Answer(drawn, sure, crop_mass, mask)
 
@@ -128,9 +133,20 @@ def literal_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: 
     start = warm_start(op, pool, rows)
     sure = certified(op, start, rows)
     moved = alternate(op, pool, start.warm, rows, _distances(op, spec, pool, inputs), spec.options.alt_iters)
-    settled = up_to(op, start.base, pool.size)
+    settled = up_to(op, start.base, pool.positions)
     members = op.Or(op.And(sure, settled), op.And(op.Not(sure), moved))
     return member_answer(op, spec, pool, members, sure, rows)
+
+
+@step
+def compact_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor]) -> Answer:
+    """As `literal_answer`, with the work of dynamic.py, for rows that the certified path left; already invalidated."""
+    valid = valid_rows(op, logits, rows)
+    pool = candidate_pool(op, logits, rows, spec.pool_size)
+    start = warm_start(op, pool, rows)
+    sure = certified(op, start, rows)
+    members = settled_or_moved(op, spec, pool, start, sure, valid, rows, inputs)
+    return invalidate(op, member_answer(op, spec, pool, members, sure, rows), valid)
 
 
 @step
@@ -147,7 +163,7 @@ def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Te
 def _distances(op: Ops, spec: TailSpec, pool: Pool, inputs: Mapping[str, Tensor]) -> Distances:
     if not spec.has_geometry or spec.embedding is None:
         return lambda op, members: op.constant(1.0, np.float64)
-    metric = Metric(spec.options.metric, spec.options.neighbours, pool.size)
+    metric = Metric(spec.options.metric, spec.options.neighbours, spec.pool_size)
     tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
     tokens = embedding_rows(op, spec.embedding, tables, pool.ids)
     whitened = features(op, tokens, inputs["mean"], inputs["inverse_std"], metric)
@@ -190,6 +206,18 @@ def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
         mask = op.Or(op.And(first, one.keep_mask), op.And(op.Not(first), other.keep_mask))
     crop_mass = None if one.crop_mass is None else choose(one.crop_mass, other.crop_mass)
     return Answer(drawn, op.Or(first, other.certified), crop_mass, mask)
+
+
+@step
+def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
+    """`answer` with the rows `index` int64 [n] replaced by those of `part`."""
+
+    def put(whole: Tensor | None, rows: Tensor | None) -> Tensor | None:
+        return None if whole is None else put_rows(op, whole, index, rows)
+
+    drawn = Drawn(*(put(getattr(answer.drawn, f), getattr(part.drawn, f)) for f in ("token", "logprob", "kept")))
+    certified = put_rows(op, answer.certified, index, part.certified)
+    return Answer(drawn, certified, put(answer.crop_mass, part.crop_mass), put(answer.keep_mask, part.keep_mask))
 
 
 @step

@@ -72,12 +72,11 @@ def block_candidates(op: Ops, logits: Tensor, vocab_size: int, top_m: int) -> Ca
 
 
 @step
-def first_position(op: Ops, flags: Tensor, count: int, otherwise: Tensor) -> Tensor:
-    """int64 [batch, 1]: the first true position of `flags` [batch, count], at most `otherwise`.
+def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor) -> Tensor:
+    """int64 [batch, 1]: the first true position of `flags` [batch, n], at most `otherwise`; `positions` is 0..n-1.
 
     By a minimum of positions: ArgMax's choice among equals is not the same everywhere.
     """
-    positions = op.constant(np.arange(count), np.int64)
     return op.ReduceMin(op.Where(flags, positions, otherwise), op.constant([1], np.int64), keepdims=1)
 
 
@@ -96,7 +95,8 @@ def short_scan(op: Ops, drop: Tensor, count: int, rows: Rows) -> ShortScan:
     gain = op.CumSum(op.Mul(weight, score), axis)
     objective = op.Add(op.Div(gain, mass), op.Mul(op.Log(mass), rows.reward))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
-    last = first_position(op, op.GreaterOrEqual(objective, best), count, op.constant(count - 1, np.int64))
+    positions = op.constant(np.arange(count), np.int64)
+    last = first_position(op, op.GreaterOrEqual(objective, best), positions, op.constant(count - 1, np.int64))
     return ShortScan(weight, score, mass, gain, objective, best, last)
 
 

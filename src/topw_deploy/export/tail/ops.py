@@ -41,6 +41,9 @@ class Ops(Protocol):
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         """`If`: evaluates exactly one side, whose tensors it returns. `condition` is a bool scalar."""
 
+    def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """`Loop`: the state after at most `trips` >= 1 passes; `body` returns (go on?, next state)."""
+
     def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
         """An operator of any domain with one output."""
 
@@ -100,13 +103,22 @@ class Recorder:
         sides = {"then_branch": self._subgraph("then", then), "else_branch": self._subgraph("otherwise", otherwise)}
         return list(self._add("", "If", (condition,), sides, len(sides["then_branch"].outputs)).outputs)
 
+    def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> ir.Value:
+        self._counter += 1
+        trip, going, carried = (ir.Value(name=f"{name}_{self._counter}") for name in ("trip", "going", "carried"))
+        for value, dtype in ((trip, ir.DataType.INT64), (going, ir.DataType.BOOL)):
+            value.dtype, value.shape = dtype, ir.Shape([])
+        graph = self._subgraph("loop", lambda: body(carried), [trip, going, carried])
+        inputs = (self.constant(trips, np.int64), self.constant(True, np.bool_), state)
+        return self._add("", "Loop", inputs, {"body": graph}, 1).outputs[0]
+
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
         self._path.append(name)
         yield
         self._path.pop()
 
-    def _subgraph(self, name: str, body: Side) -> ir.Graph:
+    def _subgraph(self, name: str, body: Side, inputs: Sequence[ir.Value] = ()) -> ir.Graph:
         nodes: list[ir.Node] = []
         self._scopes.append((nodes, {}))
         with self.named(name):
@@ -114,7 +126,7 @@ class Recorder:
             outputs = [value if value.producer() in nodes else self.Identity(value) for value in body()]
         self._scopes.pop()
         self._counter += 1
-        return ir.Graph([], outputs, nodes=nodes, name=f"{name}_{self._counter}")
+        return ir.Graph(inputs, outputs, nodes=nodes, name=f"{name}_{self._counter}")
 
     def _add(
         self, domain: str, op_type: str, inputs: Sequence[Tensor | None], attributes: Mapping[str, Any], outputs: int
@@ -152,6 +164,13 @@ class Eager:
 
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         return list(then() if bool(np.asarray(condition)) else otherwise())
+
+    def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        for _ in range(trips):
+            going, state = body(state)
+            if not bool(np.asarray(going)):
+                break
+        return state
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:

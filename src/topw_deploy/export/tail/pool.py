@@ -21,6 +21,7 @@ class Pool:
 
     ids int64; finite bool, false where the logit is -inf: not a member of the pool; drop double, logits minus the
     largest; weight w = exp(drop / Ts) and score lam * drop / Ts, double.
+    positions int64 [size] = 0..size-1; width and final int64 [1], size and size - 1.
     """
 
     ids: Tensor
@@ -28,7 +29,9 @@ class Pool:
     drop: Tensor
     weight: Tensor
     score: Tensor
-    size: int
+    positions: Tensor
+    width: Tensor
+    final: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
     a = op.Max(op.Div(drop, op.Cast(rows.selection, to=11)), op.constant(LOWEST, np.float64))
     floored = op.Exp(op.Max(a, op.constant(SMALLEST_LOG_WEIGHT, np.float64)))
     weight = op.Where(finite, floored, op.constant(0.0, np.float64))
-    return Pool(ids, finite, drop, weight, op.Mul(a, op.Cast(rows.lam, to=11)), size)
+    score = op.Mul(a, op.Cast(rows.lam, to=11))
+    counts = [op.constant(values, np.int64) for values in (np.arange(size), [size], [size - 1])]
+    return Pool(ids, finite, drop, weight, score, *counts)
 
 
 @step
@@ -65,7 +70,7 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 
 
 @step
-def first_maximum(op: Ops, objective: Tensor, reward: Tensor, size: int) -> Tensor:
+def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
     """int64 [batch, 1]: position of the first maximum of J [batch, size].
 
     For reward <= 0, J never rises (singleton collapse): position 0, whatever rounding says.
@@ -73,7 +78,7 @@ def first_maximum(op: Ops, objective: Tensor, reward: Tensor, size: int) -> Tens
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
     single = op.LessOrEqual(reward, op.constant(0.0, np.float64))
     reached = op.Or(single, op.GreaterOrEqual(objective, best))
-    return first_position(op, reached, size, op.constant(size - 1, np.int64))
+    return first_position(op, reached, pool.positions, pool.final)
 
 
 @step
@@ -82,13 +87,13 @@ def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
     one_axis = op.constant([1], np.int64)
     mass = op.CumSum(pool.weight, op.constant(1, np.int64))
     share = op.Cast(rows.warm_mass, to=11)
-    target = op.Mul(share, op.Gather(mass, op.constant([pool.size - 1], np.int64), axis=1))
-    nucleus = first_position(op, op.GreaterOrEqual(mass, target), pool.size, op.constant(pool.size - 1, np.int64))
+    target = op.Mul(share, op.Gather(mass, pool.final, axis=1))
+    nucleus = first_position(op, op.GreaterOrEqual(mass, target), pool.positions, pool.final)
     final = op.Sub(op.ReduceSum(op.Cast(pool.finite, to=7), one_axis, keepdims=1), op.constant(1, np.int64))
     warm = op.Where(op.Less(share, op.constant(1.0, np.float64)), nucleus, final)
     reward = op.Cast(rows.reward, to=11)
     objective = prefix_objective(op, pool.weight, pool.score, reward)
-    return Start(warm, first_maximum(op, objective, reward, pool.size))
+    return Start(warm, first_maximum(op, objective, reward, pool))
 
 
 @step
@@ -98,6 +103,6 @@ def certified(op: Ops, start: Start, rows: Rows) -> Tensor:
 
 
 @step
-def up_to(op: Ops, last: Tensor, size: int) -> Tensor:
-    """bool [batch, size]: the positions up to `last` int64 [batch, 1]."""
-    return op.LessOrEqual(op.constant(np.arange(size), np.int64), last)
+def up_to(op: Ops, last: Tensor, positions: Tensor) -> Tensor:
+    """bool [batch, n]: which of `positions` int64 [n] are at most `last` int64 [batch, 1]."""
+    return op.LessOrEqual(positions, last)

@@ -1,0 +1,201 @@
+"""The literal path with dynamic shapes, for onnxruntime: only the rows, tokens and distances that can matter.
+
+Three reductions, none of which can change an answer (docs/graph.md, section 4): rows that are settled or certified
+leave before the next stage; the row test cuts the pool's tail off; distances of outsiders to the warm start come
+first, and all others only if the set did not shrink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import numpy as np
+
+from topw_deploy.export.tail.alternate import best_prefix, potential
+from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, embedding_rows, features
+from topw_deploy.export.tail.ops import Ops, Tensor, step
+from topw_deploy.export.tail.pool import Pool, Start, prefix_objective, up_to
+from topw_deploy.export.tail.rows import Rows, all_true
+from topw_deploy.export.tail.spec import TailSpec, tail_inputs
+
+_ROW_SLACK = 1e-6  # of J in double: far above its rounding, and costs a token or two
+_BY_ROW = ("ids", "finite", "drop", "weight", "score")  # the pool's tensors with one row per row of the batch
+_TIGHTENINGS = 3  # of the row test; each shrinks the mass that the next one assumes
+
+
+@step
+def places_of(op: Ops, flags: Tensor) -> Tensor:
+    """int64 [n]: indices of the true rows of `flags` bool [batch, 1]."""
+    return op.Gather(op.Transpose(op.NonZero(flags)), op.constant(0, np.int64), axis=1)
+
+
+@step
+def take_rows(op: Ops, rows: Rows, index: Tensor) -> Rows:
+    """The parameters of the rows `index` int64 [n]."""
+    taken = {f.name: op.Gather(getattr(rows, f.name), index, axis=0) for f in fields(rows) if f.name != "given"}
+    return Rows(given=tuple(op.Gather(column, index, axis=0) for column in rows.given), **taken)
+
+
+@step
+def take_pool(op: Ops, pool: Pool, index: Tensor) -> Pool:
+    """The pools of the rows `index` int64 [n]."""
+    return replace(pool, **{name: op.Gather(getattr(pool, name), index, axis=0) for name in _BY_ROW})
+
+
+@step
+def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
+    """The first `width` int64 [1] tokens of each pool."""
+    start, axis = op.constant([0], np.int64), op.constant([1], np.int64)
+    cut = {name: op.Slice(getattr(pool, name), start, width, axis) for name in _BY_ROW}
+    positions = op.Slice(pool.positions, start, width, start)
+    return Pool(**cut, positions=positions, width=width, final=op.Sub(width, axis))
+
+
+@step
+def put_rows(op: Ops, whole: Tensor, index: Tensor, part: Tensor) -> Tensor:
+    """`whole` [batch, ...] with its rows `index` int64 [n] replaced by `part` [n, ...]."""
+    return op.ScatterND(whole, op.Unsqueeze(index, op.constant([1], np.int64)), part)
+
+
+@step
+def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
+    """int64 [batch, 1]: no token after this position can be kept, at any step (row test).
+
+    With h bounded by 1 and distances by 0 from below, a kept token has lam log p >= LB - c log Gmax - c. LB, the best
+    base J within the warm start, bounds every later J from below (T3); Gmax, the mass up to the position found last,
+    bounds the kept mass. Needs geom_scale >= 0 and c > 0; other rows keep the whole pool.
+    """
+    axis = op.constant([1], np.int64)
+    zero, one = op.constant(0.0, np.float64), op.constant(1, np.int64)
+    reward = op.Cast(rows.reward, to=11)
+    base = prefix_objective(op, pool.weight, pool.score, reward)
+    inside = op.Where(up_to(op, start.warm, pool.positions), base, op.constant(-np.inf, np.float64))
+    best = op.ReduceMax(inside, axis, keepdims=1)
+    slack = op.Mul(op.Add(op.Abs(best), op.constant(1.0, np.float64)), op.constant(_ROW_SLACK, np.float64))
+    bound = op.Sub(op.Sub(best, reward), slack)
+    mass = op.CumSum(pool.weight, op.constant(1, np.int64))
+    largest = op.Gather(mass, pool.final, axis=1)
+    for _ in range(_TIGHTENINGS):
+        possible = op.GreaterOrEqual(pool.score, op.Sub(bound, op.Mul(reward, op.Log(largest))))
+        last = op.Max(op.Sub(op.ReduceSum(op.Cast(possible, to=7), axis, keepdims=1), one), start.warm)
+        largest = op.GatherElements(mass, last, axis=1)
+    proven = op.And(op.GreaterOrEqual(rows.scale, op.constant(0.0)), op.Greater(reward, zero))
+    return op.Where(proven, last, pool.final)
+
+
+@step
+def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: int) -> Tensor:
+    """bool scalar: may another step change the set of any row?
+
+    Not where the set shrank or stayed (T1, nested is final), unless geom_scale < 0, or a k-NN set became smaller than
+    its neighbours; not where it stayed in any case.
+    """
+    axis = op.constant([1], np.int64)
+    grew = op.ReduceMax(op.Cast(op.And(after, op.Not(before)), to=1), axis, keepdims=1)
+    shrank = op.ReduceMax(op.Cast(op.And(before, op.Not(after)), to=1), axis, keepdims=1)
+    unproven = op.Cast(op.Less(rows.scale, op.constant(0.0)), to=1)
+    if neighbours > 1:
+        size = op.ReduceSum(op.Cast(after, to=1), axis, keepdims=1)
+        unproven = op.Max(unproven, op.Cast(op.Less(size, op.constant(float(neighbours))), to=1))
+    return op.Greater(op.ReduceMax(op.Max(grew, op.Mul(shrank, unproven)), keepdims=0), op.constant(0.5))
+
+
+@step
+def alternate_pruned(
+    op: Ops, spec: TailSpec, pool: Pool, start: Start, rows: Rows, inputs: Mapping[str, Tensor], index: Tensor
+) -> Tensor:
+    """The final sets of the rows `index` int64 [n] over the whole pool, bool [n, top_m]."""
+    metric = Metric(spec.options.metric, spec.options.neighbours, spec.pool_size)
+    rows = take_rows(op, rows, index)
+    start = replace(start, warm=op.Gather(start.warm, index, axis=0))
+    pool = take_pool(op, pool, index)
+    one = op.constant([1], np.int64)
+    useful = op.Add(op.Reshape(op.ReduceMax(last_useful(op, pool, start, rows), keepdims=0), one), one)
+    width = op.Max(useful, op.constant([metric.nominees], np.int64))
+    small = cut_pool(op, pool, width)
+    if spec.has_geometry:
+        members = _with_geometry(op, spec, metric, small, start, rows, inputs)
+    else:
+        members = _with_equal_distances(op, spec, small, start, rows)
+    missing = op.Concat(*[op.constant([0], np.int64)] * 3, op.Sub(pool.width, width), axis=0)
+    return op.Cast(op.Pad(op.Cast(members, to=7), missing, op.constant(0, np.int64)), to=9)
+
+
+def _with_equal_distances(op: Ops, spec: TailSpec, pool: Pool, start: Start, rows: Rows) -> Tensor:
+    reward = op.Cast(rows.reward, to=11)
+
+    def next_set(members: Tensor) -> tuple[Tensor, Tensor]:
+        f = potential(op, members, op.constant(1.0, np.float64), rows.scale)
+        following = best_prefix(op, pool, f, reward)
+        return must_go_on(op, members, following, rows, spec.options.neighbours), following
+
+    return op.loop(spec.options.alt_iters, up_to(op, start.warm, pool.positions), next_set)
+
+
+def _with_geometry(
+    op: Ops, spec: TailSpec, metric: Metric, pool: Pool, start: Start, rows: Rows, inputs: Mapping[str, Tensor]
+) -> Tensor:
+    """First step over the outsiders of the warm starts alone; the others, where needed, over all pairs."""
+    reward = op.Cast(rows.reward, to=11)
+    tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
+    assert spec.embedding is not None
+    tokens = embedding_rows(op, spec.embedding, tables, pool.ids)
+    whitened = features(op, tokens, inputs["mean"], inputs["inverse_std"], metric)
+    warm = up_to(op, start.warm, pool.positions)
+    distances = _distances_from_outside(op, metric, pool, start, warm, whitened)
+    first = best_prefix(op, pool, potential(op, warm, distances, rows.scale), reward)
+    if spec.options.alt_iters == 1:
+        return first
+
+    def rest() -> list[Tensor]:
+        near = closeness(op, whitened, whitened, metric)
+
+        def next_set(members: Tensor) -> tuple[Tensor, Tensor]:
+            distances = distance_to_set(op, near, members, whitened, whitened, metric)
+            following = best_prefix(op, pool, potential(op, members, distances, rows.scale), reward)
+            return must_go_on(op, members, following, rows, metric.neighbours), following
+
+        return [op.loop(spec.options.alt_iters - 1, first, next_set)]
+
+    going = must_go_on(op, warm, first, rows, metric.neighbours)
+    return op.branch(going, rest, lambda: [first])[0]
+
+
+@step
+def _distances_from_outside(
+    op: Ops, metric: Metric, pool: Pool, start: Start, warm: Tensor, whitened: Tensor
+) -> Tensor:
+    """Distances to the warm starts, double [batch, size]; 0 for tokens that all of them hold."""
+    zero, one = op.constant([0], np.int64), op.constant([1], np.int64)
+    shortest = op.Add(op.Reshape(op.ReduceMin(start.warm, keepdims=0), one), one)
+    longest = op.Add(op.Reshape(op.ReduceMax(start.warm, keepdims=0), one), one)
+    begin = op.Min(shortest, pool.final)  # at least one row: empty products are not the same everywhere
+    columns = op.Max(longest, op.constant([metric.nominees], np.int64))
+    outside = op.Slice(whitened, begin, pool.width, one)
+    members = op.Slice(whitened, zero, columns, one)
+    near = closeness(op, outside, members, metric)
+    distances = distance_to_set(op, near, op.Slice(warm, zero, columns, one), outside, members, metric)
+    return op.Pad(distances, op.Concat(zero, begin, zero, zero, axis=0), op.constant(0.0, np.float64))
+
+
+@step
+def settled_or_moved(
+    op: Ops,
+    spec: TailSpec,
+    pool: Pool,
+    start: Start,
+    sure: Tensor,
+    valid: Tensor,
+    rows: Rows,
+    inputs: Mapping[str, Tensor],
+) -> Tensor:
+    """The final sets, bool [batch, top_m]: the base scan's for rows that are `sure` or not valid, else alternated."""
+    settled = up_to(op, start.base, pool.positions)
+    done = op.Or(sure, op.Not(valid))
+
+    def alternated() -> list[Tensor]:
+        index = places_of(op, op.Not(done))
+        return [put_rows(op, settled, index, alternate_pruned(op, spec, pool, start, rows, inputs, index))]
+
+    return op.branch(all_true(op, done), lambda: [settled], alternated)[0]
