@@ -120,9 +120,7 @@ def _write(
             verification, may_pad = verify_in_subprocess(staged.path, source, request, progress)
         if decoder.info.left_padding and not may_pad:
             decoder.info = replace(decoder.info, left_padding=False)
-            why = (
-                "answers wrongly for rows padded on the left" if request.verify else "was not checked for left padding"
-            )
+            why = "is wrong for rows padded on the left" if request.verify else "was not checked for left padding"
             notices.append(f"this decoder {why}, so the prompts of a batch must have equal lengths")
         save_manifest(staged.path, replace(manifest, decoder=decoder.info, verification=verification))
         report = _report(request, decoder, notices, started, staged.path, verification)
