@@ -14,6 +14,7 @@ import inspect
 import re
 import sysconfig
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order; a document is in `held_out` or in `train` by its own hash alone."""
+    """Documents in a fixed order; no long paragraph is in both parts."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -64,15 +65,24 @@ class Corpus:
 
 def gather_corpus() -> Corpus:
     """All documents of this Python installation, cleaned, without copies, split into training and held-out text."""
-    documents = without_copies([*topic_sections(), *core_docstrings(), *library_docstrings()])
-    return Corpus(
-        train=tuple(d for d in documents if not is_held_out(d)),
-        held_out=tuple(d for d in documents if is_held_out(d)),
-    )
+    return split([*topic_sections(), *core_docstrings(), *library_docstrings()])
 
 
-def is_held_out(document: str) -> bool:
-    """Whether the document is kept from training: its hash falls into the first HELD_OUT_PERCENT of 100 slots."""
+def split(documents: Iterable[str]) -> Corpus:
+    """Drop stubs and exact copies; hold out what its hash chooses, unless it shares a long paragraph with any other.
+
+    The manual's topics overlap and the library copies docstrings between modules; a copy on the other side of the
+    split would make the held-out loss a measure of memory.
+    """
+    kept = [d for d in dict.fromkeys(documents) if len(d) >= SHORTEST_DOCUMENT]
+    uses = Counter(paragraph for document in kept for paragraph in set(long_paragraphs(document)))
+    held_out = [d for d in kept if is_chosen(d) and all(uses[p] == 1 for p in long_paragraphs(d))]
+    chosen = set(held_out)
+    return Corpus(train=tuple(d for d in kept if d not in chosen), held_out=tuple(held_out))
+
+
+def is_chosen(document: str) -> bool:
+    """Whether the document's hash falls into the first HELD_OUT_PERCENT of 100 slots."""
     digest = hashlib.sha256(document.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
@@ -104,7 +114,7 @@ def core_docstrings() -> Iterator[str]:
                 methods = [(n, m) for n, m in sorted(vars(value).items()) if not n.startswith("_")]
                 members = [_stub(f"def {n}", m, "    ") for n, m in methods if inspect.isroutine(m)]
                 yield "\n\n".join(filter(None, [_stub(f"class {name}", value, ""), *members]))
-            elif inspect.isbuiltin(value):
+            elif inspect.isbuiltin(value) and not name.endswith("hook"):  # hooks are there for programs to replace
                 yield _stub(f"def {name}", value, "")
 
 
@@ -114,7 +124,8 @@ def _stub(opening: str, value: Any, indent: str) -> str:
         return ""
     signature = getattr(value, "__text_signature__", None)
     if signature:
-        signature = signature.replace("$", "")  # CPython marks the bound argument with a dollar sign
+        # CPython marks the bound argument with a dollar sign; a function's is its module, which no caller passes.
+        signature = re.sub(r"\$module(, /)?(, )?", "", signature).replace("$", "")
     elif not opening.startswith("class"):
         signature = "(...)"
     return f"{indent}{opening}{signature or ''}:\n{_quoted(_clean(inspect.cleandoc(doc)), indent + '    ')}"
@@ -172,23 +183,6 @@ def _clean(text: str) -> str:
     text = _CONTROL.sub("", text.expandtabs().replace("\r\n", "\n"))
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
-
-
-def without_copies(documents: Iterable[str]) -> list[str]:
-    """Documents long enough to teach something, without those that repeat a long paragraph of an earlier one.
-
-    The manual's topics overlap and the library copies docstrings between modules; a copy on the other side of the
-    split would make the held-out loss a measure of memory.
-    """
-    seen: set[str] = set()
-    kept = []
-    for document in documents:
-        paragraphs = set(long_paragraphs(document))
-        if len(document) < SHORTEST_DOCUMENT or document in seen or paragraphs & seen:
-            continue
-        seen |= paragraphs | {document}
-        kept.append(document)
-    return kept
 
 
 def long_paragraphs(document: str) -> Iterator[str]:
