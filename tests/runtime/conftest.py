@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_model import Load, Toy, export
 
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
+from toy_model import Load, Toy, export
 
 
 @pytest.fixture

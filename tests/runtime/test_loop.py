@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from toy_model import BOS, CONTEXT, EOS, PAD, VOCAB, Load, Toy, byte_ids, byte_tokenizer, export
 
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel, loop
 from topw_deploy.sampling import TopWOptions, TopWParameters
+from toy_model import BOS, CONTEXT, EOS, PAD, VOCAB, Load, Toy, byte_ids, byte_tokenizer, export
 
 PARAMETERS = {
     "the defaults": {},

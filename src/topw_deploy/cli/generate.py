@@ -110,7 +110,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
     """The parameters that were set on the command line: what was not set is left to the model's defaults."""
-    given = {name: value for name, value in parameters.items() if value not in (None, (), False)}
+    given = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}  # 0 is a value
     if "stop_strings" in given:
         given["stop_strings"] = list(given["stop_strings"])
     if logit_bias:

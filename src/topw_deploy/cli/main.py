@@ -1,6 +1,6 @@
 """`topw` and `topw-export`: find the command, run it, and turn whatever happens into a message and an exit code.
 
-Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong usage, 130 interrupted, 141 nobody reads the output.
+Exit codes: 0 done, 1 failed (one sentence on stderr; none when nobody reads the output), 2 wrong usage, 130 interrupted.
 Nothing heavy is imported here, so that `topw --help` answers at once; a command is imported when it is called.
 """
 
@@ -42,7 +42,7 @@ _EXTRAS = {
     "tqdm": "export",
 }
 
-_INTERRUPTED, _BROKEN_PIPE = 130, 141
+_INTERRUPTED = 130
 
 
 class _LazyGroup(click.Group):
@@ -105,9 +105,9 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except BrokenPipeError:
-        # Python would complain once more when it flushes stdout at its end
+        # click has seen to most of them; Python would complain once more when it flushes stdout at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+        return 1
 
 
 def _fail(message: str) -> int:

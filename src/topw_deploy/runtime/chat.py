@@ -82,9 +82,30 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = _tojson
+    environment.globals["namespace"] = _Namespace
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's `namespace`, but a template can put nothing there that Python gives a meaning to."""
+
+    def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute's name
+        self, *rest = arguments
+        values = dict(*rest, **attributes)
+        for name in values:
+            _check_attribute(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace may not have the attribute {name!r}")
 
 
 def _tojson(

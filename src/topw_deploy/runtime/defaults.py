@@ -60,7 +60,7 @@ def model_defaults(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, Any]:
     if ignored:
         listed = ", ".join(f"{key}={value!r}" for key, value in sorted(ignored.items()))
         warnings.warn(
-            f"{FILE} asks for {listed}, which has no effect here: Top-W alone chooses the tokens.", stacklevel=3
+            f"{FILE} asks for {listed}, which has no effect here: Top-W alone chooses the tokens.", stacklevel=4
         )
     if "eos_token_id" not in defaults:
         defaults["eos_token_id"] = _eos_elsewhere(folder, tokenizer)

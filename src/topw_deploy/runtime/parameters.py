@@ -15,7 +15,7 @@ import numpy as np
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.draws import SEED_BITS
-from topw_deploy.sampling.parameters import ALIASES, PARAMETER_NAMES, TopWParameters, unknown_name
+from topw_deploy.sampling.parameters import ALIASES, OPTION_NAMES, PARAMETER_NAMES, TopWParameters, unknown_name
 
 OTHER_SAMPLERS = frozenset({
     "top_p", "top_k", "min_p", "top_a", "top_h", "top_n_sigma", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -163,8 +163,8 @@ REQUEST_PARAMETERS: Mapping[str, Parameter] = {
 def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` under our names, without those whose value is None (which means "not given").
 
-    Raises ParameterError for another sampler's parameter, for an unknown name (listing the known ones), and for a
-    parameter given under two names.
+    Raises ParameterError for another sampler's parameter, for one that the export fixed, for an unknown name (listing
+    the known ones), and for a parameter given under two names.
     """
     known = [*PARAMETERS, *REQUEST_PARAMETERS]
     result: dict[str, Any] = {}
@@ -175,6 +175,10 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{', '.join(PARAMETER_NAMES)} shape the crop."
             )
         ours = ALIASES.get(name, name)
+        if ours in OPTION_NAMES:
+            raise ParameterError(
+                f"{ours} is built into the graph, so no request can change it; export the model again."
+            )
         if ours not in known:
             raise unknown_name(name, known)
         if ours in result:

@@ -150,9 +150,7 @@ def _budget(prompt: int, request: Mapping[str, Any], model: Mapping[str, Any], l
     if "max_new_tokens" in request and "max_length" in request:
         raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
     if "max_length" in request and request["max_length"] <= prompt:
-        raise PromptError(
-            f"the prompt has {prompt} tokens, but max_length is {request['max_length']}; raise it."
-        )
+        raise PromptError(f"the prompt has {prompt} tokens, but max_length is {request['max_length']}; raise it.")
     wanted = PARAMETERS["max_new_tokens"].default
     for source in (request, model):
         if "max_new_tokens" in source:

@@ -1,0 +1,166 @@
+"""`topw generate`: the text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.errors import ParameterError, PromptError, TokenizerError
+from topw_deploy.runtime import TopWModel
+from toy_model import byte_ids
+
+from .conftest import ANSWER, Invoke
+
+
+def test_stdout_carries_the_text_and_nothing_else(invoke: Invoke, scripted: Path) -> None:
+    result = invoke("generate", scripted, "x")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, ANSWER + "\n", "")
+    assert invoke("generate", scripted, "x", "--no-stream").stdout == ANSWER + "\n"
+
+
+def test_prompts_come_from_an_argument_a_file_or_standard_input(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"x\r\n")  # one line break at the end does not count
+    assert invoke("generate", scripted, "--prompt-file", file).stdout == ANSWER + "\n"
+    assert invoke("generate", scripted, "-", stdin="x\n").stdout == ANSWER + "\n"
+    assert invoke("generate", scripted, stdin="x").stdout == ANSWER + "\n"
+
+
+def test_one_json_object_per_sequence(invoke: Invoke, random_model: Path) -> None:
+    result = invoke(
+        "generate", random_model, "ab", "--json", "--seed", 5, "--num-return-sequences", 2, "--max-new-tokens", 4
+    )
+    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    assert (first["seed"], first["sample"], second["sample"], first["prompt_tokens"]) == (5, 0, 1, 2)
+    assert len(first["token_ids"]) == len(first["logprobs"]) == len(first["mass"]) == 4
+    model = TopWModel.from_pretrained(random_model, provider="cpu")
+    expected = model.generate("ab", seed=5, num_return_sequences=2, max_new_tokens=4)
+    assert [first["token_ids"], second["token_ids"]] == [r.token_ids for r in expected]
+
+
+def test_several_sequences_are_printed_one_after_the_other(invoke: Invoke, random_model: Path) -> None:
+    settings = ("generate", random_model, "ab", "--seed", 5, "--num-return-sequences", 3, "--max-new-tokens", 6)
+    assert invoke(*settings).stdout == invoke(*settings, "--no-stream").stdout
+
+
+def test_stats_go_to_stderr(invoke: Invoke, random_model: Path) -> None:
+    result = invoke("generate", random_model, "ab", "--stats", "--seed", 5, "--max-new-tokens", 6)
+    for part in ("2 + 6 tokens", "tokens/s", "certified", "kept median", "mass mean", "seed 5", "length"):
+        assert part in result.stderr
+        assert part not in result.stdout
+
+
+def test_every_parameter_reaches_the_model_in_both_spellings(invoke: Invoke, random_model: Path) -> None:
+    arguments = {
+        "--seed": 3,
+        "--max_new_tokens": 12,
+        "--temperature": 2.5,
+        "--lambda_geom": 0.2,
+        "--beta": 3.0,
+        "--selection-temperature": 3.0,
+        "--warm-p": 0.9,
+        "--geom-scale": -0.5,
+        "--repetition_penalty": 1.3,
+        "--presence-penalty": 0.5,
+        "--frequency-penalty": 0.25,
+        "--no-repeat-ngram-size": 2,
+        "--min-new-tokens": 5,
+        "--logit-bias": "77=2.5",
+    }
+    words = [word for pair in arguments.items() for word in pair]
+    result = invoke("generate", random_model, "ab", "--json", "--ignore-eos", "--stop", "never", *words)
+    model = TopWModel.from_pretrained(random_model, provider="cpu")
+    expected = model.generate(
+        "ab",
+        seed=3,
+        max_new_tokens=12,
+        temperature=2.5,
+        lam=0.2,
+        beta=3.0,
+        selection_temperature=3.0,
+        init_top_p=0.9,
+        geom_scale=-0.5,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        no_repeat_ngram_size=2,
+        min_new_tokens=5,
+        logit_bias={77: 2.5},
+        ignore_eos=True,
+        stop_strings=["never"],
+    )
+    assert json.loads(result.stdout)["token_ids"] == expected.token_ids
+
+
+def test_stop_texts_end_the_output(invoke: Invoke, scripted: Path) -> None:
+    assert invoke("generate", scripted, "x", "--stop", "zzz", "--stop", "😀").stdout == "hello \n"
+
+
+def test_options_have_environment_twins_and_the_flag_wins(invoke: Invoke, random_model: Path) -> None:
+    words = ("generate", random_model, "ab", "--json", "--max-new-tokens", 3)
+    env = {"TOPW_GENERATE_SEED": "41"}
+    assert json.loads(invoke(*words, env=env).stdout)["seed"] == 41
+    assert json.loads(invoke(*words, "--seed", 2, env=env).stdout)["seed"] == 2
+
+
+def test_zero_is_a_value(invoke: Invoke, random_model: Path) -> None:
+    words = ("generate", random_model, "ab", "--json", "--max-new-tokens", 8)
+    greedy = json.loads(invoke(*words, "--temperature", 0, "--seed", 0).stdout)
+    assert greedy["seed"] == 0
+    assert set(greedy["kept"]) == {1}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("x", "--prompt-file", "y"),
+        ("x", "--system", "s"),
+        ("x", "--logit-bias", "77"),
+        ("x", "--threads", "-1"),
+        ("x", "--max-new-tokens", "many"),
+        ("x", "--nonsense"),
+    ],
+)
+def test_wrong_usage_exits_with_2(invoke: Invoke, scripted: Path, words: tuple[str, ...]) -> None:
+    result = invoke("generate", scripted, *words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
+def test_bad_values_are_the_packages_own_errors(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="temperature is -1"):
+        invoke("generate", scripted, "x", "--temperature", -1)
+    with pytest.raises(PromptError, match="standard input is not UTF-8"):
+        invoke("generate", scripted, "-", stdin=b"\xff\xfe")
+    with pytest.raises(PromptError, match="cannot be read"):
+        invoke("generate", scripted, "--prompt-file", tmp_path / "none")
+
+
+def test_a_chat_answers_one_prompt(invoke: Invoke, random_model: Path) -> None:
+    words = ("--seed", 4, "--max-new-tokens", 5)
+    found = invoke("generate", random_model, "hi", "--chat", "--system", "be", *words).stdout
+    model = TopWModel.from_pretrained(random_model, provider="cpu")
+    assert found == model.generate(byte_ids("sbeuhi>"), seed=4, max_new_tokens=5).text + "\n"
+
+
+def test_a_conversation_remembers_and_can_be_cleared(invoke: Invoke, random_model: Path) -> None:
+    words = ("--seed", 4, "--max-new-tokens", 3, "--system", "S")
+    lines = invoke("generate", random_model, "--chat", *words, stdin="one\n\ntwo\n/clear\none\n").stdout
+    model = TopWModel.from_pretrained(random_model, provider="cpu")
+    first = model.generate("sSuone>", seed=4, max_new_tokens=3).text
+    second = model.generate(f"sSuonea{first}utwo>", seed=4, max_new_tokens=3).text
+    assert lines == f"{first}\n{second}\n{first}\n"
+
+
+def test_a_conversation_that_outgrows_the_context_goes_on(invoke: Invoke, random_model: Path) -> None:
+    result = invoke("generate", random_model, "--chat", "--max-new-tokens", 2, stdin="a" * 200 + "\nb\n")
+    assert result.exit_code == 0
+    assert "context holds 96; shorten it. (/clear starts a new chat)" in result.stderr
+    assert result.stdout
+
+
+def test_a_model_without_a_template_cannot_chat(invoke: Invoke, scripted: Path) -> None:
+    with pytest.raises(TokenizerError, match="no chat template"):
+        invoke("generate", scripted, "--chat", stdin="hello\n")

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+import pytest
+
+from topw_deploy.cli import doctor
+from topw_deploy.errors import ManifestError
+from topw_deploy.manifest import MANIFEST_NAME
+
+from .conftest import Invoke
+
+
+def test_inspect_shows_what_the_folder_holds(invoke: Invoke, random_model: Path) -> None:
+    shown = invoke("inspect", random_model).stdout
+    for part in ("decoder", "toy", "96 tokens", "vocabulary", "259", "uniform", "temperature", "past_key_values.*.key"):
+        assert part in shown
+    assert "past_key_values.1.key" not in shown
+    assert "model.onnx" in shown
+
+
+def test_inspect_gives_the_manifest_as_json(invoke: Invoke, random_model: Path) -> None:
+    found = json.loads(invoke("inspect", random_model, "--json").stdout)
+    assert found == json.loads((random_model / MANIFEST_NAME).read_text())
+
+
+def test_inspect_refuses_what_does_not_load(invoke: Invoke, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="not a finished export"):
+        invoke("inspect", tmp_path)
+
+
+def test_doctor_says_what_would_be_used(invoke: Invoke) -> None:
+    result = invoke("doctor")
+    assert f"onnxruntime      {ort.__version__}" in result.stdout
+    assert "a model would run on: cpu" in result.stdout or "CUDAExecutionProvider" in ort.get_available_providers()
+    found = json.loads(invoke("doctor", "--json").stdout)
+    assert found["providers"]["cpu"] == "starts"
+    assert set(found["versions"]) >= set(doctor.RUNTIME)
+
+
+def test_doctor_fails_where_models_cannot_run(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    result = invoke("doctor")
+    assert "run: pip install 'topw-deploy[cpu]'" in result.stdout
+    assert "a model would run on: nothing" in result.stdout
+    assert doctor.diagnose().problems
+
+
+def test_doctor_sees_two_wheels_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: "1.31.1" if name == "onnxruntime-gpu" else real(name))
+    ((problem, cure),) = doctor.diagnose().problems
+    assert problem == "onnxruntime and onnxruntime-gpu overwrite each other's files"
+    assert cure.startswith("pip uninstall -y onnxruntime onnxruntime-gpu && pip install")
+
+
+def test_doctor_names_what_exporting_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("torch", "onnx") else real(name))
+    found = doctor.diagnose()
+    assert found.hints == [("exporting needs torch, onnx", "pip install 'topw-deploy[export]'")]
+    assert not found.problems
+
+
+def test_the_probe_is_a_valid_model() -> None:
+    onnx.checker.check_model(onnx.load_from_string(base64.b64decode(doctor._PROBE)))

@@ -1,0 +1,107 @@
+"""Exit codes and messages of the real program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from toy_model import Toy, export
+
+from .conftest import ANSWER
+
+TOPW = [sys.executable, "-c", "from topw_deploy.cli.main import main; main()"]
+EXPORT = [sys.executable, "-c", "from topw_deploy.cli.main import export_main; export_main()"]
+
+
+def run(*words: object, program: list[str] = TOPW) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*program, *map(str, words)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def test_success_is_0_and_text_on_stdout(scripted: Path) -> None:
+    done = run("generate", scripted, "x")
+    assert (done.returncode, done.stdout, done.stderr) == (0, ANSWER + "\n", "")
+
+
+def test_a_failure_is_1_and_one_sentence_on_stderr(tmp_path: Path) -> None:
+    for command in ("generate", "inspect"):
+        done = run(command, tmp_path / "none", *(["x"] if command == "generate" else []))
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("Error: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_wrong_usage_is_2() -> None:
+    for words in (["generate"], ["nonsense"], ["generate", "x", "--nonsense"]):
+        done = run(*words)
+        assert done.returncode == 2
+        assert "Usage: topw" in done.stderr
+    assert run(program=EXPORT).returncode == 2
+
+
+def test_help_lists_every_command_and_is_0() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for name in ("export", "export-sampler", "generate", "inspect", "verify", "doctor"):
+        assert name in done.stdout
+    assert "Usage: topw-export" in run("--help", program=EXPORT).stdout
+    assert run("--version").stdout.startswith("topw ")
+
+
+def test_a_missing_extra_names_the_command_that_installs_it(scripted: Path) -> None:
+    code = "import sys; sys.modules['onnxruntime'] = None; from topw_deploy.cli.main import main; main()"
+    done = run("generate", scripted, "x", program=[sys.executable, "-c", code])
+    assert done.returncode == 1
+    assert done.stderr == "Error: onnxruntime is not installed; run: pip install 'topw-deploy[cpu]'\n"
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that needs long: a chat over a pipe never ends by itself."""
+    return export(tmp_path_factory.mktemp("endless") / "out", Toy.random(0), chat_template="{{ messages[0].content }}")
+
+
+def test_interruption_is_130_and_leaves_no_traceback(endless: Path) -> None:
+    process = subprocess.Popen(
+        [*TOPW, "generate", str(endless), "--chat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"a\n")
+    process.stdin.flush()
+    assert process.stdout.read(1)  # it answered, so it now waits for the next line
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
+def test_a_closed_pipe_ends_quietly(random_model: Path) -> None:
+    process = subprocess.Popen(
+        [*TOPW, "generate", str(random_model), "--chat", "--seed", "1", "--max-new-tokens", "4"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(b"a\n" * 50, timeout=20)
+    assert process.returncode == 1
+    assert errors == b""
+
+
+def test_notices_are_one_line_on_stderr(tmp_path: Path) -> None:
+    folder = export(tmp_path / "out", Toy.random(0), generation_config={"top_p": 0.9})
+    done = run("generate", folder, "x", "--max-new-tokens", 1)
+    assert done.stderr.startswith("Note: generation_config.json asks for top_p=0.9")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topw_deploy.runtime.draws import Draws, fresh_seed, uniforms
+from topw_deploy.sampling import uniform_for
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    position=st.integers(0, 2**40),
+    sample=st.integers(0, 2**20),
+    count=st.integers(1, 9),
+)
+def test_a_block_equals_the_published_number_of_each_position(
+    seed: int, position: int, sample: int, count: int
+) -> None:
+    block = uniforms(seed, position, sample, count)
+    assert block.dtype == np.float32
+    assert block.tolist() == [uniform_for(seed, position + i, sample) for i in range(count)]
+
+
+def test_rows_keep_their_numbers_over_block_boundaries() -> None:
+    rows = [(3, 0, 10), (3, 1, 10), (4, 0, 500)]
+    draws = Draws(*zip(*rows, strict=True))
+    out = np.zeros(3, np.float32)
+    for step in range(600):
+        draws.write(step, out)
+        if step in (0, 1, 255, 256, 257, 599):
+            assert out.tolist() == [uniform_for(seed, length + step, sample) for seed, sample, length in rows]
+
+
+def test_fresh_seeds_differ_and_survive_json_readers_with_doubles() -> None:
+    seeds = {fresh_seed() for _ in range(50)}
+    assert len(seeds) == 50
+    assert all(int(float(seed)) == seed for seed in seeds)

@@ -1,0 +1,189 @@
+"""Penalties, biases and bans: what the graph is told equals the definitions people know, computed from scratch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.edits import Edits
+from topw_deploy.sampling import TopWParameters
+from toy_model import EOS, VOCAB, Load, Toy, byte_ids
+
+PROMPT = byte_ids("hello")
+HOT = {"temperature": 2.5, "lam": 0.2}
+Given = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray, np.ndarray]]
+
+
+def dense(edit: Callable[[list[int]], tuple[np.ndarray, np.ndarray]]) -> Given:
+    """Edits of the whole vocabulary, written plainly: the sparse ones must come to the same."""
+
+    def given(tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        penalty, bias = edit(list(tokens))
+        return np.arange(VOCAB), penalty.astype(np.float32), bias.astype(np.float32)
+
+    return given
+
+
+def none() -> tuple[np.ndarray, np.ndarray]:
+    return np.ones(VOCAB), np.zeros(VOCAB)
+
+
+def check(
+    model: TopWModel, toy: Toy, edit: Callable[[list[int]], tuple[np.ndarray, np.ndarray]], **request: Any
+) -> None:
+    steps = 40
+    result = model.generate(PROMPT, max_new_tokens=steps, seed=21, **HOT, **request)
+    rows = toy.expect(PROMPT, steps, TopWParameters(**HOT), seed=21, edits=dense(edit))
+    assert result.token_ids == [row.next_token for row in rows]
+    assert result.kept == [row.kept for row in rows]
+    plain = model.generate(PROMPT, max_new_tokens=steps, seed=21, **HOT)
+    assert plain.token_ids != result.token_ids, "the edits of this test must make a difference"
+
+
+def test_repetition_penalty_counts_prompt_and_generated_tokens(model: TopWModel, toy: Toy) -> None:
+    def edit(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        penalty, bias = none()
+        penalty[list(set(tokens))] = 1.6
+        return penalty, bias
+
+    check(model, toy, edit, repetition_penalty=1.6)
+
+
+def test_presence_and_frequency_penalties_count_generated_tokens_only(model: TopWModel, toy: Toy) -> None:
+    def edit(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        penalty, bias = none()
+        for token, count in Counter(tokens[len(PROMPT) :]).items():
+            bias[token] = -0.75 - 0.5 * count
+        return penalty, bias
+
+    check(model, toy, edit, presence_penalty=0.75, frequency_penalty=0.5)
+
+
+def test_logit_bias_and_suppressed_tokens(model: TopWModel, toy: Toy) -> None:
+    likely = np.argsort(-toy.logits(PROMPT))[:3].tolist()
+
+    def edit(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        penalty, bias = none()
+        bias[100], bias[200] = 8.0, -3.5
+        bias[likely] = -np.inf
+        return penalty, bias
+
+    check(model, toy, edit, logit_bias={100: 8.0, "200": -3.5}, suppress_tokens=likely)
+
+
+def test_no_repeat_ngram_size_never_repeats_one(model: TopWModel, toy: Toy) -> None:
+    for size in (1, 2, 3):
+
+        def edit(tokens: list[int], size: int = size) -> tuple[np.ndarray, np.ndarray]:
+            penalty, bias = none()
+            tail = tokens[len(tokens) - size + 1 :]
+            for start in range(len(tokens) - size + 1):
+                if tokens[start : start + size - 1] == tail:
+                    bias[tokens[start + size - 1]] = -np.inf
+            return penalty, bias
+
+        if size == 3:  # hot sampling never repeats three tokens by itself: ask a cold one
+            result = model.generate(PROMPT, max_new_tokens=60, temperature=0, no_repeat_ngram_size=3, ignore_eos=True)
+            tokens = PROMPT + result.token_ids
+            grams = [tuple(tokens[i : i + 3]) for i in range(len(tokens) - 2)]
+            assert len(set(grams)) == len(grams)
+        else:
+            check(model, toy, edit, no_repeat_ngram_size=size)
+
+
+def test_bad_words_are_banned_only_where_they_would_be_completed(load: Load) -> None:
+    toy = Toy.script(byte_ids("abcabc"), prompt_tokens=1)
+    model = load(toy)
+    a, b, c = byte_ids("abc")
+    assert model.generate("x", max_new_tokens=6).text == "abcabc"
+    tokens = model.generate("x", max_new_tokens=6, temperature=0, bad_words_ids=[[a, b]]).token_ids
+    assert [tokens[0], *tokens[2:4], tokens[5]] == [a, c, a, c]
+    assert b not in (tokens[1], tokens[4])
+    single = model.generate("x", max_new_tokens=6, temperature=0, bad_words_ids=[[c]]).token_ids
+    assert c not in single
+
+
+def test_end_of_sequence_cannot_be_a_bad_word(load: Load) -> None:
+    model = load(Toy.script([*byte_ids("a"), EOS], prompt_tokens=1))
+    assert model.generate("x", max_new_tokens=6, bad_words_ids=[[EOS]]).finish_reason == "stop"
+
+
+def test_min_new_tokens_bans_the_end_of_sequence_until_then(load: Load) -> None:
+    toy = Toy.random(5)
+    toy.place[:, EOS] = 2000
+    model = load(toy)
+    for minimum in (0, 1, 4):
+        result = model.generate("ab", max_new_tokens=30, min_new_tokens=minimum, seed=1)
+        assert len(result.token_ids) == minimum + 1
+    assert len(model.generate("ab", max_new_tokens=30, min_length=5, seed=1).token_ids) == 4
+
+
+def test_stop_strings_wait_for_min_new_tokens(load: Load) -> None:
+    model = load(Toy.script(byte_ids("a.b.c."), prompt_tokens=1))
+    assert model.generate("x", max_new_tokens=6, stop_strings=".").text == "a"
+    assert model.generate("x", max_new_tokens=6, stop_strings=".", min_new_tokens=3).text == "a.b"
+    assert model.generate("x", max_new_tokens=6, stop_strings=".", min_new_tokens=4).text == "a.b"
+
+
+def test_all_edits_together_fit_and_agree(model: TopWModel, toy: Toy) -> None:
+    """More tokens than the first slots hold, all kinds at once."""
+
+    def edit(tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        penalty, bias = none()
+        penalty[list(set(tokens))] = 1.2
+        for token, count in Counter(tokens[len(PROMPT) :]).items():
+            bias[token] -= 0.25 * count
+        bias[50:90] += 0.5
+        bias[np.arange(120, 160)] = -np.inf
+        for start in range(len(tokens) - 1):
+            if tokens[start] == tokens[-1]:
+                bias[tokens[start + 1]] = -np.inf
+        return penalty, bias
+
+    check(
+        model,
+        toy,
+        edit,
+        repetition_penalty=1.2,
+        frequency_penalty=0.25,
+        logit_bias=dict.fromkeys(range(50, 90), 0.5),
+        suppress_tokens=list(range(120, 160)),
+        no_repeat_ngram_size=2,
+    )
+
+
+def test_a_batch_without_edits_sends_empty_inputs(model: TopWModel) -> None:
+    requests, _, _ = model._requests(["a", "b"], {})
+    edits = Edits(requests)
+    assert not edits.active
+    assert edits.ids.shape == (2, 0)
+
+
+def test_slots_stay_distinct_within_a_row(model: TopWModel) -> None:
+    requests, _, _ = model._requests(
+        ["banana", "a"], {"repetition_penalty": 1.1, "presence_penalty": 1.0, "no_repeat_ngram_size": 1, "seed": 1}
+    )
+    edits = Edits(requests)
+    rng = np.random.default_rng(0)
+    for _ in range(80):
+        for row in edits._rows.values():
+            row.prepare()
+        for ids in edits.ids:
+            used = ids[ids >= 0]
+            assert len(set(used.tolist())) == len(used)
+        edits.accept(rng.integers(0, VOCAB, 2).tolist())
+
+
+def test_a_graph_with_fixed_slots_refuses_what_does_not_fit(model: TopWModel) -> None:
+    requests, _, _ = model._requests("abc", {"logit_bias": {1: 1.0, 2: 1.0, 3: 1.0}})
+    assert Edits(requests, fixed=3).ids.tolist() == [[1, 2, 3]]
+    with pytest.raises(ParameterError, match="edits more than 2 tokens"):
+        Edits(requests, fixed=2)
+    plain, _, _ = model._requests("abc", {})
+    assert Edits(plain, fixed=4).ids.tolist() == [[-1] * 4]

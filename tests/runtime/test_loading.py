@@ -1,0 +1,326 @@
+"""Opening a folder: nothing outside it is read, everything wrong is one clear error, the provider is the one asked."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from topw_deploy.errors import ManifestError, ParameterError, ProviderError, TokenizerError, TopWError
+from topw_deploy.manifest import MANIFEST_NAME, describe_files
+from topw_deploy.runtime import TopWModel, TopWSampler, providers, session
+from toy_model import Toy, export, export_sampler
+
+
+@pytest.fixture
+def folder(toy_folder: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(toy_folder, tmp_path / "copy"))
+
+
+def edit_manifest(folder: Path, change: Any) -> None:
+    path = folder / MANIFEST_NAME
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def relist(folder: Path, *names: str) -> None:
+    """Make the manifest vouch for the files as they are now."""
+    entries = describe_files(folder, names)
+    edit_manifest(
+        folder, lambda m: m["files"].update({n: {"sha256": e.sha256, "size": e.size} for n, e in entries.items()})
+    )
+
+
+def load(folder: Path, **settings: Any) -> TopWModel:
+    return TopWModel.from_pretrained(folder, provider="cpu", **settings)
+
+
+def test_a_missing_folder_a_file_and_an_unfinished_export_are_told_apart(folder: Path) -> None:
+    with pytest.raises(ManifestError, match="does not exist; give the folder that topw-export wrote"):
+        load(folder / "nowhere")
+    with pytest.raises(ManifestError, match="is a file; give the folder around it"):
+        load(folder / "model.onnx")
+    (folder / MANIFEST_NAME).unlink()
+    with pytest.raises(ManifestError, match="not a finished export"):
+        load(folder)
+
+
+def test_a_changed_size_names_file_found_and_expected(folder: Path) -> None:
+    size = (folder / "model.onnx").stat().st_size
+    with (folder / "model.onnx").open("ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(ManifestError, match=f"model.onnx has {size + 1} bytes, the manifest says {size}"):
+        load(folder)
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ManifestError, match=r"tokenizer.json .*missing"):
+        load(folder)
+
+
+def test_a_truncated_graph_that_the_manifest_vouches_for_is_refused_by_name(folder: Path) -> None:
+    path = folder / "model.onnx"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    relist(folder, "model.onnx")
+    with pytest.raises(ManifestError, match=r"onnxruntime .* refuses .*model.onnx"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not onnx", os.urandom(4096), b"\x00" * 100], ids=["empty", "text", "random", "zeros"]
+)
+def test_a_graph_that_is_none_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "model.onnx").write_bytes(content)
+    relist(folder, "model.onnx")
+    with pytest.raises(ManifestError, match="refuses"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret.json", "/etc/passwd", "a/../../b", "C:\\x", ".."])
+def test_a_manifest_that_points_outside_is_refused(folder: Path, name: str) -> None:
+    edit_manifest(folder, lambda m: m["files"].update({name: {"sha256": "0" * 64, "size": 1}}))
+    with pytest.raises(ManifestError, match="not a plain path inside the folder"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json", "config.json"])
+def test_a_listed_link_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    target = tmp_path / f"elsewhere-{name}"
+    (folder / name).rename(target)
+    (folder / name).symlink_to(target)
+    with pytest.raises(ManifestError, match="symbolic link"):
+        load(folder)
+
+
+def test_an_unlisted_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.jinja"
+    secret.write_text("SECRET")
+    (folder / "chat_template.jinja").symlink_to(secret)
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        load(folder).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_external_data_outside_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside.bin").write_bytes(bytes(4 * 259 * 259))
+    model = onnx.load(folder / "model.onnx")
+    (table,) = [t for t in model.graph.initializer if t.name == "follow"]
+    table.ClearField("raw_data")
+    table.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "../outside.bin"), ("offset", "0"), ("length", str(4 * 259 * 259))):
+        entry = table.external_data.add()
+        entry.key, entry.value = key, value
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    relist(folder, "model.onnx")
+    with pytest.raises(ManifestError, match="refuses"):
+        load(folder)
+
+
+def test_only_files_of_the_folder_are_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    original = io.open
+
+    def watched(file: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(file, (str, os.PathLike)):
+            opened.append(Path(file).resolve())
+        return original(file, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "open", watched)
+    monkeypatch.setattr(io, "open", watched)
+    load(folder).generate("a", max_new_tokens=2)
+    assert opened
+    assert all(path.parent == folder.resolve() for path in opened), opened
+
+
+def test_loading_needs_no_network_and_no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("socket.socket", None)
+    assert load(folder).generate("a", max_new_tokens=2).token_ids
+
+
+def test_the_manifest_must_belong_to_the_graph(folder: Path) -> None:
+    edit_manifest(folder, lambda m: m["inputs"].pop(0))
+    with pytest.raises(
+        ManifestError, match=r"input 'input_ids' is tensor\(int64\) in model.onnx, but absent in the manifest"
+    ):
+        load(folder)
+
+
+def test_another_cache_form_is_refused_before_anything_runs(folder: Path) -> None:
+    edit_manifest(folder, lambda m: m["decoder"].update(kv_form="paged"))
+    with pytest.raises(ManifestError, match="form 'paged', this topw_deploy drives 'concat'"):
+        load(folder)
+
+
+def test_layers_that_the_graph_does_not_have_are_named(folder: Path) -> None:
+    edit_manifest(folder, lambda m: m["decoder"].update(num_layers=3, num_kv_heads=[1, 1, 1], head_dim=[4, 3, 2]))
+    with pytest.raises(ManifestError, match=r"no past_key_values.2.key, but the manifest states 3 layers"):
+        load(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_a_tokenizer_error(folder: Path) -> None:
+    edit_manifest(folder, lambda m: m["files"].pop("tokenizer.json"))
+    with pytest.raises(TokenizerError, match=r"has no tokenizer.json; export the model again"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"a": 1}', "[" * 100_000, "\ud800"], ids=["cut", "list", "other", "deep", "bytes"]
+)
+def test_spoilt_side_files_raise_typed_errors_or_nothing(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
+    relist(folder, name)
+    if content == '{"a": 1}' and name != "tokenizer.json":
+        assert load(folder).generate("a", max_new_tokens=1).token_ids
+    else:
+        with pytest.raises(TopWError, match=re.escape(name)):
+            load(folder)
+
+
+def test_settings_for_training_batches_do_not_cut_a_prompt(toy: Toy, tmp_path: Path) -> None:
+    from toy_model import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=10)
+    model = load(export(tmp_path / "cut", toy, tokenizer=tokenizer))
+    assert model.generate("hello", max_new_tokens=1).prompt_tokens == 5
+
+
+def test_the_two_kinds_of_folders_are_told_apart(toy_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="holds a 'decoder' model; load it with TopWModel"):
+        TopWSampler.from_pretrained(toy_folder)
+    with pytest.raises(ManifestError, match="holds a 'sampler' model; load it with TopWSampler"):
+        TopWModel.from_pretrained(export_sampler(tmp_path / "sampler", Toy.random(0)))
+
+
+def test_the_provider_asked_for_is_the_one_used(folder: Path) -> None:
+    model = load(folder)
+    assert model.provider == "CPUExecutionProvider"
+    assert TopWModel.from_pretrained(folder, provider="CPUExecutionProvider").provider == "CPUExecutionProvider"
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
+def test_a_provider_that_is_not_built_in_is_an_error_with_the_remedy(folder: Path) -> None:
+    with pytest.raises(ProviderError, match=r"built without 'cuda': it has .*cpu; .*pip install 'topw-deploy\[gpu\]'"):
+        TopWModel.from_pretrained(folder, provider="cuda")
+    with pytest.raises(ProviderError, match="'nonsense' is not an execution provider"):
+        TopWModel.from_pretrained(folder, provider="nonsense")
+
+
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An onnxruntime with a CUDA provider that does not start: it silently goes on with the CPU."""
+    built = ort.get_available_providers()
+    monkeypatch.setattr(providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *built])
+    opened = session._new_session
+
+    def without_cuda(folder: Any, chain: list[Any], options: Any) -> Any:
+        return opened(folder, [item for item in chain if item[0] != "CUDAExecutionProvider"], options)
+
+    monkeypatch.setattr(session, "_new_session", without_cuda)
+
+
+def test_a_silent_fall_back_to_the_cpu_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+    with pytest.raises(ProviderError, match="asked for cuda, but onnxruntime could not start it and would run on cpu"):
+        TopWModel.from_pretrained(folder, provider="cuda")
+
+
+def test_a_fall_back_that_was_allowed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+    for settings in ({"provider": "cuda", "allow_fallback": True}, {"provider": "auto"}):
+        with pytest.warns(RuntimeWarning, match="cuda could not start, running on cpu"):
+            model = TopWModel.from_pretrained(folder, **settings)
+        assert model.provider == "CPUExecutionProvider"
+        assert model.generate("a", max_new_tokens=1).token_ids
+
+
+def test_a_provider_that_raises_is_named_and_the_graph_is_not_blamed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = ort.get_available_providers()
+    monkeypatch.setattr(providers.ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *built])
+    opened = session._new_session
+
+    def broken(folder: Any, chain: list[Any], options: Any) -> Any:
+        if chain[0][0] == "CUDAExecutionProvider":
+            raise RuntimeError("CUDA failure 100: no CUDA-capable device")
+        return opened(folder, chain, options)
+
+    monkeypatch.setattr(session, "_new_session", broken)
+    with pytest.raises(ProviderError, match=r"cuda could not open .*no CUDA-capable device"):
+        TopWModel.from_pretrained(folder, provider="cuda")
+
+
+def test_session_and_thread_options_reach_onnxruntime(folder: Path) -> None:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    model = load(folder, session_options=options, intra_op_num_threads=1, inter_op_num_threads=2)
+    used = model._session.raw.get_session_options()  # type: ignore[union-attr]
+    assert used.graph_optimization_level == ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    assert (used.intra_op_num_threads, used.inter_op_num_threads) == (1, 2)
+
+
+@pytest.mark.parametrize("threads", [-1, 1.5, True, "2"])
+def test_thread_counts_out_of_range_are_parameter_errors(folder: Path, threads: Any) -> None:
+    with pytest.raises(ParameterError, match="intra_op_num_threads is"):
+        load(folder, intra_op_num_threads=threads)
+    with pytest.raises(ParameterError, match="session_options is a dict"):
+        load(folder, session_options={})
+
+
+def test_a_graph_may_lack_positions_and_mask(toy: Toy, tmp_path: Path) -> None:
+    """Some makers' decoders compute positions themselves: what the graph does not ask for is not bound."""
+    folder = export(tmp_path / "bare", toy, left_padding=False)
+    model = onnx.load(folder / "model.onnx")
+    graph = model.graph
+    kept = [i for i in graph.input if i.name not in ("position_ids", "attention_mask")]
+    del graph.input[:]
+    graph.input.extend(kept)
+    axes = helper.make_tensor("row_axes", TensorProto.INT64, [1], [0])
+    graph.initializer.append(axes)
+    computed = [
+        helper.make_node("Shape", ["present.0.key"], ["length"], start=2, end=3),
+        helper.make_node("Sub", ["length", "head_axis"], ["last_index"]),
+        helper.make_node("Unsqueeze", ["last_index", "row_axes"], ["position_ids"]),
+        helper.make_node("Shape", ["present.0.key"], ["rows"], start=0, end=1),
+        helper.make_node("Concat", ["rows", "length"], ["mask_shape"], axis=0),
+        helper.make_node(
+            "ConstantOfShape", ["mask_shape"], ["attention_mask"], value=helper.make_tensor("one", 7, [1], [1])
+        ),
+    ]
+    for position, node in enumerate(computed):
+        concat = next(i for i, n in enumerate(graph.node) if "present.0.key" in n.output)
+        graph.node.insert(concat + 1 + position, node)
+    cast = next(n for n in graph.node if "mask_float" in n.output)
+    graph.node.remove(cast)
+    graph.node.insert(next(i for i, n in enumerate(graph.node) if "attention_mask" in n.output) + 1, cast)
+    mask = next(n for n in graph.node if "mask" in n.output)
+    graph.node.remove(mask)
+    graph.node.insert(next(i for i, n in enumerate(graph.node) if "mask_float" in n.output) + 1, mask)
+    onnx.save(model, folder / "model.onnx")
+    relist(folder, "model.onnx")
+    drop = ("position_ids", "attention_mask")
+    edit_manifest(folder, lambda m: m.update(inputs=[i for i in m["inputs"] if i["name"] not in drop]))
+    result = load(folder).generate("hello", max_new_tokens=10, seed=1)
+    np.testing.assert_array_equal(result.token_ids, [r.next_token for r in toy.expect(toy_ids("hello"), 10, seed=1)])
+
+
+def toy_ids(text: str) -> list[int]:
+    from toy_model import byte_ids
+
+    return byte_ids(text)

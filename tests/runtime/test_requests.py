@@ -1,0 +1,245 @@
+"""Which value a parameter gets, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.sampling import TopWParameters
+from toy_model import EOS, PAD, VOCAB, Load, Toy, byte_ids
+
+LIMITS = Limits(context_length=1000, vocab_size=VOCAB)
+EXPORTED = TopWParameters(lam=1.5, temperature=0.9)
+
+
+def row(request: dict[str, Any], model: dict[str, Any] | None = None, prompt: int = 10) -> RowRequest:
+    named, _ = split(request)
+    (only,) = resolve([[5] * prompt], named, model or {}, EXPORTED, LIMITS)
+    return only
+
+
+@pytest.mark.parametrize(
+    ("request_", "model", "name", "expected"),
+    [
+        # request, then generation_config.json, then the export
+        ({}, {}, "temperature", 0.9),
+        ({}, {"temperature": 0.6}, "temperature", 0.6),
+        ({"temperature": 0.3}, {"temperature": 0.6}, "temperature", 0.3),
+        ({"temperature": None}, {"temperature": 0.6}, "temperature", 0.6),
+        ({}, {}, "lam", 1.5),
+        ({}, {}, "beta", 2.8),
+        ({"lambda_geom": 0.7}, {"lam": 0.2}, "lam", 0.7),
+        ({"warm_p": 0.5}, {}, "init_top_p", 0.5),
+        # do_sample
+        ({}, {"do_sample": False, "temperature": 0.6}, "temperature", 0.0),
+        ({}, {"do_sample": True, "temperature": 0.6}, "temperature", 0.6),
+        ({"temperature": 0.7}, {"do_sample": False}, "temperature", 0.7),
+        ({"do_sample": True}, {"do_sample": False, "temperature": 0.6}, "temperature", 0.6),
+        ({"do_sample": True}, {"temperature": 0.0}, "temperature", 1.0),
+        ({"do_sample": False, "temperature": 0.7}, {}, "temperature", 0.0),
+        # other kinds of numbers
+        ({"temperature": np.float32(0.5)}, {}, "temperature", 0.5),
+        ({"lam": np.int64(2)}, {}, "lam", 2.0),
+    ],
+)
+def test_a_top_w_parameter_comes_from_the_first_place_that_states_it(
+    request_: dict[str, Any], model: dict[str, Any], name: str, expected: float
+) -> None:
+    assert getattr(row(request_, model).top_w, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "model", "budget"),
+    [
+        ({}, {}, 256),
+        ({"max_new_tokens": 7}, {}, 7),
+        ({}, {"max_new_tokens": 30}, 30),
+        ({}, {"max_length": 30}, 20),
+        ({}, {"max_length": 30, "max_new_tokens": 5}, 5),
+        ({"max_length": 30}, {"max_new_tokens": 5}, 20),
+        ({"max_new_tokens": 7}, {"max_length": 12}, 7),
+        ({}, {"max_length": 8}, 256),  # an old default that the prompt exceeds is none
+        ({"max_new_tokens": 100_000}, {}, 990),  # the context
+        ({"max_length": 100_000}, {}, 990),
+    ],
+)
+def test_the_token_limit(request_: dict[str, Any], model: dict[str, Any], budget: int) -> None:
+    assert row(request_, model).budget == budget
+
+
+def test_an_explicit_length_below_the_prompt_is_an_error() -> None:
+    with pytest.raises(PromptError, match="prompt has 10 tokens, but max_length is 10"):
+        row({"max_length": 10})
+    with pytest.raises(ParameterError, match="both given"):
+        row({"max_length": 20, "max_new_tokens": 5})
+
+
+def test_end_of_sequence_and_padding() -> None:
+    model = {"eos_token_id": (4, 7), "pad_token_id": 9}
+    assert row({}, model).eos_token_ids == {4, 7}
+    assert row({}, model).pad_token_id == 9
+    assert row({"eos_token_id": 3}, model).eos_token_ids == {3}
+    assert row({"ignore_eos": True}, model).eos_token_ids == frozenset()
+    assert row({}, {"eos_token_id": (4, 7)}).pad_token_id == 4
+    assert row({}, {}).pad_token_id == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", -0.1, "temperature is -0.1, but must be a finite number >= 0"),
+        ("temperature", float("nan"), "temperature is nan, but must be a finite number"),
+        ("temperature", 1e39, "but must be a finite number"),
+        ("temperature", True, "temperature is True"),
+        ("temperature", "0.5", "temperature is '0.5'"),
+        ("init_top_p", 0, r"init_top_p is 0.0, but must be in \(0, 1\]"),
+        ("init_top_p", 1.1, r"must be in \(0, 1\]"),
+        ("init_top_p", 1e-60, "init_top_p is 0.0"),  # nothing is left of it in float32
+        ("lam", -1, "lam is -1.0"),
+        ("geom_scale", float("inf"), "geom_scale is inf"),
+        ("max_new_tokens", 0, "must be an integer >= 1"),
+        ("max_new_tokens", 1.5, "max_new_tokens is 1.5, but must be an integer"),
+        ("min_new_tokens", -1, "must be an integer >= 0"),
+        ("seed", -1, r"seed is -1, but must be an integer in \[0, 18446744073709551616\)"),
+        ("seed", 2**64, "seed is"),
+        ("do_sample", 1, "must be True or False"),
+        ("repetition_penalty", 0, "must be a finite number > 0"),
+        ("repetition_penalty", 1e-50, "must be a finite number > 0"),
+        ("presence_penalty", float("inf"), "must be a finite number"),
+        ("logit_bias", {1: float("inf")}, "below infinity"),
+        ("logit_bias", {1: float("nan")}, "below infinity"),
+        ("logit_bias", {"x": 1}, "must be an integer >= 0"),
+        ("logit_bias", {VOCAB: 1}, f"names the token id {VOCAB}"),
+        ("logit_bias", 3, "must map token ids to numbers"),
+        ("stop_strings", "", "non-empty string"),
+        ("stop_strings", ["a", ""], "non-empty string"),
+        ("bad_words_ids", [1], "list of non-empty lists"),
+        ("bad_words_ids", [[]], "list of non-empty lists"),
+        ("bad_words_ids", [[1, VOCAB]], f"names the token id {VOCAB}"),
+        ("eos_token_id", VOCAB, f"names the token id {VOCAB}"),
+        ("suppress_tokens", [-1], "must be an integer >= 0"),
+        ("num_return_sequences", 0, "must be an integer >= 1"),
+        ("no_repeat_ngram_size", -2, "must be an integer >= 0"),
+    ],
+)
+def test_a_value_out_of_range_names_the_parameter_the_value_and_the_bound(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        row({name: value})
+
+
+def test_sampling_was_asked_for_with_a_greedy_temperature() -> None:
+    with pytest.raises(ParameterError, match="do_sample is True, but temperature is 0"):
+        row({"do_sample": True, "temperature": 0})
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"])
+def test_another_samplers_parameter_is_refused_with_the_reason(model: TopWModel, name: str) -> None:
+    with pytest.raises(ParameterError, match=f"{name} belongs to another sampler, and Top-W takes its place"):
+        model.generate("a", **{name: 0.9})
+
+
+def test_an_unknown_name_is_refused_and_the_known_ones_are_listed(model: TopWModel) -> None:
+    with pytest.raises(
+        ParameterError, match=r"unknown parameter 'max_tokens': did you mean \w+\? known are .*lam.*stop_strings"
+    ):
+        model.generate("a", max_tokens=5)
+    with pytest.raises(ParameterError, match="'lamda': did you mean lam"):
+        model.generate("a", lamda=2)
+
+
+def test_what_the_export_fixed_cannot_be_changed_by_a_request(model: TopWModel) -> None:
+    for name in ("top_m", "m", "alt_iters", "metric"):
+        with pytest.raises(ParameterError, match="built into the graph, so no request can change it"):
+            model.generate("a", **{name: 50})
+
+
+def test_one_parameter_under_two_names_is_refused(model: TopWModel) -> None:
+    with pytest.raises(ParameterError, match="lam is given twice"):
+        model.generate("a", lam=1.0, lambda_geom=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rows"),
+    [
+        ("eos_token_id", [1, 2], [{1, 2}, {1, 2}]),
+        ("eos_token_id", [[1, 2], [3]], [{1, 2}, {3}]),
+        ("stop_strings", ["a", "b"], [("a", "b")] * 2),
+        ("stop_strings", [["a"], ["b", "c"]], [("a",), ("b", "c")]),
+        ("bad_words_ids", [[1, 2], [3]], [((1, 2), (3,))] * 2),
+        ("bad_words_ids", [[[1, 2]], [[3]]], [((1, 2),), ((3,),)]),
+        ("logit_bias", {4: 1}, [{4: 1.0}] * 2),
+        ("logit_bias", [{4: 1}, {5: 2}], [{4: 1.0}, {5: 2.0}]),
+        ("repetition_penalty", [1.0, 2.0], [1.0, 2.0]),
+        ("repetition_penalty", np.array([1.0, 2.0]), [1.0, 2.0]),
+        ("seed", [7, None], [7, ...]),
+    ],
+)
+def test_one_more_level_of_lists_means_one_value_per_row(name: str, value: Any, rows: list[Any]) -> None:
+    named, _ = split({name: value})
+    attribute = {"eos_token_id": "eos_token_ids"}.get(name, name)
+    found = [getattr(r, attribute) for r in resolve([[5], [6]], named, {}, EXPORTED, LIMITS)]
+    assert all(want is ... or want == have for want, have in zip(rows, found, strict=True))
+
+
+REAL = {  # as instruction models publish it
+    "bos_token_id": 1,
+    "do_sample": True,
+    "eos_token_id": [EOS, 7],
+    "pad_token_id": PAD,
+    "temperature": 0.6,
+    "top_k": 50,
+    "top_p": 0.9,
+    "repetition_penalty": 1.05,
+    "transformers_version": "5.0.0",
+    "_from_model_config": True,
+}
+
+
+def test_a_real_generation_config_is_honoured_and_its_other_samplers_are_named_once(load: Load) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = load(Toy.random(0), generation_config=REAL)
+        model.generate("a", max_new_tokens=2)
+        model.generate("b", max_new_tokens=2)
+    (notice,) = [str(w.message) for w in caught]
+    assert notice.startswith("generation_config.json asks for top_k=50, top_p=0.9, which has no effect here")
+    assert Path(caught[0].filename).name == "conftest.py", "the notice points at the caller of from_pretrained"
+    (request,), _, _ = model._requests("a", {})
+    assert request.top_w.temperature == 0.6
+    assert request.repetition_penalty == 1.05
+    assert request.eos_token_ids == {EOS, 7}
+
+
+def test_settings_that_switch_other_samplers_off_need_no_notice(load: Load) -> None:
+    quiet = {"top_k": 0, "top_p": 1.0, "num_beams": 1, "use_cache": True, "min_p": None, "do_sample": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(Toy.random(0), generation_config=quiet)
+
+
+def test_generation_config_values_out_of_range_name_the_file(load: Load) -> None:
+    with pytest.raises(ParameterError, match=r"generation_config\.json: temperature is -1"):
+        load(Toy.random(0), generation_config={"temperature": -1})
+
+
+def test_token_ids_beyond_the_logits_in_a_config_do_no_harm(load: Load) -> None:
+    model = load(Toy.random(0), generation_config={"eos_token_id": [EOS, 9999], "suppress_tokens": [9999]})
+    assert model.generate("a", max_new_tokens=3, min_new_tokens=3, seed=1).token_ids
+
+
+def test_exported_defaults_serve_where_nothing_else_is_said(load: Load) -> None:
+    toy = Toy.random(0)
+    model = load(toy, defaults=TopWParameters(lam=0.3, temperature=3.0))
+    rows = toy.expect(byte_ids("ab"), 10, TopWParameters(lam=0.3, temperature=3.0), seed=2)
+    assert model.generate("ab", max_new_tokens=10, seed=2).token_ids == [r.next_token for r in rows]
+
+
+def test_the_model_configs_end_of_sequence_serves_without_a_generation_config(load: Load) -> None:
+    assert load(Toy.random(0)).defaults["eos_token_id"] == (EOS,)
