@@ -1,6 +1,6 @@
 """`topw` and `topw-export`: find the command, run it, and turn whatever happens into a message and an exit code.
 
-Exit codes: 0 done, 1 failed (one sentence on stderr; none when nobody reads the output), 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 failed (one sentence on stderr, none when nobody reads the output), 2 usage, 130 interrupted.
 Nothing heavy is imported here, so that `topw --help` answers at once; a command is imported when it is called.
 """
 
