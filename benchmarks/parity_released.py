@@ -2,31 +2,35 @@
 
     python -m benchmarks.parity_released --processor PATH/TO/logit_processor_w1.py
 
-PATH is the file of github.com/arashgholami/top-w-decoding; nothing of it is part of this project. The table it prints
-is the one in docs/theory.md.
+PATH is the file of github.com/arashgholami/top-w-decoding; nothing of it is part of this project. The tables it prints
+are those in docs/theory.md: synthetic rows, then logits and embeddings of a real model (the bundled one, or --model).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from topw_deploy.demo import demo_model_path
 from topw_deploy.sampling import FLOAT32_TIES, PRESETS, Geometry, Ties, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.reference import SetDistance, first_maximiser, objective, pool, warm_start
 
 OPTIONS: TopWOptions = PRESETS["released"][1]
 DEFAULTS: TopWParameters = PRESETS["released"][0]
 
-TABLES = ((60, 8), (500, 32), (5000, 64), (32000, 128))  # (V, d)
+TABLES = ((60, 8), (500, 32), (5000, 64), (32000, 128))  # (V, d) of the synthetic embeddings
+TEXT = ("argparse", "collections", "decimal", "difflib", "json", "pickle", "re", "typing")  # modules whose docstrings
 SMALLEST_P = 1e-12  # the released code takes log(max(p, 1e-12))
 
 REGIMES = {
@@ -63,19 +67,47 @@ def load_processor(path: Path) -> Any:
     return module.TopW_LogitsProcessor
 
 
-def make_logits(rng: np.random.Generator, V: int, rounded: bool) -> np.ndarray:
-    """One row: peaked, flat or heavy-tailed."""
-    shape = rng.choice([rng.normal(size=V), rng.standard_t(3, size=V), -1.2 * np.log(rng.permutation(V) + 1.0)])
-    logits = rng.choice([1.0, 2.0, 3.0]) * shape
-    return (np.round(logits) if rounded else logits).astype(np.float32)
+@dataclass(frozen=True)
+class Source:
+    """An embedding table float32 [V, d] and rows of logits [V] to go with it."""
+
+    table: np.ndarray
+    logits: Callable[[np.random.Generator], np.ndarray]
 
 
-def rows(processor: Any, choices: dict, count: int, seed: int) -> Iterator[Row]:
-    """`count` rows of a regime over all tables, each beside what the released processor keeps."""
+def synthetic_sources() -> list[Source]:
+    """Random tables; rows peaked, flat or heavy-tailed."""
+
+    def logits(rng: np.random.Generator, V: int) -> np.ndarray:
+        shape = rng.choice([rng.normal(size=V), rng.standard_t(3, size=V), -1.2 * np.log(rng.permutation(V) + 1.0)])
+        return rng.choice([1.0, 2.0, 3.0]) * shape
+
+    rng = np.random.default_rng(0)
+    return [
+        Source((rng.normal(size=(V, d)) * rng.lognormal(sigma=0.5, size=d)).astype(np.float32), partial(logits, V=V))
+        for V, d in TABLES
+    ]
+
+
+def model_source(folder: Path) -> Source:
+    """A Hugging Face causal LM reading docstrings of the standard library: its logits at random positions."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "\n\n".join(str(importlib.import_module(name).__doc__) for name in TEXT)
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
+    with torch.no_grad():
+        logits = torch.cat([model(chunk[None]).logits[0] for chunk in ids.split(256)]).numpy()
+    return Source(model.get_input_embeddings().weight.detach().numpy(), lambda rng: rng.choice(logits))
+
+
+def rows(processor: Any, sources: list[Source], choices: dict, count: int, seed: int) -> Iterator[Row]:
+    """`count` rows of a regime over all sources, each beside what the released processor keeps."""
     rng = np.random.default_rng(seed)
-    settings, per_setting = 6, max(1, count // (6 * len(TABLES)))
-    for V, d in TABLES:
-        table = (rng.normal(size=(V, d)) * rng.lognormal(sigma=0.5, size=d)).astype(np.float32)
+    settings, per_setting = 6, max(1, count // (6 * len(sources)))
+    for source in sources:
+        table = source.table
         geometry = Geometry.from_embeddings(table, OPTIONS.metric)
         for _ in range(settings):
             drawn = {"temperature": (0.5, 1.0, 2.0)} | choices
@@ -93,7 +125,8 @@ def rows(processor: Any, choices: dict, count: int, seed: int) -> Iterator[Row]:
                 print_kept=False,
             )
             for _ in range(per_setting):
-                logits = make_logits(rng, V, rounded)
+                drawn_row = source.logits(rng)
+                logits = (np.round(drawn_row) if rounded else drawn_row).astype(np.float32)
                 scores = theirs(None, torch.from_numpy(logits)[None])[0]
                 yield Row(logits, parameters, geometry, frozenset(torch.isfinite(scores).nonzero()[:, 0].tolist()))
 
@@ -170,11 +203,11 @@ class Regime:
         return f"| {name} | {self.rows} | {self.certified} | {self.moved} | {self.equal} | {told} |"
 
 
-def compare(processor: Any, count: int, seed: int) -> dict[str, Regime]:
+def compare(processor: Any, sources: list[Source], count: int, seed: int) -> dict[str, Regime]:
     result: dict[str, Regime] = {}
     for number, (name, choices) in enumerate(REGIMES.items()):
         found = result[name] = Regime()
-        for row in rows(processor, choices, count, seed + number):
+        for row in rows(processor, sources, choices, count, seed + number):
             ours = crop(row.logits, row.parameters, OPTIONS, row.geometry)
             kept = frozenset(ours.kept.tolist())
             found.rows += 1
@@ -193,17 +226,24 @@ def compare(processor: Any, count: int, seed: int) -> dict[str, Regime]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processor", type=Path, required=True, help="the released logit_processor_w1.py")
+    parser.add_argument("--model", type=Path, default=demo_model_path(), help="Hugging Face folder (default: bundled)")
     parser.add_argument("--rows", type=int, default=960, help="rows per regime (default 960)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    table = compare(load_processor(arguments.processor), arguments.rows, arguments.seed)
+    processor = load_processor(arguments.processor)
+    for title, sources in (("Synthetic rows", synthetic_sources()), ("Model rows", [model_source(arguments.model)])):
+        print(f"{title}:\n")
+        show(compare(processor, sources, arguments.rows, arguments.seed))
+
+
+def show(table: dict[str, Regime]) -> None:
     print("| regime | rows | certified | moved by geometry | equal sets | causes of the others (most mass at stake) |")
     print("|---|---|---|---|---|---|")
     for name, found in table.items():
         print(found.line(name))
     total = sum(found.rows for found in table.values())
     equal = sum(found.equal for found in table.values())
-    print(f"\n{equal} of {total} rows keep the same set ({math.floor(1e4 * equal / total) / 100} %).")
+    print(f"\n{equal} of {total} rows keep the same set ({math.floor(1e4 * equal / total) / 100} %).\n")
 
 
 if __name__ == "__main__":

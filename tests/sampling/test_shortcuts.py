@@ -97,6 +97,20 @@ def test_the_certificate_fails_for_a_repulsive_geometry_which_can_also_cycle():
     assert not case.crop().certified
 
 
+def test_small_repulsive_rows_often_break_the_certificate_and_often_cycle():
+    rows = covered = broken = endless = 0
+    for case in random_cases(901, 800, geom_scale=-1.0, alt_iters=40):
+        found = case.crop()
+        if case.parameters.beta > case.parameters.lam and not found.ties.allow_certified(FLOAT64_TIES):
+            rows += 1
+            endless += found.steps == 40
+            if found.base_size <= found.warm_size:
+                covered += 1
+                broken += found.kept.tolist() != trace(case, iterations=1).pool[: found.base_size]
+    assert broken > 0.1 * covered
+    assert endless > 0.2 * rows
+
+
 # T3: ascent
 
 
