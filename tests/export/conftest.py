@@ -1,0 +1,48 @@
+"""Exports that several test files look at, each made once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_models import write_checkpoint, write_decoder
+
+from topw_deploy.export import ExportRequest, export_model
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> its Hugging Face folder."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = write_checkpoint(tmp_path_factory.mktemp("checkpoint") / family, family)
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
+    """family -> its export with default options, unverified."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("exported") / family
+            export_model(ExportRequest(model=str(checkpoint(family)), output=made[family], verify=False))
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def foreign_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder without a sampler, as another exporter would have written it."""
+    return write_decoder(tmp_path_factory.mktemp("foreign") / "llama", "llama_tied")
