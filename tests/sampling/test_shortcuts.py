@@ -87,6 +87,16 @@ def test_every_step_of_a_certified_row_gives_the_same_answer():
             assert set(row.sets[1:]) == {frozenset(range(found.base_size))}
 
 
+def test_at_the_defaults_rows_so_flat_that_the_base_scan_wants_the_whole_pool_are_not_certified():
+    rng = np.random.default_rng(23)
+    for _ in range(5):
+        flat = Case(rng.normal(size=32_000), TopWParameters(temperature=2.0), TopWOptions(metric="uniform"), None)
+        found = flat.crop()
+        assert found.base_size == 1200 > found.warm_size
+        assert not found.certified
+        assert flat.but(temperature=1.0).crop().certified
+
+
 def test_the_certificate_fails_for_a_repulsive_geometry_which_can_also_cycle():
     logits, points = np.array([0.0, -0.8, -1.3, -2.4]), Points([[1.0], [2.5], [1.0], [0.0]])
     parameters = TopWParameters(lam=1.0, beta=2.8, init_top_p=0.9, geom_scale=-1.0)

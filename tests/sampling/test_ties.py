@@ -129,3 +129,21 @@ def test_for_beta_at_most_lam_a_repulsive_row_reports_the_lead_of_the_best_phi()
     assert case.crop().kept.tolist() == [2]
     assert case.crop().ties.objective == pytest.approx(1e-7 / 2, rel=1e-6)
     assert case.but(geom_scale=1.0).crop().ties.objective == math.inf
+
+
+def test_running_float32_sums_of_a_flat_pool_err_beyond_the_bounds_and_those_of_a_steep_one_do_not():
+    def errors(a, lam=2.2, c=0.6):
+        a = a.astype(f32)
+        w, w32 = np.exp(a.astype(float)), np.exp(a)
+        G, G32 = np.cumsum(w), np.cumsum(w32, dtype=f32)
+        J = np.cumsum(w * lam * a) / G + c * np.log(G)
+        J32 = np.cumsum(w32 * (f32(lam) * a), dtype=f32) / G32 + f32(c) * np.log(G32)
+        return (np.abs(G32 - G) / G).max(), np.abs(J32 - J).max() / (lam + c)
+
+    flat = [errors(np.append(0.0, np.full(1199, -x))) for x in np.linspace(0.1, 3, 60)]
+    assert max(mass for mass, _ in flat) > FLOAT32_TIES.nucleus
+    assert max(J for _, J in flat) > FLOAT32_TIES.objective
+    for exponent in (0.7, 1.0, 1.5):
+        mass, gain = errors(-exponent * np.log(np.arange(1, 1201)))
+        assert mass < FLOAT32_TIES.nucleus
+        assert gain < FLOAT32_TIES.objective
