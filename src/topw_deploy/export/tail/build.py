@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,13 +10,13 @@ import onnx_ir as ir
 
 from topw_deploy.export.tail.alternate import Distances, alternate
 from topw_deploy.export.tail.candidates import Candidates, ShortScan, block_candidates, certificate, short_scan
-from topw_deploy.export.tail.draw import Drawn, draw_candidate, draw_member
+from topw_deploy.export.tail.draw import Drawn, draw_candidate, draw_member, kept_candidates
 from topw_deploy.export.tail.dynamic import places_of, put_rows, settled_or_moved, take_rows
 from topw_deploy.export.tail.edits import apply_edits, padded_width, without_padding
 from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, embedding_rows, features
 from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, step
 from topw_deploy.export.tail.pool import Pool, candidate_pool, certified, up_to, warm_start
-from topw_deploy.export.tail.rows import LARGEST, PARAMETERS, Rows, all_true, row_parameters, within
+from topw_deploy.export.tail.rows import LARGEST, PARAMETERS, Bounded, Rows, all_true, row_parameters, within
 from topw_deploy.export.tail.spec import DOMAIN, OP_TYPE, TailSpec, tail_inputs, tail_outputs
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 
@@ -65,7 +65,8 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
     largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
     drop = op.Sub(candidates.logits, largest)
     scan = short_scan(op, drop, candidates.count, rows)
-    settled = settled_flags(op, spec, logits, largest, candidates, scan, rows)
+    proof = certificate(op, candidates, drop, scan, rows, spec)
+    settled = settled_flags(op, logits, largest, proof, rows)
     drawn = draw_candidate(op, candidates, drop, scan.last, rows)
     share = top_share(op, logits, candidates, rows) if spec.with_mass else None
 
@@ -92,17 +93,15 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
 
 
 @step
-def settled_flags(
-    op: Ops, spec: TailSpec, logits: Tensor, largest: Tensor, candidates: Candidates, scan: ShortScan, rows: Rows
-) -> Tensor:
-    """bool [batch, conditions]: a row whose flags are all true is valid and certified by its candidates alone.
+def settled_flags(op: Ops, logits: Tensor, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
+    """bool [batch, conditions]: a row whose flags are all true is valid and, by `proof`, certified.
 
     The sum over the row is NaN where a logit is NaN or +inf (the columns behind the vocabulary hold -inf). It may
     also overflow for absurdly large logits; such a row is then judged by `valid_rows`.
     """
     total = op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1)
     finite = [(largest, -LARGEST, LARGEST), (total, -np.inf, LARGEST)]
-    return within(op, rows, [*finite, *certificate(op, candidates, scan, rows, spec)])
+    return within(op, rows, [*finite, *proof])
 
 
 @step
@@ -121,7 +120,7 @@ def fast_answer(op: Ops, spec: TailSpec, candidates: Candidates, scan: ShortScan
     """The answer of the certified path."""
     mask = None
     if spec.with_keep_mask:
-        mask = _scattered(op, spec, candidates.ids, op.LessOrEqual(op.constant(np.arange(candidates.count), np.int64), scan.last))
+        mask = _scattered(op, spec, candidates.ids, kept_candidates(op, candidates, scan.last))
     crop_mass = op.GatherElements(scan.mass, scan.last, axis=1) if spec.with_mass else None
     return Answer(drawn, sure, crop_mass, mask)
 

@@ -101,7 +101,9 @@ def short_scan(op: Ops, drop: Tensor, count: int, rows: Rows) -> ShortScan:
 
 
 @step
-def certificate(op: Ops, candidates: Candidates, scan: ShortScan, rows: Rows, spec: TailSpec) -> list[Bounded]:
+def certificate(
+    op: Ops, candidates: Candidates, drop: Tensor, scan: ShortScan, rows: Rows, spec: TailSpec
+) -> list[Bounded]:
     """What must hold for the top K tokens to be the crop: (column [batch, 1], lowest, highest) each.
 
     - Warm start: the mass before token K is below init_top_p times the candidates' mass, hence below that share of
@@ -109,6 +111,7 @@ def certificate(op: Ops, candidates: Candidates, scan: ShortScan, rows: Rows, sp
     - Block stop: as if each of the pool's other tokens had the last candidate's score, which is the most they can
       weigh; if that lowers J, no longer prefix is the first maximiser, and token K does not tie with one outside
       (a run of equal scores has its best J at an end). For reward <= 0 the first prefix is the best by itself.
+    - The largest logit is above the last candidate's: a single kept token does not tie with one outside either.
     - geom_scale >= 0 (0 stands there for greedy rows).
     """
     final = op.constant([candidates.count - 1], np.int64)
@@ -129,4 +132,4 @@ def certificate(op: Ops, candidates: Candidates, scan: ShortScan, rows: Rows, sp
     longest = op.Add(op.Div(tail_gain, whole), op.Mul(op.Log(whole), rows.reward))
     slack = op.Min(op.Mul(rows.beta, op.constant(_SLACK)), rows.reward)
     margin = op.Sub(op.Sub(scan.best, op.Gather(longest, final, axis=1)), slack)
-    return [*bounds, (margin, 0.0, np.inf)]
+    return [*bounds, (margin, 0.0, np.inf), (op.Gather(drop, final, axis=1), -np.inf, -SMALLEST)]

@@ -29,13 +29,13 @@ def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, 
     total = op.GatherElements(mass, last, axis=1)
     reached = op.Greater(mass, op.Mul(rows.uniform, total))
     position = first_position(op, reached, op.constant(np.arange(candidates.count), np.int64), last)
-    token = _token_among_equals(op, candidates, position)
+    token = token_at(op, candidates, position)
     logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.Log(total))
     return Drawn(token, logprob, op.Add(last, op.constant(1, np.int64)))
 
 
 @step
-def _token_among_equals(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
+def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
     """The token at `position` of the order (logit descending, token id ascending).
 
     The candidates' order among equal logits is left open, because TopK's is not the same everywhere: the r-th of
@@ -50,6 +50,14 @@ def _token_among_equals(op: Ops, candidates: Candidates, position: Tensor) -> Te
     ids, _ = op.TopK(op.Where(equal, candidates.ids, largest), count, axis=1, largest=0)
     start = first_position(op, equal, op.constant(np.arange(candidates.count), np.int64), position)
     return op.GatherElements(ids, op.Sub(position, start), axis=1)
+
+
+@step
+def kept_candidates(op: Ops, candidates: Candidates, last: Tensor) -> Tensor:
+    """bool [batch, n]: the candidates up to position `last` of the order (logit descending, token id ascending)."""
+    logit = op.GatherElements(candidates.logits, last, axis=1)
+    tied = op.And(op.Equal(candidates.logits, logit), op.LessOrEqual(candidates.ids, token_at(op, candidates, last)))
+    return op.Or(op.Greater(candidates.logits, logit), tied)
 
 
 @step

@@ -48,7 +48,7 @@ def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
     """The first `width` int64 [1] tokens of each pool."""
     start, axis = op.constant([0], np.int64), op.constant([1], np.int64)
     cut = {name: op.Slice(getattr(pool, name), start, width, axis) for name in _BY_ROW}
-    positions = op.Slice(pool.positions, start, width, start)
+    positions = op.Range(op.constant(0, np.int64), op.Squeeze(width), op.constant(1, np.int64))
     return Pool(**cut, positions=positions, width=width, final=op.Sub(width, axis))
 
 

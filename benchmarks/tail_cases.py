@@ -1,0 +1,267 @@
+"""Random rows for the tail, of every kind that could go wrong, and the judge that compares graph and reference.
+
+Shared by the fuzz run (`make fuzz`) and by the tests, which take a small fixed share of the same rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from topw_deploy.export.sampler_only import sampler_model
+from topw_deploy.export.tail import TailSpec, plain_gather
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, draw, sample_row
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
+
+FORMS = ("portable", "onnxruntime", "static")
+LOGPROB_BOUND = 1e-5  # absolute below 1, relative above: a few float32 roundings of (l - l_max) / T and a logarithm
+MASS_BOUND = 1e-4  # relative: a float32 sum over the vocabulary
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One graph: what is baked, over which vocabulary and table."""
+
+    options: TopWOptions
+    vocab_size: int
+    hidden_size: int
+    table_kind: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        potential = f"knn{self.options.knn_k}" if self.options.neighbours else "nearest"
+        return (
+            f"{self.options.metric}/{potential}/V={self.vocab_size}/m={self.options.top_m}/it={self.options.alt_iters}"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: its logits float32 [V], parameters (numbers float32 can hold), uniform number, and kind."""
+
+    logits: np.ndarray
+    parameters: dict[str, float]
+    uniform: float
+    regime: str
+
+
+def embedding_table(scenario: Scenario) -> np.ndarray:
+    """float32 [V, d] of the scenario's kind: plain, with duplicates, near-duplicates, clusters, or rows of zeros."""
+    rng = np.random.default_rng(scenario.seed)
+    shape = (scenario.vocab_size, scenario.hidden_size)
+    table = rng.standard_normal(shape) * rng.uniform(0.2, 2.0, shape[1]) + rng.standard_normal(shape[1])
+    twins = rng.integers(0, shape[0], shape[0])
+    some = rng.random(shape[0]) < 0.4
+    if scenario.table_kind == "duplicates":
+        table[some] = table[twins[some]]
+    elif scenario.table_kind == "near-duplicates":
+        table[some] = table[twins[some]] * (1 + 1e-4 * rng.standard_normal((int(some.sum()), shape[1])))
+    elif scenario.table_kind == "clusters":
+        table = table[rng.integers(0, max(1, shape[0] // 20), shape[0])] + 0.2 * rng.standard_normal(shape)
+    elif scenario.table_kind == "zeros":
+        table[some] = 0
+    return table.astype(np.float32)
+
+
+def _logits(rng: np.random.Generator, vocab: int) -> tuple[str, np.ndarray]:
+    kind = rng.choice(["gauss", "zipf", "peaked", "flat", "tied", "half", "banned", "few", "equal"],
+                      p=[0.26, 0.24, 0.12, 0.1, 0.1, 0.08, 0.05, 0.03, 0.02])  # fmt: skip
+    row = rng.standard_normal(vocab) * rng.uniform(0.3, 4.0)
+    if kind in ("zipf", "half", "banned"):
+        row = -rng.uniform(0.5, 2.0) * np.log(rng.permutation(vocab) + 1.0) + 0.3 * rng.standard_normal(vocab)
+    elif kind == "peaked":
+        row[rng.integers(0, vocab, rng.integers(1, 6))] += rng.uniform(3, 20)
+    elif kind == "flat":
+        row *= 0.05
+    elif kind == "tied":
+        row = np.round(row * rng.choice([1.0, 2.0, 4.0])) / 4
+    elif kind == "equal":
+        row[:] = row[0]
+    if kind == "half":
+        row = row.astype(np.float16)
+    if kind == "banned":
+        row[rng.random(vocab) < 0.5] = -np.inf
+    if kind == "few":
+        row[rng.permutation(vocab)[rng.integers(1, 12) :]] = -np.inf
+    if not np.isfinite(row).any():
+        row[0] = 0.0
+    return str(kind), row.astype(np.float32)
+
+
+def _parameters(rng: np.random.Generator) -> tuple[str, dict[str, float]]:
+    regime = str(rng.choice(["paper", "released", "geometry", "wild", "singleton", "no-lam", "repulsive", "greedy"],
+                            p=[0.14, 0.08, 0.32, 0.22, 0.06, 0.05, 0.08, 0.05]))  # fmt: skip
+    chosen = {
+        "lam": 2.2,
+        "beta": 2.8,
+        "temperature": 1.0,
+        "selection_temperature": 0.0,
+        "init_top_p": 0.999,
+        "geom_scale": 1.0,
+    }
+    if regime in ("paper", "released"):
+        chosen |= {"temperature": rng.uniform(0.3, 2.5), "geom_scale": 1.0 if regime == "paper" else 0.6}
+    elif regime == "greedy":
+        chosen |= {"temperature": rng.choice([0.0, 9e-6]), "geom_scale": rng.choice([1.0, -1.0])}
+    else:
+        chosen |= {
+            "lam": rng.exponential(0.5), "temperature": rng.uniform(0.2, 3.0), "init_top_p": rng.uniform(0.02, 0.99),
+            "geom_scale": rng.choice([0.02, 0.1, 0.3, 1.0]),
+        }  # fmt: skip
+        chosen["beta"] = chosen["lam"] + rng.exponential(1.0)
+        if regime == "wild":
+            chosen |= {"lam": 10 ** rng.uniform(-3, 1), "beta": 10 ** rng.uniform(-2, 1.3),
+                       "init_top_p": rng.choice([1.0, 0.999, 0.5, 1e-3]), "geom_scale": rng.choice([0.0, 1e-3, 3.0])}  # fmt: skip
+        elif regime == "singleton":
+            chosen["beta"] = chosen["lam"] * rng.choice([0.0, 0.5, 1.0])
+        elif regime == "no-lam":
+            chosen["lam"] = 0.0
+        elif regime == "repulsive":
+            chosen["geom_scale"] = -rng.choice([0.05, 0.3, 1.0])
+    if rng.random() < 0.25:
+        chosen["selection_temperature"] = rng.uniform(0.2, 3.0)
+    return regime, {name: float(np.float32(value)) for name, value in chosen.items()}
+
+
+def random_case(rng: np.random.Generator, vocab: int) -> Case:
+    """One row of random kind, parameters and uniform number."""
+    kind, logits = _logits(rng, vocab)
+    regime, parameters = _parameters(rng)
+    return Case(logits, parameters, float(np.float32(int(rng.integers(0, 1 << 24)) * 2.0**-24)), f"{regime}, {kind}")
+
+
+def graph(
+    scenario: Scenario, form: str, table: np.ndarray, geometry: Geometry, opset: int = 23
+) -> ort.InferenceSession:
+    """A session of the sampler-only model with all optional outputs."""
+    uses_table = scenario.options.metric != "uniform"
+    spec = TailSpec(
+        options=scenario.options,
+        vocab_size=scenario.vocab_size,
+        embedding=plain_gather(*table.shape) if uses_table else None,
+        hidden_size=scenario.hidden_size if uses_table else None,
+        form=form,
+        opset=opset,
+        with_mass=True,
+        with_keep_mask=True,
+    )
+    model = sampler_model(spec, table if uses_table else None, geometry)
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 1
+    return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def feeds(cases: list[Case], edits: int = 0) -> dict[str, np.ndarray]:
+    """The graph's inputs for a batch, with `edits` padded edits per row."""
+    batch = len(cases)
+    columns = {n: np.array([case.parameters[n] for case in cases], np.float32) for n in PARAMETER_NAMES}
+    return {
+        "logits": np.stack([case.logits for case in cases]),
+        "edit_ids": np.full((batch, edits), -1, np.int64),
+        "edit_penalty": np.ones((batch, edits), np.float32),
+        "edit_bias": np.zeros((batch, edits), np.float32),
+        "uniform": np.array([case.uniform for case in cases], np.float32),
+        **columns,
+    }
+
+
+def run(session: ort.InferenceSession, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Outputs by name."""
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(names, inputs), strict=True))
+
+
+@dataclass
+class Tally:
+    """What was compared: rows, certified ones, and differences by their explanation, each by regime."""
+
+    rows: Counter[str] = field(default_factory=Counter)
+    certified: Counter[str] = field(default_factory=Counter)
+    explained: Counter[str] = field(default_factory=Counter)
+    unexplained: list[str] = field(default_factory=list)
+
+    def add(self, label: str, case: Case, wanted: Row, found: dict[str, object]) -> None:
+        """Compare one row's outputs with the reference's and file the result."""
+        regime = case.regime.split(",")[0]
+        self.rows[regime] += 1
+        self.certified[regime] += wanted.certified
+        for difference in differences(wanted, found):
+            reason = explanation(difference, wanted)
+            if reason is None:
+                self.unexplained.append(f"{label}: {difference}; {case.regime}, {case.parameters}, {wanted.ties}, "
+                                        f"wanted {_brief(asdict(wanted))}, found {_brief(found)}")  # fmt: skip
+            else:
+                self.explained[f"{difference}: {reason}"] += 1
+
+
+def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:
+    """Names of what differs: the kept set, or else the draw and its numbers; and the certificate."""
+    if bool(found["certified"]) != wanted.certified:
+        yield "certified"
+    mask = np.asarray(found["keep_mask"])
+    if int(found["kept"]) != wanted.kept or not np.array_equal(np.flatnonzero(mask), np.sort(wanted.kept_ids)):
+        yield "kept set"
+        return
+    if int(found["next_token"]) != wanted.next_token:
+        yield "token"
+    elif abs(float(found["logprob"]) - wanted.logprob) > LOGPROB_BOUND * max(1.0, abs(wanted.logprob)):
+        yield "logprob"
+    if abs(float(found["mass"]) - wanted.mass) > MASS_BOUND * wanted.mass:
+        yield "mass"
+
+
+def explanation(difference: str, wanted: Row) -> str | None:
+    """Which tie of docs/graph.md, section 4, allows the difference; None if none does."""
+    ties, bounds = wanted.ties, FLOAT32_TIES
+    if difference in ("kept set", "certified"):
+        if ties.pool_cut:
+            return "equal logits across the pool's cut"
+        if ties.objective <= bounds.objective:
+            return "J of two prefixes within 1e-5"
+        if ties.nucleus <= bounds.nucleus:
+            return "cut of the warm start within 2e-6"
+        if difference == "certified" and ties.certificate <= bounds.objective:
+            return "base J across the warm start within 1e-5"
+    if difference == "token" and wanted.draw_margin <= bounds.draw:
+        return "uniform number within 1e-6 of the next token"
+    return None
+
+
+def reference(scenario: Scenario, geometry: Geometry, case: Case) -> Row:
+    """The definition's answer."""
+    return sample_row(case.logits, case.parameters, scenario.options, geometry, case.uniform)
+
+
+def redrawn(row: Row, case: Case, uniform: float) -> tuple[Row, Case]:
+    """The same row with another uniform number: the crop does not depend on it."""
+    from dataclasses import replace
+
+    again = replace(case, uniform=uniform)
+    if not row.valid or case.parameters["temperature"] < 1e-5:
+        return row, again
+    drawn = draw(case.logits, row.kept_ids, case.parameters["temperature"], uniform)
+    return replace(row, next_token=drawn.token, logprob=drawn.logprob, draw_margin=drawn.margin), again
+
+
+def compare(scenario: Scenario, sessions: dict[str, ort.InferenceSession], geometry: Geometry, cases: list[Case],
+            tallies: dict[str, Tally]) -> None:  # fmt: skip
+    """Run a batch through every form, twice with different uniform numbers, and file the results."""
+    wanted = [reference(scenario, geometry, case) for case in cases]
+    second = [redrawn(row, case, 1.0 - 2.0**-24 - case.uniform) for row, case in zip(wanted, cases, strict=True)]
+    for form, session in sessions.items():
+        for rows, batch in ((wanted, cases), ([r for r, _ in second], [c for _, c in second])):
+            results = run(session, feeds(batch))
+            for index, (row, case) in enumerate(zip(rows, batch, strict=True)):
+                found = {name: value[index] for name, value in results.items()}
+                tallies[form].add(f"{form} {scenario.name}/{scenario.table_kind}", case, row, found)
+
+
+def _brief(values: dict[str, object]) -> dict[str, object]:
+    return {name: values[name] for name in ("next_token", "kept", "certified", "logprob", "mass")}
