@@ -118,7 +118,8 @@ def crop(
         order = np.argsort(-phi, kind="stable")  # equal phi: pool position decides
         J = objective(p[order], phi[order], c)
         k = first_maximiser(J, c)
-        margin = min(margin, _lead(J, phi[order], k, c, scale) / (unit if scale >= 0 else max(unit, np.abs(f).max())))
+        largest = np.abs(f).max() if scale < 0 else 0.0
+        margin = min(margin, _lead(J, phi[order], k, c, scale) / max(unit, largest))
         previous, S = S, np.zeros_like(S)
         S[order[:k]] = True
         if np.array_equal(S, previous):
@@ -126,7 +127,7 @@ def crop(
 
     certified = scale >= 0 and k0 >= K
     warm_cut = not certified and k0 < len(C) and bool(log_p[k0 - 1] == log_p[k0])
-    ties = Ties(margin, nucleus, _certificate_lead(base, k0) / unit, pool_cut, warm_cut)
+    ties = Ties(margin, nucleus, _certificate_lead(base, k0, c) / unit, pool_cut, warm_cut)
     return Crop(C[S], certified, k0, K, steps, ties)
 
 
@@ -197,8 +198,8 @@ def _lead(J: Floats, phi: Floats, k: int, c: float, scale: float) -> float:
     return float(J[k - 1] - np.delete(J, k - 1).max())
 
 
-def _certificate_lead(base: Floats, k0: int) -> float:
-    return math.inf if k0 == len(base) else float(abs(base[:k0].max() - base[k0:].max()))
+def _certificate_lead(base: Floats, k0: int, c: float) -> float:
+    return math.inf if c <= 0 or k0 == len(base) else float(abs(base[:k0].max() - base[k0:].max()))
 
 
 def _geometry_for(options: TopWOptions, geometry: Geometry | None) -> Geometry:
