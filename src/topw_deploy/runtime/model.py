@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from topw_deploy.errors import GenerationError, ManifestError, PromptError, TokenizerError
-from topw_deploy.runtime import cache, loop
+from topw_deploy.errors import GenerationError, PromptError, TokenizerError
+from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.defaults import bos_token, model_defaults
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.providers import short_name
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
-from topw_deploy.runtime.results import GenerationResult, Piece, Timings
+from topw_deploy.runtime.results import GenerationResult, Piece
+from topw_deploy.runtime.run import Run
 from topw_deploy.runtime.session import GraphSession
-from topw_deploy.runtime.text import IncrementalDecoder, RowText
 from topw_deploy.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-Prompt = str | Sequence[int] | np.ndarray
 Message = Mapping[str, Any]
 
 
@@ -40,8 +39,7 @@ class TopWModel:
 
     def __init__(self, folder: ModelFolder, session: GraphSession, started: float) -> None:
         decoder = folder.manifest.decoder
-        if decoder is None:
-            raise ManifestError(f"{folder.path} has no decoder; load it with TopWSampler.")
+        assert decoder is not None, "a folder of kind 'decoder' has one"
         cache.check_supported(decoder, session.inputs, session.outputs)
         self.manifest = folder.manifest
         self.path = folder.path
@@ -193,58 +191,10 @@ class TopWModel:
         return ids or ([] if self._bos is None else [self._bos])
 
     def _run(self, requests: Sequence[RowRequest], skip_special: bool, *, streaming: bool) -> Iterator[Piece]:
-        session = self._session
-        if session is None:
+        if self._session is None:
             raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
-        return self._pieces(session, requests, skip_special, streaming)
 
-    def _pieces(
-        self, session: GraphSession, requests: Sequence[RowRequest], skip_special: bool, streaming: bool
-    ) -> Iterator[Piece]:
-        def row_text(request: RowRequest) -> RowText:
-            decoder = IncrementalDecoder(lambda ids: self.tokenizer.decode(ids, skip_special), request.prompt)
-            return RowText(decoder, request.stop_strings, request.min_new_tokens)
+        def decode(ids: Sequence[int]) -> str:
+            return self.tokenizer.decode(ids, skip_special)
 
-        started = time.perf_counter()
-        rows = [loop.Row(i, r, row_text(r) if streaming or r.stop_strings else None) for i, r in enumerate(requests)]
-        generation = loop.Generation(session, self.manifest, rows)
-        prefilled = 0.0
-
-        def result(row: loop.Row) -> GenerationResult:
-            tokens = generation.recorded("next_token", row)
-            text = "".join(row.pieces) if row.text is not None else _whole_text(row_text(row.request), tokens, row.stop)
-            return GenerationResult(
-                text=text,
-                token_ids=tokens,
-                logprobs=generation.recorded("logprob", row),
-                kept=generation.recorded("kept", row),
-                certified=generation.recorded("certified", row),
-                mass=generation.recorded("mass", row) if "mass" in session.outputs else None,
-                seed=row.request.seed,
-                sample=row.request.sample,
-                finish_reason=str(row.finish_reason),
-                stop=row.stop,
-                prompt_tokens=len(row.request.prompt),
-                timings=Timings(
-                    self.load_seconds, prefilled - started, max(0.0, row.finished_at - prefilled), max(0, row.steps - 1)
-                ),
-            )
-
-        for row in rows:
-            if row.finish_reason is not None:  # its prompt fills the context
-                prefilled = started
-                yield Piece("", row.index, result(row))
-        prefilled = 0.0
-        for gained in loop.generate(generation):
-            prefilled = prefilled or time.perf_counter()
-            for row, text in gained:
-                if row.finish_reason is not None:
-                    yield Piece(text, row.index, result(row))
-                elif text:
-                    yield Piece(text, row.index)
-
-
-def _whole_text(text: RowText, tokens: Sequence[int], stop: int | str | None) -> str:
-    """The text of a row that was not followed while it grew; the end-of-sequence token is no part of it."""
-    shown = tokens[:-1] if isinstance(stop, int) else tokens
-    return "".join([text.push(token) for token in shown]) + text.flush()
+        return Run(self._session, self.manifest, requests, decode, self.load_seconds, streaming=streaming).pieces()

@@ -1,0 +1,85 @@
+"""One request from its rows to its results: the loop's steps in, pieces of text out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from topw_deploy.manifest import Manifest
+from topw_deploy.runtime import loop
+from topw_deploy.runtime.request import RowRequest
+from topw_deploy.runtime.results import GenerationResult, Piece, Timings
+from topw_deploy.runtime.session import GraphSession
+from topw_deploy.runtime.text import IncrementalDecoder, RowText
+
+
+class Run:
+    """A generation about to start. Text is followed token by token only where somebody waits for it: when
+    `streaming`, and in rows with stop strings; the text of other rows is made once, at their end, in the same way.
+
+    decode: token ids -> text. load_seconds: passed on to the results.
+    """
+
+    def __init__(
+        self,
+        session: GraphSession,
+        manifest: Manifest,
+        requests: Sequence[RowRequest],
+        decode: Callable[[Sequence[int]], str],
+        load_seconds: float,
+        *,
+        streaming: bool,
+    ) -> None:
+        self._session, self._manifest, self._decode = session, manifest, decode
+        self._load_seconds = load_seconds
+        self._rows = [
+            loop.Row(index, request, self._text(request) if streaming or request.stop_strings else None)
+            for index, request in enumerate(requests)
+        ]
+
+    def pieces(self) -> Iterator[Piece]:
+        """Run to the end. The last piece of each row carries its result; rows without new text give no piece."""
+        self._started = self._prefilled = time.perf_counter()
+        self._generation = loop.Generation(self._session, self._manifest, self._rows)
+        for row in self._rows:
+            if row.finish_reason is not None:  # its prompt fills the context
+                yield Piece("", row.index, self._result(row))
+        for step, gained in enumerate(loop.generate(self._generation)):
+            if step == 0:
+                self._prefilled = time.perf_counter()
+            for row, text in gained:
+                if row.finish_reason is not None:
+                    yield Piece(text, row.index, self._result(row))
+                elif text:
+                    yield Piece(text, row.index)
+
+    def _text(self, request: RowRequest) -> RowText:
+        return RowText(IncrementalDecoder(self._decode, request.prompt), request.stop_strings, request.min_new_tokens)
+
+    def _result(self, row: loop.Row) -> GenerationResult:
+        recorded = self._generation.recorded
+        tokens = recorded("next_token", row)
+        return GenerationResult(
+            text="".join(row.pieces) if row.text is not None else self._whole_text(row, tokens),
+            token_ids=tokens,
+            logprobs=recorded("logprob", row),
+            kept=recorded("kept", row),
+            certified=recorded("certified", row),
+            mass=recorded("mass", row) if "mass" in self._session.outputs else None,
+            seed=row.request.seed,
+            sample=row.request.sample,
+            finish_reason=str(row.finish_reason),
+            stop=row.stop,
+            prompt_tokens=len(row.request.prompt),
+            timings=Timings(
+                load_seconds=self._load_seconds,
+                prefill_seconds=self._prefilled - self._started,
+                decode_seconds=max(0.0, row.finished_at - self._prefilled),
+                decode_steps=max(0, row.steps - 1),
+            ),
+        )
+
+    def _whole_text(self, row: loop.Row, tokens: Sequence[int]) -> str:
+        text = self._text(row.request)
+        shown = tokens[:-1] if isinstance(row.stop, int) else tokens  # the end of sequence is no text
+        return "".join([text.push(token) for token in shown]) + text.flush()
