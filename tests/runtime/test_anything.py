@@ -1,0 +1,109 @@
+"""Whatever a request or a configuration holds, it is served or refused by one of the package's errors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topw_deploy.errors import ParameterError, PromptError, TokenizerError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.chat import ChatTemplate
+from topw_deploy.runtime.defaults import model_defaults
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS
+from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.runtime.tokenizer import Tokenizer
+from topw_deploy.sampling import TopWParameters
+from toy_model import VOCAB
+
+LIMITS = Limits(context_length=64, vocab_size=VOCAB)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, VOCAB + 3),
+    st.integers(),
+    st.just(10**400),  # more than a float holds
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=2),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.one_of(st.integers(-1, 9), st.text(max_size=2)), inner, max_size=2),
+    ),
+    max_leaves=6,
+)
+NAMES = st.sampled_from([*PARAMETERS, *REQUEST_PARAMETERS])
+
+
+@given(request=st.dictionaries(NAMES, VALUES, max_size=3), rows=st.integers(1, 3))
+def test_any_request_is_resolved_or_refused(request: dict[str, Any], rows: int) -> None:
+    try:
+        named, whole = split(request)
+        found = resolve([[1, 2]] * rows, named, {}, TopWParameters(), LIMITS, min(whole["num_return_sequences"], 2))
+    except (ParameterError, PromptError):
+        return
+    assert len(found) % rows == 0
+    for row in found:
+        check_sane(row)
+
+
+def check_sane(row: RowRequest) -> None:
+    assert 1 <= row.budget <= LIMITS.context_length - 2
+    assert 0 < row.repetition_penalty < math.inf
+    assert all(0 <= token < VOCAB for token in (*row.eos_token_ids, row.pad_token_id, *row.logit_bias))
+    assert all(bias < math.inf for bias in row.logit_bias.values())
+    assert all(row.stop_strings)
+    assert 0 <= row.seed < 2**64
+
+
+class FakeFolder:
+    """A folder with nothing but a generation_config.json."""
+
+    def __init__(self, config: dict[str, Any], model: TopWModel) -> None:
+        self.config, self.manifest = config, model.manifest
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        return self.config if name == "generation_config.json" else {}
+
+
+def test_any_generation_config_is_read_or_refused(model: TopWModel) -> None:
+    tokenizer: Tokenizer = model.tokenizer
+
+    @given(config=st.dictionaries(st.one_of(NAMES, st.text(max_size=4), st.just("top_k")), VALUES, max_size=4))
+    def check(config: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                defaults = model_defaults(FakeFolder(config, model), tokenizer)  # type: ignore[arg-type]
+            except ParameterError:
+                return
+            check_sane(resolve([[1, 2]], {}, defaults, TopWParameters(), LIMITS)[0])
+
+    check()
+
+
+@given(source=st.text(alphabet="{}%#ab ._-|'\"()[]+if endfor", max_size=40), content=VALUES)
+def test_any_template_renders_or_is_refused(source: str, content: Any) -> None:
+    try:
+        text = ChatTemplate(source, {}).render([{"role": "user", "content": content}])
+    except (TokenizerError, PromptError):
+        return
+    assert isinstance(text, str)
+
+
+def test_any_prompt_becomes_rows_or_is_refused(model: TopWModel) -> None:
+    @given(prompt=VALUES)
+    def check(prompt: Any) -> None:
+        try:
+            rows, _, _ = model._requests(prompt, {})
+        except PromptError:
+            return
+        assert all(row.prompt for row in rows)
+
+    check()
