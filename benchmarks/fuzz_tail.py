@@ -29,7 +29,8 @@ from topw_deploy.sampling.parameters import METRICS, TopWOptions
 # (vocabulary, pool size, rows per batch, batches per visit): small ones carry the numbers, large ones the sizes.
 _SIZES = (
     (50, 1200, 64, 10), (53, 7, 64, 10), (97, 40, 64, 10), (1000, 1, 64, 3), (1000, 64, 64, 10), (257, 100, 64, 8),
-    (1021, 200, 48, 8), (5000, 90, 64, 8), (1000, 1200, 8, 1), (32000, 200, 32, 3), (151936, 120, 16, 2), (151936, 1200, 4, 1),
+    (1021, 200, 48, 8), (5000, 90, 64, 8), (1000, 1200, 8, 1), (32000, 200, 32, 3), (151936, 120, 16, 2),
+    (151936, 1200, 4, 1),
 )  # fmt: skip
 _TABLES = ("plain", "duplicates", "near-duplicates", "clusters", "zeros")
 _POTENTIALS = (("nearest", 4), ("knn", 4), ("nearest", 4), ("knn", 2))
@@ -61,8 +62,12 @@ def fuzz(rows: int, seed: int, forms: tuple[str, ...]) -> dict[str, Tally]:
             geometry = Geometry.uniform() if metric == "uniform" else Geometry.from_embeddings(embeddings, metric)
             sessions = {form: graph(scenario, form, embeddings, geometry) for form in forms}
             for _ in range(batches):
+                known = {form: len(tally.unexplained) for form, tally in tallies.items()}
                 cases = [random_case(rng, scenario.vocab_size) for _ in range(batch)]
                 compare(scenario, sessions, geometry, cases, tallies)
+                for form, tally in tallies.items():
+                    for line in tally.unexplained[known[form] :]:
+                        tqdm.write(line, file=sys.stderr)
                 done += batch
                 bar.update(batch)
                 if done >= rows:

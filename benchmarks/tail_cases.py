@@ -116,8 +116,10 @@ def _parameters(rng: np.random.Generator) -> tuple[str, dict[str, float]]:
         }  # fmt: skip
         chosen["beta"] = chosen["lam"] + rng.exponential(1.0)
         if regime == "wild":
-            chosen |= {"lam": 10 ** rng.uniform(-3, 1), "beta": 10 ** rng.uniform(-2, 1.3),
-                       "init_top_p": rng.choice([1.0, 0.999, 0.5, 1e-3]), "geom_scale": rng.choice([0.0, 1e-3, 3.0])}  # fmt: skip
+            chosen |= {
+                "lam": 10 ** rng.uniform(-3, 1), "beta": 10 ** rng.uniform(-2, 1.3),
+                "init_top_p": rng.choice([1.0, 0.999, 0.5, 1e-3]), "geom_scale": rng.choice([0.0, 1e-3, 3.0]),
+            }  # fmt: skip
         elif regime == "singleton":
             chosen["beta"] = chosen["lam"] * rng.choice([0.0, 0.5, 1.0])
         elif regime == "no-lam":

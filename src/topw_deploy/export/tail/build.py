@@ -13,7 +13,14 @@ from topw_deploy.export.tail.candidates import Candidates, ShortScan, block_cand
 from topw_deploy.export.tail.draw import Drawn, draw_candidate, draw_member, kept_candidates
 from topw_deploy.export.tail.dynamic import places_of, put_rows, settled_or_moved, take_rows
 from topw_deploy.export.tail.edits import apply_edits, padded_width, without_padding
-from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, embedding_rows, features
+from topw_deploy.export.tail.geometry import (
+    Metric,
+    closeness,
+    distance_to_set,
+    embedding_rows,
+    features,
+    recompute_nearest,
+)
 from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, step
 from topw_deploy.export.tail.pool import Pool, candidate_pool, certified, up_to, warm_start
 from topw_deploy.export.tail.rows import LARGEST, PARAMETERS, Bounded, Rows, all_true, row_parameters, within
@@ -166,8 +173,8 @@ def _distances(op: Ops, spec: TailSpec, pool: Pool, inputs: Mapping[str, Tensor]
     tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
     tokens = embedding_rows(op, spec.embedding, tables, pool.ids)
     whitened = features(op, tokens, inputs["mean"], inputs["inverse_std"], metric)
-    near = closeness(op, whitened, whitened, metric)
-    return lambda op, members: distance_to_set(op, near, members, whitened, whitened, metric)
+    near = recompute_nearest(op, closeness(op, whitened, whitened, metric), whitened, metric)
+    return lambda op, members: distance_to_set(op, near, members, metric)
 
 
 def _scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:

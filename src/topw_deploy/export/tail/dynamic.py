@@ -112,7 +112,7 @@ def alternate_pruned(
     pool = take_pool(op, pool, index)
     one = op.constant([1], np.int64)
     useful = op.Add(op.Reshape(op.ReduceMax(last_useful(op, pool, start, rows), keepdims=0), one), one)
-    width = op.Max(useful, op.constant([metric.nominees], np.int64))
+    width = op.Max(useful, op.constant([metric.averaged], np.int64))
     small = cut_pool(op, pool, width)
     if spec.has_geometry:
         members = _with_geometry(op, spec, metric, small, start, rows, inputs)
@@ -142,6 +142,8 @@ def _with_geometry(
     assert spec.embedding is not None
     tokens = embedding_rows(op, spec.embedding, tables, pool.ids)
     whitened = features(op, tokens, inputs["mean"], inputs["inverse_std"], metric)
+    if metric.name != "cosine":
+        whitened = op.Cast(whitened, to=11)  # then products of near-duplicates need no second look
     warm = up_to(op, start.warm, pool.positions)
     distances = _distances_from_outside(op, metric, pool, start, warm, whitened)
     first = best_prefix(op, pool, potential(op, warm, distances, rows.scale), reward)
@@ -152,7 +154,7 @@ def _with_geometry(
         near = closeness(op, whitened, whitened, metric)
 
         def next_set(members: Tensor) -> tuple[Tensor, Tensor]:
-            distances = distance_to_set(op, near, members, whitened, whitened, metric)
+            distances = distance_to_set(op, near, members, metric)
             following = best_prefix(op, pool, potential(op, members, distances, rows.scale), reward)
             return must_go_on(op, members, following, rows, metric.neighbours), following
 
@@ -171,11 +173,11 @@ def _distances_from_outside(
     shortest = op.Add(op.Reshape(op.ReduceMin(start.warm, keepdims=0), one), one)
     longest = op.Add(op.Reshape(op.ReduceMax(start.warm, keepdims=0), one), one)
     begin = op.Min(shortest, pool.final)  # at least one row: empty products are not the same everywhere
-    columns = op.Max(longest, op.constant([metric.nominees], np.int64))
+    columns = op.Max(longest, op.constant([metric.averaged], np.int64))
     outside = op.Slice(whitened, begin, pool.width, one)
     members = op.Slice(whitened, zero, columns, one)
     near = closeness(op, outside, members, metric)
-    distances = distance_to_set(op, near, op.Slice(warm, zero, columns, one), outside, members, metric)
+    distances = distance_to_set(op, near, op.Slice(warm, zero, columns, one), metric)
     return op.Pad(distances, op.Concat(zero, begin, zero, zero, axis=0), op.constant(0.0, np.float64))
 
 

@@ -13,8 +13,8 @@ from topw_deploy.export.tail.ops import Ops, Tensor, step
 FARTHER = 3e38
 """Squared distance that stands for "not a member": larger than any real one, finite in float32."""
 
-_NOMINEES = 4
-"""Members beyond the neighbours asked for whose distance is recomputed; see `_recomputed`."""
+_RECOMPUTED = 4
+"""Nearest other tokens of each token whose distance `recompute_nearest` takes again."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,8 @@ class Metric:
 
     @property
     def averaged(self) -> int:
+        """How many members a distance needs; at least so many columns must be given, members or not."""
         return min(max(self.neighbours, 1), self.size)
-
-    @property
-    def nominees(self) -> int:
-        """How many columns `distance_to_set` needs at least."""
-        return min(self.averaged + _NOMINEES - 1, self.size)
 
 
 @step
@@ -62,59 +58,60 @@ def _normalised(op: Ops, rows: Tensor) -> Tensor:
 
 @step
 def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric) -> Tensor:
-    """What orders the columns by distance from each row, smallest first: float32 [batch, rows, columns].
+    """What grows with the distance between features: [batch, rows, columns], of the features' type.
 
-    `cosine`: minus the cosine. Else |y|^2 - 2 x.y, the squared distance but for |x|^2, which is the same for a row.
+    `cosine`: minus the cosine. Else the squared distance |x|^2 + |y|^2 - 2 x.y. That cancels for near-duplicates: at
+    2,048 float32 coordinates its root is wrong by up to 0.03, so give doubles or use `recompute_nearest`.
     """
     products = op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1]))
     if metric.name == "cosine":
         return op.Neg(products)
-    squares = op.ReduceSumSquare(columns, op.constant([2], np.int64), keepdims=1)
-    return op.Sub(op.Transpose(squares, perm=[0, 2, 1]), op.Mul(products, op.constant(2.0)))
+    axis = op.constant([2], np.int64)
+    of_rows = op.ReduceSumSquare(rows, axis, keepdims=1)
+    of_columns = op.Transpose(op.ReduceSumSquare(columns, axis, keepdims=1), perm=[0, 2, 1])
+    return op.Sub(op.Add(of_rows, of_columns), op.Add(products, products))
 
 
 @step
-def distance_to_set(op: Ops, near: Tensor, members: Tensor, rows: Tensor, columns: Tensor, metric: Metric) -> Tensor:
+def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -> Tensor:
+    """`closeness` of all pairs, float32 [batch, n, n], with each token's nearest few taken again from differences.
+
+    The product is good enough to tell which tokens are near; x - y then gives how near, without cancellation. One
+    neighbour after the other, to bound the memory. Cosines lose no digits and stay.
+    """
+    if metric.name == "cosine":
+        return near
+    count = min(_RECOMPUTED + 1, metric.size)  # the token itself comes first
+    _, chosen = op.TopK(near, op.constant([count], np.int64), axis=2, largest=0)
+    squares = []
+    for neighbour in range(count):
+        index = op.Gather(chosen, op.constant([neighbour], np.int64), axis=2)
+        difference = op.Sub(op.GatherND(whitened, index, batch_dims=1), whitened)
+        squares.append(op.ReduceSumSquare(difference, op.constant([2], np.int64), keepdims=1))
+    return op.ScatterElements(near, chosen, op.Concat(*squares, axis=2), axis=2)
+
+
+@step
+def distance_to_set(op: Ops, near: Tensor, members: Tensor, metric: Metric) -> Tensor:
     """Distance of each row's token to the set, double [batch, rows].
 
-    near: `closeness` [batch, rows, columns]; members: bool [batch, columns], which of the columns are in the set;
-    rows, columns: features [batch, rows | columns, hidden], of columns at least `metric.nominees`.
+    near: `closeness` as double or float32 [batch, rows, columns]; members: bool [batch, columns], which of the columns
+    are in the set: at least one. For k-NN, columns at least `metric.averaged`.
     """
-    masked = op.Where(op.Unsqueeze(members, op.constant([1], np.int64)), near, op.constant(FARTHER))
     last = op.constant([2], np.int64)
-    if metric.name == "cosine":
-        nearest = op.ReduceMin(masked, last, keepdims=1) if metric.averaged == 1 else _smallest(op, masked, metric)
-        cosine = op.Clip(nearest, op.constant(-1.0), op.constant(1.0))
-        distances = op.Add(op.Cast(cosine, to=11), op.constant(1.0, np.float64))
-    else:
-        squares = _recomputed(op, masked, rows, columns, metric)
-        nearest = op.ReduceMin(squares, last, keepdims=1) if metric.averaged == 1 else _smallest(op, squares, metric)
-        distances = op.Sqrt(op.Cast(nearest, to=11))
+    farther = op.CastLike(op.constant(FARTHER), near)
+    masked = op.Where(op.Unsqueeze(members, op.constant([1], np.int64)), near, farther)
     if metric.averaged == 1:
-        return op.Squeeze(distances, last)
-    real = op.Less(nearest, op.constant(FARTHER / 2))
-    total = op.ReduceSum(op.Where(real, distances, op.constant(0.0, np.float64)), last, keepdims=0)
+        return _distance(op, op.ReduceMin(masked, last, keepdims=0), metric)
+    nearest, _ = op.TopK(masked, op.constant([metric.averaged], np.int64), axis=2, largest=0)
+    real = op.Less(nearest, op.CastLike(op.constant(FARTHER / 2), near))
+    total = op.ReduceSum(op.Where(real, _distance(op, nearest, metric), op.constant(0.0, np.float64)), last, keepdims=0)
     return op.Div(total, op.ReduceSum(op.Cast(real, to=11), last, keepdims=0))
 
 
-def _smallest(op: Ops, values: Tensor, metric: Metric) -> Tensor:
-    smallest, _ = op.TopK(values, op.constant([metric.averaged], np.int64), axis=2, largest=0)
-    return smallest
-
-
-def _recomputed(op: Ops, masked: Tensor, rows: Tensor, columns: Tensor, metric: Metric) -> Tensor:
-    """Squared distances to the nearest few members by direct differences, float32 [batch, rows, nominees].
-
-    |y|^2 - 2 x.y cancels for near-duplicates: at 2,048 float32 coordinates its root is wrong by up to 0.03. It is good
-    enough to nominate the nearest members, whose distances are then computed
-    from differences, one nominee after the other to bound the memory. A nominee that is no member (a set smaller than
-    the nominees) stays farther than any.
-    """
-    score, chosen = op.TopK(masked, op.constant([metric.nominees], np.int64), axis=2, largest=0)
-    squares = []
-    for nominee in range(metric.nominees):
-        index = op.Gather(chosen, op.constant([nominee], np.int64), axis=2)
-        difference = op.Sub(op.GatherND(columns, index, batch_dims=1), rows)
-        squares.append(op.ReduceSumSquare(difference, op.constant([2], np.int64), keepdims=1))
-    real = op.Less(score, op.constant(FARTHER / 2))
-    return op.Where(real, op.Concat(*squares, axis=2), op.constant(FARTHER))
+def _distance(op: Ops, near: Tensor, metric: Metric) -> Tensor:
+    exact = op.Cast(near, to=11)
+    if metric.name == "cosine":
+        one = op.constant(1.0, np.float64)
+        return op.Add(op.Clip(exact, op.constant(-1.0, np.float64), one), one)
+    return op.Sqrt(op.Max(exact, op.constant(0.0, np.float64)))

@@ -1,0 +1,161 @@
+"""What one sampling step costs in onnxruntime, beside its own TopK and ArgMax over the same logits.
+
+    python -m benchmarks.tail [--rounds 400] [--steps certified|geometry|all]
+
+The logits are those of a language model in shape: a few likely tokens over a wide bell of unlikely ones. Everything
+runs on one thread, with bound inputs and outputs, in one interleaved run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
+from topw_deploy.export.sampler_only import sampler_model
+from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
+from topw_deploy.sampling import Geometry
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+
+VOCAB, HIDDEN = 151_936, 2_048
+GEOMETRY_VOCAB = 32_000  # where a table [vocab, HIDDEN] is needed, so that three of them fit into memory
+GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # settings under which the certificate fails
+Feeds = dict[str, np.ndarray]
+
+
+def likely_logits(vocab: int = VOCAB, seed: int = 0) -> np.ndarray:
+    """float32 [1, vocab]: a bell of deviation 2.2 and twenty tokens above it."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal(vocab) * 2.2
+    logits[rng.permutation(vocab)[:20]] = 7.7 + rng.exponential(2.0, 20)
+    return logits.astype(np.float32)[None]
+
+
+def feeds(logits: np.ndarray, **chosen: float) -> Feeds:
+    """Inputs of the sampler for one row, the edit inputs present and empty."""
+    parameters = TopWParameters(**chosen)
+    names = TopWParameters.__slots__
+    return {
+        "logits": logits,
+        "edit_ids": np.zeros((1, 0), np.int64),
+        "edit_penalty": np.zeros((1, 0), np.float32),
+        "edit_bias": np.zeros((1, 0), np.float32),
+        "uniform": np.array([0.37], np.float32),
+        **{name: np.array([getattr(parameters, name)], np.float32) for name in names},
+    }
+
+
+def session(model: onnx.ModelProto) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def bound(opened: ort.InferenceSession, inputs: Feeds) -> Callable[[], None]:
+    """A call of the session with its inputs and outputs bound once."""
+    binding = opened.io_binding()
+    for value in opened.get_inputs():
+        binding.bind_ortvalue_input(value.name, ort.OrtValue.ortvalue_from_numpy(inputs[value.name]))
+    for value in opened.get_outputs():
+        binding.bind_output(value.name)
+    return lambda: opened.run_with_iobinding(binding)
+
+
+def certified_tail(form: str, with_mass: bool = False) -> onnx.ModelProto:
+    """The sampler-only model at VOCAB; no table, as no metric changes a certified step."""
+    spec = TailSpec(options=TopWOptions(metric="uniform"), vocab_size=VOCAB, form=form, with_mass=with_mass)
+    return ir.to_proto(sampler_model(spec, None, Geometry.uniform()))
+
+
+def geometry_tail(form: str) -> onnx.ModelProto:
+    """The sampler-only model over a random table [GEOMETRY_VOCAB, HIDDEN], default options."""
+    options = TopWOptions()
+    embeddings = np.random.default_rng(1).standard_normal((GEOMETRY_VOCAB, HIDDEN), dtype=np.float32)
+    spec = TailSpec(
+        options=options,
+        vocab_size=GEOMETRY_VOCAB,
+        embedding=plain_gather(GEOMETRY_VOCAB, HIDDEN),
+        hidden_size=HIDDEN,
+        form=form,
+    )
+    return ir.to_proto(sampler_model(spec, embeddings, Geometry.from_embeddings(embeddings, options.metric)))
+
+
+def peer(
+    op_type: str, *constants: np.ndarray, outputs: int = 1, vocab: int = VOCAB, **attributes: int
+) -> onnx.ModelProto:
+    """A model of one standard operator over the logits."""
+    names = [f"constant_{i}" for i in range(len(constants))]
+    results = [f"result_{i}" for i in range(outputs)]
+    graph = helper.make_graph(
+        [helper.make_node(op_type, ["logits", *names], results, **attributes)],
+        op_type,
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", vocab])],
+        [helper.make_empty_tensor_value_info(name) for name in results],
+        [onnx.numpy_helper.from_array(value, name) for value, name in zip(constants, names, strict=True)],
+    )
+    for value, dtype in zip(graph.output, (TensorProto.FLOAT, TensorProto.INT64)[-outputs:], strict=True):
+        value.type.tensor_type.elem_type = dtype
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def measure(sides: dict[str, Callable[[], None]], rounds: int, under: str) -> str:
+    """Interleave the sides; a Markdown table of microseconds and of ratios to `under`."""
+    timed = {name: (lambda call=call: seconds(call)) for name, call in sides.items()}  # type: ignore[misc]
+    samples = interleave(timed, rounds, warmup=max(3, rounds // 20))
+    rows = [
+        (name, Spread.of(times).format(1e6, 0), f"{min(times) * 1e6:.0f}", ratio(samples, name, under).format())
+        for name, times in samples.items()
+    ]
+    return table(("one row", "median (quartiles), us", "best", f"ratio to {under}"), rows)
+
+
+def certified_steps(rounds: int) -> str:
+    """Steps that the certificate settles, beside standard operators."""
+    logits = likely_logits()
+    alone: Feeds = {"logits": logits}
+    sides = {
+        "TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), alone),
+        "TopK 50": bound(session(peer("TopK", np.array([50]), outputs=2, axis=1)), alone),
+        "ArgMax": bound(session(peer("ArgMax", axis=1)), alone),
+        "tail portable, T = 1": bound(session(certified_tail("portable")), feeds(logits)),
+        "tail onnxruntime, T = 1": bound(session(certified_tail("onnxruntime")), feeds(logits)),
+        "tail portable, T = 2": bound(session(certified_tail("portable")), feeds(logits, temperature=2.0)),
+        "with mass, T = 1": bound(session(certified_tail("portable", with_mass=True)), feeds(logits)),
+    }
+    return measure(sides, rounds, "TopK 1200")
+
+
+def geometry_steps(rounds: int) -> str:
+    """Steps at T = 2 that need distances, for each form."""
+    logits = likely_logits(GEOMETRY_VOCAB)
+    chosen = feeds(logits, temperature=2.0, **GEOMETRY)
+    topk = peer("TopK", np.array([1200]), outputs=2, vocab=GEOMETRY_VOCAB, axis=1)
+    sides = {"TopK 1200": bound(session(topk), {"logits": logits})}
+    for form in FORMS:
+        sides[f"tail {form}"] = bound(session(geometry_tail(form)), chosen)
+    return measure(sides, rounds, "TopK 1200")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--steps", choices=("certified", "geometry", "all"), default="all")
+    given = parser.parse_args()
+    print(machine() + "; 1 thread\n")
+    if given.steps != "geometry":
+        print(f"Certified steps, vocabulary {VOCAB:,}:\n\n" + certified_steps(given.rounds) + "\n", flush=True)
+    if given.steps != "certified":
+        title = f"Steps that need distances, mahalanobis, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
+        print(f"{title}\n\n" + geometry_steps(max(5, given.rounds // 20)))
+
+
+if __name__ == "__main__":
+    main()
