@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from topw_deploy.manifest import MANIFEST_NAME
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights once more, in their makers' own layout
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
@@ -132,6 +132,7 @@ def _download(
                     token=token,
                     local_files_only=local_only,
                     allow_patterns=small + patterns,
+                    ignore_patterns=_SECOND_COPIES,
                 )
             )
         except Exception as error:  # the hub's client raises errors of five libraries
@@ -170,8 +171,3 @@ def _download_error(model: str, revision: str | None, cache_dir: Path | None, er
     return SourceError(
         f"{where} could not be downloaded ({type(error).__name__}: {reason}); try again or give a local folder."
     )
-
-
-def token_from_environment() -> str | None:
-    """HF_TOKEN, as the hub's own tools read it."""
-    return os.environ.get("HF_TOKEN") or None

@@ -43,7 +43,7 @@ def traced_decoder(
         notices.append(_overflow_notice(model, source.folder))
     if dtype == "bfloat16":
         notices.append(
-            "bfloat16 graphs cannot run on a CPU: use --dtype fp32 there; nothing was run to verify this one"
+            "bfloat16 graphs cannot run on a CPU: use --dtype fp32 there; its decoder was not run to verify it"
         )
     if switching_rope(model.config) is not None:
         notices.append(

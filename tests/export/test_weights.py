@@ -1,0 +1,90 @@
+"""Every weight once, and outside the graph when large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from tiny_models import make_model
+
+from topw_deploy.export import ExportRequest, export_model, weights
+from topw_deploy.export.embedding_node import find_embedding
+from topw_deploy.export.trace import trace
+from topw_deploy.export.weights import external_files, weight_bytes
+from topw_deploy.sampling.parameters import TopWOptions
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gemma2", "gpt2"])
+def test_a_tied_head_computes_with_the_embedding_table_itself(exported: Callable[[str], Path], family: str) -> None:
+    graph = ir.load(exported(family) / "model.onnx").graph
+    table = find_embedding(graph).data[0]
+    heads = [node for node in graph if node.op_type == "Gemm" and node.inputs[1] is table]
+    assert len(heads) == 1
+    assert sum(value.shape is not None and value.shape[0] == 320 for value in graph.initializers.values()) == 1
+
+
+def test_the_file_is_the_parameters_and_little_more() -> None:
+    """On the bundled model: weights within 1 % of its parameters, the table counted once."""
+    from topw_deploy.export.graft import GraftOptions
+    from topw_deploy.export.pipeline import _decoder, _table
+    from topw_deploy.export.source import resolve
+
+    source = resolve("demo")
+    decoder = _decoder(source, ExportRequest(model="demo", output=Path("unused")), lambda _line: None, [])
+    from topw_deploy.export.graft import graft
+
+    graft(decoder, GraftOptions(options=TopWOptions()))
+    weights.tidy(decoder.model, _table(decoder))
+    halves = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))  # float16
+    assert abs(weight_bytes(decoder.model) / (2 * halves) - 1) < 0.01
+
+
+def test_an_untied_head_is_stored_as_it_is_multiplied_with(exported: Callable[[str], Path]) -> None:
+    graph = ir.load(exported("llama_untied") / "model.onnx").graph
+    assert not [n for n in graph if n.op_type == "Transpose" and n.inputs[0].const_value is not None]
+    assert find_embedding(graph).data[0].uses()
+
+
+def test_equal_but_separate_tables_are_not_tied() -> None:
+    """A head with other weights than the table must not be replaced by it."""
+    model = make_model("llama_untied")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        model.lm_head.weight[5, 5] += 1
+    traced = trace(model)
+    table = find_embedding(traced.model.graph).data[0]
+    from topw_deploy.export.last_token import last_logits
+    from topw_deploy.export.lower import lower
+
+    lower(traced)
+    last_logits(traced.model.graph)
+    weights.tidy(traced.model, table)
+    assert not [n for n in traced.model.graph if n.op_type == "Gemm" and n.inputs[1] is table]
+
+
+def test_large_weights_lie_in_one_file_beside_the_graph(
+    tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "EXTERNAL_ABOVE", 10_000)
+    export_model(ExportRequest(model=str(checkpoint("llama_tied")), output=tmp_path / "out", verify=True))
+    model = ir.load(tmp_path / "out" / "model.onnx")
+    assert set(external_files(model)) == {"model.onnx_data"}
+    inline = [v for v in model.graph.initializers.values() if not isinstance(v.const_value, ir.ExternalTensor)]
+    assert all(v.const_value is not None and v.const_value.nbytes < 1024 for v in inline)
+    ort.InferenceSession(str(tmp_path / "out" / "model.onnx"))
+
+
+def test_writing_leaves_the_model_in_memory_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "EXTERNAL_ABOVE", 0)
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
+    array = np.arange(2048, dtype=np.float32)
+    value = ir.Value(name="w", const_value=ir.tensor(array, name="w"), shape=ir.Shape([2048]))
+    graph.register_initializer(value)
+    weights.write_model(ir.Model(graph, ir_version=10), tmp_path)
+    (tmp_path / "model.onnx_data").unlink()
+    np.testing.assert_array_equal(value.const_value.numpy(), array)
