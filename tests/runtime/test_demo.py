@@ -1,0 +1,59 @@
+"""The bundled model, exported and run: real logits, a real tokenizer, a real embedding geometry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topw_deploy.runtime import TopWModel
+
+PROMPTS = ["def parse(", "The", "import os\n\nclass Reader(Base):\n    def __init__(self, path):\n", "Return a list"]
+
+
+@pytest.fixture(scope="module")
+def demo(demo_export: Path) -> TopWModel:
+    return TopWModel.from_pretrained(demo_export, provider="cpu", intra_op_num_threads=1)
+
+
+def test_a_batch_with_padding_gives_the_tokens_of_its_rows_alone(demo: TopWModel) -> None:
+    columns: dict[str, list[Any]] = {
+        "temperature": [1.0, 2.0, 0.7, 0.0],
+        "lam": [2.2, 0.3, 1.0, 2.2],
+        "max_new_tokens": [40, 6, 25, 40],
+        "repetition_penalty": [1.0, 1.2, 1.0, 1.1],
+    }
+    together = demo.generate(PROMPTS, seed=5, ignore_eos=True, **columns)
+    for row, prompt in enumerate(PROMPTS):
+        alone = demo.generate(
+            prompt, seed=5, ignore_eos=True, **{name: values[row] for name, values in columns.items()}
+        )
+        assert together[row].token_ids == alone.token_ids
+        assert together[row].kept == alone.kept
+        assert together[row].text == alone.text
+
+
+def test_streamed_text_is_the_whole_text_and_continues_the_prompt(demo: TopWModel) -> None:
+    for prompt in PROMPTS:
+        result = demo.generate(prompt, seed=2, temperature=1.2, max_new_tokens=40)
+        pieces = list(demo.stream(prompt, seed=2, temperature=1.2, max_new_tokens=40))
+        assert "".join(piece.text for piece in pieces) == result.text
+        shown = [t for t in result.token_ids if t != result.stop]
+        whole = demo.tokenizer.decode([*demo.tokenizer.encode(prompt), *shown])
+        assert whole.endswith(result.text)
+
+
+def test_the_defaults_are_certified_and_hot_sampling_is_not(demo: TopWModel) -> None:
+    """What the README says of the defaults, and that geometry does act when it is asked to."""
+    assert demo.generate("def parse(", seed=1, max_new_tokens=60, ignore_eos=True).certified_share == 1.0
+    hot = demo.generate("def parse(", seed=1, max_new_tokens=6, ignore_eos=True, temperature=2.0, lam=0.2)
+    assert hot.certified_share < 1.0
+
+
+def test_a_prompt_longer_than_the_context_is_refused_and_the_context_can_be_filled(demo: TopWModel) -> None:
+    context = demo.manifest.decoder.context_length  # type: ignore[union-attr]
+    result = demo.generate([5] * (context - 4), max_new_tokens=50, ignore_eos=True, temperature=0)
+    assert (len(result.token_ids), result.finish_reason) == (4, "length")
+    with pytest.raises(ValueError, match=f"has {context + 1} tokens, the model's context holds {context}"):
+        demo.generate([5] * (context + 1))

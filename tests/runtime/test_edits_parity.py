@@ -1,0 +1,69 @@
+"""The edits are what transformers' own processors do to the same logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from topw_deploy.runtime.edits import Edits
+from topw_deploy.runtime.request import Limits, resolve, split
+from topw_deploy.sampling import TopWParameters, apply_edits
+from toy_model import VOCAB
+
+torch = pytest.importorskip("torch")
+processors = pytest.importorskip("transformers").generation.logits_process
+
+EOS = 1
+WORDS = [[5], [7, 8], [7, 8, 9], [8, 3], [EOS]]
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "repetition penalty": (
+        {"repetition_penalty": 1.3},
+        lambda n: processors.RepetitionPenaltyLogitsProcessor(1.3),
+    ),
+    "no repeated bigram": ({"no_repeat_ngram_size": 2}, lambda n: processors.NoRepeatNGramLogitsProcessor(2)),
+    "no repeated trigram": ({"no_repeat_ngram_size": 3}, lambda n: processors.NoRepeatNGramLogitsProcessor(3)),
+    "bad words": ({"bad_words_ids": WORDS}, lambda n: processors.NoBadWordsLogitsProcessor(WORDS, eos_token_id=EOS)),
+    "suppressed tokens": (
+        {"suppress_tokens": [4, 6]},
+        lambda n: processors.SuppressTokensLogitsProcessor([4, 6]),
+    ),
+    "minimum of new tokens": (
+        {"min_new_tokens": 9},
+        lambda n: processors.MinNewTokensLengthLogitsProcessor(n, 9, eos_token_id=EOS),
+    ),
+    "minimum length": (
+        {"min_length": 14},
+        lambda n: processors.MinLengthLogitsProcessor(14, eos_token_id=EOS),
+    ),
+}
+
+
+@pytest.mark.parametrize(("request_", "make"), CASES.values(), ids=CASES)
+def test_each_edit_agrees_step_by_step(request_: dict[str, Any], make: Any) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        prompt = rng.integers(2, 12, rng.integers(1, 9)).tolist()  # few tokens, so that they repeat
+        processor, edits = make(len(prompt)), edits_of(prompt, request_)
+        tokens = list(prompt)
+        for _ in range(25):
+            logits = (rng.standard_normal(VOCAB) * 4).astype(np.float32)
+            theirs = processor(torch.tensor([tokens]), torch.tensor(logits)[None])[0].numpy()
+            np.testing.assert_allclose(edited(edits, logits), theirs, rtol=1e-6)
+            tokens.append(int(rng.integers(2, 12)))
+            edits.accept([tokens[-1]])
+
+
+def edits_of(prompt: Sequence[int], request: dict[str, Any]) -> Edits:
+    named, _ = split({"seed": 1, "eos_token_id": EOS, **request})
+    return Edits(resolve([prompt], named, {}, TopWParameters(), Limits(1000, VOCAB)))
+
+
+def edited(edits: Edits, logits: np.ndarray) -> np.ndarray:
+    """The logits of the coming step as the graph would edit them."""
+    for row in edits._rows.values():
+        row.prepare()
+    used = edits.ids[0] >= 0
+    return apply_edits(logits, edits.ids[0][used], edits.penalty[0][used], edits.bias[0][used])
