@@ -94,6 +94,12 @@ def test_importing_the_runtime_loads_no_exporter_library() -> None:
     assert not loaded & (HEAVY | {"click", "huggingface_hub"})
 
 
+def test_the_runtime_without_onnxruntime_says_what_to_install() -> None:
+    code = "import sys; sys.modules['onnxruntime'] = None; import topw_deploy.runtime"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "run: pip install 'topw-deploy[cpu]' (or [gpu], never both)" in done.stderr
+
+
 def test_importing_the_reference_loads_numpy_alone() -> None:
     assert not loaded_by("import topw_deploy.sampling") & (HEAVY | {"onnxruntime", "click", "tokenizers", "jinja2"})
 

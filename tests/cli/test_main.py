@@ -19,13 +19,24 @@ TOPW = [sys.executable, "-c", "from topw_deploy.cli.main import main; main()"]
 EXPORT = [sys.executable, "-c", "from topw_deploy.cli.main import export_main; export_main()"]
 
 
-def run(*words: object, program: list[str] = TOPW) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*program, *map(str, words)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+def run(*words: object, program: list[str] = TOPW, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*program, *map(str, words)],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **env},
+    )
 
 
 def test_success_is_0_and_text_on_stdout(scripted: Path) -> None:
     done = run("generate", scripted, "x")
     assert (done.returncode, done.stdout, done.stderr) == (0, ANSWER + "\n", "")
+
+
+def test_output_that_cannot_show_a_character_shows_another(scripted: Path) -> None:
+    done = run("generate", scripted, "x", PYTHONIOENCODING="latin-1")
+    assert (done.returncode, done.stdout) == (0, "hello ? world.\n")
 
 
 def test_a_failure_is_1_and_one_sentence_on_stderr(tmp_path: Path) -> None:

@@ -187,8 +187,9 @@ def test_the_tokenizers_own_bos_is_added_once(load: Load) -> None:
         ([1, VOCAB], f"token id {VOCAB}, but ids go from 0 to {VOCAB - 1}"),
         ([-1], "token id -1"),
         (["ok", [300]], "prompt 1 holds the token id 300"),
+        ("half \ud83d", "half a surrogate pair"),
     ],
-    ids=str,
+    ids=repr,
 )
 def test_prompts_that_are_none_are_errors(model: TopWModel, prompt: object, message: str) -> None:
     with pytest.raises(PromptError, match=message):

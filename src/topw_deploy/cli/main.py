@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 import click
@@ -86,6 +87,8 @@ def export_main(args: Sequence[str] | None = None) -> None:
 def run(command: click.Command | None, program: str, prefix: str, args: Sequence[str] | None) -> int:
     """Run `command` (None: export) and return the exit code; everything that went wrong is told on stderr."""
     warnings.showwarning = _show_note
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no emoji shows something else
     try:
         command = command or _load("export")
         settings: dict[str, Any] = {**CONTEXT, "auto_envvar_prefix": prefix}

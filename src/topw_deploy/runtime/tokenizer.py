@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from topw_deploy.errors import TokenizerError
+from topw_deploy.errors import PromptError, TokenizerError
 from topw_deploy.runtime.folder import ModelFolder
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -41,7 +41,13 @@ class Tokenizer:
         self.special_tokens = _special_tokens({**folder.read_json(SPECIAL_TOKENS_FILE), **self.config})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; PromptError if it holds half a surrogate pair, which no UTF-8 can say."""
+        try:
+            ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError):
+            raise PromptError(
+                "the prompt holds half a surrogate pair, so it is not valid Unicode; repair it."
+            ) from None
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
