@@ -1,0 +1,50 @@
+"""The whole tail beside the reference: a fixed share of what `make fuzz` runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from benchmarks.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, graph, random_case
+
+from topw_deploy.sampling import Geometry
+from topw_deploy.sampling.parameters import TopWOptions
+
+SCENARIOS = [
+    Scenario(TopWOptions(top_m=1200), 53, 8, "near-duplicates", 1),
+    Scenario(TopWOptions(top_m=40, metric="unit", potential="knn"), 997, 16, "duplicates", 2),
+    Scenario(TopWOptions(top_m=90, metric="cosine", alt_iters=9), 1000, 16, "clusters", 3),
+    Scenario(TopWOptions(top_m=60, metric="uniform", alt_iters=1), 5000, 4, "plain", 4),
+    Scenario(TopWOptions(top_m=7, metric="cosine", potential="knn", knn_k=2), 300, 5, "zeros", 5),
+    Scenario(TopWOptions(top_m=1, metric="uniform"), 129, 4, "plain", 6),
+    Scenario(TopWOptions(top_m=80, potential="knn", knn_k=100, alt_iters=2), 400, 12, "clusters", 7),
+    Scenario(TopWOptions(top_m=60), 151_936, 4, "plain", 8),
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_kept_sets_tokens_and_certificates_equal_the_reference_in_every_form(scenario: Scenario) -> None:
+    embeddings = embedding_table(scenario)
+    metric = scenario.options.metric
+    geometry = Geometry.uniform() if metric == "uniform" else Geometry.from_embeddings(embeddings, metric)
+    sessions = {form: graph(scenario, form, embeddings, geometry) for form in FORMS}
+    rng = np.random.default_rng(scenario.seed)
+    tallies = {form: Tally() for form in FORMS}
+    batches, batch = (2, 8) if scenario.vocab_size > 100_000 else (5, 48)
+    for _ in range(batches):
+        compare(scenario, sessions, geometry, [random_case(rng, scenario.vocab_size) for _ in range(batch)], tallies)
+    for form, tally in tallies.items():
+        assert tally.unexplained == [], form
+        assert sum(tally.rows.values()) == 2 * batches * batch
+        assert sum(tally.explained.values()) < 0.02 * 2 * batches * batch  # ties are rare among these rows
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129])
+def test_the_smallest_vocabularies_work(vocab: int) -> None:
+    scenario = Scenario(TopWOptions(metric="mahalanobis"), vocab, 4, "plain", vocab)
+    embeddings = embedding_table(scenario)
+    geometry = Geometry.from_embeddings(embeddings, "mahalanobis")
+    sessions = {form: graph(scenario, form, embeddings, geometry) for form in FORMS}
+    rng = np.random.default_rng(0)
+    tallies = {form: Tally() for form in FORMS}
+    compare(scenario, sessions, geometry, [random_case(rng, vocab) for _ in range(16)], tallies)
+    assert [tally.unexplained for tally in tallies.values()] == [[], [], []]

@@ -1,0 +1,186 @@
+"""What a batch is made of: rows that are invalid, rows that are greedy, edits, and rows beside each other."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from benchmarks.tail_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, random_case, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topw_deploy.sampling import Geometry, sample_row
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+
+SCENARIO = Scenario(TopWOptions(top_m=50), 300, 8, "near-duplicates", 0)
+GEOMETRY_WANTED = {"lam": 0.3, "beta": 2.5, "init_top_p": 0.2, "temperature": 1.5}
+
+
+@cache
+def tables() -> tuple[np.ndarray, Geometry]:
+    embeddings = embedding_table(SCENARIO)
+    return embeddings, Geometry.from_embeddings(embeddings, "mahalanobis")
+
+
+@cache
+def session(form: str) -> ort.InferenceSession:
+    return graph(SCENARIO, form, *tables())
+
+
+def case(logits: np.ndarray, uniform: float = 0.5, **chosen: float) -> Case:
+    parameters = {name: getattr(TopWParameters(), name) for name in TopWParameters.__slots__} | chosen
+    return Case(logits.astype(np.float32), parameters, uniform, "test")
+
+
+def random_rows(seed: int, count: int) -> list[Case]:
+    rng = np.random.default_rng(seed)
+    return [random_case(rng, SCENARIO.vocab_size) for _ in range(count)]
+
+
+def assert_row(found: dict[str, np.ndarray], index: int, wanted: Case) -> None:
+    row = sample_row(wanted.logits, wanted.parameters, SCENARIO.options, tables()[1], wanted.uniform)
+    assert int(found["next_token"][index]) == row.next_token
+    assert int(found["kept"][index]) == row.kept
+    assert bool(found["certified"][index]) == row.certified
+    assert np.array_equal(np.flatnonzero(found["keep_mask"][index]), np.sort(row.kept_ids))
+
+
+broken_logits = st.sampled_from([np.nan, np.inf, "all banned", "nan among banned"])
+broken_parameters = st.sampled_from(
+    [
+        ("temperature", -0.5), ("temperature", np.nan), ("temperature", np.inf), ("selection_temperature", -1e-3),
+        ("selection_temperature", np.nan), ("lam", -1.0), ("lam", np.inf), ("beta", np.nan), ("beta", -1e-6),
+        ("init_top_p", 0.0), ("init_top_p", 1.001), ("init_top_p", np.nan), ("geom_scale", np.inf),
+        ("geom_scale", np.nan), ("uniform", 1.0), ("uniform", -0.1), ("uniform", np.nan),
+    ]
+)  # fmt: skip
+
+
+def spoil(row: Case, what: object, place: int) -> Case:
+    logits, parameters, uniform = row.logits.copy(), dict(row.parameters), row.uniform
+    if isinstance(what, tuple):
+        name, value = what
+        if name == "uniform":
+            uniform = value
+        else:
+            parameters[name] = value
+    elif isinstance(what, str):
+        logits[:] = -np.inf
+        if what == "nan among banned":
+            logits[place] = np.nan
+    else:
+        logits[place] = what
+    return Case(logits, parameters, uniform, "broken")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    what=st.one_of(broken_logits, broken_parameters),
+    place=st.integers(0, SCENARIO.vocab_size - 1),
+    seed=st.integers(0, 30),
+    at=st.integers(0, 3),
+    form=st.sampled_from(FORMS),
+)
+def test_an_invalid_row_says_so_and_leaves_the_others_as_they_are(
+    what: object, place: int, seed: int, at: int, form: str
+) -> None:
+    good = random_rows(seed, 4)
+    batch = [*good[:at], spoil(good[at], what, place), *good[at + 1 :]]
+    clean, found = run(session(form), feeds(good)), run(session(form), feeds(batch))
+    assert int(found["next_token"][at]) == -1
+    assert int(found["kept"][at]) == 0
+    assert not found["certified"][at]
+    assert float(found["logprob"][at]) == 0
+    assert float(found["mass"][at]) == 0
+    assert not found["keep_mask"][at].any()
+    for index in set(range(4)) - {at}:
+        for name, values in found.items():
+            assert np.array_equal(values[index], clean[name][index]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_is_the_same_alone_and_beside_rows_that_need_geometry(form: str) -> None:
+    rows = [*random_rows(1, 24), case(np.linspace(0, 1, 300), **GEOMETRY_WANTED)]
+    together = run(session(form), feeds(rows))
+    assert not together["certified"].all()
+    assert together["certified"].any()
+    for index, row in enumerate(rows):
+        alone = run(session(form), feeds([row]))
+        for name, values in together.items():
+            assert np.array_equal(values[index], alone[name][0]), (name, index)
+
+
+def test_the_forms_give_the_same_bits_for_certified_rows() -> None:
+    inputs = feeds(random_rows(2, 60))
+    results = [run(session(form), inputs) for form in FORMS]
+    sure = results[0]["certified"]
+    for other in results[1:]:
+        for name, values in other.items():
+            assert np.array_equal(values[sure], results[0][name][sure]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_greedy_takes_the_lowest_id_of_the_largest_logits(form: str) -> None:
+    logits = np.zeros((3, 300))
+    logits[0, [250, 40, 130]] = 2
+    logits[1, 299] = 1
+    found = run(session(form), feeds([case(row, temperature=t) for row, t in zip(logits, (0, 9e-6, 0), strict=True)]))
+    assert found["next_token"].tolist() == [40, 299, 0]
+    assert found["kept"].tolist() == [1, 1, 1]
+    assert found["logprob"].tolist() == [0, 0, 0]
+    assert found["certified"].all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_edits_come_before_everything_else(form: str) -> None:
+    rng = np.random.default_rng(5)
+    rows = random_rows(3, 12)
+    inputs = feeds(rows, edits=6)
+    for index, row in enumerate(rows):
+        ids = rng.permutation(SCENARIO.vocab_size)[:6]
+        ids[rng.random(6) < 0.3] = -1
+        inputs["edit_ids"][index] = ids
+        inputs["edit_penalty"][index] = rng.uniform(0.5, 2, 6)
+        inputs["edit_bias"][index] = rng.choice([0.0, 3.0, -np.inf], 6)
+        row_edits = (ids, inputs["edit_penalty"][index], inputs["edit_bias"][index])
+        from topw_deploy.sampling import apply_edits
+
+        rows[index] = Case(apply_edits(row.logits, *row_edits), row.parameters, row.uniform, row.regime)
+    edited, plain = run(session(form), inputs), run(session(form), feeds(rows))
+    for name, values in edited.items():
+        assert np.array_equal(values, plain[name]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("penalty", [0.0, -1.0, np.nan])
+def test_a_wrong_penalty_makes_its_row_invalid_unless_the_edit_is_padding(form: str, penalty: float) -> None:
+    rows = random_rows(4, 2)
+    inputs = feeds(rows, edits=2)
+    inputs["edit_ids"][0] = [int(np.argmax(rows[0].logits)), -1]
+    inputs["edit_penalty"][:] = penalty
+    found = run(session(form), inputs)
+    assert int(found["next_token"][0]) == -1
+    assert_row(found, 1, rows[1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_huge_finite_logits_are_not_taken_for_infinite_ones(form: str) -> None:
+    logits = np.full(300, 3e38)
+    logits[7] = 3.3e38
+    row = case(logits)
+    assert_row(run(session(form), feeds([row])), 0, row)
+
+
+def test_draws_follow_the_probabilities_of_the_crop() -> None:
+    logits = np.random.default_rng(0).standard_normal(300) * 0.2
+    row = case(logits, **{**GEOMETRY_WANTED, "lam": 0.0, "init_top_p": 0.9})
+    uniforms = (np.arange(512) + 0.5) / 512
+    found = run(session("portable"), feeds([Case(row.logits, row.parameters, u, "") for u in uniforms]))
+    kept = np.flatnonzero(found["keep_mask"][0])
+    weights = np.exp(logits[kept].astype(np.float32) / 1.5)
+    counts = np.bincount(found["next_token"], minlength=300)[kept]
+    assert counts.sum() == 512
+    # Evenly spread uniforms hit an interval of length p either floor(512 p) or that plus one times.
+    assert np.abs(counts - 512 * weights / weights.sum()).max() <= 1.01
