@@ -159,6 +159,18 @@ def test_the_manifest_must_belong_to_the_graph(folder: Path) -> None:
         load(folder)
 
 
+def test_a_graph_without_the_sampler_is_refused(folder: Path) -> None:
+    model = onnx.load(folder / "model.onnx")
+    kept = [output for output in model.graph.output if output.name != "certified"]
+    del model.graph.output[:]
+    model.graph.output.extend(kept)
+    onnx.save(model, folder / "model.onnx")
+    relist(folder, "model.onnx")
+    edit_manifest(folder, lambda m: m.update(outputs=[o for o in m["outputs"] if o["name"] != "certified"]))
+    with pytest.raises(ManifestError, match="has no 'certified', so its sampler is not Top-W's"):
+        load(folder)
+
+
 def test_another_cache_form_is_refused_before_anything_runs(folder: Path) -> None:
     edit_manifest(folder, lambda m: m["decoder"].update(kv_form="paged"))
     with pytest.raises(ManifestError, match="form 'paged', this topw_deploy drives 'concat'"):

@@ -36,6 +36,31 @@ class Row:
         self.stop: int | str | None = None
         self.finished_at = 0.0  # time.perf_counter()
 
+    def take(self, token: int) -> str:
+        """Add a drawn token. Returns the text gained; sets `finish_reason` and `stop` when it was the last one."""
+        self.steps += 1
+        gained = ""
+        if token in self.request.eos_token_ids:
+            self.end("stop", token)
+        elif self.text is not None:
+            gained = self.text.push(token)
+            if self.text.found is not None:
+                self.end("stop", self.text.found)
+        if self.finish_reason is None and self.steps == self.request.budget:
+            self.end("length")
+        if self.finish_reason is not None and self.text is not None:
+            gained += (
+                self.text.flush()
+            )  # where a stop string may come to light that was held back with half a character
+            if self.finish_reason == "length" and self.text.found is not None:
+                self.end("stop", self.text.found)
+        if gained:
+            self.pieces.append(gained)
+        return gained
+
+    def end(self, reason: str, stop: int | str | None = None) -> None:
+        self.finish_reason, self.stop, self.finished_at = reason, stop, time.perf_counter()
+
 
 class Generation:
     """The state of one batch: arrays that the graph reads and writes, bound once wherever that is possible.
@@ -70,11 +95,11 @@ class Generation:
         self.results = self._bind_results(session, capacity - self.width)
         for row in rows:
             if row.request.budget == 0:
-                self.finish(row, "length")
+                row.end("length")
+                self.retire(row)
 
-    def finish(self, row: Row, reason: str, stop: int | str | None = None) -> None:
-        """End `row`. The graph still runs it with the others, as cheaply as it can: greedy, and never unpicked."""
-        row.finish_reason, row.stop, row.finished_at = reason, stop, time.perf_counter()
+    def retire(self, row: Row) -> None:
+        """Spend no more on the ended `row` than the graph must, which runs it with the others: greedy, no edits."""
         self.active.remove(row)
         self.alive[row.index] = 0
         self.input_ids[row.index] = row.request.pad_token_id
@@ -177,30 +202,17 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
     g.edits.accept(tokens)
     gained = []
     for row in tuple(g.active):
-        token, request = tokens[row.index], row.request
+        token = tokens[row.index]
         if token < 0:
             raise GenerationError(
                 f"row {row.index} is invalid at step {row.steps}: its logits hold NaN or +infinity, or none is finite "
                 "after the edits; check the model with `topw verify`, and the request's biases and bans."
             )
-        row.steps += 1
-        g.input_ids[row.index, 0] = token
-        text = ""
-        if token in request.eos_token_ids:
-            g.finish(row, "stop", token)
-        elif row.text is not None:
-            text = row.text.push(token)
-            if row.text.found is not None:
-                g.finish(row, "stop", row.text.found)
-        if row.finish_reason is None and row.steps == request.budget:
-            g.finish(row, "length")
-        if row.finish_reason is not None and row.text is not None:
-            text += row.text.flush()
-            if row.text.found is not None and row.finish_reason == "length":
-                row.finish_reason, row.stop = "stop", row.text.found
-        if text:
-            row.pieces.append(text)
-        gained.append((row, text))
+        gained.append((row, row.take(token)))
+        if row.finish_reason is None:
+            g.input_ids[row.index, 0] = token
+        else:
+            g.retire(row)
     return gained
 
 

@@ -13,13 +13,18 @@ from topw_deploy.errors import ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import TensorSpec
 from topw_deploy.runtime import providers
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
+
+SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias")
+SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")
 
 # ONNX element types (TensorProto.DataType) by the names that the manifest uses.
 ELEMENT_TYPES = {"float": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 
 
 class GraphSession:
-    """An open session: `raw` (the InferenceSession), the `provider` in use and the `device` its tensors live on.
+    """An open session: `raw` (the InferenceSession), the `provider` in use, and the `device` (kind, number) that its
+    tensors live on.
 
     provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name.
     provider_options: options of that provider, as onnxruntime documents them.
@@ -47,7 +52,7 @@ class GraphSession:
         auto = provider == "auto"
         self.raw = _open(folder, wanted, provider_options, options, allow_fallback or auto)
         self.provider = providers.check_used(wanted, self.raw, allow_fallback or auto)
-        self.device = providers.device_of(self.provider)
+        self.device = (providers.device_of(self.provider), int((provider_options or {}).get("device_id", 0)))
         if self.provider != wanted:
             warnings.warn(
                 f"{providers.short_name(wanted)} could not start, running on {providers.short_name(self.provider)}; "
@@ -74,11 +79,10 @@ class Binding:
     def __init__(self, session: GraphSession) -> None:
         self._io = ort.SessionIOBinding(session.raw._sess)
         self._run = session.raw._sess.run_with_iobinding
-        self._host = _device("cpu")
-        self._device = _device(session.device)
+        self._device = ort.OrtDevice.make(*session.device)._get_c_device()
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
-        self.host_memory = session.device == "cpu"
+        self.host_memory = session.device[0] == "cpu"
         self.outputs: Any = None  # onnxruntime's own vector of the last run's outputs, in the order they were bound
         self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue): no copy, no Python object
 
@@ -113,13 +117,9 @@ class Binding:
         self.outputs = self._io.get_outputs()
 
 
-def empty_value(shape: tuple[int, ...], dtype: str, device: str) -> Any:
+def empty_value(shape: tuple[int, ...], dtype: str, device: tuple[str, int]) -> Any:
     """A raw OrtValue without elements (one dimension is 0) of the manifest's element type `dtype`."""
-    return ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype], device)._ortvalue
-
-
-def _device(kind: str) -> Any:
-    return ort.OrtDevice.make(kind, 0)._get_c_device()
+    return ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype], *device)._ortvalue
 
 
 def _session_options(given: ort.SessionOptions | None, intra: int | None, inter: int | None) -> ort.SessionOptions:
@@ -188,6 +188,11 @@ def _check_io(folder: ModelFolder, session: ort.InferenceSession) -> None:
         ("output", manifest.outputs, session.get_outputs()),
     ):
         _compare(what, {s.name: s for s in specs}, {n.name: n.type for n in nodes})
+    for name in (*SAMPLER_INPUTS, *SAMPLER_OUTPUTS):
+        if not any(spec.name == name for spec in (*manifest.inputs, *manifest.outputs)):
+            raise ManifestError(
+                f"{folder.model} has no {name!r}, so its sampler is not Top-W's; export the model again."
+            )
 
 
 def _compare(what: str, specs: Mapping[str, TensorSpec], found: Mapping[str, str]) -> None:
