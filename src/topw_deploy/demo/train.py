@@ -228,6 +228,7 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
             "train": _extent(corpus.train, tokenizer),
             "held_out": _extent(corpus.held_out, tokenizer),
         },
+        "minutes": minutes,  # the limit given
         "steps": curve[-1]["step"],
         "held_out_loss": final.loss,
         "held_out_bits_per_byte": final.bits_per_byte,

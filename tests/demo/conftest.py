@@ -1,0 +1,12 @@
+"""Gathering the corpus takes seconds; the tests share one."""
+
+from __future__ import annotations
+
+import pytest
+
+from topw_deploy.demo.corpus import Corpus, gather_corpus
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Corpus:
+    return gather_corpus()
