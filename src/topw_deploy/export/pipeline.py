@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 import topw_deploy
-from topw_deploy.errors import ExportError, ParameterError
+from topw_deploy.errors import ExportError, ParameterError, UnsupportedModelError
 from topw_deploy.export.configuration import write_configuration
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.embedding_node import find_embedding
@@ -57,7 +57,7 @@ def export_model(request: ExportRequest, progress: Progress = lambda _line: None
     progress(f"Grafting the sampler (top_m {request.options.top_m}, metric {request.options.metric})")
     spec = graft(decoder, request.graft)
     if not decoder.foreign:
-        tidy(decoder.model, _table(decoder) if spec.has_geometry else None)
+        tidy(decoder.model, _table(decoder))
     if request.dry_run:
         return _report(request, decoder, notices, started)
     return _write(request, source, tokenizer_folder, decoder, spec, notices, started, progress)
@@ -89,8 +89,11 @@ def _decoder(source: Source, request: ExportRequest, progress: Progress, notices
 
 
 def _table(decoder: Decoder) -> ir.Value | None:
-    """The stored embedding table of a traced decoder."""
-    table = find_embedding(decoder.model.graph).data[0]
+    """The stored embedding table of a traced decoder, if it has one."""
+    try:
+        table = find_embedding(decoder.model.graph).data[0]
+    except UnsupportedModelError:  # only the uniform metric gets here without a table
+        return None
     return table if table.producer() is None else None
 
 

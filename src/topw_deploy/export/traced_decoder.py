@@ -15,6 +15,7 @@ from topw_deploy.export.source import Source
 from topw_deploy.export.trace import trace
 from topw_deploy.manifest import DecoderInfo
 
+_IR_VERSION = 11  # the first that knows opset 23
 _ONNX_NAMES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 _SAMPLE_TEXT = """The quick brown fox jumps over the lazy dog. In 1815 the treaty was signed; 3.14159 is near pi.
 def add(a, b):
@@ -54,6 +55,7 @@ def traced_decoder(
     traced = trace(model, opset)
     progress("Lowering attention to standard operators")
     lower(traced)
+    traced.model.ir_version = max(traced.model.ir_version, _IR_VERSION)
     info = DecoderInfo(
         model_type=model.config.model_type,
         kv_form="concat",

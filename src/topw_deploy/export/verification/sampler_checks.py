@@ -20,14 +20,22 @@ LOGPROB_BOUND = 1e-4
 _LARGEST_CROP_WALKED = 6  # every token of a crop up to this size is drawn once, so many of a larger one
 _BATCH = 32
 
-# Beside the export's own defaults: settings under which geometry decides, a hot one, a cold one, and greedy.
-_SETTINGS = (
-    {"lam": 1.5, "beta": 2.8, "temperature": 2.0, "init_top_p": 0.3},
-    {"lam": 1.0, "beta": 4.0, "temperature": 2.0, "init_top_p": 0.5},
-    {"lam": 1.8, "beta": 3.2, "temperature": 1.5, "init_top_p": 0.4, "geom_scale": -0.01},
-    {"temperature": 0.7, "selection_temperature": 1.3},
-    {"temperature": 0.0},
-)
+
+def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
+    """Beside the export's own defaults: settings under which distances decide, a hot one, a cold one, and greedy.
+
+    A distance only changes a crop where it is of the size of differences between scores, about 1. The metrics but
+    `mahalanobis` are; its distances are near sqrt(2 hidden).
+    """
+    one = (2.0 * (sampler.hidden_size or 1)) ** -0.5 if sampler.options.metric == "mahalanobis" else 1.0
+    return (
+        {"lam": 0.5, "beta": 1.0, "temperature": 1.0, "init_top_p": 0.3, "geom_scale": 0.5 * one},
+        {"lam": 1.0, "beta": 3.0, "temperature": 1.0, "init_top_p": 0.3, "geom_scale": 0.25 * one},
+        {"lam": 1.0, "beta": 3.0, "temperature": 1.3, "init_top_p": 0.1, "geom_scale": one},
+        {"lam": 1.8, "beta": 3.2, "temperature": 1.5, "init_top_p": 0.4, "geom_scale": -0.1 * one},
+        {"temperature": 0.7, "selection_temperature": 1.3},
+        {"temperature": 0.0},
+    )
 
 
 def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
@@ -77,7 +85,7 @@ def _rows(
 ) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
     """The reference's answer and the graph's for every logits row, setting and uniform number."""
     cases: list[tuple[int, TopWParameters, float, Row]] = []
-    for setting in ({}, *_SETTINGS):
+    for setting in ({}, *_settings(sampler)):
         parameters = TopWParameters(**{**asdict(defaults), **setting})
         for index, row in enumerate(logits):
             first = sample_row(row, parameters, sampler.options, geometry, 0.5)
