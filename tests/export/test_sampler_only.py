@@ -1,0 +1,195 @@
+"""`export_sampler`: a folder that loads, holds what was asked for, and is not there when something fails."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
+from topw_deploy.export import sampler_only
+from topw_deploy.export.embedding_table import embeddings_of_file, embeddings_of_folder
+from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.tail import TAIL_INPUTS
+from topw_deploy.manifest import check_hashes, load_manifest
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+
+TABLE = np.random.default_rng(0).standard_normal((90, 6)).astype(np.float32)
+OPTIONS = TopWOptions(top_m=25)
+
+
+@pytest.fixture
+def npy(tmp_path: Path) -> Path:
+    path = tmp_path / "table.npy"
+    np.save(path, TABLE)
+    return path
+
+
+def safetensors_file(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        raw = tensor.tobytes()
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_a_sampler_from_a_table_is_verified_and_described(npy: Path, tmp_path: Path) -> None:
+    defaults = TopWParameters(lam=1.5)
+    request = SamplerRequest(
+        output=tmp_path / "out", embeddings=npy, options=OPTIONS, defaults=defaults, with_mass=True, with_keep_mask=True
+    )
+    report = export_sampler(request)
+    assert report.files == ("model.onnx", "topw_manifest.json")
+    manifest = load_manifest(tmp_path / "out")
+    check_hashes(tmp_path / "out", manifest)
+    assert manifest.kind == "sampler"
+    assert manifest.defaults == defaults
+    assert manifest.sampler.options == OPTIONS
+    assert manifest.sampler.table_form == "Gather(axis=0)"
+    assert [tensor.name for tensor in manifest.inputs] == list(TAIL_INPUTS)
+    assert manifest.sampler.outputs == ("next_token", "logprob", "kept", "certified", "mass", "keep_mask")
+    assert manifest.verification.status == "passed"
+    opened = ort.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    assert [value.name for value in opened.get_inputs()] == list(TAIL_INPUTS)
+
+
+def test_the_uniform_metric_needs_only_a_vocabulary_size(tmp_path: Path) -> None:
+    options = TopWOptions(metric="uniform", top_m=25)
+    export_sampler(SamplerRequest(output=tmp_path / "out", vocab_size=70, options=options))
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.sampler.hidden_size is None
+    assert manifest.inputs[0].shape == ("batch", 70)
+    assert (tmp_path / "out" / "model.onnx").stat().st_size < 200_000
+
+
+def test_a_table_may_have_more_rows_than_the_vocabulary(npy: Path, tmp_path: Path) -> None:
+    export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, vocab_size=80, options=OPTIONS))
+    assert load_manifest(tmp_path / "out").sampler.vocab_size == 80
+
+
+def test_a_large_table_lies_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npy: Path) -> None:
+    monkeypatch.setattr("topw_deploy.export.weights.EXTERNAL_ABOVE", 1000)
+    report = export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
+    assert "model.onnx_data" in report.files
+    assert load_manifest(tmp_path / "out").verification.status == "passed"
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_a_checkpoint_gives_its_input_embeddings_without_being_loaded(dtype: str, tmp_path: Path) -> None:
+    kind = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}[dtype]
+    table = TABLE.astype(kind)
+    tensors = {"lm_head.weight": table[::-1], "model.embed_tokens.weight": table}
+    safetensors_file(tmp_path / "model.safetensors", {n: np.ascontiguousarray(t) for n, t in tensors.items()}, dtype)
+    (tmp_path / "config.json").write_text("{}")
+    found = embeddings_of_folder(tmp_path)
+    assert isinstance(found, np.memmap)
+    assert np.array_equal(found.astype(np.float32), table.astype(np.float32))
+    report = export_sampler(SamplerRequest(output=tmp_path / "out", model=str(tmp_path), options=OPTIONS))
+    assert report.verification.status == "passed"
+
+
+def test_a_sharded_checkpoint_is_read_through_its_index(tmp_path: Path) -> None:
+    safetensors_file(tmp_path / "b.safetensors", {"transformer.wte.weight": TABLE}, "F32")
+    index = {"weight_map": {"transformer.wte.weight": "b.safetensors", "transformer.wpe.weight": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert np.array_equal(embeddings_of_folder(tmp_path), TABLE)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [({"lm_head.weight": TABLE}, "none look like"), ({"a.wte.weight": TABLE, "b.wte.weight": TABLE}, "2 .*look like")],
+)
+def test_a_checkpoint_without_one_clear_table_is_refused(
+    tensors: dict[str, np.ndarray], message: str, tmp_path: Path
+) -> None:
+    safetensors_file(tmp_path / "model.safetensors", tensors, "F32")
+    with pytest.raises(UnsupportedModelError, match=message):
+        embeddings_of_folder(tmp_path)
+
+
+def test_an_integer_table_is_refused_by_its_type(tmp_path: Path) -> None:
+    safetensors_file(tmp_path / "model.safetensors", {"embed_tokens.weight": np.zeros((3, 2), np.int8)}, "I8")
+    with pytest.raises(UnsupportedModelError, match="stored as I8"):
+        embeddings_of_folder(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["short", "garbage", "huge header", "wrong size"])
+def test_a_damaged_checkpoint_is_named(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors_file(path, {"embed_tokens.weight": TABLE}, "F32")
+    raw = path.read_bytes()
+    path.write_bytes(
+        {
+            "short": raw[:-8],
+            "garbage": b"\x10\0\0\0\0\0\0\0not json at all!",
+            "huge header": struct.pack("<Q", 1 << 60) + raw[8:],
+            "wrong size": raw.replace(b"[90, 6]", b"[91, 6]"),
+        }[damage]
+    )
+    with pytest.raises(SourceError, match=r"model\.safetensors"):
+        embeddings_of_folder(tmp_path)
+
+
+def test_an_embedding_file_must_be_a_matrix_of_floats(tmp_path: Path) -> None:
+    for name, content in (("flat", np.zeros(4)), ("ints", np.zeros((4, 2), int)), ("objects", np.array([None] * 4))):
+        np.save(tmp_path / f"{name}.npy", content)
+        with pytest.raises(SourceError):
+            embeddings_of_file(tmp_path / f"{name}.npy")
+    with pytest.raises(SourceError, match="does not exist"):
+        embeddings_of_file(tmp_path / "absent.npy")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"embeddings": Path("x.npy"), "model": "demo"}, "both given"),
+        ({}, "needs token embeddings"),
+        ({"options": TopWOptions(metric="uniform")}, "--vocab-size"),
+    ],
+)
+def test_a_request_must_name_one_source(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=message):
+        SamplerRequest(output=tmp_path, **given)
+
+
+def test_a_vocabulary_beyond_the_table_is_refused(npy: Path, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="90 rows"):
+        export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, vocab_size=91))
+
+
+def test_a_folder_in_use_stays_as_it_is(npy: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "mine.txt").write_text("mine")
+    with pytest.raises(ExportError, match="not empty"):
+        export_sampler(SamplerRequest(output=output, embeddings=npy, options=OPTIONS))
+    assert [file.name for file in output.iterdir()] == ["mine.txt"]
+
+
+def test_a_dry_run_writes_nothing(npy: Path, tmp_path: Path) -> None:
+    report = export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, options=OPTIONS, dry_run=True))
+    assert report.nodes == 1
+    assert report.weight_bytes >= TABLE.nbytes
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sampler_that_disagrees_with_the_reference_is_not_kept(
+    npy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = sampler_only.sampler_model
+
+    def wrong(spec: Any, table: np.ndarray, geometry: Any) -> Any:
+        return right(spec, np.ascontiguousarray(np.roll(table, 1, axis=0)), geometry)
+
+    monkeypatch.setattr(sampler_only, "sampler_model", wrong)
+    with pytest.raises(VerificationError, match="sampler"):
+        export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["table.npy"]
