@@ -64,6 +64,13 @@ def test_help_lists_every_command_and_is_0() -> None:
     assert run("--version").stdout.startswith("topw ")
 
 
+def test_both_spellings_of_the_exporter_read_the_same_variables() -> None:
+    for program, words in ((TOPW, ("export", "demo", "out")), (EXPORT, ("demo", "out"))):
+        done = run(*words, program=program, TOPW_EXPORT_METRIC="nonsense")
+        assert done.returncode == 2
+        assert "nonsense" in done.stderr
+
+
 def test_a_missing_extra_names_the_command_that_installs_it(scripted: Path) -> None:
     code = "import sys; sys.modules['onnxruntime'] = None; from topw_deploy.cli.main import main; main()"
     done = run("generate", scripted, "x", program=[sys.executable, "-c", code])

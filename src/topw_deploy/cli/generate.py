@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 @click.option(
     "--logit-bias", metavar="ID=BIAS", multiple=True, help="Add to a token's logit; -inf bans it. Repeatable."
 )
-@click.option("--stop", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable.")
+@click.option(
+    "--stop", "--stop-strings", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
 @click.option("--num-return-sequences", type=click.IntRange(min=1), help="Independent sequences for the prompt.")
 @click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")

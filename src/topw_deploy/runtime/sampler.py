@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass", "keep_mask")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Samples:
     """One draw per row. B rows, V the vocabulary.
 
