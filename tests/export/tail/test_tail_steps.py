@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from topw_deploy.export.tail import plain_gather
 from topw_deploy.export.tail.alternate import alternate, best_prefix, potential
+from topw_deploy.export.tail.build import sample
 from topw_deploy.export.tail.candidates import Candidates, block_candidates, certificate, short_scan
 from topw_deploy.export.tail.draw import draw_candidate, draw_member, kept_candidates
 from topw_deploy.export.tail.edits import BLOCK, apply_edits, padded_width
@@ -20,8 +22,8 @@ from topw_deploy.export.tail.geometry import (
 from topw_deploy.export.tail.ops import Eager
 from topw_deploy.export.tail.pool import candidate_pool, certified, warm_start
 from topw_deploy.export.tail.rows import PARAMETERS, Rows, row_parameters, within
-from topw_deploy.export.tail.spec import TailSpec
-from topw_deploy.sampling import Geometry, crop
+from topw_deploy.export.tail.spec import FORMS, TailSpec
+from topw_deploy.sampling import Geometry, crop, sample_row
 from topw_deploy.sampling import apply_edits as reference_edits
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
@@ -212,3 +214,38 @@ def test_a_draw_from_members_uses_the_largest_kept_logit() -> None:
     assert int(array(drawn.token)[0, 0]) == 1
     assert float(array(drawn.logprob)[0, 0]) == pytest.approx(-np.log1p(np.exp(-5.0)), abs=1e-6)
     assert int(array(drawn.kept)[0, 0]) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_whole_sampler_runs_operator_by_operator(form: str) -> None:
+    embeddings = table(24, 5, seed=2)
+    geometry = Geometry.from_embeddings(embeddings, "mahalanobis")
+    options = TopWOptions(top_m=20)
+    spec = TailSpec(options=options, vocab_size=24, embedding=plain_gather(24, 5), hidden_size=5, form=form)
+    assert geometry.mean is not None
+    assert geometry.inverse_std is not None
+    rng = np.random.default_rng(6)
+    logits = (rng.standard_normal((4, 24)) * [[0.2], [3.0], [0.5], [1.0]]).astype(np.float32)
+    logits[3, 0] = np.nan
+    parameters = [TopWParameters(lam=0.4, beta=2.5, init_top_p=0.2, temperature=t) for t in (1.5, 1.0, 0.0, 1.0)]
+    uniform = [0.1, 0.6, 0.9, 0.5]
+    inputs = {
+        "logits": logits,
+        "edit_ids": np.zeros((4, 0), np.int64),
+        "edit_penalty": np.zeros((4, 0), np.float32),
+        "edit_bias": np.zeros((4, 0), np.float32),
+        "uniform": np.array(uniform, np.float32),
+        "mean": geometry.mean.astype(np.float32),
+        "inverse_std": geometry.inverse_std.astype(np.float32),
+        "neighbour_bound": np.zeros(0, np.float32),
+        "embedding_0": embeddings,
+        **{n: np.array([getattr(p, n) for p in parameters], np.float32) for n in PARAMETERS[:-1]},
+    }
+    found = [array(value) for value in sample(OP, spec, inputs)]
+    given = zip(logits, parameters, uniform, strict=True)
+    wanted = [sample_row(row, chosen, options, geometry, u) for row, chosen, u in given]
+    assert found[0].tolist() == [row.next_token for row in wanted]
+    assert found[2].tolist() == [row.kept for row in wanted]
+    assert found[3].tolist() == [row.certified for row in wanted]
+    assert found[1] == pytest.approx([row.logprob for row in wanted], abs=1e-6)
+    assert not wanted[0].certified
