@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.text import IncrementalDecoder
 
 PROMPTS = ["def parse(", "The", "import os\n\nclass Reader(Base):\n    def __init__(self, path):\n", "Return a list"]
 
@@ -57,3 +60,16 @@ def test_a_prompt_longer_than_the_context_is_refused_and_the_context_can_be_fill
     assert (len(result.token_ids), result.finish_reason) == (4, "length")
     with pytest.raises(ValueError, match=f"has {context + 1} tokens, the model's context holds {context}"):
         demo.generate([5] * (context + 1))
+
+
+def test_any_tokens_of_a_real_vocabulary_come_out_as_their_text(demo: TopWModel) -> None:
+    size = demo.tokenizer.vocab_size
+
+    @given(tokens=st.lists(st.integers(3, size - 1), max_size=25), prompt=st.sampled_from(["", *PROMPTS, "é😀"]))
+    def check(tokens: list[int], prompt: str) -> None:
+        before = demo.tokenizer.encode(prompt)
+        decoder = IncrementalDecoder(demo.tokenizer.decode, before)
+        text = "".join([*map(decoder.push, tokens), decoder.flush()])
+        assert demo.tokenizer.decode([*before, *tokens]) == demo.tokenizer.decode(before) + text
+
+    check()
