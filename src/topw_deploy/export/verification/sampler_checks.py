@@ -18,7 +18,8 @@ from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWP
 
 LOGPROB_BOUND = 1e-4
 _LARGEST_CROP_WALKED = 6  # every token of a crop up to this size is drawn once, so many of a larger one
-_BATCH = 32
+_LARGEST_BATCH = 32
+_POOL_VALUES = 8_000_000  # features of one batch's pools, of which the graph holds several copies of 4 bytes each
 
 
 def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
@@ -91,8 +92,10 @@ def _rows(
             first = sample_row(row, parameters, sampler.options, geometry, 0.5)
             for uniform in _uniforms(row, first, parameters):
                 cases.append((index, parameters, uniform, _drawn_with(first, row, parameters, uniform)))
-    for start in range(0, len(cases), _BATCH):
-        part = cases[start : start + _BATCH]
+    row_values = min(sampler.options.top_m, sampler.vocab_size) * (sampler.hidden_size or 1)
+    batch = max(1, min(_LARGEST_BATCH, _POOL_VALUES // row_values))
+    for start in range(0, len(cases), batch):
+        part = cases[start : start + batch]
         results = probe.run(
             logits[[index for index, *_ in part]], [asdict(p) for _, p, _, _ in part], [u for _, _, u, _ in part]
         )
