@@ -19,7 +19,7 @@ SMALLEST_NORM = 1e-12  # "normalise" divides by max(norm, this): padding rows of
 VARIANCE_ADDED = 1e-12  # mahalanobis: sqrt(variance + this)
 VARIANCE_FLOOR = 1e-6  # unit and cosine: sqrt(max(variance, this))
 
-_BLOCK_VALUES = 4_194_304  # float64 values held at a time while reading a table: 32 MiB
+_BLOCK_VALUES = 1_048_576  # float64 values held at a time while reading a table: 8 MiB
 # |x|^2 + |y|^2 - 2 x.y loses digits as the pair gets close. Where it falls under this share of |x|^2 + |y|^2 the
 # distance is taken again from the difference x - y, which keeps every distance within about 1e-12 of exact.
 _NEAR_SHARE = 1e-3
@@ -45,7 +45,7 @@ def _blocks(table: Any, metric: str) -> Iterator[Floats]:
 def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]:
     """Mean and inverse standard deviation of each coordinate over all rows of the embedding table.
 
-    table: [V, d], any floating type, also a memory map; read twice, in blocks of 32 MiB.
+    table: [V, d], any floating type, also a memory map; read twice, in blocks of 8 MiB.
     metric: `mahalanobis` takes them over the rows normalised to unit length, `unit` and `cosine` over the raw rows.
     Returns (mean [d], inverse standard deviation [d]), float64: 1 / sqrt(variance + 1e-12) for `mahalanobis`
     (paper, Appendix A), 1 / sqrt(max(variance, 1e-6)) for the others.
