@@ -391,10 +391,10 @@ def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     write = pipeline.write_model
 
-    def spoil(model: ir.Model, folder: Path) -> None:
+    def spoil(model: ir.Model, folder: Path, *rest: object) -> None:
         value = next(v for v in model.graph.initializers.values() if v.shape == ir.Shape([48, 32]))
         value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.5), name=value.name)
-        write(model, folder)
+        write(model, folder, *rest)
 
     monkeypatch.setattr(pipeline, "write_model", spoil)
     with pytest.raises(VerificationError, match=r"checks failed \(first: prefill logits"):
@@ -411,11 +411,11 @@ def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
 def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = pipeline.write_model
 
-    def spoil(model: ir.Model, folder: Path) -> None:
+    def spoil(model: ir.Model, folder: Path, *rest: object) -> None:
         value = model.graph.initializers["topw.embedding_inverse_std"]
         scale = np.linspace(0.1, 3.0, value.shape[0], dtype=np.float32)
         value.const_value = ir.tensor(value.const_value.numpy() * scale, name=value.name)
-        write(model, folder)
+        write(model, folder, *rest)
 
     monkeypatch.setattr(pipeline, "write_model", spoil)
     with pytest.raises(VerificationError, match="first: sampler kept sets"):

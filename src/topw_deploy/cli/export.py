@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,7 @@ def command(
             verify=not rest.pop("no_verify"),
             **rest,
         )
-        report = export_model(request, _silent if quiet else _phase)
+        report = export_model(request, *(() if quiet else (_phase, _bar)))
     except TopWError as error:
         raise click.ClickException(str(error)) from error
     for notice in report.notices:
@@ -108,8 +110,13 @@ def _phase(line: str) -> None:
     click.echo(line, err=True)
 
 
-def _silent(_line: str) -> None:
-    pass
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], object]]:
+    """A bar of bytes on stderr, where that is a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None, leave=False) as bar:
+        yield bar.update
 
 
 def _as_json(report: Any) -> str:

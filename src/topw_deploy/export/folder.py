@@ -20,7 +20,7 @@ from typing import Any, Self
 from topw_deploy.errors import ExportError
 from topw_deploy.manifest import MANIFEST_NAME
 
-Progress = Callable[[int], None]
+Progress = Callable[[int], object]
 
 _SPARE = 16 << 20  # bytes left free beside what is written
 _COPY_PART = 64 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.embedding_node import find_embedding
 from topw_deploy.export.folder import StagedFolder, bring, check_free, linkable, require_space
 from topw_deploy.export.graft import graft
-from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, ExportReport, ExportRequest, Progress
+from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, Bar, ExportReport, ExportRequest, Progress, no_bar
 from topw_deploy.export.source import Source, resolve
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.tokenizer_files import bring_tokenizer, check_tokenizer
@@ -33,7 +34,7 @@ from topw_deploy.manifest import (
 _LIBRARIES = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 
 
-def export_model(request: ExportRequest, progress: Progress = lambda _line: None) -> ExportReport:
+def export_model(request: ExportRequest, progress: Progress = lambda _line: None, bar: Bar = no_bar) -> ExportReport:
     """Write the folder that `request` asks for, verified, in one piece; or raise and leave OUT as it was.
 
     Raises the errors of topw_deploy.errors: SourceError, UnsupportedModelError, TokenizerError and ParameterError
@@ -60,7 +61,7 @@ def export_model(request: ExportRequest, progress: Progress = lambda _line: None
         tidy(decoder.model, _table(decoder))
     if request.dry_run:
         return _report(request, decoder, notices, started)
-    return _write(request, source, tokenizer_folder, decoder, spec, notices, started, progress)
+    return _write(request, source, tokenizer_folder, decoder, spec, notices, started, progress, bar)
 
 
 def _decoder(source: Source, request: ExportRequest, progress: Progress, notices: list[str]) -> Decoder:
@@ -106,11 +107,13 @@ def _write(
     notices: list[str],
     started: float,
     progress: Progress,
+    bar: Bar,
 ) -> ExportReport:
     with StagedFolder(request.output, overwrite=request.overwrite, keep_failed=request.keep_failed) as staged:
         require_space(staged.path.parent, _space_needed(decoder, source, staged.path, request.hard_link))
         progress(f"Writing {weight_bytes(decoder.model) / 1e6:.1f} MB of weights")
-        _write_graph(decoder, source, staged.path, request.hard_link)
+        with bar(weight_bytes(decoder.model)) as advance:
+            _write_graph(decoder, source, staged.path, request.hard_link, advance)
         notices += bring_tokenizer(tokenizer_folder, staged.path, trust_remote_code=request.trust_remote_code)
         write_configuration(source, tokenizer_folder, staged.path, request.num_hidden_layers)
         manifest = _manifest(request, source, decoder, spec, staged.path)
@@ -131,13 +134,15 @@ def _write(
     return report
 
 
-def _write_graph(decoder: Decoder, source: Source, folder: Path, hard_link: bool) -> None:
+def _write_graph(
+    decoder: Decoder, source: Source, folder: Path, hard_link: bool, advance: Callable[[int], object]
+) -> None:
     """model.onnx, and every data file that its weights lie in already."""
     if source.onnx is not None:
         for location in external_files(decoder.model):
-            bring(source.onnx.parent / location, folder / location, hard_link=hard_link)
+            bring(source.onnx.parent / location, folder / location, hard_link=hard_link, progress=advance)
     try:
-        write_model(decoder.model, folder)
+        write_model(decoder.model, folder, advance)
     except (MemoryError, ValueError) as error:
         raise ExportError(f"the graph cannot be written ({error}); report this model.") from error
 

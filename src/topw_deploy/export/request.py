@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,3 +105,11 @@ class ExportReport:
 
 Progress = Callable[[str], None]
 """Called with one line per phase."""
+
+Bar = Callable[[int], AbstractContextManager[Callable[[int], object]]]
+"""Called with a number of bytes to come; entering the result gives a function to call with each part's bytes."""
+
+
+def no_bar(_total: int) -> AbstractContextManager[Callable[[int], object]]:
+    """A Bar that shows nothing."""
+    return nullcontext(lambda _bytes: None)

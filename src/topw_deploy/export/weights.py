@@ -109,7 +109,7 @@ def external_files(model: ir.Model) -> dict[str, Path]:
     return files
 
 
-def write_model(model: ir.Model, folder: Path, progress: Callable[[int], None] = lambda _bytes: None) -> None:
+def write_model(model: ir.Model, folder: Path, progress: Callable[[int], object] = lambda _bytes: None) -> None:
     """Write `model` into `folder` as model.onnx, with model.onnx_data beside it above `EXTERNAL_ABOVE`.
 
     Initializers that lie in data files already keep pointing there by their relative names: bringing those files

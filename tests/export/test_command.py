@@ -1,0 +1,121 @@
+"""`topw-export` and `topw verify` as people type them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from tiny_models import VOCAB
+
+from topw_deploy.cli.export import command as export_command
+from topw_deploy.cli.verify import command as verify_command
+from topw_deploy.manifest import load_manifest
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(export_command, [str(argument) for argument in arguments])
+
+
+def test_progress_goes_to_stderr_and_the_result_to_stdout(tmp_path: Path, foreign_decoder: Path) -> None:
+    result = run(foreign_decoder, tmp_path / "out")
+    assert result.exit_code == 0
+    assert result.stdout == f"{tmp_path / 'out'}\n"
+    assert "Grafting the sampler" in result.stderr
+    assert result.stderr.count("[✓]") == 10
+
+
+def test_the_result_as_json(tmp_path: Path, foreign_decoder: Path) -> None:
+    result = run(foreign_decoder, tmp_path / "out", "--json", "--no-verify", "-q")
+    report = json.loads(result.stdout)
+    assert report["model_type"] == "llama"
+    assert set(report["files"]) > {"model.onnx", "model.onnx.data", "tokenizer.json"}
+    assert "Writing" not in result.stderr
+
+
+@pytest.mark.parametrize("spelling", ["kebab", "snake"])
+def test_both_spellings_and_every_top_w_name_parse(tmp_path: Path, foreign_decoder: Path, spelling: str) -> None:
+    options = (
+        "--no-verify --with-mass --top-m 40 --alt-iters 5 --metric cosine --potential knn --knn-k 3 --preset released "
+        "--lambda-geom 1.5 --beta 2.5 --warm-p 0.9 --selection-temperature 0.5 --tail static"
+    )
+    if spelling == "snake":
+        options = " ".join("--" + o[2:].replace("-", "_") if o.startswith("--") else o for o in options.split())
+    result = run("-m", foreign_decoder, "--output", tmp_path / "out", *options.split())
+    assert result.exit_code == 0, result.output
+    manifest = load_manifest(tmp_path / "out")
+    assert (manifest.defaults.lam, manifest.defaults.init_top_p) == (1.5, 0.9)
+    assert manifest.defaults.geom_scale == 0.6  # the preset's
+    assert (manifest.sampler.options.top_m, manifest.sampler.options.alt_iters) == (40, 5)
+    assert manifest.sampler.options.neighbours == 3
+    assert manifest.sampler.tail == "static"
+
+
+def test_a_dry_run_lists_inputs_outputs_and_sizes(tmp_path: Path, foreign_decoder: Path) -> None:
+    result = run(foreign_decoder, tmp_path / "out", "--dry-run", "--with-keep-mask")
+    assert result.exit_code == 0
+    assert f"keep_mask  bool  [batch_size, {VOCAB}]" in result.stdout
+    assert "bytes of weights" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_failures_are_one_sentence_and_exit_code_1(tmp_path: Path) -> None:
+    result = run(tmp_path / "missing" / "model", tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.splitlines()[-1].startswith("Error: ")
+    assert "does not exist" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["demo"], ["demo", "out", "-m", "demo"], ["demo", "out", "--unknown"], ["demo", "out", "--dtype", "x"]],
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_a_parameter_out_of_range_is_named(tmp_path: Path) -> None:
+    result = run("demo", tmp_path / "out", "--init-top-p", "1.5")
+    assert result.exit_code == 1
+    assert "init_top_p is 1.5, but must be in (0, 1]" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, foreign_decoder: Path) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "out"
+    assert run(foreign_decoder, out, "--no-verify").exit_code == 0
+    return out
+
+
+def verify(*arguments: object) -> Result:
+    return CliRunner().invoke(verify_command, [str(argument) for argument in arguments])
+
+
+def test_verify_repeats_hashes_and_checks(finished: Path, foreign_decoder: Path) -> None:
+    result = verify(finished, "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert len(report["checks"]) == 9  # unverified, so padding was not promised
+    assert all(check["passed"] for check in report["checks"])
+    assert report["skipped"] == []
+
+
+def test_verify_names_what_it_cannot_compare_with(finished: Path) -> None:
+    result = verify(finished, "--source", "./gone")
+    assert result.exit_code == 0
+    assert "generation: not checked, the source is not here" in result.stderr
+    assert "4 checks passed, 2 skipped" in result.stdout
+
+
+def test_verify_notices_a_changed_file(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "out")
+    data = tmp_path / "out" / "model.onnx.data"
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(content)
+    result = verify(tmp_path / "out", "--hashes-only")
+    assert result.exit_code == 1
+    assert "model.onnx.data has SHA-256" in result.stderr
