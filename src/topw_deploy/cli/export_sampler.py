@@ -1,0 +1,87 @@
+"""`topw export-sampler`: Top-W alone, for logits that come from somewhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from topw_deploy.cli.options import CONTEXT, baked_options, given, parameter_options
+from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
+
+
+@click.command(name="export-sampler", context_settings=CONTEXT)
+@click.argument("model", required=False)
+@click.argument("out", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--embeddings",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A .npy file with the input embeddings [tokens, hidden], in MODEL's place.",
+)
+@click.option("--vocab-size", type=click.IntRange(min=1), help="Width of the logits.  [default: the table's rows]")
+@click.option(
+    "--tail",
+    type=click.Choice(("portable", "onnxruntime", "static")),
+    default="portable",
+    show_default=True,
+    help="Form of the sampler's body: accepted everywhere, cheapest in onnxruntime, or free of control flow.",
+)
+@baked_options
+@parameter_options
+@click.option("--opset", type=int, default=None, help="ONNX opset, 18 to 24.  [default: 23]")
+@click.option("--with-mass", is_flag=True, help="Add the crop's probability as an output.")
+@click.option("--with-keep-mask", is_flag=True, help="Add the crop itself, a bool per token, as an output.")
+@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT, at the very end.")
+@click.option("--no-verify", is_flag=True, help="Skip the comparison with the reference.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("--revision", default=None, help="Branch, tag or commit on the hub.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="The hub's cache.")
+@click.option("--token", envvar="HF_TOKEN", default=None, help="Token for the hub.  [env: HF_TOKEN]")
+@click.option("--local-files-only", is_flag=True, help="Never ask the hub.")
+def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **values: Any) -> None:
+    """Export the sampler alone into the folder OUT: logits in, tokens out.
+
+    The token distances come from the input embeddings of MODEL (a hub id, a Hugging Face folder, or `demo`) or from
+    --embeddings FILE; with --metric uniform and --vocab-size there is neither, and OUT is the only argument.
+    """
+    if out is None:  # one argument is OUT: there is no MODEL
+        model, out = None, Path(model) if model is not None else None
+    if out is None:
+        raise click.UsageError("Missing argument 'OUT'.")
+    # Imported late: --help and usage errors must not wait for onnx.
+    from topw_deploy.export.request import DEFAULT_OPSET, with_preset
+    from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+
+    defaults, options = with_preset(values.pop("preset"), given(values, PARAMETER_NAMES), given(values, OPTION_NAMES))
+    rest = {name: value for name, value in values.items() if name not in (*PARAMETER_NAMES, *OPTION_NAMES)}
+    request = SamplerRequest(
+        output=out,
+        model=model,
+        options=options,
+        defaults=defaults,
+        opset=rest.pop("opset") or DEFAULT_OPSET,
+        verify=not rest.pop("no_verify"),
+        **rest,
+    )
+    report = export_sampler(request, _silent if quiet else _phase)
+    for notice in report.notices:
+        click.echo(f"Note: {notice}.", err=True)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report), indent=2, default=str, ensure_ascii=False))
+    elif report.dry_run:
+        click.echo(f"{out} would hold {report.nodes} nodes and {report.weight_bytes:,} bytes of weights")
+    else:
+        click.echo(str(report.output))
+
+
+def _phase(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _silent(_line: str) -> None:
+    pass

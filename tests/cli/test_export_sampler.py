@@ -1,0 +1,80 @@
+"""`topw export-sampler`: the sampler alone, from a table, a model or nothing but a width."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.manifest import MANIFEST_NAME, load_manifest
+from topw_deploy.runtime import TopWSampler
+from topw_deploy.sampling import Geometry, TopWParameters, sample_row
+
+from .conftest import Invoke
+
+LOGITS = (np.random.default_rng(3).standard_normal((4, 60)) * 3).astype(np.float32)
+
+
+def test_the_uniform_metric_needs_a_width_only(invoke: Invoke, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = invoke(
+        "export-sampler",
+        out,
+        "--metric",
+        "uniform",
+        "--vocab_size",
+        60,
+        "--with-keep-mask",
+        "--lam",
+        0.5,
+        "--top-m",
+        20,
+    )
+    assert (result.exit_code, result.stdout) == (0, f"{out}\n")
+    manifest = load_manifest(out)
+    assert (manifest.defaults.lam, manifest.sampler.options.top_m) == (0.5, 20)
+    found = TopWSampler.from_pretrained(out, provider="cpu").sample(LOGITS, uniform=0.5)
+    want = [
+        sample_row(row, TopWParameters(lam=0.5), manifest.sampler.options, Geometry.uniform(), 0.5) for row in LOGITS
+    ]
+    assert found.next_token.tolist() == [row.next_token for row in want]
+    assert found.keep_mask is not None
+
+
+def test_a_table_from_a_file_gives_its_geometry(invoke: Invoke, tmp_path: Path) -> None:
+    table = np.random.default_rng(0).standard_normal((60, 5)).astype(np.float32)
+    np.save(tmp_path / "table.npy", table)
+    out = tmp_path / "out"
+    settings = ("--embeddings", tmp_path / "table.npy", "--preset", "released", "--quiet", "--json")
+    result = invoke("export-sampler", *settings, out)
+    assert json.loads(result.stdout)["model_type"]
+    assert result.stderr == ""
+    options = load_manifest(out).sampler.options
+    assert (options.metric, options.alt_iters) == ("cosine", 9)
+    geometry = Geometry.from_embeddings(table, "cosine")
+    parameters = TopWParameters(lam=0.3, temperature=2.0, geom_scale=0.6, init_top_p=0.7)
+    found = TopWSampler.from_pretrained(out, provider="cpu").sample(
+        LOGITS, uniform=0.25, lam=0.3, temperature=2.0, init_top_p=0.7
+    )
+    want = [sample_row(row, parameters, options, geometry, 0.25) for row in LOGITS]
+    assert found.kept.tolist() == [row.kept for row in want]
+    assert found.next_token.tolist() == [row.next_token for row in want]
+
+
+def test_a_dry_run_writes_nothing(invoke: Invoke, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = invoke("export-sampler", out, "--metric", "uniform", "--vocab-size", 60, "--dry-run")
+    assert "would hold" in result.stdout
+    assert not out.exists()
+
+
+def test_what_is_missing_is_named(invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke("export-sampler").exit_code == 2
+    with pytest.raises(ParameterError, match="needs token embeddings"):
+        invoke("export-sampler", tmp_path / "out")
+    with pytest.raises(ParameterError, match="needs the width of the logits: --vocab-size"):
+        invoke("export-sampler", tmp_path / "out", "--metric", "uniform")
+    assert not (tmp_path / "out" / MANIFEST_NAME).exists()
