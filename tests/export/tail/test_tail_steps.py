@@ -69,26 +69,28 @@ def test_a_penalty_that_is_not_positive_makes_the_logit_nan() -> None:
     assert np.isnan(edited).tolist() == [False, False, True, True]
 
 
+@pytest.mark.parametrize("top_m", [7, 1200])
 @pytest.mark.parametrize("vocab", [1, 50, 127, 128, 1009, 20_000])
-def test_candidates_are_the_largest_logits_with_their_ids(vocab: int) -> None:
+def test_candidates_are_the_largest_logits_with_their_ids(vocab: int, top_m: int) -> None:
     logits = np.random.default_rng(vocab).standard_normal((2, vocab)).astype(np.float32)
     wide = np.pad(logits, ((0, 0), (0, padded_width(vocab) - vocab)), constant_values=-np.inf)
-    found = block_candidates(OP, wide, vocab, 1200)
-    assert found.count == min(64, vocab)
+    found = block_candidates(OP, wide, vocab, top_m)
+    assert found.count == min(64, vocab, top_m)
     order = np.argsort(-logits, axis=1, kind="stable")[:, : found.count]
-    assert np.array_equal(array(found.ids), order)
-    assert np.array_equal(array(found.logits), np.take_along_axis(logits, order, 1))
+    assert np.array_equal(array(found.ids)[:, : found.count], order)
+    assert np.array_equal(array(found.logits)[:, : found.count], np.take_along_axis(logits, order, 1))
+    assert (array(found.logits)[:, found.count :] == -np.inf).all()
 
 
 def test_equal_logits_are_drawn_and_kept_in_the_order_of_their_ids() -> None:
-    logits = np.array([[3.0, 1.0, 1.0, 1.0, 0.0]], np.float32)
-    shuffled = Candidates(logits, np.array([[7, 9, 2, 5, 1]]), 5)
+    logits = np.array([[3.0, 1.0, 1.0, 1.0, 0.0] + [-np.inf] * 11], np.float32)
+    shuffled = Candidates(logits, np.array([[7, 9, 2, 5, 1, *range(20, 31)]]), 5)
     last = np.array([[2]])
     tokens = []
     for uniform in (0.0, 0.85, 0.95):
         tokens.append(int(array(draw_candidate(OP, shuffled, logits - 3, last, rows(uniform=uniform)).token)[0, 0]))
     assert tokens == [7, 2, 5]
-    assert array(kept_candidates(OP, shuffled, last)).tolist() == [[True, False, True, True, False]]
+    assert np.flatnonzero(array(kept_candidates(OP, shuffled, last))).tolist() == [0, 2, 3]
 
 
 def test_the_short_scan_finds_the_base_size_of_the_reference() -> None:
@@ -110,7 +112,7 @@ def test_the_certificate_is_never_given_where_the_base_size_exceeds_the_warm_sta
         row = rows(**chosen)
         candidates = block_candidates(OP, wide, 300, 300)
         drop = array(candidates.logits) - logits.max()
-        scan = short_scan(OP, drop, candidates.count, row)
+        scan = short_scan(OP, drop, candidates.width, row)
         proof = certificate(OP, candidates, drop, scan, row, spec)
         if all(low <= float(array(column)[0, 0]) <= high for column, low, high in proof):
             given += 1

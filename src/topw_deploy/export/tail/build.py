@@ -71,7 +71,7 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
     candidates = block_candidates(op, logits, spec.vocab_size, spec.pool_size)
     largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
     drop = op.Sub(candidates.logits, largest)
-    scan = short_scan(op, drop, candidates.count, rows)
+    scan = short_scan(op, drop, candidates.width, rows)
     proof = certificate(op, candidates, drop, scan, rows, spec)
     settled = settled_flags(op, logits, largest, proof, rows)
     drawn = draw_candidate(op, candidates, drop, scan.last, rows)

@@ -19,17 +19,28 @@ from topw_deploy.export.tail.spec import TailSpec
 CANDIDATES = 64
 """Largest logits looked at. As many blocks are searched: that many surely hold them all."""
 
+_LANES = 16
+"""Rows of candidates are filled up to a multiple of this with -inf. onnxruntime's logarithm rounds differently in a
+vector of full width and in a remainder, so a row's bits would depend on where in the batch it stands."""
+
 _SLACK = 8e-6  # of J, in units of beta: several times the rounding of a float32 scan over CANDIDATES terms
 _WARM_SLACK = 1e-5  # relative, of the warm start's mass
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The largest logits of each row in descending order, float32 [batch, n], with their token ids int64 [batch, n]."""
+    """The largest logits of each row in descending order, float32 [batch, n], with their token ids int64 [batch, n].
+
+    The first `count` are candidates, the rest fill the row up to `width` = n with -inf.
+    """
 
     logits: Tensor
     ids: Tensor
     count: int
+
+    @property
+    def width(self) -> int:
+        return -(-self.count // _LANES) * _LANES
 
 
 @dataclass(frozen=True)
@@ -64,11 +75,15 @@ def block_candidates(op: Ops, logits: Tensor, vocab_size: int, top_m: int) -> Ca
     _, block = op.TopK(maxima, op.constant([searched], np.int64), axis=1, sorted=0)
     chosen = op.GatherND(grid, op.Unsqueeze(block, op.constant([2], np.int64)), batch_dims=1)
     flat = op.Reshape(chosen, op.constant([-1, searched * BLOCK], np.int64))
-    values, place = op.TopK(flat, op.constant([count], np.int64), axis=1)
+    values, place = op.TopK(flat, op.constant([-(-count // _LANES) * _LANES], np.int64), axis=1)
     size = op.constant(BLOCK, np.int64)
     offset = op.Mul(op.Sub(block, op.constant(np.arange(searched), np.int64)), size)
     ids = op.Add(place, op.GatherElements(offset, op.Div(place, size), axis=1))
-    return Candidates(values, ids, count)
+    found = Candidates(values, ids, count)
+    if count == vocab_size or count == found.width:
+        return found  # what fills the row up, if anything, is padding
+    inside = op.constant(np.arange(found.width) < count, np.bool_)
+    return Candidates(op.Where(inside, values, op.constant(-np.inf)), ids, count)
 
 
 @step
@@ -81,10 +96,10 @@ def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor)
 
 
 @step
-def short_scan(op: Ops, drop: Tensor, count: int, rows: Rows) -> ShortScan:
+def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
     """J over the prefixes of the candidates (docs/graph.md, section 3, step 4 with f = 0).
 
-    drop: logits minus the largest, float32 [batch, count]. Logs come from logits, never from probabilities; -inf
+    drop: logits minus the largest, float32 [batch, width]. Logs come from logits, never from probabilities; -inf
     becomes a finite score with weight 0.
     """
     axis = op.constant(1, np.int64)
@@ -95,8 +110,8 @@ def short_scan(op: Ops, drop: Tensor, count: int, rows: Rows) -> ShortScan:
     gain = op.CumSum(op.Mul(weight, score), axis)
     objective = op.Add(op.Div(gain, mass), op.Mul(op.Log(mass), rows.reward))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
-    positions = op.constant(np.arange(count), np.int64)
-    last = first_position(op, op.GreaterOrEqual(objective, best), positions, op.constant(count - 1, np.int64))
+    positions = op.constant(np.arange(width), np.int64)
+    last = first_position(op, op.GreaterOrEqual(objective, best), positions, op.constant(width - 1, np.int64))
     return ShortScan(weight, score, mass, gain, objective, best, last)
 
 

@@ -28,9 +28,10 @@ def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, 
     mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
     total = op.GatherElements(mass, last, axis=1)
     reached = op.Greater(mass, op.Mul(rows.uniform, total))
-    position = first_position(op, reached, op.constant(np.arange(candidates.count), np.int64), last)
+    position = first_position(op, reached, op.constant(np.arange(candidates.width), np.int64), last)
     token = token_at(op, candidates, position)
-    logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.Log(total))
+    # The logarithm of every sum, not of the one: see candidates.py on its rounding.
+    logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.GatherElements(op.Log(mass), last, axis=1))
     return Drawn(token, logprob, op.Add(last, op.constant(1, np.int64)))
 
 
@@ -41,14 +42,12 @@ def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
     The candidates' order among equal logits is left open, because TopK's is not the same everywhere: the r-th of
     equals is looked up among their sorted ids.
     """
-    if candidates.count == 1:
-        return candidates.ids
     logit = op.GatherElements(candidates.logits, position, axis=1)
     equal = op.Equal(candidates.logits, logit)
     largest = op.constant(np.iinfo(np.int64).max // 2, np.int64)
-    count = op.constant([candidates.count], np.int64)
+    count = op.constant([candidates.width], np.int64)
     ids, _ = op.TopK(op.Where(equal, candidates.ids, largest), count, axis=1, largest=0)
-    start = first_position(op, equal, op.constant(np.arange(candidates.count), np.int64), position)
+    start = first_position(op, equal, op.constant(np.arange(candidates.width), np.int64), position)
     return op.GatherElements(ids, op.Sub(position, start), axis=1)
 
 
@@ -72,6 +71,7 @@ def draw_member(op: Ops, pool: Pool, members: Tensor, rows: Rows) -> Drawn:
     reached = op.Greater(mass, op.Mul(op.Cast(rows.uniform, to=11), total))
     final = op.ReduceMax(op.Where(members, pool.positions, op.constant(0, np.int64)), one_axis, keepdims=1)
     position = first_position(op, reached, pool.positions, final)
-    logprob = op.Sub(op.GatherElements(drop, position, axis=1), op.Log(total))
+    log_total = op.Gather(op.Log(mass), pool.final, axis=1)
+    logprob = op.Sub(op.GatherElements(drop, position, axis=1), log_total)
     kept = op.ReduceSum(op.Cast(members, to=7), one_axis, keepdims=1)
     return Drawn(op.GatherElements(pool.ids, position, axis=1), op.Cast(logprob, to=1), kept)
