@@ -14,11 +14,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from topw_deploy.export.sampler_only import sampler_model
-from topw_deploy.export.tail import TailSpec, plain_gather
+from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, draw, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 
-FORMS = ("portable", "onnxruntime", "static")
+__all__ = ["FORMS", "Case", "Scenario", "Tally", "compare", "embedding_table", "feeds", "graph", "random_case", "run"]
+
 LOGPROB_BOUND = 1e-5  # absolute below 1, relative above: a few float32 roundings of (l - l_max) / T and a logarithm
 MASS_BOUND = 5e-4  # relative: the float32 sum behind it has a term per token, all alike in a flat row
 
