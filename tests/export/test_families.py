@@ -119,7 +119,7 @@ def traced_gemma2() -> TracedDecoder:
 def test_each_layer_leaves_one_marker_with_its_window_and_cap(traced_gemma2: TracedDecoder) -> None:
     nodes = marker_nodes(traced_gemma2.model.graph)
     assert [node.attributes["window"].as_int() for node in nodes] == [WINDOW, 0]
-    assert all(node.attributes["softcap"].as_float() == 50.0 for node in nodes)
+    assert all(node.attributes["softcap"].as_float() == 2.0 for node in nodes)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
     "phi3": lambda: Phi3Config(**_COMMON),
     "mistral": lambda: MistralConfig(**_COMMON, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(**_COMMON, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8),
+    "gemma2": lambda: Gemma2Config(
+        **_COMMON, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0
+    ),
     "gemma3": lambda: Gemma3TextConfig(
         **_COMMON, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),

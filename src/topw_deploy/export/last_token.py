@@ -56,8 +56,9 @@ def _pick(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
         attended = op("Cast", [attended], to=ir.DataType.INT64)
     columns = op("Range", [constant(np.int64(0)), op("Squeeze", [new]), constant(np.int64(1))])
     last = op("ReduceMax", [op("Mul", [attended, columns]), constant(np.array([1]))], keepdims=1)  # [batch, 1]
-    width = rows.shape[-1] if rows.shape is not None else None
-    return op("GatherND", [rows, last], batch_dims=1, shape=["batch_size", width] if width is not None else None)
+    if rows.shape is None or rows.dtype is None:
+        return op("GatherND", [rows, last], batch_dims=1)
+    return op("GatherND", [rows, last], batch_dims=1, dtype=rows.dtype, shape=["batch_size", rows.shape[-1]])
 
 
 def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:

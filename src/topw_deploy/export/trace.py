@@ -261,7 +261,7 @@ def _expected_window(config: Any, layer: int) -> int | None:
 
 
 def _untraceable(model: PreTrainedModel, error: BaseException) -> UnsupportedModelError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
     return UnsupportedModelError(
         f"the architecture {type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); "
         "graft an ONNX decoder made by another exporter."
@@ -283,7 +283,7 @@ def _silence() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "transformers", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)  # what fails is said once, by the error
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
