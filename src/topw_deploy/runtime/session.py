@@ -89,7 +89,7 @@ class Binding:
     def bind_array(self, name: str, array: np.ndarray) -> None:
         """Bind a contiguous host array as an input."""
         self._arrays[name] = array
-        self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
+        self._io.bind_input(name, array)
 
     def refresh(self, name: str) -> None:
         """Make the graph see what was written into the bound array of `name` since it was bound."""
