@@ -1,0 +1,41 @@
+"""Writes docs/commands.md: the help of every command, as click prints it.
+
+    python docs/commands.py        (a test fails while the page and the commands differ)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from topw_deploy.cli.main import COMMANDS, CONTEXT, topw
+
+PAGE = Path(__file__).with_name("commands.md")
+_HEAD = """# Commands
+
+Written by `python docs/commands.py` from the commands' own help. `topw-export` is `topw export`. Options may be
+spelled with underscores too (`--max_new_tokens`). Results go to stdout, progress and notes to stderr. Exit codes:
+0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+
+def help_of(name: str) -> str:
+    """What `topw NAME --help` prints, 88 columns wide."""
+    root = click.Context(topw, info_name="topw", **_settings())
+    command = topw.get_command(root, name)
+    assert command is not None
+    return command.get_help(click.Context(command, info_name=name, parent=root, **_settings()))
+
+
+def page() -> str:
+    sections = [f"\n## topw {name}\n\n```text\n{help_of(name)}\n```\n" for name in COMMANDS]
+    return _HEAD + "".join(sections)
+
+
+def _settings() -> dict[str, object]:
+    return {"terminal_width": 88, "max_content_width": 88, "help_option_names": CONTEXT.get("help_option_names")}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
