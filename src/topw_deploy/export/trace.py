@@ -279,13 +279,14 @@ def _refusal_behind(error: BaseException | None) -> UnsupportedModelError | None
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """torch.onnx prints its progress to stdout, which belongs to the command's result."""
+    """torch.onnx prints its progress to stdout, which belongs to the result, and a failed trace prints its whole graph."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "transformers", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)  # what fails is said once, by the error
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        nowhere = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             yield
     finally:
