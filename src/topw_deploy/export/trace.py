@@ -29,7 +29,15 @@ MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
 _IMPLEMENTATION = "topw_marker"
 # Arguments of attention functions that do not change what a causal decoder computes in inference.
-_HARMLESS = {"dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"}
+_HARMLESS = {
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH, _PAST, _NEW = 2, 5, 3  # sizes of the sample inputs: any, but all different and above 1
 
@@ -279,7 +287,7 @@ def _refusal_behind(error: BaseException | None) -> UnsupportedModelError | None
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """torch.onnx prints its progress to stdout, which belongs to the result, and a failed trace prints its whole graph."""
+    """torch.onnx prints its progress to stdout, which belongs to the result; a failed trace prints its whole graph."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "transformers", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

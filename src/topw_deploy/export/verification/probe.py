@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +13,45 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from topw_deploy.errors import VerificationError
 from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.graft import NODE_NAME, sampler_node
 from topw_deploy.export.tail import TAIL_INPUTS
-from topw_deploy.export.weights import MODEL_FILE
+from topw_deploy.export.weights import MODEL_FILE, external_files
 from topw_deploy.manifest import DecoderInfo
 
 LOGITS = "topw.probe.logits"
 _KV_TYPES = {"float": np.float32, "float16": np.float16}
 
 
-@contextlib.contextmanager
-def beside(folder: Path, model: ir.Model) -> Iterator[Path]:
-    """`model` as a file in `folder` for as long as a session opens it: its weights are references to files there."""
-    handle, name = tempfile.mkstemp(dir=folder, prefix=".topw-probe-", suffix=".onnx")
-    os.close(handle)
-    path = Path(name)
+def open_graph(folder: Path, model: ir.Model) -> ort.InferenceSession:
+    """A session over `model`, part of the export in `folder`.
+
+    Where its weights are references to data files, it must lie beside them for the moment of opening.
+    Raises VerificationError if `folder` cannot be written then.
+    """
+    if not external_files(model):
+        return open_session(ir.to_proto(model).SerializeToString())
     try:
-        ir.save(model, path)
-        yield path
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".topw-probe-", suffix=".onnx")
+    except OSError as error:
+        raise VerificationError(
+            f"{folder} cannot be written ({error.strerror}), but a part of its graph must lie there for a moment; "
+            "copy the folder and verify the copy."
+        ) from error
+    os.close(handle)
+    try:
+        ir.save(model, name)
+        return open_session(name)
     finally:
-        path.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
 
 
-def open_session(path: Path) -> ort.InferenceSession:
-    """`path` on the CPU, whose arithmetic is the same on every machine to within rounding."""
+def open_session(model: str | bytes) -> ort.InferenceSession:
+    """A file or its content on the CPU, whose arithmetic is the same on every machine to within rounding."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 class LogitsProbe:
@@ -49,8 +59,7 @@ class LogitsProbe:
 
     def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
         self._decoder = decoder
-        with beside(folder, _decoder_model(folder)) as path:
-            self._session = open_session(path)
+        self._session = open_graph(folder, _decoder_model(folder))
         self._inputs = {value.name for value in self._session.get_inputs()}
         self._outputs = [value.name for value in self._session.get_outputs()]
         self._past: dict[str, np.ndarray] = {}
@@ -101,8 +110,7 @@ class SamplerProbe:
     """The sampler of an exported folder, alone: the very function that was shipped, and its tables."""
 
     def __init__(self, folder: Path) -> None:
-        with beside(folder, _sampler_model(folder)) as path:
-            self._session = open_session(path)
+        self._session = open_graph(folder, _sampler_model(folder))
         self._outputs = [value.name for value in self._session.get_outputs()]
 
     def run(

@@ -44,7 +44,7 @@ class MakersReference:
     name = "the decoder as it came"
 
     def __init__(self, onnx: Path, decoder: DecoderInfo) -> None:
-        self._session = open_session(onnx.resolve() if onnx.is_symlink() else onnx)
+        self._session = open_session(str(onnx.resolve() if onnx.is_symlink() else onnx))
         kind = np.float16 if decoder.kv_dtype == "float16" else np.float32
         self._past = {
             f"past_key_values.{layer}.{side}": np.zeros((1, heads, 0, dim), kind)
