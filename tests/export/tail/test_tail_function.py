@@ -71,6 +71,14 @@ def test_nodes_and_values_are_named_once_subgraphs_included(form: str) -> None:
     assert max(values.values()) == 1
 
 
+def test_a_step_without_edits_reads_whole_blocks_where_they_lie() -> None:
+    options = TopWOptions(metric="uniform")
+    large = {vocab: TailSpec(options=options, vocab_size=vocab) for vocab in (8192, 8193)}
+    kinds = {vocab: Counter(node.op_type for node in build_tail(wanted)) for vocab, wanted in large.items()}
+    assert (kinds[8192]["If"], kinds[8192]["Pad"]) == (2, 0)
+    assert (kinds[8193]["If"], kinds[8193]["Pad"]) == (1, 1)
+
+
 def test_the_portable_form_has_one_branch_and_the_static_one_none() -> None:
     kinds = {form: Counter(node.op_type for node in all_nodes(build_tail(spec(form)))) for form in FORMS}
     assert kinds["portable"]["If"] == 1

@@ -8,7 +8,7 @@ import pytest
 from topw_deploy.export.tail import plain_gather
 from topw_deploy.export.tail.alternate import alternate, best_prefix, potential
 from topw_deploy.export.tail.build import sample
-from topw_deploy.export.tail.candidates import Candidates, block_candidates, certificate, short_scan
+from topw_deploy.export.tail.candidates import Candidates, block_candidates, certificate, largest_blocks, short_scan
 from topw_deploy.export.tail.draw import draw_candidate, draw_member, kept_candidates
 from topw_deploy.export.tail.edits import BLOCK, apply_edits, padded_width
 from topw_deploy.export.tail.geometry import (
@@ -74,7 +74,7 @@ def test_a_penalty_that_is_not_positive_makes_the_logit_nan() -> None:
 def test_candidates_are_the_largest_logits_with_their_ids(vocab: int, top_m: int) -> None:
     logits = np.random.default_rng(vocab).standard_normal((2, vocab)).astype(np.float32)
     wide = np.pad(logits, ((0, 0), (0, padded_width(vocab) - vocab)), constant_values=-np.inf)
-    found = block_candidates(OP, wide, vocab, top_m)
+    found = block_candidates(OP, largest_blocks(OP, wide, padded_width(vocab)), vocab, top_m)
     assert found.count == min(64, vocab, top_m)
     order = np.argsort(-logits, axis=1, kind="stable")[:, : found.count]
     assert np.array_equal(array(found.ids)[:, : found.count], order)
@@ -110,7 +110,7 @@ def test_the_certificate_is_never_given_where_the_base_size_exceeds_the_warm_sta
         chosen = {"lam": 1.5, "beta": 2.0 + rng.uniform(), "init_top_p": float(np.float32(rng.uniform(0.1, 1)))}
         wide = np.pad(logits, ((0, 0), (0, padded_width(300) - 300)), constant_values=-np.inf)
         row = rows(**chosen)
-        candidates = block_candidates(OP, wide, 300, 300)
+        candidates = block_candidates(OP, largest_blocks(OP, wide, padded_width(300)), 300, 300)
         drop = array(candidates.logits) - logits.max()
         scan = short_scan(OP, drop, candidates.width, row)
         proof = certificate(OP, candidates, drop, scan, row, spec)

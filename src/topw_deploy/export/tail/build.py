@@ -9,10 +9,19 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.tail.alternate import Distances, alternate
-from topw_deploy.export.tail.candidates import Candidates, ShortScan, block_candidates, certificate, short_scan
+from topw_deploy.export.tail.candidates import (
+    CANDIDATES,
+    Blocks,
+    Candidates,
+    ShortScan,
+    block_candidates,
+    certificate,
+    largest_blocks,
+    short_scan,
+)
 from topw_deploy.export.tail.draw import Drawn, draw_candidate, draw_member, kept_candidates
 from topw_deploy.export.tail.dynamic import places_of, put_rows, settled_or_moved, take_rows
-from topw_deploy.export.tail.edits import apply_edits, padded_width, without_padding
+from topw_deploy.export.tail.edits import BLOCK, apply_edits, padded_width, without_padding
 from topw_deploy.export.tail.geometry import (
     Metric,
     closeness,
@@ -66,16 +75,16 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
     algorithm's.
     """
     rows = row_parameters(op, [inputs[name] for name in PARAMETERS])
-    edits = (inputs["edit_ids"], inputs["edit_penalty"], inputs["edit_bias"])
-    logits = apply_edits(op, inputs["logits"], *edits, vocab_size=spec.vocab_size)
-    candidates = block_candidates(op, logits, spec.vocab_size, spec.pool_size)
+    direct = edited_logits(op, spec, inputs) if not skips_edits(spec) else None
+    blocks = search(op, spec, inputs) if direct is None else largest_blocks(op, direct, padded_width(spec.vocab_size))
+    candidates = block_candidates(op, blocks, spec.vocab_size, spec.pool_size)
     largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
     drop = op.Sub(candidates.logits, largest)
     scan = short_scan(op, drop, candidates.width, rows)
     proof = certificate(op, candidates, drop, scan, rows, spec)
-    settled = settled_flags(op, logits, largest, proof, rows)
+    settled = settled_flags(op, blocks, largest, proof, rows)
     drawn = draw_candidate(op, candidates, drop, scan.last, rows)
-    share = top_share(op, logits, candidates, rows) if spec.with_mass else None
+    share = top_share(op, direct, candidates, rows) if spec.with_mass else None
 
     def fast() -> list[Tensor]:
         """Every row is settled, so every row is valid and certified: its uniform number is >= 0."""
@@ -83,6 +92,7 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
         return finish(op, spec, fast_answer(op, spec, candidates, scan, drawn, sure), share)
 
     def general() -> list[Tensor]:
+        logits = edited_logits(op, spec, inputs) if direct is None else direct
         mine = all_true(op, settled, axis=1)
         quick = fast_answer(op, spec, candidates, scan, drawn, mine)
         if spec.form == "onnxruntime":
@@ -99,15 +109,48 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
     return op.branch(all_true(op, settled), fast, general)
 
 
+def skips_edits(spec: TailSpec) -> bool:
+    """Whether a step without edits reads the logits where they lie, by a branch of its own, instead of a copy.
+
+    Not where there is to be no branch, where the vocabulary must be filled up to whole blocks anyway, where it is too
+    small to matter, or where `mass` needs the edited row.
+    """
+    whole = spec.vocab_size % BLOCK == 0 and spec.vocab_size // BLOCK >= CANDIDATES
+    return whole and spec.form != "static" and not spec.with_mass
+
+
+def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tensor:
+    """float32 [batch, padded]: the logits after their edits."""
+    edits = (inputs["edit_ids"], inputs["edit_penalty"], inputs["edit_bias"])
+    return apply_edits(op, inputs["logits"], *edits, vocab_size=spec.vocab_size)
+
+
 @step
-def settled_flags(op: Ops, logits: Tensor, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
+def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
+    """The largest blocks of the edited logits; without edits (N = 0) straight from the input, uncopied."""
+
+    def parts(blocks: Blocks) -> list[Tensor]:
+        return [blocks.logits, blocks.index, blocks.total]
+
+    def plain() -> list[Tensor]:
+        return parts(largest_blocks(op, inputs["logits"], spec.vocab_size))
+
+    def edited() -> list[Tensor]:
+        wide = edited_logits(op, spec, inputs)
+        return parts(largest_blocks(op, wide, padded_width(spec.vocab_size)))
+
+    no_edits = op.Equal(op.Size(inputs["edit_ids"]), op.constant(0, np.int64))
+    return Blocks(*op.branch(no_edits, plain, edited))
+
+
+@step
+def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
     """bool [batch, conditions]: a row whose flags are all true is valid and, by `proof`, certified.
 
-    The sum over the row is NaN where a logit is NaN or +inf (the columns behind the vocabulary hold -inf). It may
-    also overflow for absurdly large logits; such a row is then judged by `valid_rows`.
+    A sum that is NaN or +inf betrays a logit that is. It may also overflow for absurdly large logits; such a row is
+    then judged by `valid_rows`.
     """
-    total = op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1)
-    finite = [(largest, -LARGEST, LARGEST), (total, -np.inf, LARGEST)]
+    finite = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
     return within(op, rows, [*finite, *proof])
 
 

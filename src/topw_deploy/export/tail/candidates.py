@@ -61,23 +61,42 @@ class ShortScan:
     last: Tensor
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """What one pass over the row leaves: the blocks with the largest maxima, in no order, and the row's sum.
+
+    logits float32 [batch, n, BLOCK]; index int64 [batch, n]; total float32 [batch, 1]: -inf or a number, but NaN
+    where a logit is NaN or +inf beside an -inf, +inf where one is +inf.
+    """
+
+    logits: Tensor
+    index: Tensor
+    total: Tensor
+
+
 @step
-def block_candidates(op: Ops, logits: Tensor, vocab_size: int, top_m: int) -> Candidates:
-    """The largest logits of each row [batch, padded], found through the maxima of blocks.
+def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
+    """The blocks of each row [batch, width], width a multiple of BLOCK, that hold its `CANDIDATES` largest logits.
 
     A token among the n largest lies in a block whose maximum is among the n largest, up to ties with the n-th.
     """
-    blocks = padded_width(vocab_size) // BLOCK
-    searched = min(CANDIDATES, blocks)
-    count = min(CANDIDATES, vocab_size, top_m)
+    blocks = width // BLOCK
     grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
     maxima = op.ReduceMax(grid, op.constant([2], np.int64), keepdims=0)
-    _, block = op.TopK(maxima, op.constant([searched], np.int64), axis=1, sorted=0)
-    chosen = op.GatherND(grid, op.Unsqueeze(block, op.constant([2], np.int64)), batch_dims=1)
-    flat = op.Reshape(chosen, op.constant([-1, searched * BLOCK], np.int64))
+    _, index = op.TopK(maxima, op.constant([min(CANDIDATES, blocks)], np.int64), axis=1, sorted=0)
+    chosen = op.GatherND(grid, op.Unsqueeze(index, op.constant([2], np.int64)), batch_dims=1)
+    return Blocks(chosen, index, op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1))
+
+
+@step
+def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Candidates:
+    """The largest logits of each row."""
+    searched = min(CANDIDATES, padded_width(vocab_size) // BLOCK)
+    count = min(CANDIDATES, vocab_size, top_m)
+    flat = op.Reshape(blocks.logits, op.constant([-1, searched * BLOCK], np.int64))
     values, place = op.TopK(flat, op.constant([-(-count // _LANES) * _LANES], np.int64), axis=1)
     size = op.constant(BLOCK, np.int64)
-    offset = op.Mul(op.Sub(block, op.constant(np.arange(searched), np.int64)), size)
+    offset = op.Mul(op.Sub(blocks.index, op.constant(np.arange(searched), np.int64)), size)
     ids = op.Add(place, op.GatherElements(offset, op.Div(place, size), axis=1))
     found = Candidates(values, ids, count)
     if count == vocab_size or count == found.width:
