@@ -184,3 +184,18 @@ def test_draws_follow_the_probabilities_of_the_crop() -> None:
     assert counts.sum() == 512
     # Evenly spread uniforms hit an interval of length p either floor(512 p) or that plus one times.
     assert np.abs(counts - 512 * weights / weights.sum()).max() <= 1.01
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_has_the_same_bits_with_padded_edits_and_without_any(form: str) -> None:
+    scenario = Scenario(TopWOptions(top_m=30, metric="uniform"), 8192, 1, "plain", 0)
+    opened = graph(scenario, form, np.zeros((8192, 1), np.float32), Geometry.uniform())
+    rng = np.random.default_rng(9)
+    rows = [random_case(rng, 8192) for _ in range(60)]
+    rows[7].logits[8191] = np.nan
+    rows[8].logits[3] = np.inf
+    without, padded = run(opened, feeds(rows)), run(opened, feeds(rows, edits=3))
+    assert without["next_token"][[7, 8]].tolist() == [-1, -1]
+    assert (without["next_token"] >= 0).sum() == 58
+    for name, values in without.items():
+        assert np.array_equal(values, padded[name]), name
