@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from topw_deploy.export.lower import lower
@@ -53,6 +54,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "gemma3": lambda: Gemma3TextConfig(
         **_COMMON, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2

@@ -28,6 +28,7 @@ from topw_deploy.errors import UnsupportedModelError
 MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
 _IMPLEMENTATION = "topw_marker"
+_EXPERTS = "batched_mm"  # the only form of experts whose shapes do not depend on the routing
 # Arguments of attention functions that do not change what a causal decoder computes in inference.
 _HARMLESS = {
     "dropout",
@@ -69,6 +70,11 @@ def trace(model: PreTrainedModel, opset: int = 23) -> TracedDecoder:
     _forget_where_it_was_traced(traced)
     _check_markers(model, config, graph, len(heads))
     return TracedDecoder(traced, heads, dims)
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether the model routes tokens to experts, in a form that a graph can hold."""
+    return bool(getattr(model, "_can_set_experts_implementation", lambda: False)())
 
 
 def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -129,6 +135,8 @@ def _export(model: PreTrainedModel, cache: DynamicCache, opset: int) -> ir.Model
     }
     before = model.config._attn_implementation
     model.set_attn_implementation(_IMPLEMENTATION)
+    if has_experts(model):
+        model.set_experts_implementation(_EXPERTS)
     try:
         with _silence():
             config = OnnxConfig(dynamic_shapes=dynamic_shapes, opset_version=opset)

@@ -12,7 +12,7 @@ from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.lower import lower
 from topw_deploy.export.request import Progress
 from topw_deploy.export.source import Source
-from topw_deploy.export.trace import trace
+from topw_deploy.export.trace import has_experts, trace
 from topw_deploy.manifest import DecoderInfo
 
 _IR_VERSION = 11  # the first that knows opset 23
@@ -50,6 +50,11 @@ def traced_decoder(
         notices.append(
             f"this model changes its rotary frequencies beyond {context_length(model.config)} tokens, which a graph "
             "cannot; the export's context ends there"
+        )
+    if has_experts(model):
+        notices.append(
+            "this mixture of experts copies each token's experts to multiply with them, so a prompt takes memory in "
+            "proportion to its length times the experts' size: expect that only short prompts fit"
         )
     progress("Tracing")
     traced = trace(model, opset)
