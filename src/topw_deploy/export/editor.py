@@ -88,11 +88,6 @@ def find_input(graph: ir.Graph, name: str) -> ir.Value | None:
     return next((value for value in graph.inputs if value.name == name), None)
 
 
-def only_output_index(graph: ir.Graph, name: str) -> int | None:
-    """Place of the output called `name` in the graph's outputs, or None."""
-    return next((index for index, value in enumerate(graph.outputs) if value.name == name), None)
-
-
 def is_constant(value: ir.Value | None) -> bool:
     """Whether `value` is computed from initializers alone."""
     if value is None or value.is_graph_input():
