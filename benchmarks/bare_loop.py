@@ -13,18 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-SAMPLER_INPUTS = [
-    "edit_ids",
-    "edit_penalty",
-    "edit_bias",
-    "temperature",
-    "selection_temperature",
-    "lam",
-    "beta",
-    "init_top_p",
-    "geom_scale",
-    "uniform",
-]
+from topw_deploy.export.tail import TAIL_INPUTS
 
 
 def with_argmax(folder: Path) -> Path:
@@ -45,7 +34,7 @@ def with_argmax(folder: Path) -> Path:
     graph.outputs.extend([token, *keep])
     graph.remove(sampler, safe=True)
     token.name = "next_token"
-    kept_inputs = [value for value in graph.inputs if value.name not in SAMPLER_INPUTS]
+    kept_inputs = [value for value in graph.inputs if value.name not in TAIL_INPUTS]
     graph.inputs.clear()
     graph.inputs.extend(kept_inputs)
     model.functions.clear()
