@@ -79,9 +79,16 @@ def test_a_step_without_edits_reads_whole_blocks_where_they_lie() -> None:
     assert (kinds[8193]["If"], kinds[8193]["Pad"]) == (1, 1)
 
 
-def test_the_portable_form_has_one_branch_and_the_static_one_none() -> None:
+def branches(spec_: TailSpec) -> list[tuple[list[ir.Node], list[ir.Node]]]:
+    """Nodes of (then, otherwise) of each `If` on the outermost level."""
+    found = [node for node in build_tail(spec_) if node.op_type == "If"]
+    sides = [[node.attributes[name].as_graph() for name in ("then_branch", "else_branch")] for node in found]
+    return [(list(all_nodes(then)), list(all_nodes(otherwise))) for then, otherwise in sides]
+
+
+def test_branches_of_the_portable_form_follow_one_another_and_the_static_one_has_none() -> None:
     kinds = {form: Counter(node.op_type for node in all_nodes(build_tail(spec(form)))) for form in FORMS}
-    assert kinds["portable"]["If"] == 1
+    assert kinds["portable"]["If"] == len(branches(spec("portable"))) == 2
     assert kinds["static"]["If"] == 0
     for form in ("portable", "static"):
         assert not FORBIDDEN_FOR_TENSORRT & set(kinds[form])
@@ -89,13 +96,17 @@ def test_the_portable_form_has_one_branch_and_the_static_one_none() -> None:
     assert kinds["onnxruntime"]["Loop"] == 1
 
 
-def test_the_certified_path_of_the_portable_form_holds_no_geometry() -> None:
-    outside = {node.op_type for node in build_tail(spec())}
-    assert "MatMul" not in outside
-    (branch,) = [node for node in build_tail(spec()) if node.op_type == "If"]
-    inside = {node.op_type for node in all_nodes(branch.attributes["else_branch"].as_graph())}
-    assert {"MatMul", "Gather"} <= inside
-    assert len(list(branch.attributes["then_branch"].as_graph())) < 10
+def test_without_geometry_to_skip_the_portable_form_has_one_branch() -> None:
+    assert len(branches(TailSpec(options=TopWOptions(top_m=20, metric="uniform"), vocab_size=60))) == 1
+
+
+def test_only_the_last_branch_of_the_portable_form_holds_geometry() -> None:
+    assert "MatMul" not in {node.op_type for node in build_tail(spec())}
+    (fast, pooled), (answered, moved) = branches(spec())
+    assert not {"MatMul", "Gather", "If"} & {node.op_type for node in (*fast, *answered)}
+    assert not {"MatMul", "If"} & {node.op_type for node in pooled}
+    assert {"MatMul", "Gather"} <= {node.op_type for node in moved}
+    assert len(fast) + len(answered) < 15
 
 
 def test_inputs_outputs_and_attributes_are_those_of_the_contract() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.tail.alternate import Distances, alternate
+from topw_deploy.export.tail.answer import Answer, finish, merge, put_answer, scattered
 from topw_deploy.export.tail.candidates import (
     CANDIDATES,
     Blocks,
@@ -19,32 +19,25 @@ from topw_deploy.export.tail.candidates import (
     largest_blocks,
     short_scan,
 )
-from topw_deploy.export.tail.draw import Drawn, draw_candidate, draw_member, kept_candidates
-from topw_deploy.export.tail.dynamic import places_of, put_rows, settled_or_moved, take_rows
+from topw_deploy.export.tail.draw import Drawn, draw_candidate, kept_candidates
+from topw_deploy.export.tail.dynamic import places_of, take_rows
 from topw_deploy.export.tail.edits import BLOCK, apply_edits, padded_width, without_padding
-from topw_deploy.export.tail.geometry import (
-    Metric,
-    closeness,
-    distance_to_set,
-    embedding_rows,
-    features,
-    recompute_nearest,
-)
+from topw_deploy.export.tail.literal import compact_answer, literal_answer, moved_answer, pool_answer
 from topw_deploy.export.tail.ops import Ops, Recorder, Tensor, step
-from topw_deploy.export.tail.pool import Pool, candidate_pool, certified, up_to, warm_start
 from topw_deploy.export.tail.rows import LARGEST, PARAMETERS, Bounded, Rows, all_true, row_parameters, within
 from topw_deploy.export.tail.spec import DOMAIN, OP_TYPE, TailSpec, tail_inputs, tail_outputs
+from topw_deploy.export.tail.stages import Stages, in_stages
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What one path says about each row: columns [batch, 1], `keep_mask` bool [batch, padded] or None."""
+class Short:
+    """What the candidates say: the crop and draw of the rows whose flags `settled`, bool [batch, n], are all true."""
 
+    candidates: Candidates
+    scan: ShortScan
     drawn: Drawn
-    certified: Tensor  # bool
-    crop_mass: Tensor  # float32, weight of the kept tokens at Ts, the largest logit's being 1
-    keep_mask: Tensor | None
+    settled: Tensor
 
 
 def build_tail(spec: TailSpec) -> ir.Function:
@@ -77,36 +70,43 @@ def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor
     rows = row_parameters(op, [inputs[name] for name in PARAMETERS])
     direct = edited_logits(op, spec, inputs) if not skips_edits(spec) else None
     blocks = search(op, spec, inputs) if direct is None else largest_blocks(op, direct, padded_width(spec.vocab_size))
-    candidates = block_candidates(op, blocks, spec.vocab_size, spec.pool_size)
-    largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
-    drop = op.Sub(candidates.logits, largest)
-    scan = short_scan(op, drop, candidates.width, rows)
-    proof = certificate(op, candidates, drop, scan, rows, spec)
-    settled = settled_flags(op, blocks, largest, proof, rows)
-    drawn = draw_candidate(op, candidates, drop, scan.last, rows)
-    share = top_share(op, direct, candidates, rows) if spec.with_mass else None
+    short = short_path(op, spec, blocks, rows)
+    share = top_share(op, direct, short.candidates, rows) if spec.with_mass else None
 
-    def fast() -> list[Tensor]:
+    def edited() -> Tensor:
+        return edited_logits(op, spec, inputs) if direct is None else direct
+
+    def narrow() -> Tensor:
+        return without_padding(op, edited(), spec.vocab_size)
+
+    def fast() -> Answer:
         """Every row is settled, so every row is valid and certified: its uniform number is >= 0."""
-        sure = op.GreaterOrEqual(rows.uniform, op.constant(0.0))
-        return finish(op, spec, fast_answer(op, spec, candidates, scan, drawn, sure), share)
+        return fast_answer(op, spec, short, op.GreaterOrEqual(rows.uniform, op.constant(0.0)))
 
-    def general() -> list[Tensor]:
-        logits = edited_logits(op, spec, inputs) if direct is None else direct
-        mine = all_true(op, settled, axis=1)
-        quick = fast_answer(op, spec, candidates, scan, drawn, mine)
-        if spec.form == "onnxruntime":
-            index = places_of(op, op.Not(mine))
-            others = without_padding(op, op.Gather(logits, index, axis=0), spec.vocab_size)
-            slow = compact_answer(op, spec, others, take_rows(op, rows, index), inputs)
-            return finish(op, spec, put_answer(op, quick, index, slow), share)
-        narrow = without_padding(op, logits, spec.vocab_size)
-        slow = literal_answer(op, spec, narrow, rows, inputs)
-        return finish(op, spec, merge(op, mine, quick, invalidate(op, slow, valid_rows(op, narrow, rows))), share)
+    def pooled() -> tuple[Answer, Tensor]:
+        """Settled rows keep their answer; also which rows have their final one now."""
+        mine = all_true(op, short.settled, axis=1)
+        answer, final = pool_answer(op, spec, narrow(), rows)
+        return merge(op, mine, fast_answer(op, spec, short, mine), answer), op.Or(mine, final)
+
+    def moved(sure: Tensor) -> Answer:
+        return moved_answer(op, spec, narrow(), rows, inputs, sure)
+
+    def everything() -> Answer:
+        mine = all_true(op, short.settled, axis=1)
+        quick = fast_answer(op, spec, short, mine)
+        if spec.form != "onnxruntime":
+            return merge(op, mine, quick, literal_answer(op, spec, narrow(), rows, inputs))
+        index = places_of(op, op.Not(mine))
+        others = without_padding(op, op.Gather(edited(), index, axis=0), spec.vocab_size)
+        return put_answer(op, quick, index, compact_answer(op, spec, others, take_rows(op, rows, index), inputs))
 
     if spec.form == "static":
-        return general()
-    return op.branch(all_true(op, settled), fast, general)
+        return finish(op, spec, everything(), share)
+    settled = all_true(op, short.settled)
+    if spec.form == "portable" and spec.has_geometry:
+        return in_stages(op, spec, settled, Stages(fast, pooled, moved), share)
+    return op.branch(settled, lambda: finish(op, spec, fast(), share), lambda: finish(op, spec, everything(), share))
 
 
 def skips_edits(spec: TailSpec) -> bool:
@@ -144,6 +144,18 @@ def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
 
 
 @step
+def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> Short:
+    """What the candidates say about each row."""
+    candidates = block_candidates(op, blocks, spec.vocab_size, spec.pool_size)
+    largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
+    drop = op.Sub(candidates.logits, largest)
+    scan = short_scan(op, drop, candidates.width, rows)
+    proof = certificate(op, candidates, drop, scan, rows, spec)
+    settled = settled_flags(op, blocks, largest, proof, rows)
+    return Short(candidates, scan, draw_candidate(op, candidates, drop, scan.last, rows), settled)
+
+
+@step
 def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
     """bool [batch, conditions]: a row whose flags are all true is valid and, by `proof`, certified.
 
@@ -155,77 +167,14 @@ def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Boun
 
 
 @step
-def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
-    """bool [batch, 1]: parameters in range, a finite logit, and neither NaN nor +inf among the edited logits."""
-    axis = op.constant([1], np.int64)
-    largest = op.ReduceMax(logits, axis, keepdims=1)
-    broken = op.Or(op.IsNaN(logits), op.Equal(logits, op.constant(np.inf)))
-    none_broken = op.Less(op.ReduceMax(op.Cast(broken, to=1), axis, keepdims=1), op.constant(0.5))
-    in_range = all_true(op, within(op, rows, [(largest, -LARGEST, LARGEST)]), axis=1)
-    return op.And(none_broken, in_range)
-
-
-@step
-def fast_answer(op: Ops, spec: TailSpec, candidates: Candidates, scan: ShortScan, drawn: Drawn, sure: Tensor) -> Answer:
-    """The answer of the certified path."""
+def fast_answer(op: Ops, spec: TailSpec, short: Short, sure: Tensor) -> Answer:
+    """The answer of the candidates, for the rows that are `sure`, bool [batch, 1]."""
+    candidates, scan = short.candidates, short.scan
     mask = None
     if spec.with_keep_mask:
-        mask = _scattered(op, spec, candidates.ids, kept_candidates(op, candidates, scan.last))
+        mask = scattered(op, spec, candidates.ids, kept_candidates(op, candidates, scan.last))
     crop_mass = op.GatherElements(scan.mass, scan.last, axis=1) if spec.with_mass else None
-    return Answer(drawn, sure, crop_mass, mask)
-
-
-@step
-def literal_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor]) -> Answer:
-    """The answer of the literal algorithm over the pool; rows it certifies skip the alternation's result."""
-    pool = candidate_pool(op, logits, rows, spec.pool_size)
-    start = warm_start(op, pool, rows)
-    sure = certified(op, start, rows)
-    moved = alternate(op, pool, start.warm, rows, _distances(op, spec, pool, inputs), spec.options.alt_iters)
-    settled = up_to(op, start.base, pool.positions)
-    members = op.Or(op.And(sure, settled), op.And(op.Not(sure), moved))
-    return member_answer(op, spec, pool, members, sure, rows)
-
-
-@step
-def compact_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor]) -> Answer:
-    """As `literal_answer`, with the work of dynamic.py, for rows that the certified path left; already invalidated."""
-    valid = valid_rows(op, logits, rows)
-    pool = candidate_pool(op, logits, rows, spec.pool_size)
-    start = warm_start(op, pool, rows)
-    sure = certified(op, start, rows)
-    members = settled_or_moved(op, spec, pool, start, sure, valid, rows, inputs)
-    return invalidate(op, member_answer(op, spec, pool, members, sure, rows), valid)
-
-
-@step
-def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Tensor, rows: Rows) -> Answer:
-    """The answer for the pool's `members`, bool [batch, top_m]."""
-    crop_mass = None
-    if spec.with_mass:
-        weight = op.Where(members, pool.weight, op.constant(0.0, np.float64))
-        crop_mass = op.Cast(op.ReduceSum(weight, op.constant([1], np.int64), keepdims=1), to=1)
-    mask = _scattered(op, spec, pool.ids, members) if spec.with_keep_mask else None
-    return Answer(draw_member(op, pool, members, rows), sure, crop_mass, mask)
-
-
-def _distances(op: Ops, spec: TailSpec, pool: Pool, inputs: Mapping[str, Tensor]) -> Distances:
-    if not spec.has_geometry or spec.embedding is None:
-        return lambda op, members: op.constant(1.0, np.float64)
-    metric = Metric(spec.options.metric, spec.options.neighbours, spec.pool_size)
-    tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
-    tokens = embedding_rows(op, spec.embedding, tables, pool.ids)
-    whitened = features(op, tokens, inputs["mean"], inputs["inverse_std"], metric)
-    near = recompute_nearest(op, closeness(op, whitened, whitened, metric), whitened, metric)
-    return lambda op, members: distance_to_set(op, near, members, metric)
-
-
-def _scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
-    """bool [batch, padded]: `flags` [batch, n] at the places `ids`, false elsewhere."""
-    batch = op.Shape(ids, start=0, end=1)
-    shape = op.Concat(batch, op.constant([padded_width(spec.vocab_size)], np.int64), axis=0)
-    nothing = op.Expand(op.constant(False, np.bool_), shape)
-    return op.ScatterElements(nothing, ids, flags, axis=1)
+    return Answer(short.drawn, sure, crop_mass, mask)
 
 
 @step
@@ -240,64 +189,3 @@ def top_share(op: Ops, logits: Tensor, candidates: Candidates, rows: Rows) -> Te
     logs = op.LogSoftmax(op.Div(logits, op.Where(frozen, op.constant(1.0), asked)), axis=1)
     top = op.GatherElements(logs, op.Gather(candidates.ids, op.constant([0], np.int64), axis=1), axis=1)
     return op.Where(frozen, op.constant(np.nan), op.Exp(top))
-
-
-@step
-def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
-    """Row by row the answer of `one` where `first`, bool [batch, 1], else of `other`."""
-
-    def choose(a: Tensor, b: Tensor) -> Tensor:
-        return op.Where(first, a, b)
-
-    drawn = Drawn(*(choose(getattr(one.drawn, f), getattr(other.drawn, f)) for f in ("token", "logprob", "kept")))
-    mask = None
-    if one.keep_mask is not None:
-        mask = op.Or(op.And(first, one.keep_mask), op.And(op.Not(first), other.keep_mask))
-    crop_mass = None if one.crop_mass is None else choose(one.crop_mass, other.crop_mass)
-    return Answer(drawn, op.Or(first, other.certified), crop_mass, mask)
-
-
-@step
-def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
-    """`answer` with the rows `index` int64 [n] replaced by those of `part`."""
-
-    def put(whole: Tensor | None, rows: Tensor | None) -> Tensor | None:
-        return None if whole is None else put_rows(op, whole, index, rows)
-
-    drawn = Drawn(*(put(getattr(answer.drawn, f), getattr(part.drawn, f)) for f in ("token", "logprob", "kept")))
-    certified = put_rows(op, answer.certified, index, part.certified)
-    return Answer(drawn, certified, put(answer.crop_mass, part.crop_mass), put(answer.keep_mask, part.keep_mask))
-
-
-@step
-def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
-    """Rows that are not valid answer token -1, kept 0, not certified, logprob and mass 0, nothing in the mask."""
-    nothing = op.constant(0, np.int64)
-    drawn = Drawn(
-        op.Where(valid, answer.drawn.token, op.constant(-1, np.int64)),
-        op.Where(valid, answer.drawn.logprob, op.constant(0.0)),
-        op.Where(valid, answer.drawn.kept, nothing),
-    )
-    mask = None if answer.keep_mask is None else op.And(valid, answer.keep_mask)
-    crop_mass = None if answer.crop_mass is None else op.Where(valid, answer.crop_mass, op.constant(0.0))
-    return Answer(drawn, op.And(valid, answer.certified), crop_mass, mask)
-
-
-@step
-def finish(op: Ops, spec: TailSpec, answer: Answer, share: Tensor | None) -> list[Tensor]:
-    """The node's outputs from columns: [batch], and keep_mask [batch, vocab]."""
-    axis = op.constant([1], np.int64)
-    outputs = [
-        op.Squeeze(answer.drawn.token, axis),
-        op.Squeeze(answer.drawn.logprob, axis),
-        op.Cast(op.Squeeze(answer.drawn.kept, axis), to=6),
-        op.Squeeze(answer.certified, axis),
-    ]
-    if share is not None:
-        product = op.Mul(answer.crop_mass, share)
-        greedy_share = op.Min(answer.crop_mass, op.constant(1.0))
-        outputs.append(op.Squeeze(op.Where(op.IsNaN(share), greedy_share, product), axis))
-    if answer.keep_mask is not None:
-        start, end = op.constant([0], np.int64), op.constant([spec.vocab_size], np.int64)
-        outputs.append(op.Slice(answer.keep_mask, start, end, axis))
-    return outputs

@@ -82,18 +82,23 @@ def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Ten
 
 
 @step
-def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
-    """The shortest prefix with `init_top_p` of the pool's mass, the whole pool for 1, and the base scan's K."""
+def warm_end(op: Ops, pool: Pool, rows: Rows) -> Tensor:
+    """int64 [batch, 1]: last of the shortest prefix with `init_top_p` of the pool's mass; of the whole pool for 1."""
     one_axis = op.constant([1], np.int64)
     mass = op.CumSum(pool.weight, op.constant(1, np.int64))
     share = op.Cast(rows.warm_mass, to=11)
     target = op.Mul(share, op.Gather(mass, pool.final, axis=1))
     nucleus = first_position(op, op.GreaterOrEqual(mass, target), pool.positions, pool.final)
     final = op.Sub(op.ReduceSum(op.Cast(pool.finite, to=7), one_axis, keepdims=1), op.constant(1, np.int64))
-    warm = op.Where(op.Less(share, op.constant(1.0, np.float64)), nucleus, final)
+    return op.Where(op.Less(share, op.constant(1.0, np.float64)), nucleus, final)
+
+
+@step
+def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
+    """Where the warm start ends, and the best prefix of the base scan."""
     reward = op.Cast(rows.reward, to=11)
     objective = prefix_objective(op, pool.weight, pool.score, reward)
-    return Start(warm, first_maximum(op, objective, reward, pool))
+    return Start(warm_end(op, pool, rows), first_maximum(op, objective, reward, pool))
 
 
 @step

@@ -50,8 +50,8 @@ class TailSpec:
     vocab_size: width V of the logits, >= 1.
     embedding: how to look embedding rows up; None for the `uniform` metric only.
     hidden_size: width d of an embedding row; None for the `uniform` metric only.
-    form: `portable` (one If around static shapes), `onnxruntime` (nested branches, dynamic shapes) or `static`
-        (no control flow).
+    form: `portable` (branches one after the other around static shapes), `onnxruntime` (nested branches, dynamic
+        shapes) or `static` (no control flow).
     opset: version of the standard operators, that of the model around it, 18 to 24.
     with_mass, with_keep_mask: whether to add these outputs.
 

@@ -1,0 +1,120 @@
+"""What a path says about each row, how answers are put together, and the outputs that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from topw_deploy.export.tail.draw import Drawn, draw_member
+from topw_deploy.export.tail.dynamic import put_rows
+from topw_deploy.export.tail.edits import padded_width
+from topw_deploy.export.tail.ops import Ops, Tensor, step
+from topw_deploy.export.tail.pool import Pool
+from topw_deploy.export.tail.rows import Rows
+from topw_deploy.export.tail.spec import TailSpec
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one path says about each row: columns [batch, 1], `keep_mask` bool [batch, padded] or None."""
+
+    drawn: Drawn
+    certified: Tensor  # bool
+    crop_mass: Tensor | None  # float32, weight of the kept tokens at Ts, the largest logit's being 1
+    keep_mask: Tensor | None
+
+
+def parts_of(answer: Answer) -> list[Tensor]:
+    """The tensors of an answer, for a branch to hand out."""
+    drawn = answer.drawn
+    parts = (drawn.token, drawn.logprob, drawn.kept, answer.certified, answer.crop_mass, answer.keep_mask)
+    return [part for part in parts if part is not None]
+
+
+def answer_of(spec: TailSpec, parts: Sequence[Tensor]) -> Answer:
+    """The answer whose `parts_of` a branch has handed out."""
+    token, logprob, kept, certified, *further = parts
+    crop_mass = further.pop(0) if spec.with_mass else None
+    return Answer(Drawn(token, logprob, kept), certified, crop_mass, further.pop() if spec.with_keep_mask else None)
+
+
+@step
+def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Tensor, rows: Rows) -> Answer:
+    """The answer for the pool's `members`, bool [batch, top_m]."""
+    crop_mass = None
+    if spec.with_mass:
+        weight = op.Where(members, pool.weight, op.constant(0.0, np.float64))
+        crop_mass = op.Cast(op.ReduceSum(weight, op.constant([1], np.int64), keepdims=1), to=1)
+    mask = scattered(op, spec, pool.ids, members) if spec.with_keep_mask else None
+    return Answer(draw_member(op, pool, members, rows), sure, crop_mass, mask)
+
+
+def scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
+    """bool [batch, padded]: `flags` [batch, n] at the places `ids`, false elsewhere."""
+    batch = op.Shape(ids, start=0, end=1)
+    shape = op.Concat(batch, op.constant([padded_width(spec.vocab_size)], np.int64), axis=0)
+    nothing = op.Expand(op.constant(False, np.bool_), shape)
+    return op.ScatterElements(nothing, ids, flags, axis=1)
+
+
+@step
+def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
+    """Row by row the answer of `one` where `first`, bool [batch, 1], else of `other`."""
+
+    def choose(a: Tensor, b: Tensor) -> Tensor:
+        return op.Where(first, a, b)
+
+    drawn = Drawn(*(choose(getattr(one.drawn, f), getattr(other.drawn, f)) for f in ("token", "logprob", "kept")))
+    mask = None
+    if one.keep_mask is not None:
+        mask = op.Or(op.And(first, one.keep_mask), op.And(op.Not(first), other.keep_mask))
+    crop_mass = None if one.crop_mass is None else choose(one.crop_mass, other.crop_mass)
+    return Answer(drawn, op.Or(first, other.certified), crop_mass, mask)
+
+
+@step
+def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
+    """`answer` with the rows `index` int64 [n] replaced by those of `part`."""
+
+    def put(whole: Tensor | None, rows: Tensor | None) -> Tensor | None:
+        return None if whole is None else put_rows(op, whole, index, rows)
+
+    drawn = Drawn(*(put(getattr(answer.drawn, f), getattr(part.drawn, f)) for f in ("token", "logprob", "kept")))
+    certified = put_rows(op, answer.certified, index, part.certified)
+    return Answer(drawn, certified, put(answer.crop_mass, part.crop_mass), put(answer.keep_mask, part.keep_mask))
+
+
+@step
+def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
+    """Rows that are not valid answer token -1, kept 0, not certified, logprob and mass 0, nothing in the mask."""
+    nothing = op.constant(0, np.int64)
+    drawn = Drawn(
+        op.Where(valid, answer.drawn.token, op.constant(-1, np.int64)),
+        op.Where(valid, answer.drawn.logprob, op.constant(0.0)),
+        op.Where(valid, answer.drawn.kept, nothing),
+    )
+    mask = None if answer.keep_mask is None else op.And(valid, answer.keep_mask)
+    crop_mass = None if answer.crop_mass is None else op.Where(valid, answer.crop_mass, op.constant(0.0))
+    return Answer(drawn, op.And(valid, answer.certified), crop_mass, mask)
+
+
+@step
+def finish(op: Ops, spec: TailSpec, answer: Answer, share: Tensor | None) -> list[Tensor]:
+    """The node's outputs from columns: [batch], and keep_mask [batch, vocab]."""
+    axis = op.constant([1], np.int64)
+    outputs = [
+        op.Squeeze(answer.drawn.token, axis),
+        op.Squeeze(answer.drawn.logprob, axis),
+        op.Cast(op.Squeeze(answer.drawn.kept, axis), to=6),
+        op.Squeeze(answer.certified, axis),
+    ]
+    if share is not None:
+        product = op.Mul(answer.crop_mass, share)
+        greedy_share = op.Min(answer.crop_mass, op.constant(1.0))
+        outputs.append(op.Squeeze(op.Where(op.IsNaN(share), greedy_share, product), axis))
+    if answer.keep_mask is not None:
+        start, end = op.constant([0], np.int64), op.constant([spec.vocab_size], np.int64)
+        outputs.append(op.Slice(answer.keep_mask, start, end, axis))
+    return outputs
