@@ -1,10 +1,9 @@
 """The `portable` form where there is geometry: two branches, one after the other, around static shapes.
 
 The first takes the pool and its certificate unless the candidates settle every row. The second takes distances unless
-every row has its answer by then. They are not nested, because NVIDIA's builder refuses nested branches with a dynamic
-batch (docs/graph.md, section 8). What both sides of a branch hand out must be alike in shape, so the second takes the
-pool from the logits again: little beside the distances, while handing it out would cost the fast path dummies of the
-pool's size.
+every row has its answer by then. With a dynamic batch NVIDIA's builder refuses nested branches, and branches whose
+sides hand out different shapes (docs/graph.md, section 8). So they are not nested, and the second takes the pool from
+the logits again: little beside the distances, while handing it over would cost the fast path dummies of its size.
 """
 
 from __future__ import annotations
