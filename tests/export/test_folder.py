@@ -176,3 +176,97 @@ def test_a_terminated_process_cleans_up(tmp_path: Path, number: int) -> None:
     while list(tmp_path.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_stays_the_same_folder(tmp_path: Path) -> None:
+    """Somebody's shell may stand in it, or it may be a mount point, which no rename can replace."""
+    out = tmp_path / "out"
+    out.mkdir()
+    before = out.stat().st_ino
+    with StagedFolder(out) as staged:
+        (staged.path / MANIFEST_NAME).write_text("new")
+        (staged.path / "sub").mkdir()
+        (staged.path / "sub" / "file").write_text("x")
+        staged.commit()
+    assert out.stat().st_ino == before
+    assert (out / "sub" / "file").read_text() == "x"
+    assert leftovers(tmp_path) == leftovers(out) == []
+
+
+def test_filling_an_empty_folder_moves_the_manifest_last_and_back_what_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    rename, there = Path.rename, []
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == MANIFEST_NAME:
+            there.extend(path.name for path in out.iterdir())
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(ExportError, match="Input/output error"), StagedFolder(out) as staged:
+        for name in ("a", MANIFEST_NAME, "z"):
+            (staged.path / name).write_text("x")
+        staged.commit()
+    assert sorted(there) == ["a", "z"]
+    assert list(tmp_path.rglob("*")) == [out]
+
+
+def test_a_mounted_folder_is_written_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
+    with StagedFolder(out) as staged:
+        assert staged.path.parent == out
+        (staged.path / MANIFEST_NAME).write_text("x")
+        staged.commit()
+    assert [path.name for path in out.iterdir()] == [MANIFEST_NAME]
+    with pytest.raises(ExportError, match="is a mount point"):
+        check_free(out, overwrite=True)
+
+
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / MANIFEST_NAME).write_text("old")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExportError, match="is the current folder"):
+        check_free(Path("."), overwrite=True)
+
+
+def test_the_slower_of_two_exports_does_not_replace_the_faster_one(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    fast, slow = StagedFolder(out), StagedFolder(out)
+    with fast, slow:
+        (fast.path / MANIFEST_NAME).write_text("fast")
+        fast.commit()
+        pytest.raises(ExportError, slow.commit).match("is not empty")
+    assert (out / MANIFEST_NAME).read_text() == "fast"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_folder_that_cannot_step_aside_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MANIFEST_NAME).write_text("old")
+
+    def busy(_self: Path, _target: Path) -> Path:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", busy)
+    with pytest.raises(ExportError, match="busy"), StagedFolder(out, overwrite=True) as staged:
+        staged.commit()
+    assert (out / MANIFEST_NAME).read_text() == "old"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ExportError, match=r"file is not a folder"):
+        check_free(tmp_path / "file" / "a" / "out", overwrite=False)
+    with pytest.raises(ExportError, match="name too long"):
+        check_free(tmp_path / ("a" * 300), overwrite=False)
+    monkeypatch.setattr(os, "access", lambda *_arguments: False)
+    with pytest.raises(ExportError, match=r"cannot be written.*Permission denied"):
+        check_free(tmp_path / "out", overwrite=False)

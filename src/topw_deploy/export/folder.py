@@ -23,6 +23,7 @@ from topw_deploy.manifest import MANIFEST_NAME
 Progress = Callable[[int], object]
 
 _SPARE = 16 << 20  # bytes left free beside what is written
+_PARTIAL = ".topw-partial-"  # in the names of folders that are being written
 _COPY_PART = 64 << 20
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # another device, or a file system without links
 
@@ -46,8 +47,9 @@ class StagedFolder:
         check_free(self.output, self._overwrite)
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            prefix = f".{self.output.name}.topw-partial-"
-            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=self.output.parent))
+            # beside OUT; inside it where a rename could not get there from beside
+            place = self.output if os.path.ismount(self.output) else self.output.parent
+            self.path = Path(tempfile.mkdtemp(prefix=f".{self.output.name}{_PARTIAL}", dir=place))
             self.path.chmod(0o755)
         except OSError as error:
             raise write_error(self.output, error) from error
@@ -56,7 +58,9 @@ class StagedFolder:
         return self
 
     def commit(self) -> None:
-        """Flush everything to disk and put the folder in OUT's place in one rename."""
+        """Flush everything to disk and put the folder in OUT's place in one rename; an empty folder that is there
+        already stays (somebody may stand in it, or have mounted it) and is filled, the manifest last."""
+        check_free(self.output, self._overwrite)  # again: somebody else may have been faster
         try:
             for file in sorted(self.path.rglob("*")):
                 if file.is_file():
@@ -77,7 +81,7 @@ class StagedFolder:
             return
         if self._keep_failed and isinstance(error, Exception):
             self.kept = _free_name(self.output)
-            self.path.rename(self.kept)
+            shutil.move(self.path, self.kept)
         else:
             shutil.rmtree(self.path, ignore_errors=True)
         if isinstance(error, OSError):
@@ -85,12 +89,12 @@ class StagedFolder:
 
 
 def check_free(output: Path, overwrite: bool) -> None:
-    """Raises ExportError unless `output` is missing, empty, or (with `overwrite`) an earlier export."""
-    if not output.exists() and not output.is_symlink():
-        return
-    if not output.is_dir() or output.is_symlink():
-        raise ExportError(f"{output} is not a folder; choose another output.")
-    if not any(output.iterdir()):
+    """Raises ExportError unless `output` can be made, is empty, or (with `overwrite`) is an earlier export."""
+    try:
+        taken = _is_taken(output)
+    except OSError as error:
+        raise write_error(output, error) from error
+    if not taken:
         return
     if not overwrite:
         raise ExportError(f"{output} is not empty; choose another output or give --overwrite.")
@@ -99,6 +103,25 @@ def check_free(output: Path, overwrite: bool) -> None:
             f"{output} holds files that are not an export of this tool (no {MANIFEST_NAME}), which --overwrite does "
             "not delete; choose another output or empty it."
         )
+    if os.path.ismount(output) or output.resolve() == Path.cwd():
+        what = "a mount point" if os.path.ismount(output) else "the current folder"
+        raise ExportError(
+            f"{output} is {what}, which cannot be replaced in one step; empty it, or choose another output."
+        )
+
+
+def _is_taken(output: Path) -> bool:
+    """Whether `output` holds something; ExportError if it is no folder, or lies where none can be made."""
+    if not output.exists() and not output.is_symlink():
+        above = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
+        if not above.is_dir():
+            raise ExportError(f"{output} cannot be made, because {above} is not a folder; choose another output.")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return False
+    if not output.is_dir() or output.is_symlink():
+        raise ExportError(f"{output} is not a folder; choose another output.")
+    return any(_PARTIAL not in entry.name for entry in output.iterdir())
 
 
 def require_space(folder: Path, needed: int) -> None:
@@ -172,19 +195,37 @@ def write_error(output: Path, error: OSError) -> ExportError:
 
 
 def _replace(staged: Path, output: Path) -> None:
-    """Rename `staged` to `output`; a folder there steps aside first, and comes back if that fails."""
+    """Rename `staged` to `output`; an earlier export there steps aside first, and comes back if that fails."""
     if not output.exists():
         staged.rename(output)
         return
+    if not _is_taken(output):
+        _fill(output, staged)
+        return
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}.topw-old-", dir=output.parent))
-    output.rename(aside / output.name)
     try:
-        staged.rename(output)
-    except BaseException:
-        (aside / output.name).rename(output)
-        raise
+        output.rename(aside / output.name)
+        try:
+            staged.rename(output)
+        except BaseException:
+            (aside / output.name).rename(output)
+            raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _fill(output: Path, staged: Path) -> None:
+    """Move what `staged` holds into the empty folder `output`, the manifest last; all of it or nothing."""
+    entries = sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST_NAME)
+    try:
+        for entry in entries:
+            entry.rename(output / entry.name)
+    except BaseException:
+        for entry in reversed(entries):
+            if (output / entry.name).exists():
+                (output / entry.name).rename(entry)  # leaving the context removes it there
+        raise
+    staged.rmdir()
 
 
 def _free_name(output: Path) -> Path:
