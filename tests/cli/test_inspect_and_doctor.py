@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -10,7 +12,7 @@ import pytest
 
 from topw_deploy.cli import doctor
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest import MANIFEST_NAME
+from topw_deploy.manifest import MANIFEST_NAME, Verification, load_manifest, save_manifest
 
 from .conftest import Invoke
 
@@ -68,3 +70,13 @@ def test_doctor_names_what_exporting_lacks(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_probe_is_a_valid_model() -> None:
     onnx.checker.check_model(onnx.load_from_string(base64.b64decode(doctor._PROBE)))
+
+
+def test_verify_refuses_an_export_that_never_ended(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(random_model, folder)
+    manifest = load_manifest(folder)
+    save_manifest(folder, replace(manifest, verification=Verification(status="provisional")))
+    result = invoke("verify", folder, "--hashes-only")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "verification never ended" in result.stderr

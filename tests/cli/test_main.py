@@ -123,3 +123,28 @@ def test_notices_are_one_line_on_stderr(tmp_path: Path) -> None:
     done = run("generate", folder, "x", "--max-new-tokens", 1)
     assert done.stderr.startswith("Note: generation_config.json asks for top_p=0.9")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes the streams")
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [
+        ("x <&-", 0, ""),
+        ("<&-", 2, "standard input is closed"),
+        ("- <&-", 2, "standard input is closed"),
+        ("--chat <&-", 2, "standard input is closed"),
+        ("x >&-", 0, ""),
+        ("x --json >/dev/full", 1, "Error: the output cannot be written: No space left on device"),
+    ],
+)
+def test_closed_and_full_streams_are_told_in_one_sentence(
+    scripted: Path, redirection: str, code: int, message: str
+) -> None:
+    if "/dev/full" in redirection and not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    words = f'"{sys.executable}" -c "{TOPW[2]}" generate "{scripted}" {redirection}'
+    done = subprocess.run(words, shell=True, capture_output=True, text=True)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr

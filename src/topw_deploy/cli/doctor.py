@@ -75,7 +75,7 @@ def diagnose() -> Diagnosis:
         )
     missing = [name for name in RUNTIME if not versions[name] and name != "onnxruntime"]
     if missing:
-        problems.append((f"{', '.join(missing)} is missing", "pip install --force-reinstall topw-deploy"))
+        problems.append((f"missing: {', '.join(missing)}", "pip install --force-reinstall topw-deploy"))
     without = [name for name in EXPORT if not versions[name]]
     hints = [(f"exporting needs {', '.join(without)}", "pip install 'topw-deploy[export]'")] if without else []
     return Diagnosis(

@@ -95,8 +95,11 @@ def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> 
             return _decoded(prompt_file.read_bytes(), str(prompt_file))
         except OSError as error:
             raise PromptError(f"{prompt_file} cannot be read: {error.strerror or error}.") from None
-    if prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty()):
+    has_input = sys.stdin is not None  # it is None where standard input was closed
+    if has_input and (prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty())):
         return _decoded(sys.stdin.buffer.read(), "standard input")
+    if prompt == "-" or (not has_input and prompt is None):
+        raise click.UsageError("standard input is closed; give PROMPT or --prompt-file.")
     if prompt is None and not optional:
         raise click.UsageError("give PROMPT, --prompt-file, or text on standard input.")
     return prompt

@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that `topw --help` answers at once; a command
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -44,6 +45,7 @@ _EXTRAS = {
 }
 
 _INTERRUPTED = 130
+_NO_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what writing to stdout may answer
 
 
 class _LazyGroup(click.Group):
@@ -93,7 +95,8 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
         command = command or _load("export")
         settings: dict[str, Any] = {**CONTEXT, "auto_envvar_prefix": prefix}
         result = command.main(args=args, prog_name=program, standalone_mode=False, **settings)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a closed one is None
+            sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         error.show()
@@ -108,9 +111,19 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except BrokenPipeError:
-        # click has seen to most of them; Python would complain once more when it flushes stdout at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return 1
+    except OSError as error:
+        if error.errno not in _NO_OUTPUT:
+            raise
+        _forget_output()
+        return _fail(f"the output cannot be written: {error.strerror}; send it somewhere else.")
+
+
+def _forget_output() -> None:
+    """Keep Python from failing once more when it flushes stdout at its end."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

@@ -25,11 +25,13 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
 
     What cannot be checked here (no torch, the source is gone) is named with its reason; it does not fail.
     """
-    from topw_deploy.errors import TopWError
+    from topw_deploy.errors import ManifestError, TopWError
     from topw_deploy.manifest import check_hashes, load_manifest
 
     try:
         manifest = load_manifest(out)
+        if manifest.verification.status == "provisional":
+            raise ManifestError(f"{out} is an export whose verification never ended; export the model again.")
         check_hashes(out, manifest)
         click.echo(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256", err=True)
         result: dict[str, Any] = {"folder": str(out), "files": len(manifest.files), "checks": [], "skipped": []}
