@@ -422,6 +422,16 @@ def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, mon
         export(foreign_decoder, tmp_path / "out", verify=True)
 
 
+def test_weights_that_are_not_numbers_fail_at_the_logits(tmp_path: Path) -> None:
+    model = make_model("llama_tied")
+    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    with pytest.raises(VerificationError, match="checks (had )?failed.*prefill logits"):
+        export(tmp_path / "model", tmp_path / "out", verify=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_verification_that_dies_is_a_failure(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,3 +76,9 @@ def test_a_tokenizer_that_cannot_be_converted_names_the_reason(tmp_path: Path) -
     output.mkdir()
     with pytest.raises(TokenizerError, match=r"cannot be converted|no fast form"):
         bring_tokenizer(tmp_path, output)
+
+
+def test_a_damaged_tokenizer_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
+        check_tokenizer(tmp_path)

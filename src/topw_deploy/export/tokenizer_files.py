@@ -19,12 +19,25 @@ _CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "v
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises TokenizerError if `folder` has no tokenizer that could be brought along: said before hours of work."""
+    """Raises TokenizerError if `folder` has no tokenizer that could be brought along, or a `tokenizer.json` that the
+    runtime could not read: said before hours of work."""
+    if (folder / "tokenizer.json").is_file():
+        _check_readable(folder / "tokenizer.json")
     if not any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE)):
         raise TokenizerError(
             f"{folder} has no tokenizer (neither tokenizer.json nor {', '.join(_CONVERTIBLE)}); "
             "add it or name a folder that has it with --tokenizer."
         )
+
+
+def _check_readable(file: Path) -> None:
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001  # the library raises bare Exception
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(f"{file} cannot be read ({reason}); fetch or save it again.") from None
 
 
 def bring_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:

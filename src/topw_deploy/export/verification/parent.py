@@ -101,7 +101,9 @@ def run_checks(task: dict[str, Any], progress: Progress) -> VerifyOutcome:
         else:
             error = line["error"]
     if error is not None:
-        raise VerificationError(f"verification stopped: {error}")
+        failed = [check.name for check in checks if not check.passed]
+        after = f" after these checks had failed: {', '.join(failed)}" if failed else ""
+        raise VerificationError(f"verification stopped{after}: {error}")
     return VerifyOutcome(tuple(checks), tuple(skipped))
 
 
