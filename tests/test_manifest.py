@@ -139,6 +139,8 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
         ({"files__model.onnx": {"sha256": "xyz", "size": 5}}, "not a SHA-256"),
         ({"files__model.onnx": {"sha256": "0" * 64, "size": -5}}, "size of model.onnx is -5"),
         ({"inputs": [{"name": "x"}]}, "missing"),
+        ({"verification__status": 5}, "status is 5"),
+        ({"verification__checks": [{"name": "x", "passed": True, "difference": "y", "bound": 0}]}, "wrong type"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(folder: Path, changes: dict[str, object], reason: str) -> None:

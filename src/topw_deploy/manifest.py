@@ -21,6 +21,7 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 MANIFEST_NAME = "topw_manifest.json"
 FORMAT_VERSION = 1
+STATUSES = ("provisional", "passed", "partial", "skipped")
 _MAX_BYTES = 16 << 20  # a manifest is a few KB; a larger file is not one, and must not fill memory
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -246,7 +247,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         defaults=TopWParameters(**data["defaults"]),
         decoder=None if decoder is None else _decoder(decoder),
         verification=Verification(
-            status=verification["status"], checks=tuple(Check(**check) for check in verification["checks"])
+            status=_status(verification["status"]), checks=tuple(_check(check) for check in verification["checks"])
         ),
         files=files,
         format_version=FORMAT_VERSION,
@@ -269,6 +270,21 @@ def _decoder(data: dict[str, Any]) -> DecoderInfo:
     if not isinstance(data["left_padding"], bool):
         raise ValueError(f"left_padding is {data['left_padding']!r}, not true or false")
     return DecoderInfo(**{**data, "num_kv_heads": heads, "head_dim": dims})
+
+
+def _status(value: object) -> str:
+    if value not in STATUSES:
+        raise ValueError(f"verification status is {value!r}, not one of {', '.join(STATUSES)}")
+    return str(value)
+
+
+def _check(data: dict[str, Any]) -> Check:
+    check = Check(**data)
+    numbers = isinstance(check.difference, (int, float)) and isinstance(check.bound, (int, float))
+    texts = isinstance(check.name, str) and isinstance(check.detail, str)
+    if not (numbers and texts and isinstance(check.passed, bool)):
+        raise ValueError(f"the check {check.name!r:.60} has a value of the wrong type")
+    return check
 
 
 def _tensor(data: dict[str, Any]) -> TensorSpec:
