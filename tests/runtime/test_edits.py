@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -187,3 +188,9 @@ def test_a_graph_with_fixed_slots_refuses_what_does_not_fit(model: TopWModel) ->
         Edits(requests, fixed=2)
     plain, _, _ = model._requests("abc", {})
     assert Edits(plain, fixed=4).ids.tolist() == [[-1] * 4]
+
+
+def test_penalties_that_add_up_beyond_float32_stay_finite(model: TopWModel) -> None:
+    result = model.generate(PROMPT, frequency_penalty=-3e38, max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    assert len(set(result.token_ids)) == 1
+    assert all(map(math.isfinite, result.logprobs))

@@ -18,6 +18,7 @@ from topw_deploy.runtime.session import Binding
 NAMES = ("edit_ids", "edit_penalty", "edit_bias")
 _FIRST_SLOTS = 16
 _BAN = float("-inf")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Edits:
@@ -175,7 +176,9 @@ class _RowEdits:
 
     def _add_bias(self, token: int, amount: float) -> None:
         slot = self._slot(token)  # never one that is banned just now: the token was drawn
-        self._edits.bias[self._index, slot] += amount
+        # float32's largest number stands for more: the graph takes no infinity but the ban
+        bias = float(self._edits.bias[self._index, slot]) + amount
+        self._edits.bias[self._index, slot] = min(max(bias, -_LARGEST), _LARGEST)
 
     def _slot(self, token: int) -> int:
         slot = self._slots.get(token)

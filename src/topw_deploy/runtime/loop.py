@@ -206,7 +206,7 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
         if token < 0:
             raise GenerationError(
                 f"row {row.index} is invalid at step {row.steps}: its logits hold NaN or +infinity, or none is finite "
-                "after the edits; check the model with `topw verify`, and the request's biases and bans."
+                "after the edits; check the model with `topw verify`, and the request's penalties, biases and bans."
             )
         gained.append((row, row.take(token)))
         if row.finish_reason is None:

@@ -18,6 +18,8 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES
 SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias")
 SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")
 
+_MOST_THREADS = 1024  # onnxruntime would start as many as it is told and never come back
+
 # ONNX element types (TensorProto.DataType) by the names that the manifest uses.
 ELEMENT_TYPES = {"float": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 
@@ -132,8 +134,10 @@ def _session_options(given: ort.SessionOptions | None, intra: int | None, inter:
     for name, value in (("intra_op_num_threads", intra), ("inter_op_num_threads", inter)):
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ParameterError(f"{name} is {value!r}, but must be an integer >= 0 (0: onnxruntime's choice).")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_THREADS:
+            raise ParameterError(
+                f"{name} is {value!r}, but must be an integer in [0, {_MOST_THREADS}] (0: onnxruntime's choice)."
+            )
         setattr(options, name, value)
     return options
 
