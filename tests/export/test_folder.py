@@ -207,10 +207,11 @@ def test_filling_an_empty_folder_moves_the_manifest_last_and_back_what_was_moved
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(ExportError, match="Input/output error"), StagedFolder(out) as staged:
+    with StagedFolder(out) as staged:
         for name in ("a", MANIFEST_NAME, "z"):
             (staged.path / name).write_text("x")
-        staged.commit()
+        with pytest.raises(ExportError, match="Input/output error"):
+            staged.commit()
     assert sorted(there) == ["a", "z"]
     assert list(tmp_path.rglob("*")) == [out]
 
@@ -241,7 +242,8 @@ def test_the_slower_of_two_exports_does_not_replace_the_faster_one(tmp_path: Pat
     with fast, slow:
         (fast.path / MANIFEST_NAME).write_text("fast")
         fast.commit()
-        pytest.raises(ExportError, slow.commit).match("is not empty")
+        with pytest.raises(ExportError, match="is not empty"):
+            slow.commit()
     assert (out / MANIFEST_NAME).read_text() == "fast"
     assert leftovers(tmp_path) == []
 

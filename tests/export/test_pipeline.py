@@ -427,7 +427,7 @@ def test_weights_that_are_not_numbers_fail_at_the_logits(tmp_path: Path) -> None
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model")
-    with pytest.raises(VerificationError, match="checks (had )?failed.*prefill logits"):
+    with pytest.raises(VerificationError, match=r"checks (had )?failed.*prefill logits"):
         export(tmp_path / "model", tmp_path / "out", verify=True)
     assert not (tmp_path / "out").exists()
 
