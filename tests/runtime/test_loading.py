@@ -234,6 +234,15 @@ def test_a_provider_that_is_not_built_in_is_an_error_with_the_remedy(folder: Pat
         TopWModel.from_pretrained(folder, provider="nonsense")
 
 
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
+def test_a_provider_that_is_not_built_in_may_be_fallen_back_from_but_nonsense_may_not(folder: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="cuda could not start, running on cpu"):
+        model = TopWModel.from_pretrained(folder, provider="cuda", allow_fallback=True)
+    assert model.provider == "CPUExecutionProvider"
+    with pytest.raises(ProviderError, match="'nonsense' is not an execution provider"):
+        TopWModel.from_pretrained(folder, provider="nonsense", allow_fallback=True)
+
+
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """An onnxruntime with a CUDA provider that does not start: it silently goes on with the CPU."""
     built = ort.get_available_providers()

@@ -28,17 +28,20 @@ def available() -> tuple[str, ...]:
     return tuple(short_name(name) for name in ort.get_available_providers())
 
 
-def resolve(provider: str) -> str:
+def resolve(provider: str, allow_fallback: bool = False) -> str:
     """onnxruntime's full name for `provider`: `auto` (CUDA where this build has it, else the CPU), a short name
-    in any case (`cuda`), or a full one. Raises ProviderError when this build of onnxruntime does not have it."""
+    in any case (`cuda`), or a full one. Raises ProviderError for a name that is no provider, and when this build of
+    onnxruntime does not have it, unless `allow_fallback`."""
     built = ort.get_available_providers()
     if provider == "auto":
         return CUDA if CUDA in built else CPU
     wanted = provider.lower().removesuffix(_SUFFIX.lower())
+    known = {short_name(name): name for name in ort.get_all_providers()}
     for name in built:
         if short_name(name) == wanted:
             return name
-    known = {short_name(name) for name in ort.get_all_providers()}
+    if allow_fallback and wanted in known:
+        return known[wanted]
     what = (
         f"this onnxruntime {ort.__version__} was built without {provider!r}"
         if wanted in known

@@ -50,14 +50,15 @@ class GraphSession:
         allow_fallback: bool = False,
     ) -> None:
         options = _session_options(session_options, intra_op_num_threads, inter_op_num_threads)
-        wanted = providers.resolve(provider)
+        asked = providers.resolve(provider, allow_fallback)
+        wanted = asked if providers.short_name(asked) in providers.available() else providers.CPU
         auto = provider == "auto"
         self.raw = _open(folder, wanted, provider_options, options, allow_fallback or auto)
         self.provider = providers.check_used(wanted, self.raw, allow_fallback or auto)
         self.device = (providers.device_of(self.provider), int((provider_options or {}).get("device_id", 0)))
-        if self.provider != wanted:
+        if self.provider != asked:
             warnings.warn(
-                f"{providers.short_name(wanted)} could not start, running on {providers.short_name(self.provider)}; "
+                f"{providers.short_name(asked)} could not start, running on {providers.short_name(self.provider)}; "
                 "`topw doctor` says what is missing.",
                 RuntimeWarning,
                 stacklevel=4,
