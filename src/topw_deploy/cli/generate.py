@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     "--logit-bias", metavar="ID=BIAS", multiple=True, help="Add to a token's logit; -inf bans it. Repeatable."
 )
 @click.option(
-    "--stop", "--stop-strings", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
+    "--stop-strings", "--stop", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
 @click.option("--num-return-sequences", type=click.IntRange(min=1), help="Independent sequences for the prompt.")

@@ -72,7 +72,8 @@ def _load(name: str) -> click.Command:
 def topw() -> None:
     """Top-W decoding inside the ONNX graph: export a language model with its sampler, and run it.
 
-    Every option can also be set by an environment variable: --seed of `topw generate` is TOPW_GENERATE_SEED.
+    Every option can also be set by an environment variable, under its first name: --seed of `topw generate` is
+    TOPW_GENERATE_SEED. Where an option may be repeated, spaces separate its values there.
     """
 
 
