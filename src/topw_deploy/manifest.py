@@ -45,7 +45,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderInfo:
-    """The decoder around the sampler, as the runtime must drive it (SPEC: docs/graph.md)."""
+    """The decoder around the sampler, as the runtime must drive it (docs/graph.md, section 8)."""
 
     model_type: str
     kv_form: str  # "concat": past in, past + new tokens out
