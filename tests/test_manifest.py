@@ -92,6 +92,12 @@ def test_a_file_cut_short_is_named_with_both_sizes(folder: Path) -> None:
         m.load_manifest(folder)
 
 
+def test_a_file_grown_longer_is_named_too(folder: Path) -> None:
+    (folder / "model.onnx_data").write_bytes(b"weights and more")
+    with pytest.raises(ManifestError, match="has 16 bytes, the manifest says 7"):
+        m.load_manifest(folder)
+
+
 def test_a_changed_file_of_equal_size_passes_loading_but_not_the_hash(folder: Path) -> None:
     (folder / "model.onnx_data").write_bytes(b"WEIGHTS")
     loaded = m.load_manifest(folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, baked_options, given, parameter_options
+from topw_deploy.cli.options import CONTEXT, baked_options, given, hub_options, parameter_options, tail_option
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16")
@@ -27,13 +27,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 )
 @click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Type of weights and cache.  [default: fp32]")
 @click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23]")
-@click.option(
-    "--tail",
-    type=click.Choice(("portable", "onnxruntime", "static")),
-    default="portable",
-    show_default=True,
-    help="Form of the sampler's body: accepted everywhere, cheapest in onnxruntime, or free of control flow.",
-)
+@tail_option
 @baked_options
 @parameter_options
 @click.option("--with-logits", is_flag=True, help="Keep the logits as an output.")
@@ -53,10 +47,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 @click.option("--keep-failed", is_flag=True, help="Keep what a failed export wrote as OUT.failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
-@click.option("--revision", default=None, help="Branch, tag or commit on the hub.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="The hub's cache.")
-@click.option("--token", envvar="HF_TOKEN", default=None, help="Token for the hub.  [env: HF_TOKEN]")
-@click.option("--local-files-only", is_flag=True, help="Never ask the hub.")
+@hub_options
 @click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
 def command(
     model: str | None, out: Path | None, model_option: str | None, out_option: Path | None, **values: Any

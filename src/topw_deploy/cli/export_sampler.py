@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, baked_options, given, parameter_options
+from topw_deploy.cli.options import CONTEXT, baked_options, given, hub_options, parameter_options, tail_option
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
 
@@ -22,13 +22,7 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
     help="A .npy file with the input embeddings [tokens, hidden], in MODEL's place.",
 )
 @click.option("--vocab-size", type=click.IntRange(min=1), help="Width of the logits.  [default: the table's rows]")
-@click.option(
-    "--tail",
-    type=click.Choice(("portable", "onnxruntime", "static")),
-    default="portable",
-    show_default=True,
-    help="Form of the sampler's body: accepted everywhere, cheapest in onnxruntime, or free of control flow.",
-)
+@tail_option
 @baked_options
 @parameter_options
 @click.option("--opset", type=int, default=None, help="ONNX opset, 18 to 24.  [default: 23]")
@@ -39,10 +33,7 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 @click.option("--no-verify", is_flag=True, help="Skip the comparison with the reference.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
-@click.option("--revision", default=None, help="Branch, tag or commit on the hub.")
-@click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="The hub's cache.")
-@click.option("--token", envvar="HF_TOKEN", default=None, help="Token for the hub.  [env: HF_TOKEN]")
-@click.option("--local-files-only", is_flag=True, help="Never ask the hub.")
+@hub_options
 def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **values: Any) -> None:
     """Export the sampler alone into the folder OUT: logits in, tokens out.
 

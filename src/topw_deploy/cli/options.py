@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -57,6 +58,30 @@ def baked_options(command: Command) -> Command:
         help="Where the rest comes from.",
     )
     return preset(command)
+
+
+def tail_option(command: Command) -> Command:
+    """--tail, the form of the sampler's body."""
+    return click.option(
+        "--tail",
+        type=click.Choice(("portable", "onnxruntime", "static")),
+        default="portable",
+        show_default=True,
+        help="Form of the sampler's body: accepted everywhere, cheapest in onnxruntime, or free of control flow.",
+    )(command)
+
+
+def hub_options(command: Command) -> Command:
+    """Where on the hub a model is and how to get it, spelled as huggingface_hub's users know it."""
+    options = (
+        click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
+        click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="The hub's cache."),
+        click.option("--token", envvar="HF_TOKEN", default=None, help="Token for the hub.  [env: HF_TOKEN]"),
+        click.option("--local-files-only", is_flag=True, help="Never ask the hub."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
