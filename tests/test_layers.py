@@ -21,17 +21,21 @@ ALLOWED = {
     "errors": set(),
     "manifest": {"errors", "sampling"},
     "sampling": {"errors"},
-    "runtime": BASE,
+    "plugins": {"errors", "sampling"},
+    "runtime": BASE | {"plugins"},
+    "processors": {"errors", "sampling"},
     "demo": {"errors"},
-    "plugins": BASE,
     "export": BASE | {"runtime", "demo"},
-    "cli": BASE | {"runtime", "export", "demo"},
+    "stats": BASE | {"plugins", "runtime", "export"},
+    "bench": BASE | {"plugins", "runtime", "export", "processors"},
+    "cli": BASE | {"plugins", "runtime", "export", "demo", "stats", "bench"},
     "__main__": {"cli"},
 }
 THIRD_PARTY = {
     "errors": set(),
     "manifest": set(),
     "sampling": {"numpy"},
+    "plugins": {"numpy"},
     "runtime": {"numpy", "onnxruntime", "tokenizers", "jinja2"},
 }
 

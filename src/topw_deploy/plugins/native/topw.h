@@ -1,0 +1,91 @@
+/* Top-W for rows of logits on a CPU, as docs/graph.md defines it: the whole step from edits to the drawn token.
+ *
+ * A C interface without a runtime around it. The onnxruntime operator, the Python binding and the fuzzers all call this.
+ * Every pointer is borrowed for the call; nothing is kept but the workspace's scratch memory.
+ */
+#ifndef TOPW_H
+#define TOPW_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(_WIN32)
+#define TOPW_EXPORT __declspec(dllexport)
+#else
+#define TOPW_EXPORT __attribute__((visibility("default")))
+#endif
+
+#define TOPW_ABI_VERSION 1
+
+enum { TOPW_MAHALANOBIS = 0, TOPW_UNIT = 1, TOPW_COSINE = 2, TOPW_UNIFORM = 3 };     /* metric */
+enum { TOPW_FLOAT32 = 1, TOPW_FLOAT16 = 10, TOPW_BFLOAT16 = 16 };                    /* as ONNX TensorProto.DataType */
+enum { TOPW_INVALID = 0, TOPW_GREEDY = 1, TOPW_CANDIDATES = 2, TOPW_POOL = 3, TOPW_GEOMETRY = 4, TOPW_LITERAL = 5 };
+
+typedef struct {
+  int64_t top_m, alt_iters; /* both >= 1 */
+  int32_t metric;
+  int32_t knn_k; /* 0: nearest */
+} topw_options;
+
+/* The input embeddings [tokens, hidden], tokens >= vocab, and the statistics [hidden] of their coordinates. */
+typedef struct {
+  const void *rows;
+  int64_t tokens, hidden;
+  int32_t dtype;
+  int32_t reserved;
+  const float *mean, *inverse_std;
+  const float *neighbour_bound; /* [vocab] lower bounds of each token's distance to its nearest other one, or NULL */
+} topw_table;
+
+/* logits [batch, vocab]; edits [batch, edits]; the rest [batch]. */
+typedef struct {
+  int64_t batch, vocab, edits;
+  const float *logits;
+  const int64_t *edit_ids;
+  const float *edit_penalty, *edit_bias;
+  const float *temperature, *selection_temperature, *lam, *beta, *init_top_p, *geom_scale, *uniform;
+} topw_inputs;
+
+/* How a row was answered: `stage` is the last of the enum above that it needed. */
+typedef struct {
+  int32_t stage, candidates, steps, reserved;
+  int64_t distances, distances_avoided; /* pairs of tokens */
+} topw_report;
+
+/* [batch] each, keep_mask [batch, vocab]; the last three may be NULL. */
+typedef struct {
+  int64_t *next_token;
+  float *logprob;
+  int32_t *kept;
+  uint8_t *certified;
+  float *mass;
+  uint8_t *keep_mask;
+  topw_report *reports;
+} topw_outputs;
+
+typedef struct topw_workspace topw_workspace; /* scratch memory of one thread: grows, and is kept for the next row */
+
+TOPW_EXPORT topw_workspace *topw_workspace_create(void); /* NULL: out of memory */
+TOPW_EXPORT void topw_workspace_destroy(topw_workspace *);
+
+/* One row; 0, or 1 if memory ran out. Rows are independent: several threads may call, each with its own workspace.
+ * `table` is NULL for the uniform metric. */
+TOPW_EXPORT int topw_sample_row(const topw_options *, const topw_table *table, const topw_inputs *, int64_t row,
+                                topw_workspace *, const topw_outputs *);
+
+/* Every row, in this thread. */
+TOPW_EXPORT int topw_sample(const topw_options *, const topw_table *table, const topw_inputs *, const topw_outputs *);
+
+TOPW_EXPORT int topw_abi_version(void);
+
+/* "avx512", "avx2", "neon" or "generic": chosen at first use for the processor at hand, or by TOPW_INSTRUCTION_SET. */
+TOPW_EXPORT const char *topw_instruction_set(void);
+TOPW_EXPORT int topw_use_instruction_set(const char *name); /* 0, or 1 if this processor or build has no such set */
+
+#ifdef __cplusplus
+}
+#endif
+#endif
