@@ -23,6 +23,7 @@ struct KernelContext;
 struct Value;
 struct TypeInfo;
 struct TensorInfo;  // element type and dimensions
+struct Operator;    // ours, below
 
 using Function = void (*)();
 
@@ -46,6 +47,7 @@ constexpr int kInvalidArgument = 2;
 constexpr Slot<Status *(int code, const char *message)> create_status{0};
 constexpr Slot<const char *(const Status *)> get_error_message{2};
 constexpr Slot<Status *(const char *name, Domain **)> create_domain{26};
+constexpr Slot<Status *(Domain *, const Operator *)> add_operator{27};  // refers to the operator from then on
 constexpr Slot<Status *(SessionOptions *, Domain *)> add_domain{28};
 constexpr Slot<Status *(Value *, void **)> tensor_data{51};
 constexpr Slot<Status *(const TypeInfo *, const TensorInfo **)> as_tensor_info{55};  // borrowed; null: not a tensor
@@ -65,6 +67,8 @@ constexpr Slot<Status *(const KernelInfo *, size_t *)> input_count{230};
 constexpr Slot<Status *(const KernelInfo *, size_t *)> output_count{231};
 constexpr Slot<Status *(const KernelInfo *, size_t index, TypeInfo **)> input_type{234};
 constexpr Slot<Status *(const KernelInfo *, size_t index, TypeInfo **)> output_type{235};
+constexpr Slot<Status *(SessionOptions *, const char *key, const char *value)> add_config_entry{130};
+constexpr Slot<Status *(const SessionOptions *, const char *key, int *)> has_config_entry{237};
 // Runs function(data, i) for i < total on the session's own threads; at most `batches` at a time, 0: as many as it has.
 constexpr Slot<Status *(const KernelContext *, void (*function)(void *, size_t), size_t total, size_t batches,
                         void *data)>
@@ -89,7 +93,7 @@ enum Element { kAny = 0, kFloat = 1, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16
 // Whether an input or output must be there, may be left out, or stands for any number at the end.
 enum Presence { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
-// An operator as the runtime reads it. Members without a value here are of the first version and replaced by later ones.
+// An operator as the runtime reads it. make_v1 and compute_v1 are the first version's, replaced by later members.
 struct Operator {
   uint32_t version = kVersion;
   void *(*make_v1)(const Operator *, const Function *, const KernelInfo *) = nullptr;

@@ -110,7 +110,7 @@ class Workspaces {
     while (Entry *entry = free_) {
       free_ = entry->next;
       topw_workspace_destroy(entry->workspace);
-      delete entry;
+      free(entry);
     }
   }
 
@@ -122,8 +122,12 @@ class Workspaces {
     if (entry) return entry;
     topw_workspace *workspace = topw_workspace_create();
     if (!workspace) return nullptr;
-    entry = new (std::nothrow) Entry{workspace, nullptr};
-    if (!entry) topw_workspace_destroy(workspace);
+    entry = static_cast<Entry *>(malloc(sizeof(Entry)));
+    if (!entry) {
+      topw_workspace_destroy(workspace);
+      return nullptr;
+    }
+    *entry = {workspace, nullptr};
     return entry;
   }
 
@@ -166,6 +170,10 @@ constexpr struct {
 
 bool knows_table_form(const char *form) { return strcmp(form, "Gather(axis=0)") == 0; }
 
+bool fits_metric(int32_t metric, const char *form) {
+  return metric == TOPW_UNIFORM ? form[0] == '\0' : knows_table_form(form);
+}
+
 Status *read_string(const Api &api, const ort::KernelInfo *node, const char *name, char *text, size_t room) {
   size_t size = 0;
   TRY(api[ort::string_attribute](node, name, nullptr, &size));
@@ -189,7 +197,7 @@ Status *read_options(const Api &api, const ort::KernelInfo *node, topw_options *
     if (strcmp(text, known.name) == 0) options->metric = known.metric;
   if (options->metric == kNowhere) return refuse(api, ort::kInvalidArgument, "the metric %s is not known", text);
   TRY(read_string(api, node, "table_form", text, sizeof text));
-  if (options->metric == TOPW_UNIFORM ? text[0] != '\0' : !knows_table_form(text))
+  if (!fits_metric(options->metric, text))
     return refuse(api, ort::kInvalidArgument, "the table form '%s' is not known", text);
   return nullptr;
 }
@@ -371,13 +379,19 @@ Status *compute(void *kernel_data, ort::KernelContext *context) {
   return nullptr;
 }
 
+void destroy(void *data) {
+  static_cast<Kernel *>(data)->~Kernel();
+  free(data);
+}
+
 Status *make(const ort::Operator *, const ort::Function *table, const ort::KernelInfo *node, void **made) {
   const Api api(table);
-  Kernel *kernel = new (std::nothrow) Kernel;
-  if (!kernel) return refuse(api, ort::kFail, "out of memory");
+  void *memory = malloc(sizeof(Kernel));
+  if (!memory) return refuse(api, ort::kFail, "out of memory");
+  Kernel *kernel = new (memory) Kernel;
   kernel->api = api;
   if (Status *failed = prepare(node, kernel)) {
-    delete kernel;
+    destroy(kernel);
     return failed;
   }
   ++kernels_made;
@@ -416,26 +430,41 @@ ort::Operator describe() {
   op.last_version = [](const Operator *) { return 1; };
   op.make = make;
   op.compute = compute;
-  op.destroy = [](void *kernel) { delete static_cast<Kernel *>(kernel); };
+  op.destroy = destroy;
   return op;
 }
 
-constexpr ort::Slot<Status *(ort::Domain *, const ort::Operator *)> add_operator{27};
+const ort::Operator sampler = describe();
+constexpr char kRegistered[] = "topw.registered";  // an entry of the options that have the operator already
 
 }  // namespace
 
 extern "C" {
 
-// What onnxruntime calls in a library of operators.
+// What onnxruntime calls in a library of operators. It refuses a session whose options have one domain twice; so for
+// options that were here before, this does nothing.
 TOPW_EXPORT Status *RegisterCustomOps(ort::SessionOptions *options, const ort::ApiBase *base) {
-  static const ort::Operator op = describe();
   const Api api(base->get_api(ort::kVersion));
   if (!api)  // making a Status is in every version
     return refuse(Api(base->get_api(1)), ort::kFail, "needs onnxruntime 1.17 or newer, this is %s",
                   base->version_string());
+  int registered = 0;
+  TRY(api[ort::has_config_entry](options, kRegistered, &registered));
+  if (registered) return nullptr;
   ort::Domain *domain = nullptr;  // stays: sessions made from these options refer to it for as long as they live
   TRY(api[ort::create_domain]("topw", &domain));
-  TRY(api[add_operator](domain, &op));
-  return api[ort::add_domain](options, domain);
+  TRY(api[ort::add_operator](domain, &sampler));
+  TRY(api[ort::add_domain](options, domain));
+  return api[ort::add_config_entry](options, kRegistered, "1");
 }
+
+// Whether sessions that this thread opens from now on see the operator (1, as at first) or run the model's own function
+// (0), though their options have it: options cannot be copied or cleared.
+TOPW_EXPORT void topw_ort_show(int shown) { hidden = !shown; }
+
+// How many nodes this thread's sessions have given to the operator so far.
+TOPW_EXPORT int64_t topw_ort_kernels(void) { return kernels_made; }
+
+// Whether the operator reads tables of this form, the node's attribute `table_form`.
+TOPW_EXPORT int topw_ort_knows_table_form(const char *form) { return knows_table_form(form); }
 }

@@ -1,0 +1,109 @@
+"""Compiling the native library. setup.py runs this by its path while the package itself is not importable yet, and
+`python -m topw_deploy.plugins.build` builds it anew in a source tree. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCES = Path(__file__).with_name("native")
+LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")
+
+# One set for every file: those that need an instruction set ask for it themselves, and it is chosen at run time.
+# No contraction to fused operations: what decides is rounded alike on every processor.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
+# Nothing of the C++ library is left to find at run time, and none of it is shown to other libraries of the process.
+_LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,-s")
+
+_LONGEST = 600  # seconds that a compiler may take
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+class NotBuiltError(Exception):
+    """Why there is no library now, in one line."""
+
+
+def build(output: Path) -> None:
+    """Compile the library to `output`, with the compiler that CXX names (a command line) or the system's.
+
+    Raises NotBuiltError, and leaves no file at `output`, where that is not wanted (TOPW_BUILD_NATIVE=0) or not possible.
+    """
+    output.unlink(missing_ok=True)
+    if os.environ.get("TOPW_BUILD_NATIVE") == "0":
+        raise NotBuiltError("TOPW_BUILD_NATIVE=0")
+    sources = sorted(str(file) for file in SOURCES.glob("*.cpp"))
+    if not sources:
+        raise NotBuiltError(f"the sources are not in {SOURCES}")
+    if sys.platform == "win32":
+        raise NotBuiltError("it is not built on Windows")
+    compiler = find_compiler()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="topw-build-") as scratch:
+        made = Path(scratch) / output.name
+        try:
+            _run([*compiler, *FLAGS, *_extra_flags(compiler), "-shared", *sources, "-lm", "-o", str(made)])
+            if not made.is_file() or not made.stat().st_size:
+                raise NotBuiltError(f"{compiler[0]} said nothing and wrote no library")
+            shutil.copyfile(made, output)  # whole or not at all: nobody meets half a library
+        except OSError as error:
+            raise NotBuiltError(str(error)) from None
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler's command line. Raises NotBuiltError where there is none."""
+    named = os.environ.get("CXX")
+    if named:
+        return shlex.split(named)
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path:
+            return [path]
+    raise NotBuiltError("there is no C++ compiler (install one, or name it with CXX)")
+
+
+def _extra_flags(compiler: Sequence[str]) -> tuple[str, ...]:
+    """Those of the linker's flags that this compiler takes together: a compiler may lack some of them."""
+    if sys.platform != "linux":
+        return ()
+    with tempfile.TemporaryDirectory(prefix="topw-probe-") as scratch:
+        probe = Path(scratch) / "probe.cpp"
+        probe.write_text("int topw_probe() { return 0; }\n", encoding="ascii")
+        for flags in (_LINUX, _LINUX[:2]):
+            try:
+                _run([*compiler, *FLAGS, *flags, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])
+            except NotBuiltError:
+                continue
+            return flags
+    return ()
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LONGEST)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise NotBuiltError(f"{command[0]} cannot be run ({error})") from None
+    if done.returncode != 0:
+        words = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        raise NotBuiltError(f"{command[0]} failed ({words[0].strip()[:200]})")
+
+
+def main() -> int:
+    """Build the library into this source tree; 1 and the reason on stderr where that fails."""
+    output = SOURCES.with_name(LIBRARY_NAME)
+    try:
+        build(output)
+    except NotBuiltError as reason:
+        sys.stderr.write(f"the native sampler was not built: {reason}\n")
+        return 1
+    sys.stderr.write(f"{output}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
