@@ -45,3 +45,7 @@ class ProviderError(TopWError):
 
 class GenerationError(TopWError):
     """The graph answered that a row is invalid (NaN or infinite logits); names row and step."""
+
+
+class BenchmarkError(TopWError):
+    """A measurement cannot be taken: a side is absent though named, died, or does not answer as the others do."""
