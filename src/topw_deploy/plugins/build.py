@@ -32,7 +32,7 @@ class NotBuiltError(Exception):
 def build(output: Path) -> None:
     """Compile the library to `output`, with the compiler that CXX names (a command line) or the system's.
 
-    Raises NotBuiltError, and leaves no file at `output`, where that is not wanted (TOPW_BUILD_NATIVE=0) or not possible.
+    Raises NotBuiltError where that is not wanted (TOPW_BUILD_NATIVE=0) or not possible; no file is at `output` then.
     """
     output.unlink(missing_ok=True)
     if os.environ.get("TOPW_BUILD_NATIVE") == "0":
