@@ -68,6 +68,7 @@ class SamplerInfo:
     table_form: str  # "" for the uniform metric
     options: TopWOptions
     outputs: tuple[str, ...]
+    neighbour_bound: bool = False  # whether node input 13 holds one
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,8 @@ def _sampler(data: dict[str, Any]) -> SamplerInfo:
     _whole("vocab_size", data["vocab_size"])
     if data["hidden_size"] is not None:
         _whole("hidden_size", data["hidden_size"])
+    if not isinstance(data.get("neighbour_bound", False), bool):
+        raise ValueError(f"neighbour_bound is {data['neighbour_bound']!r}, not true or false")
     return SamplerInfo(**{**data, "options": TopWOptions(**data["options"]), "outputs": tuple(data["outputs"])})
 
 

@@ -186,8 +186,8 @@ def test_a_sampler_that_disagrees_with_the_reference_is_not_kept(
 ) -> None:
     right = sampler_only.sampler_model
 
-    def wrong(spec: Any, table: np.ndarray, geometry: Any) -> Any:
-        return right(spec, np.ascontiguousarray(np.roll(table, 1, axis=0)), geometry)
+    def wrong(spec: Any, table: np.ndarray, *rest: Any) -> Any:
+        return right(spec, np.ascontiguousarray(np.roll(table, 1, axis=0)), *rest)
 
     monkeypatch.setattr(sampler_only, "sampler_model", wrong)
     with pytest.raises(VerificationError, match="sampler"):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, baked_options, given, hub_options, parameter_options, tail_option
+from topw_deploy.cli.options import (
+    CONTEXT,
+    baked_options,
+    bound_option,
+    given,
+    hub_options,
+    parameter_options,
+    tail_option,
+)
+from topw_deploy.cli.progress import bar, phase
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16")
@@ -29,6 +36,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 @click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23]")
 @tail_option
 @baked_options
+@bound_option
 @parameter_options
 @click.option("--with-logits", is_flag=True, help="Keep the logits as an output.")
 @click.option("--with-mass", is_flag=True, help="Add the crop's probability as an output.")
@@ -80,7 +88,7 @@ def command(
             verify=not rest.pop("no_verify"),
             **rest,
         )
-        report = export_model(request, *(() if quiet else (_phase, _bar)))
+        report = export_model(request, *(() if quiet else (phase, bar)))
     except TopWError as error:
         raise click.ClickException(str(error)) from error
     for notice in report.notices:
@@ -95,19 +103,6 @@ def _one(name: str, positional: Any, option: Any) -> Any:
     if positional is None and option is None:
         raise click.UsageError(f"Missing argument '{name}'.")
     return positional if positional is not None else option
-
-
-def _phase(line: str) -> None:
-    click.echo(line, err=True)
-
-
-@contextlib.contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], object]]:
-    """A bar of bytes on stderr, where that is a terminal."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, disable=None, leave=False) as bar:
-        yield bar.update
 
 
 def _as_json(report: Any) -> str:

@@ -9,7 +9,16 @@ from typing import Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, baked_options, given, hub_options, parameter_options, tail_option
+from topw_deploy.cli.options import (
+    CONTEXT,
+    baked_options,
+    bound_option,
+    given,
+    hub_options,
+    parameter_options,
+    tail_option,
+)
+from topw_deploy.cli.progress import bar, phase
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
 
@@ -24,6 +33,7 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 @click.option("--vocab-size", type=click.IntRange(min=1), help="Width of the logits.  [default: the table's rows]")
 @tail_option
 @baked_options
+@bound_option
 @parameter_options
 @click.option("--opset", type=int, default=None, help="ONNX opset, 18 to 24.  [default: 23]")
 @click.option("--with-mass", is_flag=True, help="Add the crop's probability as an output.")
@@ -59,7 +69,7 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
         verify=not rest.pop("no_verify"),
         **rest,
     )
-    report = export_sampler(request, _silent if quiet else _phase)
+    report = export_sampler(request, *(() if quiet else (phase, bar)))
     for notice in report.notices:
         click.echo(f"Note: {notice}.", err=True)
     if as_json:
@@ -68,11 +78,3 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
         click.echo(f"{out} would hold {report.nodes} nodes and {report.weight_bytes:,} bytes of weights")
     else:
         click.echo(str(report.output))
-
-
-def _phase(line: str) -> None:
-    click.echo(line, err=True)
-
-
-def _silent(_line: str) -> None:
-    pass

@@ -53,6 +53,7 @@ def _lines(manifest: Manifest) -> Iterator[str]:
             ("tail", sampler.tail),
             *((name, value) for name, value in asdict(sampler.options).items()),
             *([("table", sampler.table_form)] if sampler.table_form else []),
+            ("neighbour bound", "stored" if sampler.neighbour_bound else "none"),
         ],
     )
     yield from _section("defaults", asdict(manifest.defaults).items())

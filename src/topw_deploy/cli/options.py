@@ -71,6 +71,16 @@ def tail_option(command: Command) -> Command:
     )(command)
 
 
+def bound_option(command: Command) -> Command:
+    """--neighbour-bound, what an export may measure once."""
+    return click.option(
+        "--neighbour-bound/--no-neighbour-bound",
+        default=False,
+        show_default=True,
+        help="Measure and store how near each token's nearest other is: fewer distances at run time.",
+    )(command)
+
+
 def hub_options(command: Command) -> Command:
     """Where on the hub a model is and how to get it, spelled as huggingface_hub's users know it."""
     options = (

@@ -16,6 +16,7 @@ from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.editor import GraphEditor, find_input
 from topw_deploy.export.embedding_node import EmbeddingNode, find_embedding
 from topw_deploy.export.last_token import last_logits
+from topw_deploy.export.neighbour_bound import Measure, no_bound
 from topw_deploy.export.table import EmbeddingTable
 from topw_deploy.export.tail import (
     DOMAIN,
@@ -27,10 +28,11 @@ from topw_deploy.export.tail import (
     tail_attributes,
     tail_outputs,
 )
-from topw_deploy.sampling import embedding_statistics
+from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
 
 NODE_NAME = "topw_sample"
+BOUND_NAME = "topw.neighbour_bound"
 _EDITS = {"edit_ids": ir.DataType.INT64, "edit_penalty": ir.DataType.FLOAT, "edit_bias": ir.DataType.FLOAT}
 _OUTPUT_TYPES = {
     "next_token": ir.DataType.INT64,
@@ -53,8 +55,8 @@ class GraftOptions:
     with_keep_mask: bool = False
 
 
-def graft(decoder: Decoder, wanted: GraftOptions) -> TailSpec:
-    """Add the sampler to `decoder.model` in place; returns what was added.
+def graft(decoder: Decoder, wanted: GraftOptions, measure: Measure = no_bound) -> TailSpec:
+    """Add the sampler to `decoder.model` in place; returns what was added. `measure` makes the neighbour bound.
 
     The output `logits` stays only on request: for a foreign decoder as its maker wrote it, otherwise
     [batch, vocab] float32 of each row's last position.
@@ -81,7 +83,7 @@ def graft(decoder: Decoder, wanted: GraftOptions) -> TailSpec:
     batch = _batch_dimension(graph)
     inputs = [logits, *sampler_inputs(editor, batch)]
     if embedding is not None:
-        inputs += [*geometry_constants(editor, embedding, spec), *embedding.data]
+        inputs += [*geometry_constants(editor, embedding, spec, measure), *embedding.data]
     results = add_sampler_node(graph, spec, inputs, batch)
     _set_outputs(graph, results, logits, batch, wanted.with_logits, keep_makers)
     install_function(decoder.model, spec)
@@ -101,13 +103,16 @@ def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
     return made
 
 
-def geometry_constants(editor: GraphEditor, embedding: EmbeddingNode, spec: TailSpec) -> list[ir.Value]:
-    """Mean and inverse standard deviation [hidden] of the table, and the empty neighbour bound, as initializers."""
-    mean, inverse_std = embedding_statistics(EmbeddingTable(embedding, spec.vocab_size), spec.options.metric)
+def geometry_constants(
+    editor: GraphEditor, embedding: EmbeddingNode, spec: TailSpec, measure: Measure
+) -> list[ir.Value]:
+    """Mean and inverse standard deviation [hidden] of the table, and the neighbour bound, as initializers."""
+    table = EmbeddingTable(embedding, spec.vocab_size)
+    geometry = Geometry.from_embeddings(table, spec.options.metric)
     return [
-        editor.constant(np.asarray(mean, dtype=np.float32), "topw.embedding_mean"),
-        editor.constant(np.asarray(inverse_std, dtype=np.float32), "topw.embedding_inverse_std"),
-        editor.constant(np.zeros(0, dtype=np.float32), "topw.neighbour_bound"),
+        editor.constant(np.asarray(geometry.mean, dtype=np.float32), "topw.embedding_mean"),
+        editor.constant(np.asarray(geometry.inverse_std, dtype=np.float32), "topw.embedding_inverse_std"),
+        editor.constant(measure(geometry, spec.vocab_size), BOUND_NAME),
     ]
 
 

@@ -17,7 +17,9 @@ from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.embedding_node import find_embedding
 from topw_deploy.export.folder import StagedFolder, bring, check_free, linkable, require_space
 from topw_deploy.export.graft import graft
-from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, Bar, ExportReport, ExportRequest, Progress, no_bar
+from topw_deploy.export.neighbour_bound import measure_for
+from topw_deploy.export.progress import Bar, Progress, no_bar
+from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, ExportReport, ExportRequest
 from topw_deploy.export.source import Source, resolve
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.tokenizer_files import bring_tokenizer, check_tokenizer
@@ -56,7 +58,8 @@ def export_model(request: ExportRequest, progress: Progress = lambda _line: None
     notices: list[str] = []
     decoder = _decoder(source, request, progress, notices)
     progress(f"Grafting the sampler (top_m {request.options.top_m}, metric {request.options.metric})")
-    spec = graft(decoder, request.graft)
+    measure = measure_for(request.neighbour_bound, request.dry_run, progress, bar)
+    spec = graft(decoder, request.graft, measure)
     if not decoder.foreign:
         tidy(decoder.model, _table(decoder))
     if request.dry_run:
@@ -112,7 +115,7 @@ def _write(
     with StagedFolder(request.output, overwrite=request.overwrite, keep_failed=request.keep_failed) as staged:
         require_space(staged.path.parent, _space_needed(decoder, source, staged.path, request.hard_link))
         progress(f"Writing {weight_bytes(decoder.model) / 1e6:.1f} MB of weights")
-        with bar(weight_bytes(decoder.model)) as advance:
+        with bar(weight_bytes(decoder.model), "B") as advance:
             _write_graph(decoder, source, staged.path, request.hard_link, advance)
         notices += bring_tokenizer(tokenizer_folder, staged.path, trust_remote_code=request.trust_remote_code)
         write_configuration(source, tokenizer_folder, staged.path, request.num_hidden_layers)
@@ -173,6 +176,7 @@ def _manifest(request: ExportRequest, source: Source, decoder: Decoder, spec: Ta
             table_form=spec.embedding.form if spec.embedding else "",
             options=spec.options,
             outputs=tuple(o.name for o in outputs if not o.name.startswith("present.")),
+            neighbour_bound=request.neighbour_bound,
         ),
         defaults=request.defaults,
         decoder=decoder.info,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,9 +24,10 @@ class ExportRequest:
     dtype: fp32, fp16 or bf16; opset: of the traced graph; both None for the defaults (fp32, 23), the only choice for
     an ONNX decoder that exists already, as is num_hidden_layers.
     options: baked into the sampler; defaults: parameters of a request that names none.
+    neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
     hard_link: share the data files of an ONNX decoder with its folder instead of copying them (see folder.bring).
     tokenizer: folder to take tokenizer and configuration from, for a model that comes without.
-    Raises ParameterError for a dtype, opset or layer count out of range.
+    Raises ParameterError for a dtype, opset or layer count out of range, and for a bound under the uniform metric.
     """
 
     model: str
@@ -41,6 +40,7 @@ class ExportRequest:
     with_logits: bool = False
     with_mass: bool = False
     with_keep_mask: bool = False
+    neighbour_bound: bool = False
     num_hidden_layers: int | None = None
     tokenizer: Path | None = None
     hard_link: bool = False
@@ -62,6 +62,8 @@ class ExportRequest:
         if self.num_hidden_layers is not None and self.num_hidden_layers < 1:
             raise ParameterError(f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.")
 
+        check_bound(self.neighbour_bound, self.options)
+
     @property
     def graft(self) -> GraftOptions:
         return GraftOptions(
@@ -71,6 +73,12 @@ class ExportRequest:
             with_mass=self.with_mass,
             with_keep_mask=self.with_keep_mask,
         )
+
+
+def check_bound(wanted: bool, options: TopWOptions) -> None:
+    """Raises ParameterError for a neighbour bound under the uniform metric, whose distances are all 1."""
+    if wanted and options.metric == "uniform":
+        raise ParameterError("the uniform metric has no neighbour bound to store; leave --neighbour-bound out.")
 
 
 def with_preset(
@@ -101,15 +109,3 @@ class ExportReport:
     seconds: float
     verification: Verification
     notices: tuple[str, ...] = ()
-
-
-Progress = Callable[[str], None]
-"""Called with one line per phase."""
-
-Bar = Callable[[int], AbstractContextManager[Callable[[int], object]]]
-"""Called with a number of bytes to come; entering the result gives a function to call with each part's bytes."""
-
-
-def no_bar(_total: int) -> AbstractContextManager[Callable[[int], object]]:
-    """A Bar that shows nothing."""
-    return nullcontext(lambda _bytes: None)

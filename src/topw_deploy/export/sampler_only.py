@@ -14,8 +14,10 @@ from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.embedding_table import embeddings_of_file, embeddings_of_folder
 from topw_deploy.export.folder import StagedFolder, check_free, require_space
 from topw_deploy.export.graft import add_sampler_node, install_function, sampler_inputs
+from topw_deploy.export.neighbour_bound import Measure, measure_for, no_bound
 from topw_deploy.export.pipeline import library_versions, tensor_specs
-from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, Progress
+from topw_deploy.export.progress import Bar, Progress, no_bar
+from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, check_bound
 from topw_deploy.export.source import Source, resolve
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TailSpec, plain_gather
 from topw_deploy.export.weights import weight_bytes, write_model
@@ -36,8 +38,9 @@ class SamplerRequest:
     [tokens, hidden]; neither for the `uniform` metric, which then needs vocab_size.
     vocab_size: width of the logits; by default the table's rows, of which it must have at least so many.
     options: baked; defaults: parameters of a request that names none; tail: form of the function's body; opset: 18-24.
+    neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
     verify: compare the written sampler with the reference before the folder appears.
-    Raises ParameterError unless exactly one source of the vocabulary is named.
+    Raises ParameterError unless exactly one source of the vocabulary is named, and for a bound under `uniform`.
     """
 
     output: Path
@@ -50,6 +53,7 @@ class SamplerRequest:
     opset: int = DEFAULT_OPSET
     with_mass: bool = False
     with_keep_mask: bool = False
+    neighbour_bound: bool = False
     overwrite: bool = False
     verify: bool = True
     dry_run: bool = False
@@ -59,6 +63,7 @@ class SamplerRequest:
     local_files_only: bool = False
 
     def __post_init__(self) -> None:
+        check_bound(self.neighbour_bound, self.options)
         if self.model is not None and self.embeddings is not None:
             raise ParameterError("a model and an embeddings file are both given; give the one whose table is meant.")
         if self.model is None and self.embeddings is None:
@@ -71,7 +76,7 @@ class SamplerRequest:
                 raise ParameterError("the uniform metric without a model needs the width of the logits: --vocab-size.")
 
 
-def export_sampler(request: SamplerRequest, progress: Progress = lambda _line: None) -> ExportReport:
+def export_sampler(request: SamplerRequest, progress: Progress = lambda _line: None, bar: Bar = no_bar) -> ExportReport:
     """Write the sampler-only folder that `request` asks for, in one piece; or raise and leave OUT as it was.
 
     The folder holds model.onnx (model.onnx_data beside it for a large table) and the manifest.
@@ -92,7 +97,8 @@ def export_sampler(request: SamplerRequest, progress: Progress = lambda _line: N
         progress(f"Measuring {vocab} embeddings")
         geometry = Geometry.from_embeddings(table[:vocab], request.options.metric)
     spec = sampler_spec(request, vocab, table)
-    model = sampler_model(spec, table, geometry)
+    measure = measure_for(request.neighbour_bound, request.dry_run, progress, bar)
+    model = sampler_model(spec, table, geometry, measure)
     if request.dry_run:
         return _report(request, model, started)
     with StagedFolder(request.output, overwrite=request.overwrite) as staged:
@@ -127,16 +133,20 @@ def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | N
     )
 
 
-def sampler_model(spec: TailSpec, table: np.ndarray | None, geometry: Geometry) -> ir.Model:
+def sampler_model(
+    spec: TailSpec, table: np.ndarray | None, geometry: Geometry, measure: Measure = no_bound
+) -> ir.Model:
     """The model: `logits` float32 [batch, vocab] and the sampler's inputs -> the sampler's outputs.
 
-    table: the embeddings [>= vocab, hidden] as they are to be stored; geometry: their statistics.
+    table: the embeddings [>= vocab, hidden] as they are to be stored; geometry: their statistics;
+    measure: makes the neighbour bound.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": spec.opset}, name="topw_sampler")
     editor = GraphEditor(graph, "topw")
     inputs = [editor.input("logits", ir.DataType.FLOAT, ["batch", spec.vocab_size]), *sampler_inputs(editor, "batch")]
     if table is not None and geometry.mean is not None and geometry.inverse_std is not None:
-        statistics = (geometry.mean, geometry.inverse_std, np.zeros(0))
+        bound = measure(geometry, spec.vocab_size)
+        statistics: tuple[np.ndarray, ...] = (geometry.mean, geometry.inverse_std, bound)
         for name, values in zip(GEOMETRY_INPUTS, statistics, strict=True):
             inputs.append(editor.initializer(ir.tensor(values.astype(np.float32)), f"topw.{name}"))
         inputs.append(editor.initializer(ir.Tensor(table), "topw.embedding"))
@@ -181,6 +191,7 @@ def _manifest(request: SamplerRequest, source: Source, spec: TailSpec, model: ir
             table_form=spec.embedding.form if spec.embedding is not None else "",
             options=spec.options,
             outputs=tuple(output.name for output in outputs),
+            neighbour_bound=request.neighbour_bound,
         ),
         defaults=request.defaults,
         verification=Verification(status="provisional"),
@@ -190,6 +201,7 @@ def _manifest(request: SamplerRequest, source: Source, spec: TailSpec, model: ir
 
 def _verify(folder: Path, manifest: Manifest, geometry: Geometry) -> Verification:
     """Compare what was written with the reference on random logits; VerificationError names what differs."""
+    from topw_deploy.export.verification.bound_check import bound_check
     from topw_deploy.export.verification.probe import SamplerProbe
     from topw_deploy.export.verification.sampler_checks import sampler_checks
 
@@ -197,6 +209,8 @@ def _verify(folder: Path, manifest: Manifest, geometry: Geometry) -> Verificatio
     spread = generator.uniform(0.5, 3.0, (_ROWS_VERIFIED, 1))
     logits = (generator.standard_normal((_ROWS_VERIFIED, manifest.sampler.vocab_size)) * spread).astype(np.float32)
     checks = tuple(sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits))
+    if manifest.sampler.neighbour_bound:
+        checks += (bound_check(folder, geometry, manifest.sampler.vocab_size),)
     for check in checks:
         if not check.passed:
             raise VerificationError(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from topw_deploy.export.checkpoint import context_length, load_checkpoint, overflowing_modules, switching_rope
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.lower import lower
-from topw_deploy.export.request import Progress
+from topw_deploy.export.progress import Progress
 from topw_deploy.export.source import Source
 from topw_deploy.export.trace import has_experts, trace
 from topw_deploy.manifest import DecoderInfo

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import SourceError, VerificationError
-from topw_deploy.export.request import ExportRequest, Progress
+from topw_deploy.export.progress import Progress
+from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.source import Source, resolve
 from topw_deploy.export.verification.names import LEFT_PADDED
 from topw_deploy.manifest import Check, Manifest, Verification

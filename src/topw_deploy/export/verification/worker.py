@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import TopWError
+from topw_deploy.export.verification.bound_check import bound_check
 from topw_deploy.export.verification.decoder_checks import decoder_checks
 from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
 from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
@@ -63,6 +64,8 @@ def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
         yield _skip("sampler", "there are no logits to sample from")
     else:
         yield from sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits)
+    if manifest.sampler.neighbour_bound:
+        yield bound_check(folder, geometry, manifest.sampler.vocab_size)
     if reference is None:
         yield _skip("generation", task["no_reference"])
     elif probe is None:

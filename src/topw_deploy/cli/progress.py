@@ -1,0 +1,23 @@
+"""How far a long command is, on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+import click
+
+
+def phase(line: str) -> None:
+    """One line per phase."""
+    click.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
+    """A bar with its rate, where stderr is a terminal; gives the function to call with the number of each part."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit=unit, unit_scale=True, file=sys.stderr, disable=None, leave=False) as shown:
+        yield shown.update
