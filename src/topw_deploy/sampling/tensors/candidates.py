@@ -14,7 +14,7 @@ from topw_deploy.sampling.tensors.scan import Scan, base_scan
 CANDIDATES = 64
 """Largest logits looked at; crops of language models at the defaults have a handful."""
 
-_BLOCK = 128
+_BLOCK = 64
 # Slacks against calling a row settled that the pool would not call certified: of J, in its unit, and of the warm
 # start's mass, relative. A row in between goes to the pool, where nothing is estimated.
 _SLACK = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-5)}

@@ -1,7 +1,7 @@
 """The largest logits of each row by (logit descending, id ascending), without sorting the row.
 
-No backend's topk promises an order among equals, so equal logits are told apart before it: logit and id are packed
-into one integer, and no two integers of a row are equal.
+No backend's topk promises an order among equals, so equal logits are told apart before it: logit and position are
+packed into one integer, and no two integers of a row are equal.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_ID_BITS = 32
-_LOWEST = (1 << _ID_BITS) - 1
+_POSITION_BITS = 32
 _MAGNITUDE = 0x7FFFFFFF  # every bit of a float32 but its sign
 
 
@@ -32,32 +31,40 @@ def largest_logits(logits: Tensor, count: int, block: int) -> Largest:
     descending, position ascending) hold all the tokens wanted. For a token outside them is behind `count` others: in
     each of them one is larger, or equal with a lower id. Tokens behind the last whole block are always looked at.
     """
-    batch, vocab = logits.shape
+    vocab = logits.shape[1]
     blocks = vocab // block
     if blocks <= count:
-        return Largest(*_first(logits, None, count), logits.amax(1, keepdim=True))
+        values, ids = _decoded(_keys(logits).topk(count, dim=1).values, vocab)
+        return Largest(values, ids, logits.amax(1, keepdim=True))
     grid = logits[:, : blocks * block].unflatten(1, (blocks, block))
     maxima = grid.amax(2)  # [B, blocks]
-    _, index = _first(maxima, None, count)
-    searched = grid.gather(1, index[:, :, None].expand(-1, -1, block)).flatten(1)  # [B, count * block]
-    ids = torch.add(index[:, :, None] * block, torch.arange(block, device=logits.device)).flatten(1)
+    top = maxima.amax(1, keepdim=True)
+    chosen = _positions(_keys(maxima).topk(count, dim=1).values, blocks).sort(1).values  # positions follow ids again
+    searched = grid.gather(1, chosen[:, :, None].expand(-1, -1, block)).flatten(1)  # [B, count * block]
     if blocks * block < vocab:
-        rest = torch.arange(blocks * block, vocab, device=logits.device).expand(batch, -1)
-        searched, ids = torch.cat([searched, logits[:, blocks * block :]], 1), torch.cat([ids, rest], 1)
-        top = torch.maximum(maxima.amax(1, keepdim=True), logits[:, blocks * block :].amax(1, keepdim=True))
-    else:
-        top = maxima.amax(1, keepdim=True)
-    return Largest(*_first(searched, ids, count), top)
+        rest = logits[:, blocks * block :]
+        searched = torch.cat([searched, rest], 1)
+        top = torch.maximum(top, rest.amax(1, keepdim=True))
+        chosen = torch.nn.functional.pad(chosen, (0, 1), value=blocks)
+    values, place = _decoded(_keys(searched).topk(count, dim=1).values, searched.shape[1])
+    within = place % block
+    return Largest(values, chosen.gather(1, (place - within) // block) * block + within, top)
 
 
-def _first(values: Tensor, ids: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-    """Values and ids [B, count] of the first by (value descending, id ascending); ids None: their positions."""
-    ids = torch.arange(values.shape[1], device=values.device) if ids is None else ids
+def _keys(values: Tensor) -> Tensor:
+    """int64 [B, n] that sort as (value, then lower position): no two of a row are equal."""
     # As integers, float32 numbers keep their order once the magnitude of negative ones is inverted; + 0.0 makes -0 a 0.
     bits = (values + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & _MAGNITUDE)
-    packed = (ordered.to(torch.int64) << _ID_BITS) | (_LOWEST - ids)
-    keys = packed.topk(count, dim=1).values
-    ordered = (keys >> _ID_BITS).to(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & _MAGNITUDE)).to(torch.int64)
+    return (ordered << _POSITION_BITS) | torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
+
+
+def _positions(keys: Tensor, length: int) -> Tensor:
+    return (length - 1) - (keys & ((1 << _POSITION_BITS) - 1))
+
+
+def _decoded(keys: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The values, float32, and positions of keys made of rows of this length."""
+    ordered = (keys >> _POSITION_BITS).to(torch.int32)
     bits = ordered ^ ((ordered >> 31) & _MAGNITUDE)
-    return bits.view(torch.float32), _LOWEST - (keys & _LOWEST)
+    return bits.view(torch.float32), _positions(keys, length)

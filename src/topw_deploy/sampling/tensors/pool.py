@@ -11,7 +11,7 @@ from topw_deploy.sampling.tensors.largest import Largest, largest_logits
 from topw_deploy.sampling.tensors.rows import Rows
 from topw_deploy.sampling.tensors.scan import Scan, base_scan
 
-_BLOCK = 16
+_BLOCK = 8
 
 
 @dataclass(frozen=True)
