@@ -34,9 +34,20 @@ _PROBE = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCg
 
 
 @dataclass(frozen=True)
+class Native:
+    """The native sampler's library: its path, what its loops use on this processor, and its state: "works" (seen: an
+    onnxruntime session opened with it), or why models run their own function instead."""
+
+    path: str | None
+    instruction_set: str | None
+    state: str
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """versions: installed ones by distribution. providers: short name -> "starts" or why it does not, best first.
-    would_use: what provider="auto" gives, None without onnxruntime. problems: (what is wrong, the command to run)."""
+    would_use: what provider="auto" gives, None without onnxruntime. native: the native sampler's library.
+    problems: (what is wrong, the command to run)."""
 
     topw_deploy: str
     python: str
@@ -44,6 +55,7 @@ class Diagnosis:
     versions: dict[str, str | None]
     providers: dict[str, str]
     would_use: str | None
+    native: Native
     problems: list[tuple[str, str]]
     hints: list[tuple[str, str]]
 
@@ -85,6 +97,7 @@ def diagnose() -> Diagnosis:
         versions=versions,
         providers=providers,
         would_use=would_use,
+        native=_native(),
         problems=problems,
         hints=hints,
     )
@@ -114,8 +127,27 @@ def _providers() -> tuple[dict[str, str], str | None, list[tuple[str, str]]]:
     return states, wanted if states[wanted] == "starts" else "cpu", problems
 
 
-def _state(ort: Any, name: str) -> str:
+def _native() -> Native:
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        return Native(None, None, f"onnxruntime cannot be imported ({error})")
+    from topw_deploy.runtime import native, providers
+
+    found, why = native.operator_library(providers.CPU, "")
+    if found is None:
+        return Native(None, None, why)
     options = ort.SessionOptions()
+    try:
+        options.register_custom_ops_library(str(found.path))
+        state = _state(ort, providers.CPU, options)
+    except Exception as error:  # noqa: BLE001  # whatever onnxruntime raises is the answer
+        state = " ".join(str(error).split())[:200]
+    return Native(str(found.path), found.instruction_set, "works" if state == "starts" else state)
+
+
+def _state(ort: Any, name: str, options: Any = None) -> str:
+    options = options or ort.SessionOptions()
     options.log_severity_level = 4
     try:
         session = ort.InferenceSession(base64.b64decode(_PROBE), options, providers=[name], enable_fallback=0)
@@ -136,7 +168,13 @@ def _lines(found: Diagnosis) -> list[str]:
     lines += [f"  {name.ljust(16)} {version or '-'}" for name, version in shown.items()]
     lines += ["", "providers"]
     lines += [f"  {name.ljust(16)} {state}" for name, state in found.providers.items()] or ["  none"]
-    lines += ["", f"a model would run on: {found.would_use or 'nothing'}"]
+    lines += ["", f"a model would run on: {found.would_use or 'nothing'}", _native_line(found.native)]
     for title, pairs in (("problem", found.problems), ("hint", found.hints)):
         lines += [f"{title}: {what}; run: {cure}" for what, cure in pairs]
     return lines
+
+
+def _native_line(native: Native) -> str:
+    if native.path is None:
+        return f"native sampler: none, models run their own function ({native.state})"
+    return f"native sampler: {native.state}, {native.instruction_set}, {native.path}"

@@ -47,6 +47,13 @@ if TYPE_CHECKING:
 @click.option("--num-return-sequences", type=click.IntRange(min=1), help="Independent sequences for the prompt.")
 @click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
 @click.option("--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, ...")
+@click.option(
+    "--sampler",
+    type=click.Choice(("auto", "native", "graph")),
+    default="auto",
+    show_default=True,
+    help="What chooses tokens: the native operator, the graph's own function, or the first of these to be had.",
+)
 @click.option("--allow-fallback", is_flag=True, help="Run on another provider if that one does not start.")
 def command(
     folder: Path,
@@ -59,6 +66,7 @@ def command(
     stream: bool,
     threads: int | None,
     provider: str,
+    sampler: str,
     allow_fallback: bool,
     logit_bias: tuple[str, ...],
     **parameters: Any,
@@ -76,7 +84,7 @@ def command(
     from topw_deploy.runtime import TopWModel
 
     with TopWModel.from_pretrained(
-        folder, provider=provider, intra_op_num_threads=threads, allow_fallback=allow_fallback
+        folder, provider=provider, intra_op_num_threads=threads, allow_fallback=allow_fallback, sampler=sampler
     ) as model:
         show: Show = _json_lines if as_json else _streamed if stream else _whole
         if not chat:
@@ -179,7 +187,8 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
         click.echo(
             f"{result.prompt_tokens} + {len(result.token_ids)} tokens, {speed}; load {times.load_seconds:.2f} s, "
             f"prefill {times.prefill_seconds * 1e3:.0f} ms, {times.seconds_per_token * 1e3:.2f} ms/token; "
-            f"certified {result.certified_share:.1%}, {kept}{mass}; seed {result.seed}, {result.finish_reason}",
+            f"certified {result.certified_share:.1%}, {kept}{mass}; "
+            f"{result.sampler} sampler, seed {result.seed}, {result.finish_reason}",
             err=True,
         )
 

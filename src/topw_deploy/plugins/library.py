@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 ABI_VERSION = 1
@@ -81,17 +80,30 @@ class Library:
         """How many nodes the sessions that this thread opened have given to the operator so far."""
         return int(self._kernels())
 
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Sessions that this thread opens meanwhile run the model's function, whatever their options registered."""
-        self._show(0)
-        try:
-            yield
-        finally:
-            self._show(1)
+    def show(self, shown: bool) -> None:
+        """Whether sessions that this thread opens from now on see the operator, where their options have it."""
+        self._show(int(shown))
 
 
-@cache
+_loaded: dict[Path, Library] = {}
+
+
 def load(path: Path) -> Library:
-    """The library at `path`, loaded once and kept for the life of the process."""
-    return Library(path)
+    """The library at `path`, loaded once and kept for the life of the process. Raises OSError."""
+    if path not in _loaded:
+        _loaded[path] = Library(path)
+    return _loaded[path]
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Sessions that this thread opens meanwhile run the model's own function, even from options that an earlier
+    session registered the operator on: onnxruntime's options can neither be copied nor cleared of it."""
+    libraries = list(_loaded.values())
+    for library in libraries:
+        library.show(False)
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.show(True)

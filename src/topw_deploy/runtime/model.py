@@ -34,7 +34,8 @@ class TopWModel:
     Several threads may use one model at the same time: each generation has a cache and bindings of its own.
 
     manifest: what the exporter wrote about the model. tokenizer: its tokenizer. provider: onnxruntime's name of the
-    execution provider in use. defaults: the parameters that the model's `generation_config.json` states.
+    execution provider in use. sampler: "native" or "graph", what chooses the tokens (docs/native.md). defaults: the
+    parameters that the model's `generation_config.json` states.
     """
 
     def __init__(self, folder: ModelFolder, session: GraphSession, started: float) -> None:
@@ -46,6 +47,7 @@ class TopWModel:
         self.tokenizer = Tokenizer(folder)
         self.defaults = model_defaults(folder, self.tokenizer)
         self.provider = session.provider
+        self.sampler = session.sampler
         self._decoder = decoder
         self._bos = bos_token(folder, self.tokenizer)
         self._template = load_template(folder, self.tokenizer)
@@ -64,6 +66,7 @@ class TopWModel:
         intra_op_num_threads: int | None = None,
         inter_op_num_threads: int | None = None,
         allow_fallback: bool = False,
+        sampler: str = "auto",
     ) -> TopWModel:
         """Open the folder that `topw-export` wrote; nothing outside it is read, nothing but its graph is executed.
 
@@ -79,6 +82,7 @@ class TopWModel:
             intra_op_num_threads=intra_op_num_threads,
             inter_op_num_threads=inter_op_num_threads,
             allow_fallback=allow_fallback,
+            sampler=sampler,
         )
         return cls(folder, session, started)
 

@@ -36,6 +36,7 @@ class GenerationResult:
     finish_reason: "stop" (see `stop`) or "length" (the token limit or the context was reached).
     stop: the end-of-sequence token's id or the stop string that ended it; None for "length".
     prompt_tokens: how many tokens the prompt had.
+    sampler: what chose the tokens, "native" or "graph" (docs/native.md).
     """
 
     text: str
@@ -49,6 +50,7 @@ class GenerationResult:
     finish_reason: str
     stop: int | str | None
     prompt_tokens: int
+    sampler: str = field(compare=False)
     timings: Timings = field(compare=False)
 
     @property

@@ -71,6 +71,7 @@ class Run:
             finish_reason=str(row.finish_reason),
             stop=row.stop,
             prompt_tokens=len(row.request.prompt),
+            sampler=self._session.sampler,
             timings=Timings(
                 load_seconds=self._load_seconds,
                 prefill_seconds=self._prefilled - self._started,

@@ -38,11 +38,16 @@ class Samples:
 
 
 class TopWSampler:
-    """Top-W over given logits, on a folder that `topw export-sampler` wrote. Open one with `from_pretrained`."""
+    """Top-W over given logits, on a folder that `topw export-sampler` wrote. Open one with `from_pretrained`.
+
+    provider: onnxruntime's name of the execution provider in use. sampler: "native" or "graph", what chooses the tokens
+    (docs/native.md).
+    """
 
     def __init__(self, folder: ModelFolder, session: GraphSession) -> None:
         self.manifest = folder.manifest
         self.provider = session.provider
+        self.sampler = session.sampler
         self.vocab_size = folder.manifest.sampler.vocab_size
         self._session = session.raw
         self._outputs = [name for name in _OUTPUTS if name in session.outputs]
@@ -58,6 +63,7 @@ class TopWSampler:
         intra_op_num_threads: int | None = None,
         inter_op_num_threads: int | None = None,
         allow_fallback: bool = False,
+        sampler: str = "auto",
     ) -> TopWSampler:
         """Open a sampler-only folder; options as for `TopWModel`. Raises ManifestError, ProviderError."""
         folder = ModelFolder(path, "sampler")
@@ -69,6 +75,7 @@ class TopWSampler:
             intra_op_num_threads=intra_op_num_threads,
             inter_op_num_threads=inter_op_num_threads,
             allow_fallback=allow_fallback,
+            sampler=sampler,
         )
         return cls(folder, session)
 

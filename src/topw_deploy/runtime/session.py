@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import TensorSpec
-from topw_deploy.runtime import providers
+from topw_deploy.runtime import native, providers
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
@@ -25,17 +25,20 @@ ELEMENT_TYPES = {"float": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "boo
 
 
 class GraphSession:
-    """An open session: `raw` (the InferenceSession), the `provider` in use, and the `device` (kind, number) that its
-    tensors live on.
+    """An open session: `raw` (the InferenceSession), the `provider` in use, the `device` (kind, number) that its
+    tensors live on, and the `sampler` that answers its node ("native" or "graph", then `why_graph` says why).
 
     provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name.
     provider_options: options of that provider, as onnxruntime documents them.
-    session_options: an onnxruntime.SessionOptions to start from; it is used as it is but for the thread counts.
+    session_options: an onnxruntime.SessionOptions to start from; it is used as it is but for the thread counts and,
+        where the sampler may be native, the operator's registration. It may serve several sessions.
     intra_op_num_threads, inter_op_num_threads: >= 0, 0 means onnxruntime's choice.
     allow_fallback: accept another provider when the wanted one cannot start.
+    sampler: "auto" (the native operator where it can be had, else the function in the file), "native" or "graph".
 
-    Raises ProviderError for a provider that is absent or did not start, ManifestError for a graph that
-    onnxruntime refuses or whose inputs and outputs are not those of the manifest, ParameterError for options.
+    Raises ProviderError for a provider that is absent or did not start and for a native sampler that cannot be had,
+    ManifestError for a graph that onnxruntime refuses or whose inputs and outputs are not those of the manifest,
+    ParameterError for options.
     """
 
     def __init__(
@@ -48,12 +51,15 @@ class GraphSession:
         intra_op_num_threads: int | None = None,
         inter_op_num_threads: int | None = None,
         allow_fallback: bool = False,
+        sampler: str = "auto",
     ) -> None:
+        native.check_choice(sampler)
         options = _session_options(session_options, intra_op_num_threads, inter_op_num_threads)
         asked = providers.resolve(provider, allow_fallback)
         wanted = asked if providers.short_name(asked) in providers.available() else providers.CPU
         auto = provider == "auto"
-        self.raw = _open(folder, wanted, provider_options, options, allow_fallback or auto)
+        opened = _open(folder, wanted, provider_options, options, allow_fallback or auto, sampler)
+        self.raw, self.sampler, self.why_graph = opened.raw, opened.sampler, opened.why_graph
         self.provider = providers.check_used(wanted, self.raw, allow_fallback or auto)
         self.device = (providers.device_of(self.provider), int((provider_options or {}).get("device_id", 0)))
         if self.provider != asked:
@@ -149,22 +155,35 @@ def _open(
     provider_options: Mapping[str, Any] | None,
     options: ort.SessionOptions,
     fallback: bool,
-) -> ort.InferenceSession:
-    chain = providers.session_providers(wanted, provider_options)
+    sampler: str,
+) -> native.Opened:
+    def on(provider: str, chain: list[Any]) -> native.Opened:
+        return native.open_session(
+            lambda: _new_session(folder, chain, options),
+            options,
+            provider=provider,
+            table_form=folder.manifest.sampler.table_form,
+            sampler=sampler,
+        )
+
     try:
-        return _new_session(folder, chain, options)
+        return on(wanted, providers.session_providers(wanted, provider_options))
+    except ProviderError:
+        raise
     except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
         if wanted == providers.CPU:
             raise _refused(folder, error) from None
         # The graph may be fine and the provider not: what the CPU says about the same file tells which.
         try:
-            session = _new_session(folder, [(providers.CPU, {})], options)
+            session = on(providers.CPU, [(providers.CPU, {})])
+        except ProviderError:
+            raise
         except Exception as second:  # noqa: BLE001
             raise _refused(folder, second) from None
         if fallback:
             return session
         raise ProviderError(
-            f"{providers.short_name(wanted)} could not open {folder.model} ({_one_line(error)}); "
+            f"{providers.short_name(wanted)} could not open {folder.model} ({native.one_line(error)}); "
             "see `topw doctor`, or use provider='cpu'."
         ) from None
 
@@ -177,13 +196,9 @@ def _new_session(folder: ModelFolder, chain: list[Any], options: ort.SessionOpti
 
 def _refused(folder: ModelFolder, error: Exception) -> ManifestError:
     return ManifestError(
-        f"onnxruntime {ort.__version__} refuses {folder.model} ({_one_line(error)}); "
+        f"onnxruntime {ort.__version__} refuses {folder.model} ({native.one_line(error)}); "
         "check the folder with `topw verify` or export the model again."
     )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def _check_io(folder: ModelFolder, session: ort.InferenceSession) -> None:
