@@ -2,6 +2,7 @@
 
 from topw_deploy.sampling.draw import Draw, draw, uniform_for
 from topw_deploy.sampling.edits import apply_edits
+from topw_deploy.sampling.fast import FastCrop, fast_crop
 from topw_deploy.sampling.geometry import Geometry, embedding_statistics
 from topw_deploy.sampling.parameters import (
     ALIASES,
@@ -31,6 +32,7 @@ __all__ = [
     "PRESETS",
     "Crop",
     "Draw",
+    "FastCrop",
     "Geometry",
     "Row",
     "TieBounds",
@@ -44,6 +46,7 @@ __all__ = [
     "crop_mass",
     "draw",
     "embedding_statistics",
+    "fast_crop",
     "sample_row",
     "uniform_for",
     "unknown_name",

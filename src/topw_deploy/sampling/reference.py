@@ -71,7 +71,8 @@ class Crop:
     """What one row keeps and how it came about.
 
     kept: token ids, int64, by (logit descending, id ascending); certified: K <= k0 with geom_scale >= 0, or greedy;
-    warm_size: k0, the size of S(0); base_size: K, the first maximiser without geometry; steps: scans made, 0 if greedy.
+    warm_size: k0, the size of S(0); base_size: K, the first maximiser without geometry; steps: scans made, 0 if greedy;
+    distances: ordered pairs (pool token, member of some set) whose distance was computed, a token beside itself too.
     """
 
     kept: Ids
@@ -80,6 +81,7 @@ class Crop:
     base_size: int
     steps: int
     ties: Ties
+    distances: int = 0
 
 
 def crop(
@@ -92,8 +94,8 @@ def crop(
     another metric.
     """
     options = TopWOptions() if options is None else options
-    geometry = _geometry_for(options, geometry)
-    row = _checked(logits)
+    geometry = geometry_for(options, geometry)
+    row = checked_row(logits)
     if parameters.greedy:
         return Crop(np.array([np.argmax(row)], dtype=np.int64), True, 1, 1, 0, Ties())
 
@@ -128,7 +130,7 @@ def crop(
     certified = scale >= 0 and k0 >= K
     warm_cut = not certified and k0 < len(C) and bool(log_p[k0 - 1] == log_p[k0])
     ties = Ties(margin, nucleus, _certificate_lead(base, k0, c) / unit, pool_cut, warm_cut)
-    return Crop(C[S], certified, k0, K, steps, ties)
+    return Crop(C[S], certified, k0, K, steps, ties, distance_to.computed)
 
 
 def pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
@@ -178,6 +180,11 @@ class SetDistance:
         self._known = np.zeros(len(C), dtype=np.bool_)  # the columns of _matrix that are filled
         self._matrix = np.empty((len(C), len(C)))
 
+    @property
+    def computed(self) -> int:
+        """Entries of the matrix filled so far: every pool token to every token that was a member."""
+        return len(self._known) * int(self._known.sum())
+
     def __call__(self, S: Mask) -> Floats:
         missing = S & ~self._known
         if missing.any():
@@ -202,7 +209,7 @@ def _certificate_lead(base: Floats, k0: int, c: float) -> float:
     return math.inf if c <= 0 or k0 == len(base) else float(abs(base[:k0].max() - base[k0:].max()))
 
 
-def _geometry_for(options: TopWOptions, geometry: Geometry | None) -> Geometry:
+def geometry_for(options: TopWOptions, geometry: Geometry | None) -> Geometry:
     if geometry is None and options.metric == "uniform":
         return Geometry.uniform()
     if geometry is None or geometry.metric != options.metric:
@@ -211,7 +218,7 @@ def _geometry_for(options: TopWOptions, geometry: Geometry | None) -> Geometry:
     return geometry
 
 
-def _checked(logits: ArrayLike) -> Floats:
+def checked_row(logits: ArrayLike) -> Floats:
     given = np.asarray(logits)
     if given.ndim != 1 or len(given) == 0:
         raise ParameterError(f"logits have shape {given.shape}, but must be one row [V], V >= 1.")
