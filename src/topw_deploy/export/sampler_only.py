@@ -26,7 +26,6 @@ from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 _ROWS_VERIFIED = 4
-_IR_VERSION = 10  # what onnxruntime 1.18 and later read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +150,15 @@ def sampler_model(
             inputs.append(editor.initializer(ir.tensor(values.astype(np.float32)), f"topw.{name}"))
         inputs.append(editor.initializer(ir.Tensor(table), "topw.embedding"))
     graph.outputs.extend(add_sampler_node(graph, spec, inputs, "batch"))
-    model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="topw_deploy")
+    model = ir.Model(graph, ir_version=ir_version(spec.opset), producer_name="topw_deploy")
     install_function(model, spec)
     return model
+
+
+def ir_version(opset: int) -> int:
+    """The lowest version of the file format that goes with `opset`, for old runtimes refuse formats newer than they are:
+    onnxruntime 1.17 reads 9 at most. 10 serves every later opset, since nothing newer is used."""
+    return 8 if opset < 19 else 9 if opset < 21 else 10
 
 
 def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
