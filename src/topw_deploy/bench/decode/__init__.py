@@ -1,0 +1,1 @@
+"""`topw bench decode`: a whole decoding loop, ours and others', over the same weights."""

@@ -1,0 +1,120 @@
+"""The least that a decoding loop can do: the exported decoder with ArgMax in the sampler's place, and nothing around.
+
+What `TopWModel` takes beyond it is the price of Top-W and of this package's Python, together. It binds as the runtime
+does, through onnxruntime's inner objects, so that the yardstick is not the slower Python.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import onnxruntime as ort
+
+from topw_deploy.errors import BenchmarkError
+from topw_deploy.manifest import load_manifest
+from topw_deploy.runtime.cache import ConcatCache
+from topw_deploy.runtime.session import Binding, GraphSession
+
+FILE = "argmax.onnx"
+
+
+def with_argmax(export: Path, folder: Path) -> Path:
+    """`folder/argmax.onnx`: the decoder of `export` with ArgMax over its logits instead of the sampler's node.
+
+    The weights beside it are hard links where the file system allows it; `export` is left as it is.
+    Raises BenchmarkError if the graph has no sampler.
+    """
+    import onnx_ir as ir
+
+    from topw_deploy.export.tail import OP_TYPE, TAIL_INPUTS
+
+    model = ir.load(export / "model.onnx")
+    graph = model.graph
+    samplers = [node for node in graph if node.op_type == OP_TYPE]
+    if len(samplers) != 1:
+        raise BenchmarkError(f"{export} has {len(samplers)} samplers, but must have one; export the model again.")
+    (sampler,) = samplers
+    argmax = ir.Node("", "ArgMax", [sampler.inputs[0]], [ir.AttrInt64("axis", 1), ir.AttrInt64("keepdims", 0)])
+    argmax.name = "argmax"
+    graph.insert_after(sampler, argmax)
+    token, old = argmax.outputs[0], next(value for value in graph.outputs if value.name == "next_token")
+    keep = [value for value in graph.outputs if value.name is not None and value.name.startswith("present.")]
+    token.type, token.shape = old.type, old.shape
+    graph.outputs.clear()
+    graph.outputs.extend([token, *keep])
+    graph.remove(sampler, safe=True)
+    token.name = "next_token"
+    inputs = [value for value in graph.inputs if value.name not in TAIL_INPUTS]
+    graph.inputs.clear()
+    graph.inputs.extend(inputs)
+    model.functions.clear()
+    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
+        del graph.initializers[name]
+    for data in export.glob("*.onnx_data*"):
+        _share(data, folder / data.name)
+    ir.save(model, folder / FILE)
+    return folder / FILE
+
+
+def _share(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What `Binding` and `ConcatCache` want of a session."""
+
+    raw: ort.InferenceSession
+    device: tuple[str, int] = ("cpu", 0)
+
+
+class ArgMaxLoop:
+    """Greedy decoding of one sequence on `path`, which `with_argmax` made of `export`."""
+
+    def __init__(self, path: Path, export: Path, options: ort.SessionOptions) -> None:
+        decoder = load_manifest(export).decoder
+        if decoder is None:
+            raise BenchmarkError(f"{export} is a sampler without a decoder; give a folder that topw-export wrote.")
+        self._decoder = decoder
+        raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self._session = cast(GraphSession, _Opened(raw))
+        self._inputs = {node.name for node in raw.get_inputs()}
+        self._ids, self._position = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
+        self._token = np.zeros(1, np.int64)
+
+    def prefill(self, prompt: list[int], capacity: int) -> int:
+        """Begin with `prompt`; at most `capacity` tokens, it and all later ones, may follow. Gives the first token."""
+        self._binding = Binding(self._session)
+        self._binding.bind_result("next_token", self._token)
+        self._cache = ConcatCache(self._session, self._binding, self._decoder, 1)
+        self._length, self._mask = len(prompt), np.ones((1, capacity), np.int64)
+        self._bind("input_ids", np.array([prompt], np.int64))
+        self._bind("position_ids", np.arange(len(prompt), dtype=np.int64)[None])
+        token = self._run()
+        self._bind("input_ids", self._ids)
+        self._bind("position_ids", self._position)
+        return token
+
+    def step(self) -> int:
+        """Feed the last token, get the next."""
+        self._ids[0, 0], self._position[0, 0] = self._token[0], self._length
+        self._length += 1
+        return self._run()
+
+    def _bind(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        if name in self._inputs:
+            self._binding.bind_array(name, array)
+
+    def _run(self) -> int:
+        self._bind("attention_mask", np.ascontiguousarray(self._mask[:, : self._length]))
+        self._binding.run()
+        self._cache.advance()
+        return int(self._token[0])

@@ -1,0 +1,134 @@
+"""The picture of a measurement: bars on a logarithmic axis, ours in colour, every bar with its number.
+
+The colours are Okabe and Ito's, which people of every kind of colour vision can tell apart; they also differ in
+lightness, so a grey print tells them apart too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from topw_deploy.bench.timing import Spread
+from topw_deploy.errors import ParameterError
+
+COLOURS = {"ours": "#0072B2", "peer": "#B8BEC6", "yardstick": "#E69F00"}
+NAMES = {"ours": "topw_deploy", "peer": "others", "yardstick": "yardsticks"}
+_INK, _FAINT = "#1F2933", "#6B7580"
+_WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: the figure, one bar, a panel's title, the legend
+_DPI = 160
+_WRAP, _NOTE_WRAP = 84, 100  # characters of a line
+
+
+@dataclass(frozen=True)
+class Bar:
+    """label: beside the bar. spread: its length and whiskers. kind: a key of COLOURS. text: what stands at its end."""
+
+    label: str
+    spread: Spread
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Bars that share an axis, top to bottom. subtitle: what was measured; title: what came out."""
+
+    subtitle: str
+    title: str
+    bars: Sequence[Bar]
+
+
+def draw(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
+    """Write the panels, one under the other, as a PNG. axis: what the bars' lengths are. note: small print.
+
+    Raises ParameterError if matplotlib is not installed or `path` cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ParameterError("a picture needs matplotlib; run: pip install matplotlib, or leave --plot out.") from None
+    heights = [_HEAD + _BAR * len(panel.bars) for panel in panels]
+    figure = Figure(figsize=(_WIDTH, sum(heights) + _FOOT), dpi=_DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for ax, panel in zip(axes, panels, strict=True):
+        _draw_panel(ax, panel)
+    axes[-1].set_xlabel(axis, color=_FAINT, fontsize=9)
+    kinds = [kind for kind in COLOURS if any(bar.kind == kind for panel in panels for bar in panel.bars)]
+    if len(kinds) > 1:
+        _legend(figure, kinds)
+    figure.supxlabel(fill(note, _NOTE_WRAP), fontsize=7, color=_FAINT, x=0.012, ha="left")
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None
+
+
+def _draw_panel(ax: Any, panel: Panel) -> None:
+    places = list(range(len(panel.bars)))[::-1]
+    middles = [bar.spread.median for bar in panel.bars]
+    shortest, longest = min(middles), max(middles)
+    ax.set_xscale("log")
+    # room left of the shortest bar, so that it is a bar, and right of the longest for its text
+    ax.set_xlim(shortest / 2.5, longest * (longest / shortest) ** 0.22 * 2.5)
+    ax.barh(places, middles, color=[COLOURS[bar.kind] for bar in panel.bars], height=0.7, zorder=2)
+    below = [bar.spread.median - bar.spread.low for bar in panel.bars]
+    above = [bar.spread.high - bar.spread.median for bar in panel.bars]
+    ax.errorbar(
+        middles, places, xerr=[below, above], fmt="none", ecolor=_INK, elinewidth=1, capsize=2.5, capthick=1, zorder=3
+    )
+    for place, bar in zip(places, panel.bars, strict=True):
+        ours = bar.kind == "ours"
+        ax.annotate(
+            bar.text,
+            (bar.spread.high, place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=COLOURS["ours"] if ours else _INK,
+            fontweight="bold" if ours else "normal",
+        )
+    ax.set_yticks(places, [bar.label for bar in panel.bars], fontsize=9.5)
+    for label, bar in zip(ax.get_yticklabels(), panel.bars, strict=True):
+        label.set_color(COLOURS["ours"] if bar.kind == "ours" else _INK)
+        label.set_fontweight("bold" if bar.kind == "ours" else "normal")
+    _title(ax, panel)
+    ax.xaxis.set_major_formatter(_in_units)
+    ax.grid(axis="x", which="major", color="#E4E7EB", linewidth=0.8, zorder=0)
+    ax.tick_params(axis="x", which="both", colors=_FAINT, labelsize=8, length=0)
+    ax.tick_params(axis="y", length=0)
+    for side in ("top", "right", "bottom", "left"):
+        ax.spines[side].set_visible(False)
+
+
+def _title(ax: Any, panel: Panel) -> None:
+    """Both lines begin at the figure's edge, over the labels too."""
+    from matplotlib.transforms import blended_transform_factory
+
+    corner = blended_transform_factory(ax.figure.transFigure, ax.transAxes)
+    title, settings = fill(panel.title, _WRAP), {"textcoords": "offset points", "va": "bottom", "xycoords": corner}
+    ax.annotate(panel.subtitle, (0.012, 1), xytext=(0, 5), fontsize=9, color=_FAINT, **settings)
+    ax.annotate(title, (0.012, 1), xytext=(0, 20), fontsize=12.5, color=_INK, fontweight="bold", **settings)
+
+
+def _legend(figure: Any, kinds: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    figure.legend(
+        handles=handles, loc="outside lower right", ncols=len(kinds), fontsize=8.5, frameon=False, labelcolor=_INK
+    )
+
+
+def _in_units(value: float, _position: int) -> str:
+    """Ticks in the unit that fits; the axis is in seconds."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 0.999:
+            return f"{value * factor:g} {unit}"
+    return f"{value * 1e9:g} ns"

@@ -1,0 +1,1 @@
+"""`topw bench sampler`: what one sampling step costs, ours and others', over the same logits."""

@@ -1,0 +1,154 @@
+"""What the sides of `topw bench sampler` are given: logits, parameters, and a table of embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
+from topw_deploy.sampling.reference import pool
+
+Logits = NDArray[np.float32]
+Table = NDArray[np.float32]
+
+REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
+    # settled by the certificate among few candidates, as nearly all steps of a language model are
+    "certified": ((1.0, 2.0), {}),
+    # certified too, but with a crop of a hundred tokens and thousands in the warm start
+    "flat": ((2.0,), {}),
+    # distances decide
+    "uncertified": ((2.0,), {"lam": 1.0, "init_top_p": 0.5}),
+}
+"""Regime -> (its temperatures where none are given, parameters that differ from the defaults)."""
+
+_BELL, _LIKELY, _LOWEST_LIKELY = 2.2, 20, 7.7
+_FLAT_BELL = 1.6
+_BLOCK = 1024  # rows of the table looked at at once
+_SLACK = 1e-3  # of a distance: far more than float32 can lose on random points
+
+
+@dataclass(frozen=True)
+class Case:
+    """Parameters and logits of one column of the report."""
+
+    regime: str
+    parameters: TopWParameters
+
+    @property
+    def label(self) -> str:
+        return f"{self.regime}, T = {self.parameters.temperature:g}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that a side may look at. B rows, V tokens, d coordinates.
+
+    cases: each with its logits, float32 [B, V]. uniform: float32 [B]. embeddings: float32 [V, d] and their geometry;
+    None under the `uniform` metric. neighbour_bound: float32 [V], or None. folder: where models may be written; it
+    holds the embeddings as `table.bin`.
+    """
+
+    cases: tuple[Case, ...]
+    logits: tuple[Logits, ...]
+    uniform: NDArray[np.float32]
+    options: TopWOptions
+    geometry: Geometry
+    embeddings: Table | None
+    neighbour_bound: NDArray[np.float32] | None
+    folder: Path
+    threads: int
+    authors: Path | None = None
+
+
+def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: float) -> tuple[Case, ...]:
+    """One case for every regime and temperature; without temperatures the regime's own."""
+    return tuple(
+        Case(regime, TopWParameters(**REGIMES[regime][1], temperature=temperature, geom_scale=geom_scale))
+        for regime in regimes
+        for temperature in temperatures or REGIMES[regime][0]
+    )
+
+
+def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
+    """float32 [batch, vocab], shaped like a language model's: a bell of deviation 2.2 and twenty tokens above it."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(batch):
+        row = rng.standard_normal(vocab) * _BELL
+        likely = min(_LIKELY, vocab)
+        row[rng.permutation(vocab)[:likely]] = _LOWEST_LIKELY + rng.exponential(2.0, likely)
+        rows.append(row)
+    return np.stack(rows).astype(np.float32)
+
+
+def flat_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
+    """float32 [batch, vocab]: a bell and nothing above it. At T = 2 about a hundred tokens are kept and certified,
+    which is more than the 64 candidates that the graph's first stage looks at."""
+    return (np.random.default_rng(seed).standard_normal((batch, vocab)) * _FLAT_BELL).astype(np.float32)
+
+
+def given_logits(path: Path) -> Logits:
+    """The rows of a .npy file, [V] or [B, V], as float32. ParameterError if it holds anything else."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ParameterError(f"{path} cannot be read as a .npy file ({error}); save it with numpy.save.") from None
+    if loaded.ndim not in (1, 2) or 0 in loaded.shape or loaded.dtype.kind != "f":
+        raise ParameterError(
+            f"{path} holds {loaded.dtype} {list(loaded.shape)}, but logits must be floating point, [V] or [B, V]."
+        )
+    rows = np.ascontiguousarray(np.atleast_2d(loaded), np.float32)
+    if not np.isfinite(rows.max(axis=1)).all() or np.isnan(rows).any():
+        raise ParameterError(f"{path} has NaN, +infinity or a row without a finite logit; save other rows.")
+    return rows
+
+
+def logits_for(case: Case, vocab: int, batch: int, seed: int) -> Logits:
+    """The logits of a case, float32 [batch, vocab]."""
+    return (flat_logits if case.regime == "flat" else likely_logits)(vocab, batch, seed)
+
+
+def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
+    """Random embeddings float32 [vocab, hidden] in `folder/table.bin`, mapped from there: no side needs a copy."""
+    rng = np.random.default_rng([seed, 1])
+    table = np.memmap(folder / "table.bin", np.float32, "w+", shape=(vocab, hidden))
+    for start in range(0, vocab, _BLOCK):
+        block = table[start : start + _BLOCK]
+        block[:] = rng.standard_normal(block.shape, dtype=np.float32)
+    table.flush()
+    return np.memmap(folder / "table.bin", np.float32, "r", shape=(vocab, hidden))
+
+
+def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArray[np.float32]:
+    """The neighbour bound [V] of the tokens in the pools of `rows`, 0 for all others.
+
+    A true lower bound that costs pools x V distances where the whole one costs V x V; no other token's is looked at.
+    """
+    vocab = rows[0].shape[1]
+    ids = np.unique(np.concatenate([pool(row.astype(np.float64), top_m)[0] for batch in rows for row in batch]))
+    points = geometry.features(ids).astype(np.float32)  # [n, d]
+    nearest = np.full(len(ids), np.inf, np.float32)
+    for start in range(0, vocab, _BLOCK):
+        others = np.arange(start, min(start + _BLOCK, vocab))
+        found = _distances(geometry.metric, points, geometry.features(others).astype(np.float32))
+        found[ids[:, None] == others] = np.inf
+        np.minimum(nearest, found.min(axis=1), out=nearest)
+    bound = np.zeros(vocab, np.float32)
+    bound[ids] = np.where(np.isfinite(nearest), nearest * (1 - _SLACK), 0)
+    return bound
+
+
+def _distances(metric: str, x: NDArray[np.float32], y: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[n, m] in float32; a square that rounding may have made of nothing becomes 0, which bounds anything."""
+    products = x @ y.T
+    if metric == "cosine":
+        distances = 1 - products
+        return np.where(distances > _SLACK, distances, 0).astype(np.float32)
+    sizes = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1)
+    squares = sizes - 2 * products
+    return np.sqrt(np.where(squares > _SLACK * sizes, squares, 0)).astype(np.float32)

@@ -1,0 +1,89 @@
+"""`generate` of transformers, on a model of transformers or on optimum's ORTModelForCausalLM.
+
+Runs where those are; this project is imported for its own processor alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+
+class _Clock:
+    """A streamer that notes when each token came, and does nothing else. The prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings: library ("transformers" or "optimum"), folder, search (fields of a GenerationConfig), threads;
+    processor (None, "topw", or the path of the authors' file), released (the processor's parameters)."""
+    torch.set_num_threads(settings["threads"])
+    began = time.perf_counter()
+    model = _load(settings)
+    took = time.perf_counter() - began
+    processors = _processors(settings["processor"], model)
+    # what the folder's own configuration says must not decide: an end of sequence, or the default top_k of 50
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None, **settings["search"])
+
+    def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
+        ids, clock = torch.tensor([prompt]), _Clock()
+        torch.manual_seed(1)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                logits_processor=processors,
+                streamer=clock,
+            )
+        first, last = clock.times[1], clock.times[-1]
+        return {"first": first - started, "rest": last - first, "tokens": out.shape[1] - len(prompt)}
+
+    return {"run": run, "load_seconds": lambda: took}
+
+
+def _load(settings: dict[str, Any]) -> Any:
+    if settings["library"] == "optimum":
+        import onnxruntime as ort
+        from optimum.onnxruntime import ORTModelForCausalLM  # type: ignore[import-not-found]
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = settings["threads"]
+        options.log_severity_level = 3
+        return ORTModelForCausalLM.from_pretrained(
+            settings["folder"], provider="CPUExecutionProvider", session_options=options
+        )
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32, local_files_only=True).eval()
+
+
+def _processors(wanted: str | None, model: Any) -> list[Any]:
+    if wanted is None:
+        return []
+    embeddings = model.get_input_embeddings().weight
+    if wanted == "topw":
+        from topw_deploy.processors import TopWLogitsProcessor
+
+        return [TopWLogitsProcessor(embeddings)]
+    spec = importlib.util.spec_from_file_location("authors_processor", wanted)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{wanted} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # alt_iters and geom_scale as this project's defaults have them
+    return [module.TopW_LogitsProcessor(embeddings, alt_iters=3, geom_scale=1.0)]

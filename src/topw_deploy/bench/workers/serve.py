@@ -1,0 +1,79 @@
+"""The far end of `bench.process.Worker`: PYTHON serve.py SIDE.py, requests on stdin, answers on stdout, JSON lines.
+
+SIDE.py defines `start(settings: dict) -> dict[str, function]`. The first request is {"settings": ...}, answered when
+the side is ready; later ones are {"do": NAME, "with": {...}} and call the function of that name with those keyword
+arguments. An answer is {"value": ...} or {"error": "Type: message"}. Whatever the side prints goes to stderr.
+
+This file runs in environments without topw_deploy and imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+Handlers = Mapping[str, Callable[..., Any]]
+
+
+def load(path: Path) -> Callable[[dict[str, Any]], Handlers]:
+    """The function `start` of the file."""
+    spec = importlib.util.spec_from_file_location(f"topw_bench_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    start: Callable[[dict[str, Any]], Handlers] = module.start
+    return start
+
+
+def peak_bytes() -> int | None:
+    """Most memory that this process ever had resident; None where the system does not say.
+
+    Not getrusage on Linux: there a process begins with the peak of the one that started it.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
+            return next(int(line.split()[1]) * 1024 for line in stream if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def serve(requests: IO[str], answers: IO[str], side: Path) -> None:
+    """Answer requests until there are no more."""
+    handlers: Handlers = {}
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if "settings" in request:
+                handlers = {"peak_bytes": peak_bytes, **load(side)(request["settings"])}
+                answer: dict[str, Any] = {"value": sorted(handlers)}
+            else:
+                answer = {"value": handlers[request["do"]](**request.get("with", {}))}
+        except Exception as error:  # noqa: BLE001  # the other end decides what an error means
+            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    # Libraries write on file descriptor 1 as they please, from C++ too: keep the real one for answers alone.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    # Python puts this file's folder first, where a side may be named like the library that it drives.
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+    serve(sys.stdin, answers, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
