@@ -1,10 +1,11 @@
 """Writes docs/commands.md: the help of every command, as click prints it.
 
-    python docs/commands.py        (a test fails while the page and the commands differ)
+python docs/commands.py        (a test fails while the page and the commands differ)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -20,17 +21,22 @@ spelled with underscores too (`--max_new_tokens`). Results go to stdout, progres
 """
 
 
-def help_of(name: str) -> str:
-    """What `topw NAME --help` prints, 88 columns wide."""
+def helps() -> Iterator[tuple[str, str]]:
+    """The name of every command, and what `topw NAME --help` prints, 88 columns wide. A group's commands follow it."""
     root = click.Context(topw, info_name="topw", **_settings())
-    command = topw.get_command(root, name)
-    assert command is not None
-    return command.get_help(click.Context(command, info_name=name, parent=root, **_settings()))
+    for name in COMMANDS:
+        command = topw.get_command(root, name)
+        assert command is not None
+        context = click.Context(command, info_name=name, parent=root, **_settings())
+        yield name, command.get_help(context)
+        if isinstance(command, click.Group):
+            for inner, below in command.commands.items():
+                inner_context = click.Context(below, info_name=inner, parent=context, **_settings())
+                yield f"{name} {inner}", below.get_help(inner_context)
 
 
 def page() -> str:
-    sections = [f"\n## topw {name}\n\n```text\n{help_of(name)}\n```\n" for name in COMMANDS]
-    return _HEAD + "".join(sections)
+    return _HEAD + "".join(f"\n## topw {name}\n\n```text\n{text}\n```\n" for name, text in helps())
 
 
 def _settings() -> dict[str, object]:

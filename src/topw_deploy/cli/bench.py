@@ -125,6 +125,47 @@ def sampler(
     _show(run(settings, _progress(quiet)), json_file, plot, "one step, logarithmic")
 
 
+@command.command(name="decode", context_settings=CONTEXT)
+@click.argument("folder", metavar="OUT", type=_FOLDER)
+@click.option(
+    "--prompt-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Of a made-up prompt."
+)
+@click.option("--new-tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Tokens to generate.")
+@click.option("--transformers", metavar="MODEL_DIR", type=_FOLDER, help="The model OUT was made from.")
+@click.option("--optimum", metavar="FOLDER", type=_FOLDER, help="The same model as optimum exported it.")
+@click.option("--optimum-python", metavar="PYTHON", type=_FILE, help="Interpreter of optimum's environment.")
+@click.option("--genai", metavar="FOLDER", type=_FOLDER, help="The same model from onnxruntime-genai's builder.")
+@click.option("--genai-python", metavar="PYTHON", type=_FILE, help="Interpreter of onnxruntime-genai's environment.")
+@click.option("--authors", type=_FILE, help="The authors' logit_processor_w1.py, to run in transformers.")
+@click.option("--peers", type=_Several(str, name="sides"), help="Only these sides, with commas; all must be there.")
+@_common(
+    click.option(
+        "--threads",
+        type=_Several(int, name="thread counts"),
+        default="1",
+        show_default=True,
+        help="For every side. Several with commas: one run after the other.",
+    )
+)
+def decode(
+    peers: tuple[str, ...] | None,
+    rounds: int | None,
+    json_file: str | None,
+    plot: Path | None,
+    quiet: bool,
+    **rest: Any,
+) -> None:
+    """Time the decoding loop of the exported folder OUT, beside other libraries on the same weights.
+
+    Every side is a process of its own that loads once; then all take turns.
+    """
+    from topw_deploy.bench.decode.run import run
+    from topw_deploy.bench.decode.settings import DecodeSettings
+
+    settings = DecodeSettings(peers=peers or (), rounds=rounds or 9, **rest)
+    _show(run(settings, _progress(quiet)), json_file, plot, "one token after the first, logarithmic")
+
+
 def _show(report: SamplerReport | DecodeReport, json_file: str | None, plot: Path | None, axis: str) -> None:
     """The table on stdout, unless JSON goes there; then the files."""
     from topw_deploy.bench.picture import draw

@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "Generate text with an exported model.",
     "inspect": "Show what an exported folder holds.",
     "verify": "Check an exported folder again.",
+    "bench": "Measure a sampling step or a decoding loop here, beside others.",
     "doctor": "Show versions, providers and what is missing.",
 }
 """Name -> what `topw --help` says about it; the module is `topw_deploy.cli.<name>`."""
