@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -38,7 +38,8 @@ class TensorCrop:
     certified: bool [B], a property of the row, as `reference.Crop.certified`; invalid: bool [B], rows with NaN, +inf,
     nothing finite or a parameter out of range: they keep nothing; stage: int8 [B], see `Stage`; distances: int64 [B],
     token pairs whose distance was computed; distances_avoided: int64 [B], pairs that the literal algorithm computes
-    beyond these, 0 where the pool was not looked at and the number is therefore unknown. vocab: V.
+    beyond these, 0 where the pool was not looked at and the number is therefore unknown. vocab: V. any_invalid: known
+    without waiting for the device.
     """
 
     ids: Tensor
@@ -49,6 +50,12 @@ class TensorCrop:
     distances: Tensor
     distances_avoided: Tensor
     vocab: int
+    any_invalid: bool = False
+
+    @property
+    def certified_share(self) -> float:
+        """The share of rows that are certified; waits for the device."""
+        return float(self.certified.float().mean())
 
     @cached_property
     def keep_mask(self) -> Tensor:
@@ -125,6 +132,7 @@ def _finish(
     neighbour_bound: Tensor | None,
 ) -> TensorCrop:  # fmt: skip
     """`crop` with the rows of these indices `left` [R] and `logits` [R, V] taken through the pool and the geometry."""
+    crop = replace(crop, any_invalid=bool(crop.invalid.any()))
     if not len(left):
         return crop
     pool = take_pool(logits, rows, options.top_m)
@@ -137,15 +145,14 @@ def _finish(
     def put(old: Tensor, new: Tensor) -> Tensor:
         return old.index_copy(0, left, new.to(old.dtype))
 
-    return TensorCrop(
+    return replace(
+        crop,
         ids=put(ids, answer.ids),
         kept=put(crop.kept, answer.kept),
         certified=put(crop.certified, pool.certified[:, 0]),
-        invalid=crop.invalid,
         stage=put(crop.stage, answer.stage),
         distances=put(crop.distances, answer.distances),
         distances_avoided=put(crop.distances_avoided, answer.avoided),
-        vocab=crop.vocab,
     )
 
 

@@ -1,0 +1,25 @@
+"""Top-W as a `custom_generate` of transformers: `model.generate(..., custom_generate=<this repository>)`."""
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.processors import Choices, TopWLogitsProcessor
+from topw_deploy.sampling import ALIASES
+
+OWN = {"preset", "neighbour_bound", *Choices.__annotations__, *ALIASES}
+
+
+def generate(model, generation_config=None, logits_processor=None, **kwargs):
+    """`model.generate` with Top-W as its only truncation.
+
+    Takes Top-W's numbers (lam, beta, temperature, ...; docs/graph.md, section 1) beside every other argument of
+    `generate`. `temperature` is the draw's and the crop's, or the draw's alone where `selection_temperature` is given.
+    """
+    own = {name: kwargs.pop(name) for name in OWN & kwargs.keys() if kwargs[name] is not None}
+    config = generation_config if generation_config is not None else model.generation_config
+    own.setdefault("temperature", config.temperature if config.temperature is not None else 1.0)
+    topw = TopWLogitsProcessor(model, **own)
+    arguments = topw.generate_arguments()
+    for name in arguments.keys() & kwargs.keys():
+        if kwargs[name] != arguments[name]:
+            raise ParameterError(f"{name} is {kwargs[name]!r}, but Top-W needs {arguments[name]!r}; leave it out.")
+    arguments["logits_processor"] = [*(logits_processor or []), topw]  # Top-W sees what the others made of the scores
+    return model.generate(generation_config=generation_config, **(kwargs | arguments))

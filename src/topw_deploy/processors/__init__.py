@@ -1,0 +1,12 @@
+"""Top-W inside transformers' own `generate`, without exporting anything (docs/transformers.md)."""
+
+try:
+    from topw_deploy.processors.processor import Choices, TopWLogitsProcessor
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "transformers"):
+        raise
+    raise ModuleNotFoundError(
+        f"topw_deploy.processors needs {error.name}; run: pip install torch transformers", name=error.name
+    ) from error
+
+__all__ = ["Choices", "TopWLogitsProcessor"]

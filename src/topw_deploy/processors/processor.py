@@ -1,0 +1,115 @@
+"""`TopWLogitsProcessor`: the crop as a logits processor of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from topw_deploy.errors import GenerationError, ParameterError
+from topw_deploy.processors.company import caller, check_company
+from topw_deploy.processors.geometry import Source, geometry_of
+from topw_deploy.sampling import OPTION_NAMES, PARAMETER_NAMES, PRESETS, TopWOptions, TopWParameters, as_float32
+from topw_deploy.sampling.parameters import canonical_names
+from topw_deploy.sampling.tensors import TensorCrop, crop_rows
+
+
+class Choices(TypedDict, total=False):
+    """Top-W's numbers, `sampling.TopWParameters` and `sampling.TopWOptions`; the authors' names are accepted too."""
+
+    lam: float
+    beta: float
+    temperature: float
+    selection_temperature: float
+    init_top_p: float
+    geom_scale: float
+    top_m: int
+    alt_iters: int
+    metric: str
+    potential: str
+    knn_k: int
+
+
+class TopWLogitsProcessor(LogitsProcessor):
+    """Masks, with -inf, every token that Top-W does not keep. For `generate(logits_processor=...)`:
+
+        topw = TopWLogitsProcessor(model, lam=1.0, temperature=0.8)
+        model.generate(**inputs, **topw.generate_arguments(), max_new_tokens=64)
+
+    Rows of a batch are independent and stay on their device; see docs/transformers.md for what else `generate` does
+    to the scores, before and after.
+
+    parameters, options, geometry: what it works with. The parameters are rounded to float32, as an exported graph
+    receives them. last: the `TensorCrop` of the last call (kept sizes, certificates, which stage settled a row), or
+    None before the first.
+    """
+
+    def __init__(
+        self,
+        model_or_embeddings: Source = None,
+        *,
+        preset: str | None = None,
+        neighbour_bound: Tensor | None = None,
+        **choices: Unpack[Choices],
+    ) -> None:
+        """model_or_embeddings: the model, or its input embeddings as a module, a table [V, d] or a `TensorGeometry`;
+        the uniform metric needs none. preset: "paper" (default) or "released", from which `choices` depart.
+        neighbour_bound: float32 [V], see `crop_rows`.
+
+        temperature: what `generate` draws at, which must be told the same; selection_temperature: what the crop is
+        chosen at, the same temperature unless given, and then any temperature of `generate` is accepted.
+        Raises ParameterError for unknown names and presets, numbers out of range and a model without embeddings.
+        """
+        given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
+        name = "paper" if preset is None else preset
+        if name not in PRESETS:
+            raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(PRESETS)}.")
+        parameters, options = PRESETS[name]
+        own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
+        self.parameters = as_float32(TopWParameters(**(asdict(parameters) | own)))
+        self.options = TopWOptions(
+            **(asdict(options) | {key: value for key, value in given.items() if key in OPTION_NAMES})
+        )
+        self.geometry = geometry_of(model_or_embeddings, self.options.metric)
+        self.neighbour_bound = neighbour_bound
+        self.last: TensorCrop | None = None
+        # As the caller wrote it, not rounded: it is compared with what generate was given.
+        self._temperature = float(given.get("temperature", parameters.temperature))
+        self._any_temperature = "temperature" not in given and self.parameters.selection_temperature > 0
+
+    def generate_arguments(self) -> dict[str, Any]:
+        """Arguments for `generate` under which the text is Top-W's: this processor, and no other warper."""
+        arguments: dict[str, Any] = {
+            "logits_processor": LogitsProcessorList([self]),
+            "do_sample": True,
+            "num_beams": 1,
+            "top_k": 0,
+            "top_p": 1.0,
+            "typical_p": 1.0,
+            "epsilon_cutoff": 0.0,
+            "eta_cutoff": 0.0,
+        }
+        if self.parameters.greedy:  # one token is left, so any temperature draws it; generate refuses 0
+            return arguments | {"temperature": 1.0}
+        return arguments if self._any_temperature else arguments | {"temperature": self._temperature}
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores [B, V], of their type and on their device, with -inf for tokens that are not kept.
+
+        Raises GenerationError naming a row whose scores hold NaN or +inf or nothing finite, and ParameterError where
+        `generate` would change the crop (docs/transformers.md).
+        """
+        any_temperature = self._any_temperature or self.parameters.greedy
+        check_company(self, None if any_temperature else self._temperature, caller())
+        self.last = crop_rows(scores, self.parameters, self.options, self.geometry, self.neighbour_bound)
+        if self.last.any_invalid:
+            row = int(self.last.invalid.int().argmax())
+            raise GenerationError(
+                f"row {row} of the batch has NaN, +inf or no finite score at position {input_ids.shape[1]}; check the "
+                f"model's output and the processors before Top-W."
+            )
+        return self.last.masked(scores)
