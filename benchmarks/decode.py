@@ -1,72 +1,106 @@
-"""The decoding loop: `TopWModel` beside a bare IO-binding loop over the same decoder, ArgMax in the sampler's place.
+"""A decoding step with Top-W beside the same step with ArgMax in its place, to a hundredth.
 
-    python -m benchmarks.decode [--vocab 32000 151936] [--threads 1 2] [--prompt 16] [--tokens 128] [--rounds 9]
+    python -m benchmarks.decode [--vocab 32000 151936] [--threads 1 2] [--sampler native graph] [--sessions 4]
 
-Both sides decode the same number of tokens after the same random prompt; what is timed is the decode steps, the
-prompt's own pass left out on both sides. A ratio of 1.05 means that Top-W and this package's Python cost 5 % of a step.
+One process holds all models; they take turns of a few steps at the same cache length (benchmarks/bursts.py). The ratio
+is taken turn by turn; what is quoted is its median with a 95 % interval, and the smallest and largest median of the
+sessions, each of which opens all models anew. The ArgMax graph is driven with the least Python there can be, and is
+there twice: the second one is a control, whose ratio to the first would be 1 without noise. A ratio of 1.01 means that
+Top-W and this package's Python cost a hundredth of a step more than ArgMax.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bare_loop import BareLoop, with_argmax
-from benchmarks.common import interleave, machine, ratio, say, table
+from benchmarks.common import machine, say, table
 from benchmarks.models import exported, llama_50m
-from topw_deploy.runtime import TopWModel
+from topw_deploy.bench.decode.argmax import with_argmax
+from topw_deploy.bench.process import Worker
+from topw_deploy.bench.timing import median_interval
+
+Turn = dict[str, float]  # seconds of a step by model
 
 
-def measure(folder: Path, threads: int, prompt: int, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds per token of each side, one value a round."""
-    bare = BareLoop(with_argmax(folder), threads)
-    model = TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=threads)
-    ids = np.random.default_rng(0).integers(1, 30_000, prompt)
-    steps = tokens - 1
-    certified: list[float] = []
+def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[Turn]]:
+    """The turns of every session."""
+    sessions = []
+    rng = np.random.default_rng(args.seed)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        argmax = with_argmax(folder, Path(scratch))
+        for number in range(args.sessions):
+            settings = {
+                "folder": str(folder.absolute()),
+                "argmax": str(argmax.absolute()),
+                "samplers": args.sampler,
+                "threads": threads,
+                "seed": args.seed + number,
+            }
+            with Worker("the models", Path(__file__).with_name("bursts.py"), settings, threads=threads) as worker:
+                turns: list[Turn] = []
+                for _ in range(args.sweeps):
+                    prompt = [int(token) for token in rng.integers(1, 30_000, args.prompt)]
+                    turns += worker.call("sweep", prompt=prompt, turns=args.turns, steps=args.steps)
+                say(f"  session {number + 1}, certified {worker.call('certified'):.3f}: {summary(turns)}")
+            sessions.append(turns)
+    return sessions
 
-    def run_bare() -> float:
-        return bare.run(ids[None], tokens)[1] / steps * 1e3
 
-    def run_topw() -> float:
-        result = model.generate(ids.tolist(), max_new_tokens=tokens, seed=1, ignore_eos=True)
-        certified.append(result.certified_share)
-        return result.timings.seconds_per_token * 1e3
+def ratios(turns: list[Turn], name: str) -> list[float]:
+    """Of `name` to ArgMax, turn by turn."""
+    return [turn[name] / turn["argmax"] for turn in turns]
 
-    samples = interleave({"bare": run_bare, "topw": run_topw}, rounds)
-    say(f"  certified share {min(certified):.3f}")
-    model.close()
-    return samples
+
+def summary(turns: list[Turn]) -> str:
+    """The medians, in a line."""
+    return ", ".join(f"{n} {statistics.median(ratios(turns, n)):.4f}" for n in turns[0] if n != "argmax")
+
+
+def cell(sessions: list[list[Turn]], name: str) -> str:
+    """1.004 (1.002-1.006; sessions 1.001-1.008)"""
+    every = ratios([turn for turns in sessions for turn in turns], name)
+    low, high = median_interval(every)
+    medians = [statistics.median(ratios(turns, name)) for turns in sessions]
+    return f"{statistics.median(every):.4f} ({low:.4f}-{high:.4f}; sessions {min(medians):.3f}-{max(medians):.3f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32_000, 151_936])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--prompt", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sampler", nargs="+", default=["native", "graph"], choices=("native", "graph"))
     parser.add_argument("--tail", default="portable", choices=("portable", "onnxruntime", "static"))
-    parser.add_argument("--json", action="store_true", help="the samples instead of the table")
+    parser.add_argument("--sessions", type=int, default=4, help="how often all models are opened anew")
+    parser.add_argument("--sweeps", type=int, default=3, help="sequences in a session")
+    parser.add_argument("--turns", type=int, default=20, help="turns of each model in a sequence")
+    parser.add_argument("--steps", type=int, default=6, help="steps that count in a turn")
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="all turns instead of the table")
     args = parser.parse_args()
     rows, everything = [], {}
     for vocab in args.vocab:
         folder = exported(llama_50m(vocab), "--tail", args.tail)
         for threads in args.threads:
             say(f"vocabulary {vocab}, {threads} threads")
-            samples = measure(folder, threads, args.prompt, args.tokens, args.rounds)
-            everything[f"{vocab}/{threads}"] = samples
-            share = ratio(samples, "topw", "bare")
-            bare, topw = (np.median(samples[side]) for side in ("bare", "topw"))
-            rows.append((f"{vocab:,}", threads, f"{bare:.2f}", f"{topw:.2f}", share.format(digits=3)))
+            sessions = measure(folder, threads, args)
+            everything[f"{vocab}/{threads}"] = sessions
+            step = statistics.median(turn["argmax"] for turns in sessions for turn in turns) * 1e3
+            names = (*args.sampler, "control")
+            rows.append((f"{vocab:,}", threads, f"{step:.2f}", *(cell(sessions, name) for name in names)))
     if args.json:
         print(json.dumps(everything))
         return
-    print(f"{machine()}; {args.prompt} + {args.tokens} tokens, tail {args.tail}, {args.rounds} rounds\n")
-    print(table(("vocabulary", "threads", "bare ms/token", "TopWModel ms/token", "ratio (quartiles)"), rows))
+    longest = args.prompt + args.turns * (args.steps + 2)
+    print(f"{machine()}; {args.prompt} to {longest} tokens of cache, tail {args.tail}\n")
+    header = ("vocabulary", "threads", "ArgMax ms", *(f"{name} / ArgMax" for name in args.sampler), "control")
+    print(table(header, rows))
 
 
 if __name__ == "__main__":

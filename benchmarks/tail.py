@@ -19,6 +19,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
+from topw_deploy.bench.sampler.problem import likely_logits
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
 from topw_deploy.sampling import Geometry
@@ -28,14 +29,6 @@ VOCAB, NARROW = 151_936, 16  # no certified step looks at the table, so a narrow
 GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens where it is used, so that several fit into memory
 GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # settings under which the certificate fails
 Feeds = dict[str, np.ndarray]
-
-
-def likely_logits(vocab: int = VOCAB, seed: int = 0) -> np.ndarray:
-    """float32 [1, vocab]: a bell of deviation 2.2 and twenty tokens above it."""
-    rng = np.random.default_rng(seed)
-    logits = rng.standard_normal(vocab) * 2.2
-    logits[rng.permutation(vocab)[:20]] = 7.7 + rng.exponential(2.0, 20)
-    return logits.astype(np.float32)[None]
 
 
 def flat_logits(seed: int = 0) -> np.ndarray:
@@ -131,7 +124,7 @@ def certified_steps(rounds: int) -> str:
     Twice: called ten times in a row, with the caches a sampler finds right after the matmul that wrote its logits;
     and one call at a time, after six others have had the caches.
     """
-    logits = likely_logits()
+    logits = likely_logits(VOCAB)
     alone: Feeds = {"logits": logits}
     sides = {
         "TopK 1200": bound(session(peer("TopK", np.array([1200]), outputs=2, axis=1)), alone),

@@ -141,7 +141,7 @@ class DecodeReport:
         bars = []
         for name, side in run.sides.items():
             spread, ratio = Spread.of(side.per_token), Spread.of(run.ratios(name)).median
-            relation = "" if name == run.reference else f"   {ratio:.2f}x ours"
+            relation = "" if side.kind == "ours" else f"   {ratio:.2f}x ours"
             bars.append(Bar(side.label, spread, side.kind, f"{spread.median * 1e3:.2f} ms{relation}"))
         subtitle = f"{_threads(run.threads)}, {self.settings.prompt_tokens} + {self.settings.new_tokens} tokens"
         return Panel(subtitle, _finding(run), sorted(bars, key=lambda bar: bar.spread.median))
