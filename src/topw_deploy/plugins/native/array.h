@@ -5,10 +5,11 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 namespace topw {
 
-// An array of plain values whose contents do not survive growth.
+// An array of plain values.
 template <class T>
 class Array {
  public:
@@ -17,20 +18,12 @@ class Array {
   Array &operator=(const Array &) = delete;
   ~Array() { free(memory_); }
 
-  // Room for `count` values; false if memory ran out, and then there is room for none.
-  [[nodiscard]] bool reserve(int64_t count) {
-    if (count <= size_) return true;
-    free(memory_);
-    memory_ = nullptr;
-    values_ = nullptr;
-    size_ = 0;
-    if (static_cast<uint64_t>(count) > (SIZE_MAX / 2 - kAlignment) / sizeof(T)) return false;
-    memory_ = malloc(static_cast<size_t>(count) * sizeof(T) + kAlignment);
-    if (!memory_) return false;
-    const uintptr_t address = reinterpret_cast<uintptr_t>(memory_);
-    values_ = reinterpret_cast<T *>((address + kAlignment - 1) / kAlignment * kAlignment);
-    size_ = count;
-    return true;
+  // Room for `count` values, whose contents are lost if it has to be made; false if memory ran out.
+  [[nodiscard]] bool reserve(int64_t count) { return count <= size_ || move_to(count, 0); }
+
+  // Room for `count` values that keeps the first `used`; false if memory ran out.
+  [[nodiscard]] bool extend(int64_t used, int64_t count) {
+    return count <= size_ || move_to(count > 2 * size_ ? count : 2 * size_, used);
   }
 
   T *data() const { return values_; }
@@ -38,6 +31,21 @@ class Array {
 
  private:
   static constexpr size_t kAlignment = 64;
+
+  bool move_to(int64_t count, int64_t used) {
+    if (static_cast<uint64_t>(count) > (SIZE_MAX / 2 - kAlignment) / sizeof(T)) return false;
+    void *memory = malloc(static_cast<size_t>(count) * sizeof(T) + kAlignment);
+    if (!memory) return false;
+    const uintptr_t address = reinterpret_cast<uintptr_t>(memory);
+    T *values = reinterpret_cast<T *>((address + kAlignment - 1) / kAlignment * kAlignment);
+    if (used > 0) memcpy(values, values_, static_cast<size_t>(used) * sizeof(T));
+    free(memory_);
+    memory_ = memory;
+    values_ = values;
+    size_ = count;
+    return true;
+  }
+
   void *memory_ = nullptr;
   T *values_ = nullptr;
   int64_t size_ = 0;

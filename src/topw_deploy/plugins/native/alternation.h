@@ -1,0 +1,51 @@
+// Stage C: the alternation for rows that no certificate settles, with as few distances as the theory allows; and the
+// literal rule for a negative geom_scale (docs/theory.md, sections 3 and 4).
+#ifndef TOPW_ALTERNATION_H
+#define TOPW_ALTERNATION_H
+
+#include "parameters.h"
+#include "pool.h"
+#include "set_distances.h"
+
+namespace topw {
+
+class Alternation {
+ public:
+  int64_t steps = 0;              // scans made
+  int64_t pairs = 0;              // distances computed
+  int64_t literal_pairs = 0;      // that the literal rule would have computed
+  int64_t kept = 0;
+
+  // Leaves the crop in members(); false if memory ran out. `table` may be NULL for the uniform metric.
+  [[nodiscard]] bool run(const topw_options &, const topw_table *, const Pool &, const Parameters &, Sorter &);
+  const uint8_t *members() const { return member_.data(); }  // [pool]
+
+ private:
+  [[nodiscard]] bool start();
+  [[nodiscard]] bool step();
+  [[nodiscard]] bool find_entrants();
+  [[nodiscard]] bool measure_all();
+  [[nodiscard]] bool measure_survivors();
+  double surely_reached() const;
+  void bound_from_below(int64_t i);
+  void prune(double reached);
+  bool scan();
+  int64_t period();
+
+  const topw_options *options_ = nullptr;
+  const topw_table *table_ = nullptr;
+  const Pool *pool_ = nullptr;
+  const Parameters *P_ = nullptr;
+  Sorter *sorter_ = nullptr;
+  SetDistances distances_;
+  int64_t entered_ = 0;           // tokens of the last crop that were not in the one before
+  int64_t saved_at_ = 0;          // the step whose crop is in saved_
+
+  Array<uint8_t> member_, saved_;
+  Array<uint8_t> candidate_;      // may enter
+  Array<uint8_t> exact_;          // far_ is the distance, not only a lower bound of it
+  Array<double> far_;             // dist(i, S)
+};
+
+}  // namespace topw
+#endif

@@ -1,0 +1,18 @@
+// Stage A: a crop and its certificate from a few candidates, without the pool (docs/theory.md, section 4).
+#ifndef TOPW_CANDIDATES_H
+#define TOPW_CANDIDATES_H
+
+#include "parameters.h"
+#include "ranked.h"
+
+namespace topw {
+
+enum class Outcome { settled, open, out_of_memory };
+
+// Settled: the first `kept` of `tokens` are the crop, and it is certified. Open: the pool has to say. `seen` is how
+// many candidates there were. Only for geom_scale >= 0 and c > 0; top_m >= 1.
+Outcome from_candidates(const EditedRow &, const Parameters &, int64_t top_m, Sorter &, Ranked &tokens, int64_t &kept,
+                        int64_t &seen);
+
+}  // namespace topw
+#endif

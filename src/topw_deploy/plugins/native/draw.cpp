@@ -1,0 +1,39 @@
+#include "draw.h"
+
+#include <math.h>
+
+namespace topw {
+namespace {
+
+constexpr double kNegligible = -60;  // a block whose best logit weighs less than e^-60 of the largest adds nothing
+
+}  // namespace
+
+Draw draw(const float *logits, int64_t kept, const Parameters &P, double *weights) {
+  const double top = static_cast<double>(logits[0]);
+  double total = 0;
+  for (int64_t i = 0; i < kept; ++i) {
+    weights[i] = exp((static_cast<double>(logits[i]) - top) / P.temperature);
+    total += weights[i];
+  }
+  double G = 0;
+  int64_t place = 0;
+  for (; place < kept - 1; ++place) {
+    G += weights[place];
+    if (G - P.uniform * total > 0) break;
+  }
+  return {place, (static_cast<double>(logits[place]) - top) / P.temperature - log(total)};
+}
+
+double mass(const float *logits, int64_t kept, const EditedRow &row, const Parameters &P) {
+  if (P.certain_selection) return 1;
+  const double top = static_cast<double>(row.top()), rate = 1 / P.selection;
+  double ours = 0, all = 0;
+  for (int64_t i = 0; i < kept; ++i) ours += exp((static_cast<double>(logits[i]) - top) / P.selection);
+  for (int64_t b = 0; b < row.blocks(); ++b)
+    if ((static_cast<double>(row.maximum(b)) - top) * rate > kNegligible)
+      all += hot().sum_of_weights(row.block(b), row.top(), rate);
+  return ours / all;
+}
+
+}  // namespace topw

@@ -1,0 +1,22 @@
+// The draw from a crop, and the crop's share of the whole row (docs/graph.md, section 5).
+#ifndef TOPW_DRAW_H
+#define TOPW_DRAW_H
+
+#include "parameters.h"
+#include "ranked.h"
+
+namespace topw {
+
+struct Draw {
+  int64_t place;    // in the crop
+  double logprob;  // in the crop, at the drawing temperature
+};
+
+// `logits` [kept], descending. `weights` is room for as many.
+Draw draw(const float *logits, int64_t kept, const Parameters &, double *weights);
+
+// The crop's probability under the softmax of the whole row at the selection temperature, within 1e-7 relative.
+double mass(const float *logits, int64_t kept, const EditedRow &, const Parameters &);
+
+}  // namespace topw
+#endif

@@ -1,0 +1,75 @@
+#include "edited_row.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+
+namespace topw {
+namespace {
+
+float edited(float logit, float penalty, float bias) {
+  return (logit > 0 ? logit / penalty : logit * penalty) + bias;
+}
+
+}  // namespace
+
+EditedRow::Verdict EditedRow::open(const topw_inputs &inputs, int64_t row) {
+  vocab_ = inputs.vocab;
+  blocks_ = (vocab_ + kBlock - 1) / kBlock;
+  padded_blocks_ = (blocks_ + 15) / 16 * 16;
+  raw_ = inputs.logits + row * vocab_;
+  patch_count_ = 0;
+  const int64_t patches = std::min(blocks_, inputs.edits + 1);
+  if (!maxima_.reserve(padded_blocks_) || !patch_of_.reserve(blocks_) || !patched_block_.reserve(patches) ||
+      !patches_.reserve(patches * kBlock))
+    return Verdict::out_of_memory;
+  memset(patch_of_.data(), -1, static_cast<size_t>(blocks_) * sizeof(int32_t));
+
+  // What is not a number here stays so, and what is +inf does not become finite, whatever the edits.
+  const int64_t whole = vocab_ / kBlock;
+  if (hot().block_maxima(raw_, whole, maxima_.data())) return Verdict::invalid;
+  if (whole < blocks_) patch(whole);
+  if (!edit(inputs, row)) return Verdict::invalid;
+  return measure() ? Verdict::valid : Verdict::invalid;
+}
+
+int64_t EditedRow::patch(int64_t block) {
+  if (patch_of_[block] >= 0) return patch_of_[block];
+  const int64_t from = block * kBlock, length = std::min(kBlock, vocab_ - from);
+  float *copy = patches_.data() + patch_count_ * kBlock;
+  memcpy(copy, raw_ + from, static_cast<size_t>(length) * sizeof(float));
+  std::fill(copy + length, copy + kBlock, -INFINITY);
+  patched_block_[patch_count_] = static_cast<int32_t>(block);
+  patch_of_[block] = static_cast<int32_t>(patch_count_);
+  return patch_count_++;
+}
+
+// False if a real token has a penalty that is not > 0. Ids are distinct; if not, each starts from the raw logit and
+// the last counts.
+bool EditedRow::edit(const topw_inputs &inputs, int64_t row) {
+  for (int64_t e = row * inputs.edits; e < (row + 1) * inputs.edits; ++e) {
+    const int64_t id = inputs.edit_ids[e];
+    if (id < 0 || id >= vocab_) continue;
+    if (!(inputs.edit_penalty[e] > 0)) return false;
+    patches_[patch(id / kBlock) * kBlock + id % kBlock] = edited(raw_[id], inputs.edit_penalty[e], inputs.edit_bias[e]);
+  }
+  return true;
+}
+
+// The maxima of the patched blocks, and of all; false if the row is invalid.
+bool EditedRow::measure() {
+  for (int64_t i = 0; i < patch_count_; ++i)
+    if (hot().block_maxima(patches_.data() + i * kBlock, 1, &maxima_[patched_block_[i]])) return false;
+  std::fill(maxima_.data() + blocks_, maxima_.data() + padded_blocks_, -INFINITY);
+  top_ = *std::max_element(maxima_.data(), maxima_.data() + blocks_);
+  return top_ > -INFINITY && top_ < INFINITY;
+}
+
+int64_t EditedRow::first_at_top() const {
+  const int64_t b = std::find(maxima_.data(), maxima_.data() + blocks_, top_) - maxima_.data();
+  const float *logits = block(b);
+  return b * kBlock + (std::find(logits, logits + kBlock, top_) - logits);
+}
+
+}  // namespace topw

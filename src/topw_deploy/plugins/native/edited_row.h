@@ -1,0 +1,43 @@
+// A row of logits as the sampler sees it: edited (docs/graph.md, section 6), in whole blocks, and hardly ever copied.
+#ifndef TOPW_EDITED_ROW_H
+#define TOPW_EDITED_ROW_H
+
+#include "array.h"
+#include "hot.h"
+#include "topw.h"
+
+namespace topw {
+
+// Blocks lie where the caller's logits lie. Only those that an edit touches, and a last one that is not whole, are
+// patched: copied, edited, and filled up with -inf.
+class EditedRow {
+ public:
+  enum class Verdict { valid, invalid, out_of_memory };
+
+  // Invalid: NaN or +inf among the edited logits, no finite one, or a penalty of a real token that is not > 0.
+  [[nodiscard]] Verdict open(const topw_inputs &inputs, int64_t row);
+
+  int64_t vocab() const { return vocab_; }
+  int64_t blocks() const { return blocks_; }
+  float top() const { return top_; }  // the largest logit
+  float maximum(int64_t block) const { return maxima_[block]; }
+  const float *maxima() const { return maxima_.data(); }  // [padded_blocks()], -inf behind the last
+  int64_t padded_blocks() const { return padded_blocks_; }
+  const float *block(int64_t b) const { return patch_of_[b] < 0 ? raw_ + b * kBlock : patches_.data() + patch_of_[b] * kBlock; }
+  int64_t first_at_top() const;  // the lowest id among the largest logits
+
+ private:
+  int64_t patch(int64_t block);  // the number of its patch, made if there is none
+  bool edit(const topw_inputs &inputs, int64_t row);
+  bool measure();
+
+  const float *raw_ = nullptr;
+  int64_t vocab_ = 0, blocks_ = 0, padded_blocks_ = 0, patch_count_ = 0;
+  float top_ = 0;
+  Array<float> maxima_, patches_;
+  Array<int32_t> patch_of_;       // [blocks] -1: none
+  Array<int32_t> patched_block_;  // [patch_count_]
+};
+
+}  // namespace topw
+#endif

@@ -1,0 +1,65 @@
+// The hot loops: everything that touches many logits or many coordinates at once.
+//
+// hot_loops.inc is their one source; hot_avx512.cpp, hot_avx2.cpp and hot_generic.cpp compile it for their registers,
+// and dispatch.cpp chooses. Each answers the same for every instruction set, bit for bit, except `closeness`, whose
+// float32 values only nominate (see nearest.h).
+#ifndef TOPW_HOT_H
+#define TOPW_HOT_H
+
+#include <stdint.h>
+
+namespace topw {
+
+constexpr int64_t kBlock = 128;   // logits that share one maximum; every array below is padded to whole blocks
+constexpr int64_t kColumns = 16;  // finer maxima: a block is 8 rows of 16 columns, one maximum for each column
+constexpr int64_t kPanel = 32;    // members whose coordinates are interleaved, see `closeness`
+constexpr int64_t kRowGroup = 12;  // rows of `closeness` come in multiples of this
+constexpr int64_t kDepth = 256;   // coordinates summed up before they are added to what came before
+
+// How a table row r becomes a point: x = (r - mean) * inverse_std / norm, or (r / norm - mean) * inverse_std.
+struct Normalisation {
+  const float *mean, *inverse_std;  // [hidden]
+  int64_t hidden;
+  bool first;  // divide by the norm first (mahalanobis)
+};
+
+struct Hot {
+  const char *name;
+
+  // Maxima of `blocks` blocks of logits; true if there is a NaN among them.
+  bool (*block_maxima)(const float *logits, int64_t blocks, float *maxima);
+  // The 16 column maxima of one block.
+  void (*column_maxima)(const float *block, float *maxima);
+  // The largest of `count` values (a multiple of 16) that is a number; -inf if there is none.
+  float (*highest_of)(const float *values, int64_t count);
+  // How many of `count` values (a multiple of 16) are at least `bound`.
+  int64_t (*count_from)(const float *values, int64_t count, float bound);
+  // Those of `count` values (a multiple of 16) that are not less than `bound`, in their order, and their places,
+  // counted from `first`; how many. There is room for 16 more than there are.
+  int64_t (*take_from)(const float *values, int64_t count, int32_t first, float bound, float *taken, int32_t *places);
+  // The sum of exp((x - top) * rate) over one block, within 1e-8 relative; x <= top. -inf counts as 0.
+  double (*sum_of_weights)(const float *block, float top, double rate);
+
+  // |r|^2 if `by.first`, else |(r - mean) * inverse_std|^2: the norm is its root.
+  double (*squared_norm)(const float *row, const Normalisation &by);
+  // The point of a row, rounded to float32, and zeros up to `padded`; its squared length.
+  double (*point)(const float *row, double norm, const Normalisation &by, float *x, int64_t padded);
+  // The squared Euclidean distance of two points, and their scalar product, in double from the table's rows.
+  double (*squared_distance)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
+  double (*scalar_product)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
+
+  // sums[i][j] += x_i . y_j for `rows` points x (float32, `stride` apart) and kPanel points y, whose coordinates are
+  // interleaved: panel[k * kPanel + j]. `depth` coordinates, at most kDepth.
+  void (*closeness)(const float *x, int64_t rows, int64_t stride, const float *panel, int64_t depth, float *sums,
+                    int64_t sums_stride);
+};
+
+const Hot &hot();  // of the instruction set in use
+
+extern const Hot kGeneric;
+#if defined(__x86_64__)
+extern const Hot kAvx2, kAvx512;
+#endif
+
+}  // namespace topw
+#endif

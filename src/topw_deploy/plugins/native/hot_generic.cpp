@@ -1,0 +1,25 @@
+// The hot loops for every processor: SSE2 on x86-64, NEON on arm64.
+
+#include <string.h>
+
+#include "hot.h"
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace topw {
+namespace {
+
+#include "lanes_generic.h"
+
+#include "hot_loops.inc"
+
+}  // namespace
+
+#if defined(__ARM_NEON)
+const Hot kGeneric = TOPW_HOT_LOOPS("neon");
+#else
+const Hot kGeneric = TOPW_HOT_LOOPS("generic");
+#endif
+
+}  // namespace topw

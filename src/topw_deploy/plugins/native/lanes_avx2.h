@@ -1,0 +1,53 @@
+// 8 floats, and 8 doubles in two registers, of AVX2 with FMA. Included inside a namespace, after <immintrin.h>.
+
+constexpr int kLanes = 8;
+using Floats = __m256;
+using Flags = __m256;
+
+inline Floats load(const float *x) { return _mm256_loadu_ps(x); }
+inline void store(float *x, Floats v) { _mm256_storeu_ps(x, v); }
+inline Floats all(float x) { return _mm256_set1_ps(x); }
+inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline float highest(Floats v) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+inline Flags no_flags() { return _mm256_setzero_ps(); }
+inline Flags unordered(Floats a, Floats b, Flags before) {
+  return _mm256_or_ps(before, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+}
+inline bool any(Flags flags) { return _mm256_movemask_ps(flags) != 0; }
+inline unsigned not_less(Floats v, Floats bound) {
+  return static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(v, bound, _CMP_NLT_UQ)));
+}
+
+struct Doubles {
+  __m256d low, high;
+};
+inline Doubles zeros() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
+inline Doubles every(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
+inline Doubles widen(const float *x) { return {_mm256_cvtps_pd(_mm_loadu_ps(x)), _mm256_cvtps_pd(_mm_loadu_ps(x + 4))}; }
+inline void narrow(float *x, Doubles a) {
+  _mm_storeu_ps(x, _mm256_cvtpd_ps(a.low));
+  _mm_storeu_ps(x + 4, _mm256_cvtpd_ps(a.high));
+}
+inline void put(double *x, Doubles a) {
+  _mm256_storeu_pd(x, a.low);
+  _mm256_storeu_pd(x + 4, a.high);
+}
+inline Doubles operator+(Doubles a, Doubles b) { return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)}; }
+inline Doubles operator-(Doubles a, Doubles b) { return {_mm256_sub_pd(a.low, b.low), _mm256_sub_pd(a.high, b.high)}; }
+inline Doubles operator*(Doubles a, Doubles b) { return {_mm256_mul_pd(a.low, b.low), _mm256_mul_pd(a.high, b.high)}; }
+inline Doubles at_least(Doubles a, double low) {
+  const __m256d bound = _mm256_set1_pd(low);
+  return {_mm256_max_pd(a.low, bound), _mm256_max_pd(a.high, bound)};
+}
+inline __m256d power_of_two(__m256d shifted) {
+  const __m256i exponent = _mm256_add_epi64(_mm256_castpd_si256(shifted), _mm256_set1_epi64x(1023));
+  return _mm256_castsi256_pd(_mm256_slli_epi64(exponent, 52));
+}
+// 2^n, n in the low bits of each double (see kRoundingShift).
+inline Doubles power_of_two(Doubles shifted) { return {power_of_two(shifted.low), power_of_two(shifted.high)}; }

@@ -1,0 +1,37 @@
+// 16 floats, and 8 doubles, of AVX-512. Included inside a namespace, after <immintrin.h>.
+
+constexpr int kLanes = 16;
+using Floats = __m512;
+using Flags = __mmask16;
+
+inline Floats load(const float *x) { return _mm512_loadu_ps(x); }
+inline void store(float *x, Floats v) { _mm512_storeu_ps(x, v); }
+inline Floats all(float x) { return _mm512_set1_ps(x); }
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline float highest(Floats v) { return _mm512_reduce_max_ps(v); }
+inline Flags no_flags() { return 0; }
+inline Flags unordered(Floats a, Floats b, Flags before) {
+  return _kor_mask16(before, _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q));
+}
+inline bool any(Flags flags) { return flags != 0; }
+inline unsigned not_less(Floats v, Floats bound) { return _mm512_cmp_ps_mask(v, bound, _CMP_NLT_UQ); }
+
+struct Doubles {
+  __m512d v;
+};
+inline Doubles zeros() { return {_mm512_setzero_pd()}; }
+inline Doubles every(double x) { return {_mm512_set1_pd(x)}; }
+inline Doubles widen(const float *x) { return {_mm512_cvtps_pd(_mm256_loadu_ps(x))}; }
+inline void narrow(float *x, Doubles a) { _mm256_storeu_ps(x, _mm512_cvtpd_ps(a.v)); }
+inline void put(double *x, Doubles a) { _mm512_storeu_pd(x, a.v); }
+inline Doubles operator+(Doubles a, Doubles b) { return {_mm512_add_pd(a.v, b.v)}; }
+inline Doubles operator-(Doubles a, Doubles b) { return {_mm512_sub_pd(a.v, b.v)}; }
+inline Doubles operator*(Doubles a, Doubles b) { return {_mm512_mul_pd(a.v, b.v)}; }
+inline Doubles at_least(Doubles a, double low) { return {_mm512_max_pd(a.v, _mm512_set1_pd(low))}; }
+// 2^n, n in the low bits of each double (see kRoundingShift).
+inline Doubles power_of_two(Doubles shifted) {
+  const __m512i exponent = _mm512_add_epi64(_mm512_castpd_si512(shifted.v), _mm512_set1_epi64(1023));
+  return {_mm512_castsi512_pd(_mm512_slli_epi64(exponent, 52))};
+}

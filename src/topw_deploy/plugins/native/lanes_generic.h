@@ -1,0 +1,72 @@
+// 4 floats, and 8 doubles in four registers, of any processor: the compilers' own vectors, which are SSE2 on x86-64 and
+// NEON on arm64. Included inside a namespace, after <string.h>.
+
+constexpr int kLanes = 4;
+typedef float Floats __attribute__((vector_size(16)));
+typedef int32_t Flags __attribute__((vector_size(16)));
+typedef double Pair __attribute__((vector_size(16)));
+typedef int64_t PairBits __attribute__((vector_size(16)));
+
+inline Floats load(const float *x) {
+  Floats v;
+  memcpy(&v, x, sizeof v);
+  return v;
+}
+inline void store(float *x, Floats v) { memcpy(x, &v, sizeof v); }
+inline Floats all(float x) { return Floats{x, x, x, x}; }
+inline Floats add(Floats a, Floats b) { return a + b; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__ARM_NEON)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+inline float highest(Floats v) {
+  const float left = v[0] > v[1] ? v[0] : v[1], right = v[2] > v[3] ? v[2] : v[3];
+  return left > right ? left : right;
+}
+inline Flags no_flags() { return Flags{0, 0, 0, 0}; }
+inline Flags unordered(Floats a, Floats b, Flags before) { return before | (a != a) | (b != b); }
+inline bool any(Flags flags) { return (flags[0] | flags[1] | flags[2] | flags[3]) != 0; }
+inline unsigned not_less(Floats v, Floats bound) {
+  const Flags less = v < bound;
+  const Flags bits = ~less & Flags{1, 2, 4, 8};
+  return static_cast<unsigned>(bits[0] | bits[1] | bits[2] | bits[3]);
+}
+
+struct Doubles {
+  Pair part[4];
+};
+inline Doubles every(double x) {
+  const Pair v = {x, x};
+  return {{v, v, v, v}};
+}
+inline Doubles zeros() { return every(0); }
+inline Doubles widen(const float *x) {
+  return {{Pair{x[0], x[1]}, Pair{x[2], x[3]}, Pair{x[4], x[5]}, Pair{x[6], x[7]}}};
+}
+inline void narrow(float *x, Doubles a) {
+  for (int i = 0; i < 8; ++i) x[i] = static_cast<float>(a.part[i / 2][i % 2]);
+}
+inline void put(double *x, Doubles a) { memcpy(x, a.part, sizeof a.part); }
+inline Doubles operator+(Doubles a, Doubles b) {
+  return {{a.part[0] + b.part[0], a.part[1] + b.part[1], a.part[2] + b.part[2], a.part[3] + b.part[3]}};
+}
+inline Doubles operator-(Doubles a, Doubles b) {
+  return {{a.part[0] - b.part[0], a.part[1] - b.part[1], a.part[2] - b.part[2], a.part[3] - b.part[3]}};
+}
+inline Doubles operator*(Doubles a, Doubles b) {
+  return {{a.part[0] * b.part[0], a.part[1] * b.part[1], a.part[2] * b.part[2], a.part[3] * b.part[3]}};
+}
+inline Doubles at_least(Doubles a, double low) {
+  const Pair bound = {low, low};
+  for (Pair &v : a.part) v = v > bound ? v : bound;
+  return a;
+}
+// 2^n, n in the low bits of each double (see kRoundingShift).
+inline Doubles power_of_two(Doubles shifted) {
+  for (Pair &v : shifted.part) v = (Pair)(((PairBits)v + 1023) << 52);
+  return shifted;
+}

@@ -1,0 +1,52 @@
+// J over the prefixes of an order (docs/theory.md, Notation), in double and in the reference's order of operations.
+#ifndef TOPW_OBJECTIVE_H
+#define TOPW_OBJECTIVE_H
+
+#include <math.h>
+#include <stdint.h>
+
+#include <algorithm>
+
+namespace topw {
+
+constexpr double kSmallestLogWeight = -60.0;  // a weight under e^-60 counts as that
+
+inline double log_weight(float logit, float top, double temperature) {
+  return (static_cast<double>(logit) - static_cast<double>(top)) / temperature;
+}
+
+inline double weight(double log_weight) { return exp(std::max(log_weight, kSmallestLogWeight)); }
+
+// J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, and the first largest of them. For c <= 0 it never
+// rises, so the first is taken, whatever rounding says.
+class Prefixes {
+ public:
+  explicit Prefixes(double c) : c_(c) {}
+
+  void add(double p, double phi) {
+    const double before = Gamma_;
+    Gamma_ += p;
+    Phi_ += p * phi;
+    ++size_;
+    const double J = Phi_ / Gamma_ + c_ * log(Gamma_);
+    if (size_ == 1 || (c_ > 0 && J > best_)) {
+      best_ = J;
+      first_maximiser_ = size_;
+      mass_before_ = before;
+    }
+  }
+
+  int64_t size() const { return size_; }
+  int64_t first_maximiser() const { return first_maximiser_; }
+  double best() const { return best_; }
+  double mass_before() const { return mass_before_; }  // of the best prefix without its last token
+  double Gamma() const { return Gamma_; }
+  double Phi() const { return Phi_; }
+
+ private:
+  double c_, Gamma_ = 0, Phi_ = 0, best_ = 0, mass_before_ = 0;
+  int64_t size_ = 0, first_maximiser_ = 0;
+};
+
+}  // namespace topw
+#endif

@@ -1,0 +1,27 @@
+// Stage B: the pool itself, its mass, its warm start, and the certificate without any distance.
+#ifndef TOPW_POOL_H
+#define TOPW_POOL_H
+
+#include "parameters.h"
+#include "ranked.h"
+
+namespace topw {
+
+struct Pool {
+  Ranked tokens;     // the top_m best finite logits
+  Array<double> a, p;  // log-weights and weights in units of the largest
+  int64_t k0 = 0;      // size of the warm start
+  int64_t K = 0;       // first maximiser of the base J
+  double mass = 0;
+
+  // False if memory ran out.
+  [[nodiscard]] bool fill(const EditedRow &, const Parameters &, int64_t top_m, Sorter &);
+
+ private:
+  [[nodiscard]] bool take_best(const EditedRow &, int64_t top_m);
+  void weigh(float top, const Parameters &);
+  Array<float> columns_;
+};
+
+}  // namespace topw
+#endif

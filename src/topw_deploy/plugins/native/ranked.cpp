@@ -1,0 +1,96 @@
+#include "ranked.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+
+namespace topw {
+namespace {
+
+// Floats as integers of the same order.
+int32_t place(float value) {
+  int32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+
+float at_place(int32_t place) {
+  const int32_t bits = place < 0 ? place ^ 0x7fffffff : place;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
+
+}  // namespace
+
+float value_reached_by(const float *values, int64_t size, int64_t count) {
+  int64_t low = place(-FLT_MAX), high = place(*std::max_element(values, values + size));
+  while (low < high) {
+    const int64_t middle = low + (high - low + 1) / 2;
+    const int64_t reached = hot().count_from(values, size, at_place(static_cast<int32_t>(middle)));
+    if (reached == count) return at_place(static_cast<int32_t>(middle));
+    if (reached > count)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return at_place(static_cast<int32_t>(low));
+}
+
+bool Ranked::take_from(const EditedRow &row, float bound) {
+  const float from = std::max(bound, -FLT_MAX);
+  if (!blocks_.reserve(row.padded_blocks() + 16) || !maxima_.reserve(row.padded_blocks() + 16)) return false;
+  const int64_t found = hot().take_from(row.maxima(), row.padded_blocks(), 0, from, maxima_.data(), blocks_.data());
+  if (!id.reserve(found * kBlock + 16) || !logit.reserve(found * kBlock + 16)) return false;
+  size = 0;
+  for (int64_t i = 0; i < found; ++i) {
+    const int32_t b = blocks_[i], first = b * static_cast<int32_t>(kBlock);
+    size += hot().take_from(row.block(b), kBlock, first, from, logit.data() + size, id.data() + size);
+  }
+  return true;
+}
+
+void Ranked::keep_from(float bound) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < size; ++i)
+    if (logit[i] >= bound) {
+      logit[kept] = logit[i];
+      id[kept++] = id[i];
+    }
+  size = kept;
+}
+
+bool Ranked::cut(int64_t count) {
+  if (size <= count) return true;
+  if (!maxima_.reserve(padded(size))) return false;
+  std::copy(logit.data(), logit.data() + size, maxima_.data());
+  std::fill(maxima_.data() + size, maxima_.data() + padded(size), -INFINITY);
+  const float last = value_reached_by(maxima_.data(), padded(size), count);
+  int64_t equals = count;  // how many of those at `last` there is room for
+  for (int64_t i = 0; i < size; ++i) equals -= logit[i] > last;
+  int64_t kept = 0;
+  for (int64_t i = 0; i < size && kept < count; ++i)
+    if (logit[i] > last || (logit[i] == last && equals-- > 0)) {
+      logit[kept] = logit[i];
+      id[kept++] = id[i];
+    }
+  size = kept;
+  return true;
+}
+
+bool Ranked::rank(Sorter &sorter) {
+  if (!sorter.reserve(size)) return false;
+  for (int64_t i = 0; i < size; ++i) sorter.set(i, descending(logit[i]), id[i]);
+  const Sorter::Entry *sorted = sorter.sort(size);
+  for (int64_t i = 0; i < size; ++i) {
+    logit[i] = value_of(sorted[i].key);
+    id[i] = sorted[i].item;
+  }
+  return true;
+}
+
+}  // namespace topw

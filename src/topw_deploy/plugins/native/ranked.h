@@ -1,0 +1,35 @@
+// Tokens by (logit descending, id ascending): candidates, the pool, and a crop.
+#ifndef TOPW_RANKED_H
+#define TOPW_RANKED_H
+
+#include "array.h"
+#include "edited_row.h"
+#include "order.h"
+
+namespace topw {
+
+class Ranked {
+ public:
+  int64_t size = 0;
+  Array<int32_t> id;
+  Array<float> logit;
+
+  // Every token whose logit is at least `bound` and finite, in the order of their ids; false if memory ran out.
+  [[nodiscard]] bool take_from(const EditedRow &row, float bound);
+  // Only those at least `bound`.
+  void keep_from(float bound);
+  // The `count` best, where there are more; among equals at the end the lower ids. Before `rank`.
+  [[nodiscard]] bool cut(int64_t count);
+  // By (logit descending, id ascending); false if memory ran out.
+  [[nodiscard]] bool rank(Sorter &);
+
+ private:
+  Array<int32_t> blocks_;
+  Array<float> maxima_;
+};
+
+// The largest value that at least `count` of `values` reach; [size], a multiple of 16, padded with -inf.
+float value_reached_by(const float *values, int64_t size, int64_t count);
+
+}  // namespace topw
+#endif

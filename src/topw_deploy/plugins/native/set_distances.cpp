@@ -1,0 +1,230 @@
+#include "set_distances.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+
+namespace topw {
+namespace {
+
+constexpr int64_t kMostRemembered = 16;
+constexpr double kHalfUlp = 0x1p-24;      // float32's rounding error, relative
+constexpr double kLargestLength = 1e18;   // longer points could overflow float32: then every member is nominated
+
+int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+}  // namespace
+
+bool SetDistances::open(const topw_options &options, const topw_table &table, const Ranked &pool) {
+  table_ = Table(table, options.metric);
+  metric_ = options.metric;
+  pool_ = &pool;
+  neighbours_ = std::max(1, options.knn_k);
+  remembered_ = neighbours_ <= kMostRemembered ? neighbours_ : 0;
+  const int64_t d = table_.hidden();
+  stride_ = rounded_up(d, 16) + 16;  // not a multiple of the cache's ways
+  pairs_ = joined_ = 0;
+  // A product of d terms in blocks of kDepth: each term is rounded at most that often (Higham, Accuracy and Stability
+  // of Numerical Algorithms, 3.1), the coordinates and the bias once each; the rest is room for the bound's own rounding.
+  relative_error_ = static_cast<double>(std::min(d, kDepth) + d / kDepth + 12) * kHalfUlp * 1.01;
+
+  const int64_t m = pool.size;
+  if (!slot_of_.reserve(m) || !was_member_.reserve(m) || !norm_.reserve(m) || !distance_.reserve(m) ||
+      !compared_.reserve(m) || !held_.reserve(m) || !near_.reserve(m * remembered_) ||
+      !points_.reserve(kChunk * stride_) || !squared_length_.reserve(kChunk) || !own_row_.reserve(d) ||
+      !other_row_.reserve(d))
+    return false;
+  std::fill(norm_.data(), norm_.data() + m, -1.0);
+  memset(was_member_.data(), 0, static_cast<size_t>(m));
+  forget();
+  return true;
+}
+
+// Nobody is a member, and no token remembers any.
+void SetDistances::forget() {
+  slots_ = live_ = 0;
+  longest_ = 0;
+  std::fill(slot_of_.data(), slot_of_.data() + pool_->size, -1);
+  std::fill(compared_.data(), compared_.data() + pool_->size, 0);
+  std::fill(held_.data(), held_.data() + pool_->size, 0);
+}
+
+bool SetDistances::set_members(const uint8_t *member) {
+  const int64_t m = pool_->size;
+  if (slots_ > 2 * m + 4 * kPanel) forget();  // columns of those that left would go on growing
+  for (int64_t i = 0; i < m; ++i)
+    if (!member[i] && slot_of_[i] >= 0) {
+      bias_[slot_of_[i]] = -INFINITY;
+      place_at_[slot_of_[i]] = -1;
+      slot_of_[i] = -1;
+      --live_;
+    }
+  const int64_t first = slots_;  // a multiple of kPanel
+  for (int64_t i = 0; i < m; ++i)
+    if (member[i] && slot_of_[i] < 0 && !join(i)) return false;
+  return pack(first);
+}
+
+bool SetDistances::join(int64_t place) {
+  if (!place_at_.extend(slots_, slots_ + kPanel) || !bias_.extend(slots_, slots_ + kPanel)) return false;
+  slot_of_[place] = static_cast<int32_t>(slots_);
+  place_at_[slots_++] = static_cast<int32_t>(place);
+  ++live_;
+  joined_ += !was_member_[place];
+  was_member_[place] = 1;
+  return true;
+}
+
+// The points of the members from `first` on, interleaved in panels; the last panel is filled up with nobody.
+bool SetDistances::pack(int64_t first) {
+  const int64_t d = table_.hidden(), last = slots_;
+  slots_ = rounded_up(last, kPanel);
+  if (!panels_.extend(first * d, slots_ * d)) return false;
+  for (int64_t panel = first; panel < slots_; panel += kPanel) {
+    memset(points_.data(), 0, static_cast<size_t>(kPanel * stride_) * sizeof(float));
+    for (int64_t j = 0; j < kPanel; ++j) {
+      const int64_t slot = panel + j;
+      bias_[slot] = -INFINITY;
+      if (slot >= last) {
+        place_at_[slot] = -1;
+        continue;
+      }
+      const int64_t place = place_at_[slot];
+      const float *row = table_.row(pool_->id[place], own_row_.data());
+      const double squared = hot().point(row, norm_of(place, row), table_.by(), &points_[j * stride_], stride_);
+      longest_ = std::max(longest_, squared >= 0 ? sqrt(squared) : INFINITY);
+      bias_[slot] = metric_ == TOPW_COSINE ? 0.0f : static_cast<float>(-0.5 * squared);
+    }
+    float *out = &panels_[panel * d];
+    for (int64_t k = 0; k < d; ++k)
+      for (int64_t j = 0; j < kPanel; ++j) *out++ = points_[j * stride_ + k];
+  }
+  return true;
+}
+
+double SetDistances::norm_of(int64_t place, const float *row) {
+  if (norm_[place] < 0) norm_[place] = table_.norm(row);
+  return norm_[place];
+}
+
+bool SetDistances::measure(const int32_t *places, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    if (!recall(places[i])) compared_[places[i]] = 0;
+  int32_t group[kChunk];
+  for (int64_t done = 0; done < count;) {  // tokens that were compared with equally many slots go together
+    int64_t from = slots_, size = 0;
+    for (int64_t i = 0; i < count; ++i)
+      if (compared_[places[i]] <= slots_) from = std::min(from, compared_[places[i]]);
+    for (int64_t i = 0; i < count; ++i)
+      if (compared_[places[i]] == from) group[size++] = places[i];
+    if (from < slots_ && !compare(group, size, from)) return false;
+    for (int64_t i = 0; i < size; ++i) {
+      double sum = 0;
+      const int64_t place = group[i];
+      if (remembered_ > 0) {
+        for (int64_t n = 0; n < held_[place]; ++n) sum += near_[place * remembered_ + n].distance;
+        distance_[place] = sum / held_[place];
+      }
+      compared_[place] = slots_ + 1;  // done, for this call
+    }
+    done += size;
+  }
+  for (int64_t i = 0; i < count; ++i) compared_[places[i]] = remembered_ > 0 ? slots_ : 0;
+  return true;
+}
+
+// Whether what the token remembers is still true: none of its nearest has left, or it remembers all it was compared
+// with, and those that left are forgotten.
+bool SetDistances::recall(int64_t place) {
+  Near *near = near_.data() + place * remembered_;
+  int32_t held = 0;
+  for (int32_t n = 0; n < held_[place]; ++n)
+    if (place_at_[near[n].slot] >= 0) near[held++] = near[n];
+  const bool whole = held == held_[place] || held_[place] < neighbours_;
+  held_[place] = whole ? held : 0;
+  return whole;
+}
+
+bool SetDistances::compare(const int32_t *places, int64_t count, int64_t from) {
+  const int64_t columns = slots_ - from, d = table_.hidden(), rows = rounded_up(count, kRowGroup);
+  if (!sums_.reserve(rows * columns) || !taken_.reserve(columns + 16) || !nominated_.reserve(columns + 16) ||
+      !found_.reserve(columns + kMostRemembered))
+    return false;
+  points_of(places, count);
+  for (int64_t i = 0; i < rows; ++i)
+    memcpy(&sums_[i * columns], &bias_[from], static_cast<size_t>(columns) * sizeof(float));
+  for (int64_t k = 0; k < d; k += kDepth)
+    for (int64_t slot = from; slot < slots_; slot += kPanel)
+      hot().closeness(&points_[k], rows, stride_, &panels_[slot * d + k * kPanel], std::min(kDepth, d - k),
+                      &sums_[slot - from], columns);
+  for (int64_t slot = from; slot < slots_; ++slot) pairs_ += place_at_[slot] >= 0 ? count : 0;
+  for (int64_t i = 0; i < count; ++i) settle(places[i], &sums_[i * columns], from, squared_length_[i]);
+  return true;
+}
+
+void SetDistances::points_of(const int32_t *places, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float *row = table_.row(pool_->id[places[i]], own_row_.data());
+    squared_length_[i] = hot().point(row, norm_of(places[i], row), table_.by(), &points_[i * stride_], stride_);
+  }
+  for (int64_t i = count; i < rounded_up(count, kRowGroup); ++i)
+    memset(&points_[i * stride_], 0, static_cast<size_t>(stride_) * sizeof(float));
+}
+
+// What a member's sum must reach for it to be possibly among the token's k nearest. Sums are x.y for `cosine`, else
+// x.y - |y|^2 / 2: the larger, the nearer. Each is within `error` of the truth.
+float SetDistances::threshold(int64_t place, const float *sums, int64_t columns, double squared_length) const {
+  const double length = sqrt(squared_length);
+  if (!(length < kLargestLength && longest_ < kLargestLength)) return -INFINITY;
+  const double error = relative_error_ * (length + 0.5 * longest_) * longest_ + 1e-30;
+  const double kth = neighbours_ == 1         ? static_cast<double>(hot().highest_of(sums, columns))
+                     : columns < neighbours_ ? -INFINITY
+                                             : static_cast<double>(value_reached_by(sums, columns, neighbours_));
+  double bound = kth - 2 * error;
+  if (held_[place] == neighbours_) {
+    const double own = near_[place * remembered_ + neighbours_ - 1].distance;
+    bound = std::max(bound, (metric_ == TOPW_COSINE ? 1 - own : 0.5 * (squared_length - own * own)) - error);
+  }
+  return nextafterf(static_cast<float>(bound), -INFINITY);
+}
+
+void SetDistances::settle(int64_t place, const float *sums, int64_t from, double squared_length) {
+  const int64_t columns = slots_ - from;
+  const float bound = threshold(place, sums, columns, squared_length);
+  const int64_t count = hot().take_from(sums, columns, static_cast<int32_t>(from), bound, taken_.data(), nominated_.data());
+  const float *row = table_.row(pool_->id[place], own_row_.data());
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; ++i)
+    if (place_at_[nominated_[i]] >= 0) found_[found++] = {between(row, norm_[place], nominated_[i]), nominated_[i]};
+  remember(place, found);
+}
+
+double SetDistances::between(const float *row, double norm, int32_t slot) {
+  const int64_t place = place_at_[slot];
+  const float *other = table_.row(pool_->id[place], other_row_.data());
+  double distance;
+  if (metric_ == TOPW_COSINE)
+    distance = 1.0 - std::clamp(hot().scalar_product(row, norm, other, norm_[place], table_.by()), -1.0, 1.0);
+  else
+    distance = sqrt(hot().squared_distance(row, norm, other, norm_[place], table_.by()));
+  return distance >= 0 ? distance : INFINITY;  // a table with NaN: infinitely far
+}
+
+// The k nearest of those remembered and the first `found` of found_.
+void SetDistances::remember(int64_t place, int64_t found) {
+  Near *near = near_.data() + place * remembered_;
+  for (int32_t n = 0; n < held_[place]; ++n) found_[found++] = near[n];
+  const int64_t k = std::min(found, neighbours_);
+  std::sort(found_.data(), found_.data() + found, [](const Near &x, const Near &y) {
+    return x.distance < y.distance || (x.distance == y.distance && x.slot < y.slot);
+  });
+  double sum = 0;
+  for (int64_t n = 0; n < k; ++n) sum += found_[n].distance;
+  distance_[place] = sum / static_cast<double>(k);
+  if (remembered_ == 0) return;
+  std::copy(found_.data(), found_.data() + k, near);
+  held_[place] = static_cast<int32_t>(k);
+}
+
+}  // namespace topw

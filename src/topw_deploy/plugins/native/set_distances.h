@@ -1,0 +1,80 @@
+// dist(i, S) of pool tokens to a set that changes (docs/graph.md, section 2), in double, with few distances in double.
+//
+// Products of points in float32 say which members can be among a token's nearest, with a rigorous bound of their error;
+// those members' distances are then taken in double from the table's rows. A token remembers its nearest members, so in
+// the next step it is only compared with those that joined since.
+#ifndef TOPW_SET_DISTANCES_H
+#define TOPW_SET_DISTANCES_H
+
+#include "array.h"
+#include "ranked.h"
+#include "table.h"
+#include "topw.h"
+
+namespace topw {
+
+constexpr int64_t kChunk = 192;  // tokens measured at a time
+
+class SetDistances {
+ public:
+  // For the tokens of a pool; places below are places in it. False if memory ran out.
+  [[nodiscard]] bool open(const topw_options &, const topw_table &, const Ranked &pool);
+  // S becomes the places with member[place]. False if memory ran out.
+  [[nodiscard]] bool set_members(const uint8_t *member);
+  // Finds distance(place) to S for `count` places outside it, at most kChunk. False if memory ran out.
+  [[nodiscard]] bool measure(const int32_t *places, int64_t count);
+  // The distance to the nearest member, or the mean of those to the knn_k nearest.
+  double distance(int64_t place) const { return distance_[place]; }
+
+  int64_t pairs() const { return pairs_; }        // compared so far
+  int64_t joined() const { return joined_; }      // different tokens that have been members
+
+ private:
+  struct Near {
+    double distance;
+    int32_t slot;
+  };
+
+  [[nodiscard]] bool join(int64_t place);
+  [[nodiscard]] bool pack(int64_t first_slot);
+  void forget();
+  bool recall(int64_t place);
+  [[nodiscard]] bool compare(const int32_t *places, int64_t count, int64_t from);
+  void points_of(const int32_t *places, int64_t count);
+  float threshold(int64_t place, const float *sums, int64_t columns, double squared_length) const;
+  void settle(int64_t place, const float *sums, int64_t from, double squared_length);
+  double between(const float *row, double norm, int32_t slot);
+  void remember(int64_t place, int64_t found);
+  double norm_of(int64_t place, const float *row);
+
+  Table table_;
+  const Ranked *pool_ = nullptr;
+  int32_t metric_ = 0;
+  int64_t neighbours_ = 1;      // k
+  int64_t remembered_ = 0;      // k, or 0 where that is too many to remember from step to step
+  int64_t stride_ = 0;          // of a point in points_
+  int64_t slots_ = 0;           // a member's column; a member that left leaves it empty for good
+  int64_t live_ = 0;            // columns of members
+  int64_t pairs_ = 0, joined_ = 0;
+  double longest_ = 0;          // of the members' points
+  double relative_error_ = 0;   // of a product, in units of the lengths' product
+
+  Array<int32_t> slot_of_;      // [pool] -1: no member
+  Array<int32_t> place_at_;     // [slots] -1: nobody
+  Array<uint8_t> was_member_;   // [pool]
+  Array<float> panels_;         // [slots / kPanel, hidden, kPanel] the members' points
+  Array<float> bias_;           // [slots] what the product starts from; -inf where nobody is
+  Array<float> points_, sums_;  // [kChunk, stride_], [kChunk, columns]
+  Array<double> squared_length_;  // [kChunk]
+  Array<double> norm_;          // [pool] of the table's row; -1: not known yet
+  Array<double> distance_;      // [pool]
+  Array<int64_t> compared_;     // [pool] slots that the token was compared with
+  Array<int32_t> held_;         // [pool] how many it remembers
+  Array<Near> near_;            // [pool, remembered_]
+  Array<Near> found_;           // scratch
+  Array<float> taken_, own_row_, other_row_;
+  Array<int32_t> nominated_;
+};
+
+}  // namespace topw
+#endif

@@ -1,0 +1,33 @@
+// The input embeddings, read row by row in whatever type they are stored (docs/graph.md, section 2).
+#ifndef TOPW_TABLE_H
+#define TOPW_TABLE_H
+
+#include "hot.h"
+#include "topw.h"
+
+namespace topw {
+
+class Table {
+ public:
+  Table() = default;
+  explicit Table(const topw_table &table, int32_t metric);
+
+  // Whether rows of tokens under `vocab` can be read at all.
+  static bool readable(const topw_table &table, int64_t vocab);
+
+  int64_t hidden() const { return by_.hidden; }
+  const Normalisation &by() const { return by_; }
+
+  // A row as float32: where it lies, or decoded into `room` [hidden].
+  const float *row(int64_t token, float *room) const;
+  // The norm that its point is divided by, at least 1e-12.
+  double norm(const float *row) const;
+
+ private:
+  const void *rows_ = nullptr;
+  int32_t dtype_ = 0;
+  Normalisation by_{};
+};
+
+}  // namespace topw
+#endif
