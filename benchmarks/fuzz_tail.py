@@ -1,4 +1,5 @@
-"""`make fuzz`: random rows through all forms of the sampler's graph, compared with the reference.
+"""`make fuzz`: random rows through all forms of the sampler's graph and the native operator where it was built,
+compared with the reference.
 
 Prints a table of rows, certified share and differences with their explanations; exits 1 if one has none.
 """
@@ -16,6 +17,7 @@ from tqdm import tqdm
 from benchmarks.common import table
 from benchmarks.tail_cases import (
     FORMS,
+    NATIVE,
     Scenario,
     Tally,
     compare,
@@ -23,6 +25,7 @@ from benchmarks.tail_cases import (
     graph,
     random_case,
 )
+from topw_deploy.plugins.library import library_path, why_absent
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
@@ -97,9 +100,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=FORMS, help="only this one (default: all)")
+    parser.add_argument("--form", choices=(*FORMS, NATIVE), action="append", help="only this one (default: all)")
     given = parser.parse_args()
-    tallies = fuzz(given.rows, given.seed, (given.form,) if given.form else FORMS)
+    forms = tuple(given.form) if given.form else (*FORMS, NATIVE) if library_path() else FORMS
+    if NATIVE in forms and not library_path():
+        parser.error(f"there is no native sampler: {why_absent()}")
+    tallies = fuzz(given.rows, given.seed, forms)
     print(report(tallies))
     unexplained = [line for tally in tallies.values() for line in tally.unexplained]
     for line in unexplained[:20]:

@@ -15,10 +15,17 @@ import onnxruntime as ort
 
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, draw, sample_row
+from topw_deploy.plugins.library import library_path
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TieBounds, draw, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 
-__all__ = ["FORMS", "Case", "Scenario", "Tally", "compare", "embedding_table", "feeds", "graph", "random_case", "run"]
+__all__ = [
+    "FORMS", "NATIVE", "Case", "Scenario", "Tally", "compare", "embedding_table", "feeds", "graph", "random_case",
+    "run",
+]  # fmt: skip
+
+NATIVE = "native"
+"""Beside the FORMS of the function: the same node answered by the native operator."""
 
 LOGPROB_BOUND = 1e-5  # absolute below 1, relative above: a few float32 roundings of (l - l_max) / T and a logarithm
 MASS_BOUND = 5e-4  # relative: the float32 sum behind it has a term per token, all alike in a flat row
@@ -142,7 +149,7 @@ def random_case(rng: np.random.Generator, vocab: int) -> Case:
 def graph(
     scenario: Scenario, form: str, table: np.ndarray, geometry: Geometry, opset: int = 23
 ) -> ort.InferenceSession:
-    """A session of the sampler-only model with all optional outputs.
+    """A session of the sampler-only model with all optional outputs; `form` is one of FORMS, or NATIVE.
 
     Without `mass` where the vocabulary is large and whole blocks: there it would hide the branch that skips edits.
     """
@@ -152,7 +159,7 @@ def graph(
         vocab_size=scenario.vocab_size,
         embedding=plain_gather(*table.shape) if uses_table else None,
         hidden_size=scenario.hidden_size if uses_table else None,
-        form=form,
+        form="portable" if form == NATIVE else form,
         opset=opset,
         with_mass=not (scenario.vocab_size % 128 == 0 and scenario.vocab_size >= 8192),
         with_keep_mask=True,
@@ -161,6 +168,8 @@ def graph(
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
+    if form == NATIVE:
+        options.register_custom_ops_library(str(library_path()))
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
@@ -223,21 +232,29 @@ def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:
         yield "mass"
 
 
-def explanation(difference: str, wanted: Row) -> str | None:
-    """Which tie of docs/graph.md, section 4, allows the difference; None if none does."""
-    ties, bounds = wanted.ties, FLOAT32_TIES
+def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, pool_cut: bool = True) -> str | None:
+    """Which tie of docs/graph.md, section 4, allows the difference; None if none does.
+
+    pool_cut: whether equal logits across the pool's cut are an excuse, which implementations that order them by id
+    themselves do not need.
+    """
+    ties = wanted.ties
     if difference in ("kept set", "certified"):
-        if ties.pool_cut:
+        if ties.pool_cut and pool_cut:
             return "equal logits across the pool's cut"
         if ties.objective <= bounds.objective:
-            return "J of two prefixes within 1e-5"
+            return f"J of two prefixes within {_plain(bounds.objective)}"
         if ties.nucleus <= bounds.nucleus:
-            return "cut of the warm start within 2e-6"
+            return f"cut of the warm start within {_plain(bounds.nucleus)}"
         if difference == "certified" and ties.certificate <= bounds.objective:
-            return "base J across the warm start within 1e-5"
+            return f"base J across the warm start within {_plain(bounds.objective)}"
     if difference == "token" and wanted.draw_margin <= bounds.draw:
-        return "uniform number within 1e-6 of the next token"
+        return f"uniform number within {_plain(bounds.draw)} of the next token"
     return None
+
+
+def _plain(bound: float) -> str:
+    return f"{bound:.0e}".replace("e-0", "e-")
 
 
 def reference(scenario: Scenario, geometry: Geometry, case: Case) -> Row:

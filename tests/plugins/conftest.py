@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.plugins import library
+
+
+@pytest.fixture(scope="session")
+def native_library() -> Path:
+    """The native library, without which a test is skipped with the reason."""
+    path = library.library_path()
+    if path is None:
+        pytest.skip(f"no native sampler: {library.why_absent()}")
+    return path
