@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from topw_deploy.errors import BenchmarkError
+from topw_deploy import errors
+from topw_deploy.errors import BenchmarkError, TopWError
 
 SIDES = Path(__file__).with_name("workers")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -115,8 +116,16 @@ class Worker:
             )
         answer = json.loads(line)
         if "error" in answer:
-            raise BenchmarkError(f"{self.name} failed: {answer['error']}; leave it out or repair it.")
+            raise self._error(answer["error"])
         return answer["value"]
+
+    def _error(self, told: str) -> TopWError:
+        """One of this package's errors as it was raised; any other as a failure of this side."""
+        kind, _, message = told.partition(": ")
+        own = getattr(errors, kind, None)
+        if isinstance(own, type) and issubclass(own, TopWError):
+            return own(message)
+        return BenchmarkError(f"{self.name} failed: {told.rstrip('.')}; leave it out or repair it.")
 
     def _manner(self) -> str:
         code = self._process.wait()

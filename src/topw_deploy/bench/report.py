@@ -36,6 +36,14 @@ def duration(value: float) -> str:
     return f"{significant(value * factor)} {unit}"
 
 
+def left_out(absent: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines on the sides that are not there, given as (label, why); those with one reason share a line."""
+    labels: dict[str, list[str]] = {}
+    for label, why in absent:
+        labels.setdefault(why, []).append(label)
+    return [""] * bool(labels) + [f"Left out: {'; '.join(same)} - {why}" for why, same in labels.items()]
+
+
 def write_json(document: Any, target: str) -> str | None:
     """Write `document` to the file `target`; for "-" return it instead. ParameterError if it cannot be written."""
     text = json.dumps(document, indent=2, ensure_ascii=False)

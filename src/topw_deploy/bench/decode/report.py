@@ -10,7 +10,7 @@ from typing import Any
 from topw_deploy.bench.decode.settings import DecodeSettings
 from topw_deploy.bench.machine import Machine
 from topw_deploy.bench.picture import Bar, Panel
-from topw_deploy.bench.report import significant, table
+from topw_deploy.bench.report import left_out, significant, table
 from topw_deploy.bench.timing import Spread, median_interval, paired
 
 _HEADER = (
@@ -101,7 +101,7 @@ class DecodeReport:
             certified = [r["certified"] for side in run.sides.values() for r in side.runs if "certified" in r]
             if certified:
                 lines.append(f"Certified steps: {min(certified):.1%} or more.")
-        lines += ["", *(f"{label} is {why}" for label, why in self.absent)] if self.absent else []
+        lines += left_out(self.absent)
         if self.machine.busy:
             lines.append(f"The load was {self.machine.load:.1f} at the start: something else was running too.")
         return "\n".join(lines)

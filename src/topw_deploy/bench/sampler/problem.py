@@ -21,7 +21,7 @@ REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
     "certified": ((1.0, 2.0), {}),
     # certified too, but with a crop of a hundred tokens and thousands in the warm start
     "flat": ((2.0,), {}),
-    # distances decide
+    # distances decide, over the whole pool: nothing is likely, and the warm start is a third of it
     "uncertified": ((2.0,), {"lam": 1.0, "init_top_p": 0.5}),
 }
 """Regime -> (its temperatures where none are given, parameters that differ from the defaults)."""
@@ -86,10 +86,10 @@ def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
     return np.stack(rows).astype(np.float32)
 
 
-def flat_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab]: a bell and nothing above it. At T = 2 about a hundred tokens are kept and certified,
-    which is more than the 64 candidates that the graph's first stage looks at."""
-    return (np.random.default_rng(seed).standard_normal((batch, vocab)) * _FLAT_BELL).astype(np.float32)
+def bell_logits(vocab: int, batch: int = 1, seed: int = 0, deviation: float = _FLAT_BELL) -> Logits:
+    """float32 [batch, vocab]: a bell and nothing above it. With the default deviation about a hundred tokens are kept
+    and certified at T = 2, which is more than the 64 candidates that the graph's first stage looks at."""
+    return (np.random.default_rng(seed).standard_normal((batch, vocab)) * deviation).astype(np.float32)
 
 
 def given_logits(path: Path) -> Logits:
@@ -110,7 +110,9 @@ def given_logits(path: Path) -> Logits:
 
 def logits_for(case: Case, vocab: int, batch: int, seed: int) -> Logits:
     """The logits of a case, float32 [batch, vocab]."""
-    return (flat_logits if case.regime == "flat" else likely_logits)(vocab, batch, seed)
+    if case.regime == "certified":
+        return likely_logits(vocab, batch, seed)
+    return bell_logits(vocab, batch, seed, _FLAT_BELL if case.regime == "flat" else _BELL)
 
 
 def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:

@@ -9,7 +9,7 @@ from typing import Any
 
 from topw_deploy.bench.machine import Machine
 from topw_deploy.bench.picture import Bar, Panel
-from topw_deploy.bench.report import duration, significant, table
+from topw_deploy.bench.report import duration, left_out, significant, table
 from topw_deploy.bench.sampler.catalogue import CATALOGUE
 from topw_deploy.bench.sampler.settings import SamplerSettings
 from topw_deploy.bench.timing import Spread, median_interval, paired
@@ -54,7 +54,9 @@ class SamplerReport:
     def text(self) -> str:
         """For people: one table per case."""
         s = self.settings
-        geometry = f"metric {s.options.metric}, d = {s.hidden:,}" + (", neighbour bound" if s.neighbour_bound else "")
+        geometry = f"metric {s.options.metric}"
+        if s.options.metric != "uniform":
+            geometry += f", d = {s.hidden:,}" + (", neighbour bound" if s.neighbour_bound else "")
         lines = [f"{self.machine}; {_threads(s.threads)}, {s.rounds} rounds"]
         for found in self.cases:
             batch, vocab = found.case["batch"], found.case["vocab"]
@@ -64,7 +66,7 @@ class SamplerReport:
                 f"{found.agreement['sentence']}\n",
                 table(("side", "gives", "median (quartiles)", "x numpy.max", f"x {ours}"), found.rows()),
             ]
-        lines += ["", *(f"{label} is {why}" for label, why in self.absent)] if self.absent else []
+        lines += left_out(self.absent)
         if self.machine.busy:
             lines.append(f"The load was {self.machine.load:.1f} at the start: something else was running too.")
         return "\n".join(lines)
