@@ -28,6 +28,9 @@ _CUTTING = {
 }
 
 
+_CALLS_BETWEEN = 4  # a subclass may call its parent
+
+
 def check_company(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None) -> None:
     """Look at the list that calls `processor` and at what calls the list.
 
@@ -35,8 +38,15 @@ def check_company(processor: LogitsProcessor, temperature: float | None, frame: 
     Raises ParameterError for beam search, for a warper behind the processor that removes tokens, and for another
     temperature.
     """
-    company = frame.f_locals.get("self") if frame is not None else None
-    if not isinstance(company, LogitsProcessorList) or frame is None:
+    company = None
+    for _ in range(_CALLS_BETWEEN):
+        if frame is None or frame.f_code.co_name != "__call__":
+            return
+        company = frame.f_locals.get("self")
+        if isinstance(company, LogitsProcessorList):
+            break
+        frame = frame.f_back
+    if frame is None or not isinstance(company, LogitsProcessorList):
         return
     if frame.f_back is not None and frame.f_back.f_code.co_name == "_beam_search":
         raise ParameterError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, TypedDict, Unpack
 
-import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
@@ -96,7 +95,6 @@ class TopWLogitsProcessor(LogitsProcessor):
             return arguments | {"temperature": 1.0}
         return arguments if self._any_temperature else arguments | {"temperature": self._temperature}
 
-    @torch.no_grad()
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores [B, V], of their type and on their device, with -inf for tokens that are not kept.
 

@@ -1,0 +1,217 @@
+"""What transformers' `generate` does before and after Top-W: every statement of docs/transformers.md about order."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+
+from topw_deploy.errors import GenerationError, ParameterError
+from topw_deploy.processors import TopWLogitsProcessor
+
+from .tiny import EOS, PAD, WIDE, Seen, kept_sets, reference_sets, tiny_llama
+
+PROMPT = torch.tensor([[1, 5, 9, 30]])
+# Two prompts, the first padded on the left.
+BATCH = {
+    "input_ids": torch.tensor([[PAD, PAD, 1, 5], [1, 5, 9, 30]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
+}
+EVERYTHING = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def table(model):
+    return model.get_input_embeddings().weight
+
+
+def run(model, topw, seed=0, before=(), **arguments):
+    torch.manual_seed(seed)
+    settings = topw.generate_arguments() | {"logits_processor": LogitsProcessorList([*before, topw])}
+    return model.generate(**(settings | EVERYTHING | arguments))
+
+
+# The right way
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_each_step_of_each_row_keeps_what_the_definition_keeps_and_draws_at_the_temperature(model, table, temperature):
+    topw = TopWLogitsProcessor(model, temperature=temperature, **WIDE)
+    out = run(model, topw, **BATCH)
+    sizes = set()
+    for logits, scores in zip(out.logits, out.scores, strict=True):
+        assert kept_sets(scores) == reference_sets(topw, logits, table)
+        kept = scores.isfinite()
+        torch.testing.assert_close(scores[kept], logits[kept] / temperature)
+        sizes |= set(kept.sum(1).tolist())
+    assert len(sizes) > 3
+    for step, token in enumerate(out.sequences[:, BATCH["input_ids"].shape[1] :].T):
+        drawn = out.scores[step].gather(1, token[:, None])
+        assert (drawn.isfinite()[:, 0] | (token == PAD)).all()
+
+
+def test_several_sequences_are_drawn_for_each_prompt(model):
+    out = run(model, TopWLogitsProcessor(model, **WIDE), num_return_sequences=4, **BATCH)
+    assert len(out.sequences) == 8
+    assert len({tuple(row) for row in out.sequences.tolist()}) > 4
+
+
+def test_a_greedy_processor_draws_the_largest_logit(model):
+    greedy = model.generate(PROMPT, do_sample=False, max_new_tokens=8)
+    out = run(model, TopWLogitsProcessor(model, temperature=0.0), inputs=PROMPT)
+    assert torch.equal(out.sequences, greedy)
+
+
+def test_prompt_lookup_sees_the_same_crop(model, table):
+    seen, topw = Seen(), TopWLogitsProcessor(model, **WIDE)
+    torch.manual_seed(0)
+    settings = topw.generate_arguments() | {"logits_processor": LogitsProcessorList([seen, topw])}
+    out = model.generate(PROMPT, **settings, prompt_lookup_num_tokens=2, max_new_tokens=12)
+    place = {tuple(reference_sets(topw, scores, table)[0]) for scores in seen.scores}
+    kept = [set(tokens) for tokens in place]
+    assert all(any(token in tokens for tokens in kept) for token in out[0, 4:].tolist())
+
+
+# Before Top-W
+
+
+def test_it_sees_penalties_bans_and_biases_but_no_temperature(model):
+    seen = Seen()
+    topw = TopWLogitsProcessor(model, temperature=0.5, **WIDE)
+    out = run(
+        model, topw, inputs=PROMPT, before=[seen], repetition_penalty=1.7, min_new_tokens=8,
+        bad_words_ids=[[7]], suppress_tokens=[11], sequence_bias=[[[13], 2.0]],
+    )  # fmt: skip
+    for step, scores in enumerate(seen.scores):
+        raw, shown = out.logits[step][0], scores[0]
+        assert shown[[EOS, 7, 11]].isneginf().all()
+        so_far = set(out.sequences[0, : 4 + step].tolist())
+        for token in so_far - {EOS, 7, 11, 13}:
+            expected = raw[token] / 1.7 if raw[token] > 0 else raw[token] * 1.7
+            assert shown[token] == pytest.approx(expected.item(), rel=1e-6)
+        if 13 not in so_far:
+            assert shown[13] == pytest.approx(raw[13].item() + 2.0, rel=1e-6)
+        free = [t for t in range(20, 320) if t not in so_far]
+        assert torch.equal(shown[free], raw[free])
+        assert not out.scores[step][0, [EOS, 7, 11]].isfinite().any()
+
+
+def test_processors_of_the_user_run_in_the_users_order(model):
+    topw, seen = TopWLogitsProcessor(model, **WIDE), Seen()
+    settings = topw.generate_arguments() | {"logits_processor": LogitsProcessorList([topw, seen])}
+    model.generate(PROMPT, **settings, max_new_tokens=3)
+    assert all(scores.isneginf().any() for scores in seen.scores)
+
+
+def test_a_custom_penalty_given_behind_top_w_no_longer_reaches_the_crop_but_generates_own_does(model, table):
+    prompt, behind = torch.arange(60, 90)[None], RepetitionPenaltyLogitsProcessor(0.1)
+    topw = TopWLogitsProcessor(model, **WIDE)
+    settings = topw.generate_arguments() | {"logits_processor": LogitsProcessorList([topw, behind])}
+    out = model.generate(prompt, **settings, **EVERYTHING)
+    assert kept_sets(out.scores[0]) == reference_sets(topw, out.logits[0], table)
+    out = run(model, topw, inputs=prompt, repetition_penalty=0.1)
+    penalised = behind(prompt, out.logits[0])
+    assert kept_sets(out.scores[0]) == reference_sets(topw, penalised, table)
+    assert reference_sets(topw, penalised, table) != reference_sets(topw, out.logits[0], table)
+
+
+# Behind Top-W
+
+
+def test_selection_temperature_chooses_the_crop_and_generates_temperature_only_the_draw(model, table):
+    topw = TopWLogitsProcessor(model, selection_temperature=1.5, **WIDE)
+    out = run(model, topw, inputs=PROMPT, temperature=0.25)
+    at_draw = TopWLogitsProcessor(model, temperature=0.25, **WIDE)
+    differ = 0
+    for logits, scores in zip(out.logits, out.scores, strict=True):
+        assert kept_sets(scores) == reference_sets(topw, logits, table)
+        torch.testing.assert_close(scores[scores.isfinite()], logits[scores.isfinite()] / 0.25)
+        differ += reference_sets(at_draw, logits, table) != kept_sets(scores)
+    assert differ > 5
+
+
+@pytest.mark.parametrize(
+    ("told", "drawn", "message"),
+    [
+        ({}, 0.5, "draws at temperature 0.5, but the processor was told 1.0; give both the same"),
+        ({"temperature": 0.5}, 1.0, "draws at temperature 1.0, but the processor was told 0.5"),
+        ({"temperature": 0.5, "selection_temperature": 1.0}, 0.7, "draws at temperature 0.7"),
+    ],
+)
+def test_two_temperatures_without_a_word_about_the_crops_are_refused(model, told, drawn, message):
+    with pytest.raises(ParameterError, match=message):
+        run(model, TopWLogitsProcessor(model, **told), inputs=PROMPT, temperature=drawn)
+
+
+@pytest.mark.parametrize("value", [0.7, 0.1, 1.3])
+def test_a_temperature_that_float32_cannot_hold_is_the_same_on_both_sides(model, value):
+    run(model, TopWLogitsProcessor(model, temperature=value), inputs=PROMPT, temperature=value)
+
+
+def test_generates_default_top_k_of_50_is_refused(model):
+    topw = TopWLogitsProcessor(model, **WIDE)
+    with pytest.raises(ParameterError, match=r"top_k=50 behind Top-W \(its default\), .* pass top_k=0"):
+        model.generate(PROMPT, do_sample=True, logits_processor=[topw], max_new_tokens=3)
+    model.generate(PROMPT, do_sample=True, top_k=0, logits_processor=[topw], max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9}, {"epsilon_cutoff": 1e-3}, {"eta_cutoff": 1e-3}],
+)
+def test_another_truncation_behind_it_is_refused_also_from_the_models_configuration(model, other, monkeypatch):
+    name = next(iter(other))
+    with pytest.raises(ParameterError, match=f"generate applies {name}=.* behind Top-W"):
+        run(model, TopWLogitsProcessor(model), inputs=PROMPT, **other)
+    monkeypatch.setattr(model.generation_config, name, other[name])
+    with pytest.raises(ParameterError, match=f"generate applies {name}="):
+        model.generate(
+            PROMPT,
+            do_sample=True,
+            logits_processor=[TopWLogitsProcessor(model)],
+            **({} if name == "top_k" else {"top_k": 0}),
+        )
+    if name != "min_p":
+        run(model, TopWLogitsProcessor(model), inputs=PROMPT)  # its arguments switch it off
+    else:
+        run(model, TopWLogitsProcessor(model), inputs=PROMPT, min_p=0.0)
+
+
+def test_a_truncation_that_the_user_puts_before_it_is_the_users_business(model, table):
+    topw, seen = TopWLogitsProcessor(model, **WIDE), Seen()
+    out = run(model, topw, inputs=PROMPT, before=[MinPLogitsWarper(0.2), seen])
+    assert [kept_sets(scores) for scores in out.scores] == [reference_sets(topw, s, table) for s in seen.scores]
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_beam_search_is_refused(model, do_sample):
+    topw = TopWLogitsProcessor(model)
+    with pytest.raises(ParameterError, match=r"generate runs a beam search, .* pass num_beams=1"):
+        model.generate(PROMPT, num_beams=2, do_sample=do_sample, top_k=0, logits_processor=[topw], max_new_tokens=3)
+
+
+def test_without_sampling_it_changes_nothing(model):
+    plain = model.generate(PROMPT, do_sample=False, max_new_tokens=12)
+    cropped = model.generate(PROMPT, do_sample=False, max_new_tokens=12, logits_processor=[TopWLogitsProcessor(model)])
+    assert torch.equal(plain, cropped)
+
+
+def test_a_subclass_is_looked_after_as_well(model):
+    class Mine(TopWLogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return super().__call__(input_ids, scores)
+
+    with pytest.raises(ParameterError, match="top_k=50"):
+        model.generate(PROMPT, do_sample=True, logits_processor=[Mine(model)], max_new_tokens=3)
+
+
+def test_a_model_that_answers_nan_is_an_error_that_names_the_row():
+    broken = tiny_llama(3)
+    topw = TopWLogitsProcessor(broken)
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(GenerationError, match=r"row 0 of the batch has NaN, .* at position 4"):
+        run(broken, topw, inputs=PROMPT)

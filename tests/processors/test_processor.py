@@ -1,0 +1,144 @@
+"""`TopWLogitsProcessor` keeps what the definition keeps, and says what it cannot do."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from topw_deploy.errors import GenerationError, ParameterError
+from topw_deploy.processors import TopWLogitsProcessor
+from topw_deploy.processors import geometry as module
+from topw_deploy.sampling import TopWOptions, TopWParameters, as_float32
+from topw_deploy.sampling.tensors import Stage, TensorGeometry
+
+from .tiny import VOCAB, WIDE, kept_sets, reference_sets, tiny_llama
+
+PROMPT = torch.tensor([[1, 5, 9, 30]])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def table(model):
+    return model.get_input_embeddings().weight
+
+
+def random_scores(rows, spread=2.0):
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(1)) * spread
+
+
+@pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine", "uniform"])
+@pytest.mark.parametrize("potential", ["nearest", "knn"])
+def test_it_keeps_what_the_definition_keeps(model, table, metric, potential):
+    topw = TopWLogitsProcessor(model, metric=metric, potential=potential, **WIDE)
+    scores = random_scores(20)
+    assert kept_sets(topw(PROMPT, scores)) == reference_sets(topw, scores, table)
+    assert (topw.last.stage == Stage.GEOMETRY).sum() > 10
+
+
+@pytest.mark.parametrize("preset", ["paper", "released"])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_the_presets_keep_what_the_definition_keeps(model, table, preset, temperature):
+    topw = TopWLogitsProcessor(model, preset=preset, temperature=temperature)
+    scores = random_scores(40)
+    assert kept_sets(topw(PROMPT, scores)) == reference_sets(topw, scores, table)
+    assert topw.last.certified_share > 0.9
+    assert topw.last.kept.tolist() == [len(kept) for kept in kept_sets(topw(PROMPT, scores))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kept_scores_are_untouched_and_the_type_stays(model, dtype):
+    scores = random_scores(6).to(dtype)
+    before = scores.clone()
+    masked = TopWLogitsProcessor(model, **WIDE)(PROMPT, scores)
+    assert masked.dtype == dtype
+    assert torch.equal(scores, before)
+    assert torch.equal(torch.where(masked.isneginf(), before, masked), before)
+    assert masked.isneginf().any(1).all()
+
+
+def test_the_presets_and_names_are_the_packages(model):
+    released = TopWLogitsProcessor(model, preset="released")
+    assert released.parameters == as_float32(TopWParameters(geom_scale=0.6))
+    assert released.options == TopWOptions(alt_iters=9, metric="cosine")
+    theirs = TopWLogitsProcessor(model, lambda_geom=0.5, warm_p=0.75, m=100)
+    assert (theirs.parameters.lam, theirs.parameters.init_top_p, theirs.options.top_m) == (0.5, 0.75, 100)
+    assert TopWLogitsProcessor(metric="uniform", lam=0.1).parameters.lam == as_float32({"lam": 0.1}).lam
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"lamm": 1.0}, "unknown parameter 'lamm': did you mean lam"),
+        ({"lam": 1.0, "lambda_geom": 1.0}, "lam is given twice"),
+        ({"lam": -1.0}, "lam is -1.0"),
+        ({"top_m": 0}, "top_m is 0"),
+        ({"preset": "ours"}, "preset is 'ours', but must be one of paper, released"),
+    ],
+)
+def test_choices_that_cannot_be_right_are_refused(model, choices, message):
+    with pytest.raises(ParameterError, match=message):
+        TopWLogitsProcessor(model, **choices)
+
+
+def test_the_embeddings_may_be_given_in_any_form(model, table):
+    scores = random_scores(6)
+    module_of = model.get_input_embeddings()
+    sources = [model, module_of, table, table.detach(), TensorGeometry.from_embeddings(table, "mahalanobis")]
+    masked = [TopWLogitsProcessor(source, **WIDE)(PROMPT, scores) for source in sources]
+    assert all(torch.equal(masked[0], other) for other in masked[1:])
+
+
+def test_a_source_without_embeddings_or_of_another_metric_is_refused(table):
+    with pytest.raises(ParameterError, match="mahalanobis needs a model or its embeddings, but was given a NoneType"):
+        TopWLogitsProcessor()
+    with pytest.raises(ParameterError, match="given a Dropout"):
+        TopWLogitsProcessor(nn.Dropout())
+    with pytest.raises(ParameterError, match="metric is cosine, but a unit geometry"):
+        TopWLogitsProcessor(TensorGeometry.from_embeddings(table, "unit"), metric="cosine")
+
+
+def test_a_models_geometry_is_taken_once_until_its_table_changes():
+    model = tiny_llama(1)
+    first = TopWLogitsProcessor(model).geometry
+    assert TopWLogitsProcessor(model, lam=1.0).geometry is first
+    assert TopWLogitsProcessor(model, metric="unit").geometry is not first
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] += 1.0
+    again = TopWLogitsProcessor(model).geometry
+    assert again is not first
+    assert not torch.equal(again.mean, first.mean)
+
+
+def test_a_models_geometry_does_not_keep_the_model_alive():
+    model = tiny_llama(1)
+    gone = weakref.ref(model.get_input_embeddings())
+    TopWLogitsProcessor(model)
+    assert gone() in module._KNOWN
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_invalid_row_is_named(model, value):
+    scores = random_scores(3)
+    scores[2, slice(None) if value == -torch.inf else 7] = value
+    with pytest.raises(GenerationError, match=r"row 2 of the batch has NaN, .* at position 4"):
+        TopWLogitsProcessor(model)(PROMPT, scores)
+
+
+def test_a_neighbour_bound_saves_distances_here_too(model, table):
+    geometry = TensorGeometry.from_embeddings(table, "mahalanobis")
+    points = geometry.features(torch.arange(VOCAB))
+    between = geometry.between(points, points).fill_diagonal_(torch.inf)
+    bound = (between.amin(1) * 0.999).float()
+    plain, bounded = TopWLogitsProcessor(model, **WIDE), TopWLogitsProcessor(model, neighbour_bound=bound, **WIDE)
+    scores = random_scores(10)
+    assert torch.equal(plain(PROMPT, scores), bounded(PROMPT, scores))
+    assert bounded.last.distances.sum() < plain.last.distances.sum()
