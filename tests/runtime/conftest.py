@@ -5,14 +5,24 @@ from typing import Any
 
 import pytest
 
+from topw_deploy.plugins import library
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 from toy_model import Load, Toy, export
 
 
+@pytest.fixture(scope="session", params=["graph", "native"])
+def sampler_choice(request: pytest.FixtureRequest) -> str:
+    """Both answers to the sampler's node, for tests that must hold for either."""
+    if request.param == "native" and library.why_absent():
+        pytest.skip(f"no native sampler: {library.why_absent()}")
+    return str(request.param)
+
+
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """Export a toy under the test's folder and open it; keyword arguments are those of `toy_model.export`."""
+    """Export a toy under the test's folder and open it, with the native sampler where it was built; keyword arguments
+    are those of `toy_model.export`."""
     count = 0
 
     def open_toy(toy: Toy, **settings: Any) -> TopWModel:
@@ -35,6 +45,6 @@ def toy_folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(toy_folder: Path) -> TopWModel:
+def model(toy_folder: Path, sampler_choice: str) -> TopWModel:
     """A model with random logits, geometry and the mass output, for tests that need no particular text."""
-    return TopWModel.from_pretrained(toy_folder, provider="cpu", intra_op_num_threads=1)
+    return TopWModel.from_pretrained(toy_folder, provider="cpu", intra_op_num_threads=1, sampler=sampler_choice)

@@ -18,11 +18,11 @@ LOGITS = (np.random.default_rng(0).standard_normal((ROWS, VOCAB)) * 3).astype(np
 
 
 @pytest.fixture(scope="module")
-def sampler(tmp_path_factory: pytest.TempPathFactory) -> TopWSampler:
+def sampler(tmp_path_factory: pytest.TempPathFactory, sampler_choice: str) -> TopWSampler:
     folder = export_sampler(
         tmp_path_factory.mktemp("sampler") / "out", Toy.random(0), with_mass=True, with_keep_mask=True
     )
-    return TopWSampler.from_pretrained(Path(folder), provider="cpu")
+    return TopWSampler.from_pretrained(Path(folder), provider="cpu", sampler=sampler_choice)
 
 
 def test_every_row_equals_the_reference(sampler: TopWSampler) -> None:

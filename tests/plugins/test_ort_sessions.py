@@ -1,0 +1,311 @@
+"""Which sampler a session gets: native where it can be had, the function where not, and always said."""
+
+from __future__ import annotations
+
+import _ctypes
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from benchmarks.tail_cases import feeds, random_case
+
+from topw_deploy.errors import ManifestError, ParameterError, ProviderError
+from topw_deploy.manifest import MANIFEST_NAME, Manifest, describe_files, load_manifest, save_manifest
+from topw_deploy.plugins import library
+from topw_deploy.runtime import TopWModel, TopWSampler, native, session
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.sampling import TopWOptions
+from toy_model import Toy, export, export_sampler
+
+from .sampler_models import Wanted, node_of, open_model, set_attribute
+
+TOY = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+
+
+@pytest.fixture(scope="module")
+def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tmp_path_factory.mktemp("toy") / "export", TOY, with_mass=True)
+
+
+def load(folder: Path, **settings: Any) -> TopWModel:
+    return TopWModel.from_pretrained(folder, provider="cpu", **settings)
+
+
+def tokens(model: TopWModel) -> list[int]:
+    return model.generate("hello", max_new_tokens=20, seed=3, temperature=1.7, lam=0.2).token_ids
+
+
+def test_a_model_samples_natively_where_it_can_and_says_so(native_library: Path, toy_folder: Path) -> None:
+    model = load(toy_folder)
+    assert model.sampler == "native"
+    result = model.generate("a", max_new_tokens=2)
+    assert (result.sampler, result.as_dict()["sampler"]) == ("native", "native")
+
+
+def test_the_function_runs_where_it_is_asked_for_and_draws_the_same(native_library: Path, toy_folder: Path) -> None:
+    function, operator = load(toy_folder, sampler="graph"), load(toy_folder, sampler="native")
+    assert (function.sampler, operator.sampler) == ("graph", "native")
+    assert function.generate("a", max_new_tokens=1).sampler == "graph"
+    assert tokens(function) == tokens(operator)
+
+
+def test_the_sampler_alone_says_which_too(native_library: Path, tmp_path: Path) -> None:
+    folder = export_sampler(tmp_path / "sampler", Toy.random(0), with_keep_mask=True)
+    logits = np.random.default_rng(0).standard_normal((9, 259)).astype(np.float32) * 2
+    found = {}
+    for choice in ("native", "graph"):
+        sampler = TopWSampler.from_pretrained(folder, provider="cpu", sampler=choice)
+        assert sampler.sampler == choice
+        found[choice] = sampler.sample(logits, seed=1, position=4, temperature=1.5, lam=0.1)
+    np.testing.assert_array_equal(found["native"].next_token, found["graph"].next_token)
+    np.testing.assert_array_equal(found["native"].keep_mask, found["graph"].keep_mask)
+
+
+def test_another_choice_is_a_parameter_error(toy_folder: Path) -> None:
+    with pytest.raises(ParameterError, match="sampler is 'fast', but must be one of auto, native, graph"):
+        load(toy_folder, sampler="fast")
+
+
+def switched_off(patch: pytest.MonkeyPatch, _: Path) -> None:
+    patch.setenv("TOPW_NATIVE", "0")
+
+
+def not_built(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setattr(library, "PACKAGED", folder / "libtopw.so")
+
+
+def missing(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setenv("TOPW_NATIVE_LIBRARY", str(folder / "nowhere.so"))
+
+
+def broken(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "broken.so").write_bytes(b"\x7fELF and nothing more")
+    patch.setenv("TOPW_NATIVE_LIBRARY", str(folder / "broken.so"))
+
+
+def foreign(patch: pytest.MonkeyPatch, _: Path) -> None:
+    patch.setenv("TOPW_NATIVE_LIBRARY", _ctypes.__file__)
+
+
+@pytest.mark.parametrize(
+    ("absence", "reason"),
+    [
+        (switched_off, "TOPW_NATIVE=0 switches it off"),
+        (not_built, "this installation was built without it"),
+        (missing, "TOPW_NATIVE_LIBRARY names .*nowhere.so, which is no file"),
+        (broken, "the native library does not load"),
+        (foreign, "is not a library of topw_deploy"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_without_the_library_the_function_runs_and_the_reason_is_known(
+    toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absence: Any, reason: str
+) -> None:
+    absence(monkeypatch, tmp_path)
+    model = load(toy_folder)
+    assert model.sampler == "graph"
+    assert model.generate("a", max_new_tokens=2).token_ids
+    with pytest.raises(ProviderError, match=f"sampler='native' cannot be had: .*{reason}"):
+        load(toy_folder, sampler="native")
+
+
+def test_a_library_in_the_models_folder_or_the_working_folder_is_never_loaded(
+    native_library: Path, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
+    for place in (folder, tmp_path):
+        shutil.copy(native_library, place / native_library.name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(library, "PACKAGED", tmp_path / "elsewhere" / native_library.name)
+    assert load(folder).sampler == "graph"
+
+
+def change_graph(folder: Path, change: Any) -> None:
+    """Edit model.onnx and make the manifest vouch for it."""
+    model = onnx.load(folder / "model.onnx")
+    change(model)
+    onnx.save(model, folder / "model.onnx")
+    manifest = load_manifest_of(folder)
+    save_manifest(folder, manifest)
+
+
+def load_manifest_of(folder: Path) -> Manifest:
+    """The manifest with the graph's size as it is now."""
+    manifest = Manifest.from_json((folder / MANIFEST_NAME).read_text())
+    return replace(manifest, files={**manifest.files, **describe_files(folder, ["model.onnx"])})
+
+
+def test_a_node_that_the_operator_refuses_is_opened_again_with_the_function(
+    native_library: Path, toy_folder: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
+    change_graph(folder, lambda model: set_attribute(model, "table_form", "com.example.Lookup(bits=3)"))
+    opened = session.GraphSession(ModelFolder(folder, "decoder"), provider="cpu")
+    assert opened.sampler == "graph"
+    assert "the table form 'com.example.Lookup(bits=3)' is not known" in opened.why_graph
+    assert tokens(load(folder)) == tokens(load(toy_folder, sampler="graph"))
+    with pytest.raises(ProviderError, match=r"com.example.Lookup\(bits=3\)' is not known"):
+        load(folder, sampler="native")
+
+
+def test_a_form_that_the_manifest_names_as_unknown_is_not_even_tried(native_library: Path) -> None:
+    found, why = native.operator_library("CPUExecutionProvider", "com.microsoft.GatherBlockQuantized(bits=4)")
+    assert found is None
+    assert why == "the native sampler does not read tables by com.microsoft.GatherBlockQuantized(bits=4)"
+
+
+def test_other_providers_run_the_function(native_library: Path) -> None:
+    found, why = native.operator_library("CUDAExecutionProvider", "")
+    assert (found, why) == (None, "the native sampler is for the CPU, and the provider is cuda")
+
+
+def test_a_graph_that_is_none_is_the_graphs_fault_not_the_samplers(toy_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
+    (folder / "model.onnx").write_bytes(b"not onnx")
+    save_manifest(folder, load_manifest_of(folder))
+    with pytest.raises(ManifestError, match="refuses"):
+        load(folder, sampler="native")
+
+
+def shorter_mean(model: onnx.ModelProto) -> None:
+    (mean,) = [t for t in model.graph.initializer if t.name == "topw.mean"]
+    mean.CopyFrom(onnx.numpy_helper.from_array(np.zeros(3, np.float32), mean.name))
+
+
+def smaller_table(model: onnx.ModelProto) -> None:
+    (table,) = [t for t in model.graph.initializer if t.name == "topw.embedding"]
+    table.CopyFrom(onnx.numpy_helper.from_array(np.zeros((7, 8), np.float32), table.name))
+
+
+def integer_table(model: onnx.ModelProto) -> None:
+    (table,) = [t for t in model.graph.initializer if t.name == "topw.embedding"]
+    table.CopyFrom(onnx.numpy_helper.from_array(np.zeros((300, 8), np.int8), table.name))
+
+
+def three_bounds(model: onnx.ModelProto) -> None:
+    (bound,) = [t for t in model.graph.initializer if t.name == "topw.neighbour_bound"]
+    bound.CopyFrom(onnx.numpy_helper.from_array(np.zeros(3, np.float32), bound.name))
+
+
+def no_table(model: onnx.ModelProto) -> None:
+    del node_of(model).input[14:]
+
+
+def one_more_input(model: onnx.ModelProto) -> None:
+    node_of(model).input.append("topw.embedding")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: set_attribute(model, "metric", "euclid"), "the metric euclid is not known"),
+        (lambda model: set_attribute(model, "table_form", ""), "the table form '' is not known"),
+        (lambda model: set_attribute(model, "table_form", "x" * 200), "table_form is too long"),
+        (lambda model: set_attribute(model, "top_m", 0), "out of range"),
+        (lambda model: set_attribute(model, "alt_iters", -1), "out of range"),
+        (lambda model: set_attribute(model, "knn_k", -1), "out of range"),
+        (shorter_mean, "not of the shapes expected"),
+        (smaller_table, "do not fit 300 tokens"),
+        (integer_table, "element type 3 is not known"),
+        (three_bounds, "do not fit 300 tokens"),
+        (no_table, "the node has 14 inputs"),
+        (one_more_input, "the node has 16 inputs"),
+    ],
+)
+def test_what_the_operator_cannot_serve_fails_when_the_session_opens(
+    native_library: Path, change: Any, message: str
+) -> None:
+    model = Wanted().model()
+    del model.functions[:]  # the runtime is not to complain about the body first
+    change(model)
+    with pytest.raises(Exception, match=message):
+        open_model(model, native_library)
+
+
+def test_feeds_that_do_not_fit_each_other_fail_the_run(native_library: Path) -> None:
+    wanted = Wanted()
+    opened = open_model(wanted.model(), native_library)
+    inputs = feeds([random_case(np.random.default_rng(0), wanted.vocab_size) for _ in range(3)], edits=2)
+    for name in inputs:
+        cut = inputs | {name: inputs[name][:2]}
+        with pytest.raises(Exception, match=r"TopWSample: input \d+ does not have the shape"):
+            opened.run(None, cut)
+    with pytest.raises(Exception, match="TopWSample: input 2 does not have the shape"):
+        opened.run(None, inputs | {"edit_penalty": inputs["edit_penalty"][:, :1]})
+
+
+def test_session_options_serve_several_models_and_every_choice(native_library: Path, toy_folder: Path) -> None:
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.use_env_allocators", "0")
+    choices = ("native", "native", "graph", "auto")
+    models = [load(toy_folder, session_options=options, sampler=choice) for choice in choices]
+    assert [model.sampler for model in models] == ["native", "native", "graph", "native"]
+    assert len({tuple(tokens(model)) for model in models}) == 1
+    assert options.get_session_config_entry("session.use_env_allocators") == "0"
+
+
+def test_session_options_that_have_the_operator_already_are_taken(native_library: Path, toy_folder: Path) -> None:
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(native_library))
+    assert load(toy_folder, session_options=options).sampler == "native"
+    assert load(toy_folder, session_options=options, sampler="graph").sampler == "graph"
+
+
+def test_a_refusal_leaves_the_callers_options_usable(native_library: Path, toy_folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
+    change_graph(folder, lambda model: set_attribute(model, "table_form", "unheard of"))
+    options = ort.SessionOptions()
+    assert load(folder, session_options=options).sampler == "graph"
+    assert load(toy_folder, session_options=options).sampler == "native"
+
+
+def test_models_opened_at_the_same_time_get_what_each_asked_for(native_library: Path, toy_folder: Path) -> None:
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(native_library))
+    wrong: list[str] = []
+
+    def work(choice: str) -> None:
+        for _ in range(6):
+            found = load(toy_folder, session_options=options, sampler=choice).sampler
+            if found != choice:
+                wrong.append(f"{choice} gave {found}")
+
+    threads = [threading.Thread(target=work, args=(choice,)) for choice in ("native", "graph") * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_generations_at_the_same_time_on_one_native_model_equal_those_alone(
+    native_library: Path, toy_folder: Path
+) -> None:
+    model = load(toy_folder, sampler="native")
+    expected = [model.generate(f"prompt {n}", seed=n, max_new_tokens=25, temperature=2.0).token_ids for n in range(4)]
+    found: dict[int, list[list[int]]] = {}
+
+    def work(n: int) -> None:
+        found[n] = [
+            model.generate(f"prompt {n}", seed=n, max_new_tokens=25, temperature=2.0).token_ids for _ in range(5)
+        ]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: [expected[n]] * 5 for n in range(4)}
+
+
+def test_the_manifest_of_an_edited_copy_still_loads(toy_folder: Path, tmp_path: Path) -> None:
+    """The tests above edit graphs: what they do must be what they test."""
+    folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
+    change_graph(folder, lambda model: None)
+    assert load_manifest(folder).files["model.onnx"].size == (folder / "model.onnx").stat().st_size
