@@ -75,8 +75,3 @@ def test_what_cannot_be_beside_top_w_is_refused(model, other):
 def test_a_misspelt_name_is_refused(model):
     with pytest.raises(ValueError, match="'lamm'"):
         custom(model, lamm=1.0)
-
-
-def test_it_is_not_run_without_trust(model):
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        model.generate(inputs=PROMPT, custom_generate=EXAMPLE, trust_remote_code=False, max_new_tokens=2)

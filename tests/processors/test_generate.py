@@ -172,6 +172,7 @@ def test_another_truncation_behind_it_is_refused_also_from_the_models_configurat
             PROMPT,
             do_sample=True,
             logits_processor=[TopWLogitsProcessor(model)],
+            max_new_tokens=3,
             **({} if name == "top_k" else {"top_k": 0}),
         )
     if name != "min_p":
