@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import ArrayLike
 
-from topw_deploy.bench.sampler.problem import Case, Logits, Problem
+from topw_deploy.bench.sampler.problem import TABLE, Case, Logits, Problem
 from topw_deploy.bench.sampler.side import Call
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
@@ -117,7 +117,7 @@ def sampler_file(problem: Problem, form: str, *, with_keep_mask: bool) -> Path:
     if table is not None:
         shape = ir.Shape(table.shape)
         constants["topw.embedding"].const_value = ir.ExternalTensor(
-            "table.bin", 0, table.nbytes, ir.DataType.FLOAT, shape=shape, name="topw.embedding", base_dir=problem.folder
+            TABLE, 0, table.nbytes, ir.DataType.FLOAT, shape=shape, name="topw.embedding", base_dir=problem.folder
         )
     if problem.neighbour_bound is not None:
         value = constants[BOUND_NAME]

@@ -26,8 +26,9 @@ REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
 }
 """Regime -> (its temperatures where none are given, parameters that differ from the defaults)."""
 
+TABLE = "table.bin"
 _BELL, _LIKELY, _LOWEST_LIKELY = 2.2, 20, 7.7
-_FLAT_BELL = 1.6
+_FLAT_LIKELY, _FLAT_HEIGHT, _FLAT_SPREAD = 120, 10.0, 0.2
 _BLOCK = 1024  # rows of the table looked at at once
 _SLACK = 1e-3  # of a distance: far more than float32 can lose on random points
 
@@ -50,7 +51,7 @@ class Problem:
 
     cases: each with its logits, float32 [B, V]. uniform: float32 [B]. embeddings: float32 [V, d] and their geometry;
     None under the `uniform` metric. neighbour_bound: float32 [V], or None. folder: where models may be written; it
-    holds the embeddings as `table.bin`.
+    holds the embeddings as TABLE.
     """
 
     cases: tuple[Case, ...]
@@ -86,10 +87,20 @@ def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
     return np.stack(rows).astype(np.float32)
 
 
-def bell_logits(vocab: int, batch: int = 1, seed: int = 0, deviation: float = _FLAT_BELL) -> Logits:
-    """float32 [batch, vocab]: a bell and nothing above it. With the default deviation about a hundred tokens are kept
-    and certified at T = 2, which is more than the 64 candidates that the graph's first stage looks at."""
-    return (np.random.default_rng(seed).standard_normal((batch, vocab)) * deviation).astype(np.float32)
+def flat_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
+    """float32 [batch, vocab]: 120 tokens about equally likely over a narrow bell. They are kept, which is more than the
+    64 candidates that the graph's first stage looks at."""
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((batch, vocab))
+    for row in rows:
+        likely = rng.permutation(vocab)[:_FLAT_LIKELY]
+        row[likely] = _FLAT_HEIGHT + _FLAT_SPREAD * rng.standard_normal(len(likely))
+    return rows.astype(np.float32)
+
+
+def bell_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
+    """float32 [batch, vocab]: the bell of `likely_logits` with nothing above it."""
+    return (np.random.default_rng(seed).standard_normal((batch, vocab)) * _BELL).astype(np.float32)
 
 
 def given_logits(path: Path) -> Logits:
@@ -110,20 +121,21 @@ def given_logits(path: Path) -> Logits:
 
 def logits_for(case: Case, vocab: int, batch: int, seed: int) -> Logits:
     """The logits of a case, float32 [batch, vocab]."""
-    if case.regime == "certified":
-        return likely_logits(vocab, batch, seed)
-    return bell_logits(vocab, batch, seed, _FLAT_BELL if case.regime == "flat" else _BELL)
+    return _LOGITS[case.regime](vocab, batch, seed)
+
+
+_LOGITS = {"certified": likely_logits, "flat": flat_logits, "uncertified": bell_logits}
 
 
 def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
-    """Random embeddings float32 [vocab, hidden] in `folder/table.bin`, mapped from there: no side needs a copy."""
+    """Random embeddings float32 [vocab, hidden] in `folder / TABLE`, mapped from there: no side needs a copy."""
     rng = np.random.default_rng([seed, 1])
-    table = np.memmap(folder / "table.bin", np.float32, "w+", shape=(vocab, hidden))
+    table = np.memmap(folder / TABLE, np.float32, "w+", shape=(vocab, hidden))
     for start in range(0, vocab, _BLOCK):
         block = table[start : start + _BLOCK]
         block[:] = rng.standard_normal(block.shape, dtype=np.float32)
     table.flush()
-    return np.memmap(folder / "table.bin", np.float32, "r", shape=(vocab, hidden))
+    return np.memmap(folder / TABLE, np.float32, "r", shape=(vocab, hidden))
 
 
 def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArray[np.float32]:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from topw_deploy.bench.sampler.catalogue import MIN_P, TOP_K, TOP_P
-from topw_deploy.bench.sampler.problem import Case, Logits, Problem
+from topw_deploy.bench.sampler.problem import TABLE, Case, Logits, Problem
 from topw_deploy.bench.sampler.side import Call
 from topw_deploy.errors import BenchmarkError
 
@@ -34,7 +34,9 @@ class TorchSide:
         self._bound = None if bound is None else torch.from_numpy(bound)
         self._geometry = None
         if problem.embeddings is not None:
-            table = torch.from_numpy(np.asarray(problem.embeddings))
+            table = torch.from_file(str(problem.folder / TABLE), size=problem.embeddings.size).view(
+                problem.embeddings.shape
+            )
             self._geometry = TensorGeometry.from_embeddings(table, problem.options.metric)
 
     def step(self, case: Case, logits: Logits) -> Call:

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.bench.sampler.settings import SamplerSettings
+
+WITHOUT_A_GRAPH = ("numpy", "max")
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Path:
+    """A worker's side that adds, prints, raises and dies on request."""
+    path = tmp_path / "side.py"
+    path.write_text(
+        "import os, sys\n"
+        "def start(settings):\n"
+        "    print('starting', settings['name'])\n"
+        "    os.write(1, b'C++ writes on descriptor 1\\n')\n"
+        "    def fail(): raise ValueError('two\\nlines')\n"
+        "    def refuse():\n"
+        "        from topw_deploy.errors import ParameterError\n"
+        "        raise ParameterError('lam is -1.')\n"
+        "    def die(code):\n"
+        "        print('some detail', file=sys.stderr)\n"
+        "        print('out of luck', file=sys.stderr, flush=True)\n"
+        "        os._exit(code)\n"
+        "    return {'add': lambda a, b: a + b, 'fail': fail, 'refuse': refuse, 'die': die,\n"
+        "            'threads': lambda: os.environ['OMP_NUM_THREADS'], 'path': lambda: sys.path}\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.fixture
+def small() -> SamplerSettings:
+    """Two cases over a small vocabulary, numpy alone."""
+    return SamplerSettings(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=WITHOUT_A_GRAPH)

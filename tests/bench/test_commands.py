@@ -1,0 +1,109 @@
+"""`topw bench` from the command line: what goes where, and what a wrong argument is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from topw_deploy.bench.report import duration, significant
+from topw_deploy.cli.main import topw
+from toy_model import Toy, export
+
+Invoke = Callable[..., Result]
+SMALL = ("--vocab", 300, "--hidden", 4, "--rounds", 2, "--peers", "numpy,max")
+
+
+@pytest.fixture
+def bench() -> Invoke:
+    """Run `topw bench` in this process."""
+
+    def run(*arguments: object) -> Result:
+        settings: dict[str, Any] = {"auto_envvar_prefix": "TOPW"}
+        return CliRunner().invoke(topw, ["bench", *map(str, arguments)], **settings)
+
+    return run
+
+
+def test_the_table_goes_to_stdout_and_progress_to_stderr(bench: Invoke, tmp_path: Path) -> None:
+    done = bench("sampler", *SMALL, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
+    assert done.exit_code == 0
+    assert done.stdout.count("| Top-W numpy") == 2
+    assert "Comparing kept sets" in done.stderr
+    assert "Comparing" not in done.stdout
+    assert len(json.loads((tmp_path / "out.json").read_text())["cases"]) == 2
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_quiet_says_nothing_on_stderr_and_json_alone_goes_to_stdout(bench: Invoke) -> None:
+    done = bench("sampler", *SMALL, "--quiet", "--json", "-", "--temperature", "1.5")
+    assert done.stderr == ""
+    (case,) = json.loads(done.stdout)["cases"]
+    assert case["parameters"]["temperature"] == 1.5
+
+
+def test_the_decoding_loop_is_timed_on_an_export(bench: Invoke, tmp_path: Path) -> None:
+    folder = export(tmp_path / "out", Toy.random(1))
+    done = bench(
+        "decode", folder, "--prompt-tokens", 4, "--new-tokens", 3, "--rounds", 1, "--peers", "topw-graph,argmax"
+    )
+    assert done.exit_code == 0, done.output
+    assert "| TopWModel, graph" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--regime", "hot"), "'hot' is not one of certified, flat, uncertified."),
+        (("--temperature", "1,warm"), "'1,warm' is not a list of temperatures with commas between them."),
+        (("--rounds", "0"), "0 is not in the range x>=1"),
+        (("--authors", "/no/such/file.py"), "does not exist"),
+        (("--peers", ","), "it is empty, but must hold sides."),
+    ],
+)
+def test_a_wrong_argument_is_a_usage_error(bench: Invoke, arguments: tuple[str, ...], message: str) -> None:
+    done = bench("sampler", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_the_authors_option_wants_their_file(bench: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Other: ...\n")
+    done = bench(
+        "sampler", "--vocab", 300, "--hidden", 4, "--quiet", "--peers", "authors,max", "--authors", tmp_path / "mine.py"
+    )
+    assert done.exit_code == 1
+    assert str(done.exception).endswith("mine.py has no TopW_LogitsProcessor; give the authors' logit_processor_w1.py.")
+
+
+def test_a_group_of_commands_has_a_help_without_heavy_imports(bench: Invoke) -> None:
+    done = bench("--help")
+    assert "sampler" in done.stdout
+    assert "decode" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.01234, "0.0123"),
+        (1.0, "1.00"),
+        (17.44, "17.4"),
+        (99.96, "100"),
+        (1234.5, "1,230"),
+        (0.9996, "1.00"),
+    ],
+)
+def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
+    assert significant(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(17.4e-6, "17.4 us"), (2e-3, "2.00 ms"), (3.0, "3.00 s"), (2e-8, "0.0200 us")]
+)
+def test_a_duration_has_the_unit_that_fits(value: float, text: str) -> None:
+    assert duration(value) == text

@@ -1,0 +1,178 @@
+"""`topw bench decode`: every side decodes, in its own process, and what is not there is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, with_argmax
+from topw_deploy.bench.decode.catalogue import choose
+from topw_deploy.bench.decode.run import run
+from topw_deploy.bench.decode.settings import DecodeSettings
+from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
+from topw_deploy.plugins.library import library_path
+from toy_model import Toy, export
+
+PROMPT = [5, 9, 40, 7]
+
+
+@pytest.fixture(scope="module")
+def toy() -> Toy:
+    return Toy.random(3)
+
+
+@pytest.fixture(scope="module")
+def folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tmp_path_factory.mktemp("decode") / "out", toy)
+
+
+@pytest.fixture
+def settings(folder: Path) -> DecodeSettings:
+    return DecodeSettings(folder=folder, prompt_tokens=5, new_tokens=4, rounds=2, peers=("topw-graph", "argmax"))
+
+
+# The yardstick
+
+
+def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, folder: Path, tmp_path: Path) -> None:
+    loop = ArgMaxLoop(with_argmax(folder, tmp_path), folder, ort.SessionOptions())
+    tokens = [loop.prefill(PROMPT, 20)]
+    tokens += [loop.step() for _ in range(8)]
+    sequence = list(PROMPT)
+    for token in tokens:
+        assert token == int(np.argmax(toy.logits(sequence)))
+        sequence.append(token)
+
+
+def test_a_second_prompt_starts_afresh(folder: Path, tmp_path: Path) -> None:
+    loop = ArgMaxLoop(with_argmax(folder, tmp_path), folder, ort.SessionOptions())
+
+    def decode() -> list[int]:
+        return [loop.prefill(PROMPT, 20), *(loop.step() for _ in range(5))]
+
+    assert decode() == decode()
+
+
+def test_the_argmax_graph_leaves_the_export_as_it_was(folder: Path, tmp_path: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with_argmax(folder, tmp_path)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert (tmp_path / FILE).exists()
+
+
+# The run
+
+
+def test_a_report_has_times_and_memory_of_every_side(settings: DecodeSettings) -> None:
+    report = run(replace(settings, threads=(1, 2)))
+    assert [found.threads for found in report.runs] == [1, 2]
+    for found in report.runs:
+        assert list(found.sides) == ["topw-graph", "argmax"]
+        for side in found.sides.values():
+            assert [r["tokens"] for r in side.runs] == [4, 4]
+            assert min(side.per_token) > 0
+            assert min(side.first) > 0
+            assert side.peak_bytes is not None
+            assert side.peak_bytes > 1 << 20
+    text = report.text()
+    assert "2 threads; the ratio is to TopWModel, graph" in text
+    assert "| same graph, ArgMax" in text
+    assert not list(settings.folder.parent.glob(".topw-bench-*"))
+
+
+def test_a_report_is_plain_json_with_every_round(settings: DecodeSettings) -> None:
+    document = json.loads(json.dumps(run(settings).as_dict()))
+    (only,) = document["runs"]
+    assert (only["threads"], only["reference"]) == (1, "topw-graph")
+    side = only["sides"]["argmax"]
+    assert len(side["runs"]) == 2
+    assert side["seconds_per_token"]["median"] == pytest.approx(np.median([r["rest"] / 3 for r in side["runs"]]))
+    assert only["sides"]["topw-graph"]["ratio"]["median"] == 1.0
+
+
+@pytest.mark.skipif(library_path() is None, reason="no native library was built")
+def test_the_native_sampler_is_a_side_of_its_own(settings: DecodeSettings) -> None:
+    report = run(replace(settings, rounds=1, peers=("topw",)))
+    assert list(report.runs[0].sides) == ["topw-native", "topw-graph"]
+
+
+# Sides
+
+
+def test_peers_without_a_folder_are_named_with_what_to_give(settings: DecodeSettings) -> None:
+    present, absent = choose(replace(settings, peers=()))
+    assert {"topw-graph", "argmax"} <= {side.name for side in present}
+    reasons = {side.name: side.why_not for side in absent}
+    assert "--transformers MODEL_DIR" in str(reasons["transformers-greedy"])
+    assert "optimum-cli export onnx" in str(reasons["optimum-greedy"])
+    assert "onnxruntime_genai.models.builder" in str(reasons["genai-top-p"])
+
+
+def test_a_peer_with_its_own_interpreter_needs_nothing_installed_here(settings: DecodeSettings, tmp_path: Path) -> None:
+    there = replace(settings, peers=("genai",), genai=tmp_path, genai_python=tmp_path / "python")
+    present, _ = choose(there)
+    assert [side.name for side in present] == ["genai-greedy", "genai-top-p", "genai-top-k"]
+    assert all(side.python == tmp_path / "python" for side in present)
+
+
+def test_a_named_peer_that_cannot_run_is_an_error(settings: DecodeSettings) -> None:
+    with pytest.raises(BenchmarkError, match="transformers-greedy was asked for, but is without a model: give --tran"):
+        choose(replace(settings, peers=("transformers",)))
+
+
+def test_a_folder_for_a_library_that_is_not_installed_is_an_error(
+    settings: DecodeSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("topw_deploy.bench.decode.catalogue._installed", lambda module: not module.startswith("optim"))
+    with pytest.raises(BenchmarkError, match=r"is given, but optimum-onnx is not installed: pip install optimum-onnx"):
+        choose(replace(settings, optimum=tmp_path, peers=()))
+
+
+def test_an_unknown_name_lists_the_known_ones(settings: DecodeSettings) -> None:
+    with pytest.raises(ParameterError, match="'vllm' is no side of this benchmark; choose among topw-native, topw-gr"):
+        choose(replace(settings, peers=("vllm",)))
+
+
+def test_both_libraries_are_told_their_top_k(settings: DecodeSettings, tmp_path: Path) -> None:
+    given = replace(settings, peers=(), genai=tmp_path, genai_python=tmp_path, transformers=tmp_path,
+                    optimum=tmp_path, optimum_python=tmp_path, authors=tmp_path)  # fmt: skip
+    present, _ = choose(given)
+    searches = {side.name: side.settings["search"] for side in present if "search" in side.settings}
+    assert len(searches) == 9
+    assert all("top_k" in search for search in searches.values() if search["do_sample"])
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"new_tokens": 1}, "new_tokens is 1, but must be an integer >= 2"),
+        ({"prompt_tokens": 0}, "prompt_tokens is 0"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"threads": (0,)}, r"threads are \[0\]"),
+        ({"threads": ()}, r"threads are \[\]"),
+        ({"authors": Path("x.py")}, "give the model's folder by --transformers"),
+    ],
+)
+def test_settings_outside_their_interval_are_refused(
+    settings: DecodeSettings, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ParameterError, match=message):
+        replace(settings, **changes)  # type: ignore[arg-type]
+
+
+def test_more_tokens_than_the_context_are_refused(settings: DecodeSettings) -> None:
+    with pytest.raises(ParameterError, match=r"90 \+ 10 tokens are 100, but the context has 96"):
+        run(replace(settings, prompt_tokens=90, new_tokens=10))
+
+
+def test_a_folder_that_is_no_export_is_refused(settings: DecodeSettings, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError):
+        run(replace(settings, folder=tmp_path))

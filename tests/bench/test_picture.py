@@ -1,0 +1,70 @@
+"""The picture is a PNG that can be looked at."""
+
+from __future__ import annotations
+
+import builtins
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topw_deploy.bench.picture import COLOURS, Bar, Panel, draw
+from topw_deploy.bench.timing import Spread
+from topw_deploy.errors import ParameterError
+
+
+def panel(bars: int) -> Panel:
+    kinds = list(COLOURS)
+    made = [Bar(f"side {i}", Spread(m, m * 0.9, m * 1.2), kinds[i % 3], f"{i}") for i in range(bars)
+            for m in [1e-6 * 4**i]]  # fmt: skip
+    return Panel("a subtitle", "A title that says what came out, " * 4, made)
+
+
+def size(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG, from its header."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def test_a_picture_grows_with_its_bars_and_panels(tmp_path: Path) -> None:
+    sizes = []
+    for name, panels in {"few": [panel(3)], "more": [panel(9)], "two": [panel(9), panel(9)]}.items():
+        draw(tmp_path / f"{name}.png", panels, "one step", "a note")
+        sizes.append(size(tmp_path / f"{name}.png"))
+    assert len({width for width, _ in sizes}) == 1
+    assert 1000 < sizes[0][0] < 4000
+    assert 300 < sizes[0][1] < sizes[1][1] < sizes[2][1] < 4000
+
+
+def test_one_bar_alone_can_be_drawn(tmp_path: Path) -> None:
+    draw(tmp_path / "one.png", [panel(1)], "one step", "")
+    assert size(tmp_path / "one.png")[0] > 1000
+
+
+def test_ours_and_the_others_differ_in_lightness_too() -> None:
+    def lightness(colour: str) -> float:
+        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    assert lightness(COLOURS["peer"]) - lightness(COLOURS["ours"]) > 0.25
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="cannot be written: No such file or directory; name another file"):
+        draw(tmp_path / "nowhere" / "x.png", [panel(2)], "", "")
+
+
+def test_without_matplotlib_the_picture_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ParameterError, match="a picture needs matplotlib; run: pip install matplotlib"):
+        draw(tmp_path / "x.png", [panel(2)], "", "")

@@ -1,0 +1,84 @@
+"""The protocol between a measurement and its processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.bench.process import SIDES, Worker
+from topw_deploy.errors import BenchmarkError, ParameterError
+
+
+def test_a_worker_answers_and_keeps_what_a_library_prints_out_of_its_answers(side: Path) -> None:
+    with Worker("adder", side, {"name": "adder"}) as worker:
+        assert worker.call("add", a=2, b=3) == 5
+        assert worker.call("add", a="x", b="é") == "xé"
+
+
+def test_a_worker_gets_the_thread_count_that_blas_libraries_read(side: Path) -> None:
+    with Worker("adder", side, {"name": "adder"}, threads=3) as worker:
+        assert worker.call("threads") == "3"
+
+
+def test_no_side_can_shadow_a_library_by_its_file_name(side: Path) -> None:
+    with Worker("adder", side, {"name": "adder"}) as worker:
+        assert str(SIDES) not in worker.call("path")
+
+
+def test_a_file_that_is_no_side_is_refused() -> None:
+    with pytest.raises(BenchmarkError, match="no attribute 'start'"):
+        Worker("nothing", SIDES.parent / "sampler" / "catalogue.py", {})
+
+
+def test_a_worker_reports_how_much_memory_it_took(side: Path) -> None:
+    ballast = bytearray(300 << 20)  # of this process, which a child must not be charged for
+    for place in range(0, len(ballast), 1 << 12):
+        ballast[place] = 1
+    with Worker("adder", side, {"name": "adder"}) as worker:
+        peak = worker.peak_bytes()
+    assert peak is not None
+    assert 1 << 20 < peak < 200 << 20
+
+
+def test_an_error_in_a_worker_is_one_sentence_with_the_sides_name(side: Path) -> None:
+    with Worker("adder", side, {"name": "adder"}) as worker:
+        with pytest.raises(BenchmarkError, match=r"^adder failed: ValueError: two lines; leave it out or repair it\.$"):
+            worker.call("fail")
+        assert worker.call("add", a=1, b=1) == 2
+
+
+def test_an_error_of_this_package_comes_through_as_it_is(side: Path) -> None:
+    with (
+        Worker("adder", side, {"name": "adder"}) as worker,
+        pytest.raises(ParameterError, match=r"^lam is -1\.$"),
+    ):
+        worker.call("refuse")
+
+
+def test_a_worker_that_dies_is_named_with_its_last_words(side: Path) -> None:
+    with (
+        Worker("adder", side, {"name": "adder"}) as worker,
+        pytest.raises(BenchmarkError, match=r"^adder ended with exit code 7: out of luck; "),
+    ):
+        worker.call("die", code=7)
+
+
+def test_a_worker_that_is_dead_already_says_so_again(side: Path) -> None:
+    with Worker("adder", side, {"name": "adder"}) as worker:
+        for _ in range(2):
+            with pytest.raises(BenchmarkError, match="ended with exit code 7"):
+                worker.call("die", code=7)
+
+
+def test_an_interpreter_that_is_none_is_refused(side: Path, tmp_path: Path) -> None:
+    with pytest.raises(BenchmarkError, match="name a Python interpreter"):
+        Worker("adder", side, {"name": "adder"}, python=tmp_path / "python")
+
+
+def test_an_interpreter_without_the_library_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "side.py"
+    path.write_text("import a_library_that_nobody_has\n", encoding="utf-8")
+    with pytest.raises(BenchmarkError, match="No module named 'a_library_that_nobody_has'"):
+        Worker("peer", path, {}, python=sys.executable)
