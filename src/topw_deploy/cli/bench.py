@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -191,6 +192,10 @@ def _progress(quiet: bool) -> Progress:
 
 @contextlib.contextmanager
 def _bar(total: int, unit: str) -> Iterator[Callable[[], object]]:
+    """A bar on stderr; none where tqdm is not installed, which only exporting needs."""
+    if importlib.util.find_spec("tqdm") is None:
+        yield lambda: None
+        return
     from topw_deploy.cli.progress import bar
 
     with bar(total, unit) as update:
