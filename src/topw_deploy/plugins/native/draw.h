@@ -15,7 +15,7 @@ struct Draw {
 // `logits` [kept], descending. `weights` is room for as many.
 Draw draw(const float *logits, int64_t kept, const Parameters &, double *weights);
 
-// The crop's probability under the softmax of the whole row at the selection temperature, within 1e-7 relative.
+// The crop's probability under the softmax of the whole row at the selection temperature, within 3e-7 relative.
 double mass(const float *logits, int64_t kept, const EditedRow &, const Parameters &);
 
 }  // namespace topw

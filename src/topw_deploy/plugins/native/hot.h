@@ -2,7 +2,7 @@
 //
 // hot_loops.inc is their one source; hot_avx512.cpp, hot_avx2.cpp and hot_generic.cpp compile it for their registers,
 // and dispatch.cpp chooses. Each answers the same for every instruction set, bit for bit, except `closeness`, whose
-// float32 values only nominate (see nearest.h).
+// float32 values only nominate (see set_distances.h), and `sum_of_weights`, which decides nothing.
 #ifndef TOPW_HOT_H
 #define TOPW_HOT_H
 
@@ -37,7 +37,7 @@ struct Hot {
   // Those of `count` values (a multiple of 16) that are not less than `bound`, in their order, and their places,
   // counted from `first`; how many. There is room for 16 more than there are.
   int64_t (*take_from)(const float *values, int64_t count, int32_t first, float bound, float *taken, int32_t *places);
-  // The sum of exp((x - top) * rate) over one block, within 1e-8 relative; x <= top. -inf counts as 0.
+  // The sum of exp((x - top) * rate) over one block, within 2e-7 relative; x <= top. -inf counts as 0.
   double (*sum_of_weights)(const float *block, float top, double rate);
 
   // |r|^2 if `by.first`, else |(r - mean) * inverse_std|^2: the norm is its root.
@@ -48,6 +48,8 @@ struct Hot {
   double (*squared_distance)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
   double (*scalar_product)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
 
+  // panel[k * kPanel + j] = x[j * stride + k] for kPanel points and `depth` coordinates.
+  void (*interleave)(const float *x, int64_t stride, int64_t depth, float *panel);
   // sums[i][j] += x_i . y_j for `rows` points x (float32, `stride` apart) and kPanel points y, whose coordinates are
   // interleaved: panel[k * kPanel + j]. `depth` coordinates, at most kDepth.
   void (*closeness)(const float *x, int64_t rows, int64_t stride, const float *panel, int64_t depth, float *sums,

@@ -45,9 +45,12 @@ inline Doubles at_least(Doubles a, double low) {
   const __m256d bound = _mm256_set1_pd(low);
   return {_mm256_max_pd(a.low, bound), _mm256_max_pd(a.high, bound)};
 }
-inline __m256d power_of_two(__m256d shifted) {
-  const __m256i exponent = _mm256_add_epi64(_mm256_castpd_si256(shifted), _mm256_set1_epi64x(1023));
-  return _mm256_castsi256_pd(_mm256_slli_epi64(exponent, 52));
+inline Doubles fused(Doubles a, Doubles b, Doubles c) {
+  return {_mm256_fmadd_pd(a.low, b.low, c.low), _mm256_fmadd_pd(a.high, b.high, c.high)};
 }
-// 2^n, n in the low bits of each double (see kRoundingShift).
-inline Doubles power_of_two(Doubles shifted) { return {power_of_two(shifted.low), power_of_two(shifted.high)}; }
+inline __m256d exponent_from_low_bits(__m256d a) {
+  return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(a), 52));
+}
+inline Doubles exponent_from_low_bits(Doubles a) {
+  return {exponent_from_low_bits(a.low), exponent_from_low_bits(a.high)};
+}

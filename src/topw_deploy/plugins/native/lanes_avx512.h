@@ -30,8 +30,7 @@ inline Doubles operator+(Doubles a, Doubles b) { return {_mm512_add_pd(a.v, b.v)
 inline Doubles operator-(Doubles a, Doubles b) { return {_mm512_sub_pd(a.v, b.v)}; }
 inline Doubles operator*(Doubles a, Doubles b) { return {_mm512_mul_pd(a.v, b.v)}; }
 inline Doubles at_least(Doubles a, double low) { return {_mm512_max_pd(a.v, _mm512_set1_pd(low))}; }
-// 2^n, n in the low bits of each double (see kRoundingShift).
-inline Doubles power_of_two(Doubles shifted) {
-  const __m512i exponent = _mm512_add_epi64(_mm512_castpd_si512(shifted.v), _mm512_set1_epi64(1023));
-  return {_mm512_castsi512_pd(_mm512_slli_epi64(exponent, 52))};
+inline Doubles fused(Doubles a, Doubles b, Doubles c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
+inline Doubles exponent_from_low_bits(Doubles a) {
+  return {_mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(a.v), 52))};
 }

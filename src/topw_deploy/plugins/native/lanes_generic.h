@@ -65,8 +65,8 @@ inline Doubles at_least(Doubles a, double low) {
   for (Pair &v : a.part) v = v > bound ? v : bound;
   return a;
 }
-// 2^n, n in the low bits of each double (see kRoundingShift).
-inline Doubles power_of_two(Doubles shifted) {
-  for (Pair &v : shifted.part) v = (Pair)(((PairBits)v + 1023) << 52);
-  return shifted;
+inline Doubles fused(Doubles a, Doubles b, Doubles c) { return a * b + c; }
+inline Doubles exponent_from_low_bits(Doubles a) {
+  for (Pair &v : a.part) v = (Pair)((PairBits)v << 52);
+  return a;
 }

@@ -43,7 +43,7 @@ bool SetDistances::open(const topw_options &options, const topw_table &table, co
 
 // Nobody is a member, and no token remembers any.
 void SetDistances::forget() {
-  slots_ = live_ = 0;
+  slots_ = packed_ = 0;
   longest_ = 0;
   std::fill(slot_of_.data(), slot_of_.data() + pool_->size, -1);
   std::fill(compared_.data(), compared_.data() + pool_->size, 0);
@@ -58,47 +58,45 @@ bool SetDistances::set_members(const uint8_t *member) {
       bias_[slot_of_[i]] = -INFINITY;
       place_at_[slot_of_[i]] = -1;
       slot_of_[i] = -1;
-      --live_;
     }
-  const int64_t first = slots_;  // a multiple of kPanel
+  const int64_t first = slots_;  // a multiple of kPanel, and so is what is left behind
   for (int64_t i = 0; i < m; ++i)
     if (member[i] && slot_of_[i] < 0 && !join(i)) return false;
-  return pack(first);
+  const int64_t whole = rounded_up(slots_, kPanel);
+  if (first == whole) return true;
+  std::fill(place_at_.data() + slots_, place_at_.data() + whole, -1);
+  std::fill(bias_.data() + slots_, bias_.data() + whole, -INFINITY);
+  slots_ = whole;
+  return true;
 }
 
 bool SetDistances::join(int64_t place) {
   if (!place_at_.extend(slots_, slots_ + kPanel) || !bias_.extend(slots_, slots_ + kPanel)) return false;
   slot_of_[place] = static_cast<int32_t>(slots_);
   place_at_[slots_++] = static_cast<int32_t>(place);
-  ++live_;
   joined_ += !was_member_[place];
   was_member_[place] = 1;
   return true;
 }
 
-// The points of the members from `first` on, interleaved in panels; the last panel is filled up with nobody.
-bool SetDistances::pack(int64_t first) {
-  const int64_t d = table_.hidden(), last = slots_;
-  slots_ = rounded_up(last, kPanel);
-  if (!panels_.extend(first * d, slots_ * d)) return false;
-  for (int64_t panel = first; panel < slots_; panel += kPanel) {
-    memset(points_.data(), 0, static_cast<size_t>(kPanel * stride_) * sizeof(float));
+// The points of the members that joined since, interleaved in panels.
+bool SetDistances::pack() {
+  const int64_t d = table_.hidden();
+  if (!panels_.extend(packed_ * d, slots_ * d)) return false;
+  for (; packed_ < slots_; packed_ += kPanel) {
     for (int64_t j = 0; j < kPanel; ++j) {
-      const int64_t slot = panel + j;
-      bias_[slot] = -INFINITY;
-      if (slot >= last) {
-        place_at_[slot] = -1;
+      const int64_t place = place_at_[packed_ + j];
+      float *point = &points_[j * stride_];
+      if (place < 0) {
+        memset(point, 0, static_cast<size_t>(stride_) * sizeof(float));
         continue;
       }
-      const int64_t place = place_at_[slot];
       const float *row = table_.row(pool_->id[place], own_row_.data());
-      const double squared = hot().point(row, norm_of(place, row), table_.by(), &points_[j * stride_], stride_);
+      const double squared = hot().point(row, norm_of(place, row), table_.by(), point, stride_);
       longest_ = std::max(longest_, squared >= 0 ? sqrt(squared) : INFINITY);
-      bias_[slot] = metric_ == TOPW_COSINE ? 0.0f : static_cast<float>(-0.5 * squared);
+      bias_[packed_ + j] = metric_ == TOPW_COSINE ? 0.0f : static_cast<float>(-0.5 * squared);
     }
-    float *out = &panels_[panel * d];
-    for (int64_t k = 0; k < d; ++k)
-      for (int64_t j = 0; j < kPanel; ++j) *out++ = points_[j * stride_ + k];
+    hot().interleave(points_.data(), stride_, d, &panels_[packed_ * d]);
   }
   return true;
 }
@@ -151,6 +149,7 @@ bool SetDistances::compare(const int32_t *places, int64_t count, int64_t from) {
   if (!sums_.reserve(rows * columns) || !taken_.reserve(columns + 16) || !nominated_.reserve(columns + 16) ||
       !found_.reserve(columns + kMostRemembered))
     return false;
+  if (!pack()) return false;
   points_of(places, count);
   for (int64_t i = 0; i < rows; ++i)
     memcpy(&sums_[i * columns], &bias_[from], static_cast<size_t>(columns) * sizeof(float));

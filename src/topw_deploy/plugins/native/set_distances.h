@@ -36,7 +36,7 @@ class SetDistances {
   };
 
   [[nodiscard]] bool join(int64_t place);
-  [[nodiscard]] bool pack(int64_t first_slot);
+  [[nodiscard]] bool pack();
   void forget();
   bool recall(int64_t place);
   [[nodiscard]] bool compare(const int32_t *places, int64_t count, int64_t from);
@@ -54,7 +54,7 @@ class SetDistances {
   int64_t remembered_ = 0;      // k, or 0 where that is too many to remember from step to step
   int64_t stride_ = 0;          // of a point in points_
   int64_t slots_ = 0;           // a member's column; a member that left leaves it empty for good
-  int64_t live_ = 0;            // columns of members
+  int64_t packed_ = 0;          // slots whose points are in panels_: made when first needed
   int64_t pairs_ = 0, joined_ = 0;
   double longest_ = 0;          // of the members' points
   double relative_error_ = 0;   // of a product, in units of the lengths' product
