@@ -13,6 +13,7 @@ from tiny_models import VOCAB
 from topw_deploy.cli.export import command as export_command
 from topw_deploy.cli.verify import command as verify_command
 from topw_deploy.manifest import load_manifest
+from topw_deploy.plugins.library import why_absent
 
 
 def run(*arguments: object) -> Result:
@@ -98,16 +99,22 @@ def test_verify_repeats_hashes_and_checks(finished: Path, foreign_decoder: Path)
     result = verify(finished, "--json")
     report = json.loads(result.stdout)
     assert result.exit_code == 0
-    assert len(report["checks"]) == 9  # unverified, so padding was not promised
+    of_native = [check for check in report["checks"] if check["name"].startswith("native sampler")]
+    assert len(report["checks"]) - len(of_native) == 9  # unverified, so padding was not promised
     assert all(check["passed"] for check in report["checks"])
-    assert report["skipped"] == []
+    if why_absent():
+        assert report["skipped"] == [["native sampler", why_absent()]]
+    else:
+        assert (len(of_native), report["skipped"]) == (4, [])
 
 
-def test_verify_names_what_it_cannot_compare_with(finished: Path) -> None:
+def test_verify_names_what_it_cannot_compare_with(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPW_NATIVE", "0")
     result = verify(finished, "--source", "./gone")
     assert result.exit_code == 0
     assert "generation: not checked, the source is not here" in result.stderr
-    assert "4 checks passed, 2 skipped" in result.stdout
+    assert "native sampler: not checked, TOPW_NATIVE=0 switches it off" in result.stderr
+    assert "4 checks passed, 3 skipped" in result.stdout
 
 
 def test_verify_notices_a_changed_file(finished: Path, tmp_path: Path) -> None:

@@ -156,8 +156,8 @@ def sampler_model(
 
 
 def ir_version(opset: int) -> int:
-    """The lowest version of the file format that goes with `opset`, for old runtimes refuse formats newer than they are:
-    onnxruntime 1.17 reads 9 at most. 10 serves every later opset, since nothing newer is used."""
+    """The lowest version of the file format that goes with `opset`: old runtimes refuse newer ones, onnxruntime 1.17
+    those above 9. 10 serves every later opset, since nothing newer is used."""
     return 8 if opset < 19 else 9 if opset < 21 else 10
 
 

@@ -69,7 +69,7 @@ def recheck(
     if manifest.decoder is None:
         reason = "this is a sampler-only model"
         return VerifyOutcome((), (("decoder logits", reason), ("generation", reason)))
-    task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code}
+    task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code, "native": True}
     try:
         revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
         source = resolve(named or manifest.source["id"], revision=revision, local_files_only=True)
@@ -87,7 +87,8 @@ def run_checks(task: dict[str, Any], progress: Progress) -> VerifyOutcome:
     """Run the worker on `task`; each check becomes a line of `progress` as soon as it is known.
 
     Keys of `task`: folder; onnx or checkpoint, what to compare with, or neither, then no_reference says why;
-    num_hidden_layers, trust_remote_code. Raises VerificationError if the worker itself fails.
+    num_hidden_layers, trust_remote_code; native, to check this machine's native sampler too.
+    Raises VerificationError if the worker itself fails.
     """
     checks: list[Check] = []
     skipped: list[tuple[str, str]] = []

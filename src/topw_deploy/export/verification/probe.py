@@ -24,14 +24,14 @@ LOGITS = "topw.probe.logits"
 _KV_TYPES = {"float": np.float32, "float16": np.float16}
 
 
-def open_graph(folder: Path, model: ir.Model) -> ort.InferenceSession:
-    """A session over `model`, part of the export in `folder`.
+def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> ort.InferenceSession:
+    """A session over `model`, part of the export in `folder`; `library` as for `open_session`.
 
     Where its weights are references to data files, it must lie beside them for the moment of opening.
     Raises VerificationError if `folder` cannot be written then.
     """
     if not external_files(model):
-        return open_session(ir.to_proto(model).SerializeToString())
+        return open_session(ir.to_proto(model).SerializeToString(), library)
     try:
         handle, name = tempfile.mkstemp(dir=folder, prefix=".topw-probe-", suffix=".onnx")
     except OSError as error:
@@ -42,15 +42,20 @@ def open_graph(folder: Path, model: ir.Model) -> ort.InferenceSession:
     os.close(handle)
     try:
         ir.save(model, name)
-        return open_session(name)
+        return open_session(name, library)
     finally:
         Path(name).unlink(missing_ok=True)
 
 
-def open_session(model: str | bytes) -> ort.InferenceSession:
-    """A file or its content on the CPU, whose arithmetic is the same on every machine to within rounding."""
+def open_session(model: str | bytes, library: Path | None = None) -> ort.InferenceSession:
+    """A file or its content on the CPU, whose arithmetic is the same on every machine to within rounding.
+
+    Its sampler is the function in the file, which travels with it; the native operator only where `library` is given.
+    """
     options = ort.SessionOptions()
     options.log_severity_level = 3
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
@@ -107,10 +112,13 @@ def _decoder_model(folder: Path) -> ir.Model:
 
 
 class SamplerProbe:
-    """The sampler of an exported folder, alone: the very function that was shipped, and its tables."""
+    """The sampler of an exported folder, alone: the very function that was shipped, and its tables.
 
-    def __init__(self, folder: Path) -> None:
-        self._session = open_graph(folder, _sampler_model(folder))
+    library: the native operator's, to answer the same node with it instead.
+    """
+
+    def __init__(self, folder: Path, library: Path | None = None) -> None:
+        self._session = open_graph(folder, _sampler_model(folder), library)
         self._outputs = [value.name for value in self._session.get_outputs()]
 
     def run(

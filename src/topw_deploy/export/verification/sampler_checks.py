@@ -48,9 +48,14 @@ def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
 
 
 def sampler_checks(
-    probe: SamplerProbe, sampler: SamplerInfo, defaults: TopWParameters, geometry: Geometry, logits: np.ndarray
+    probe: SamplerProbe,
+    sampler: SamplerInfo,
+    defaults: TopWParameters,
+    geometry: Geometry,
+    logits: np.ndarray,
+    title: str = "sampler",
 ) -> Iterator[Check]:
-    """Kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab].
+    """Kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab]; `title` begins their names.
 
     A crop is compared by its size and by drawing every one of its tokens (six of a large one), each with
     the uniform number in the middle of its interval. Differences that rounding may cause (docs/graph.md, section 4)
@@ -77,8 +82,8 @@ def sampler_checks(
             worst = max(worst, abs(float(found["logprob"]) - wanted.logprob))
     detail = f"{rows} rows, {uncertified} decided by geometry, {ties} on a tie"
     for name, count in wrong.items():
-        yield Check(f"sampler {name}", bool(count == 0), float(count), 0.0, detail)
-    yield Check("sampler log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
+        yield Check(f"{title} {name}", bool(count == 0), float(count), 0.0, detail)
+    yield Check(f"{title} log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
 
 
 def _rows(

@@ -21,6 +21,8 @@ from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
 from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
 from topw_deploy.export.verification.sampler_checks import graph_geometry, sampler_checks
 from topw_deploy.manifest import Check, Manifest, load_manifest
+from topw_deploy.runtime.native import operator_library
+from topw_deploy.sampling import Geometry
 
 _TEXT = (
     "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "
@@ -64,6 +66,8 @@ def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
         yield _skip("sampler", "there are no logits to sample from")
     else:
         yield from sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits)
+        if task.get("native"):
+            yield from _native(folder, manifest, geometry, logits)
     if manifest.sampler.neighbour_bound:
         yield bound_check(folder, geometry, manifest.sampler.vocab_size)
     if reference is None:
@@ -74,6 +78,19 @@ def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
         from topw_deploy.export.verification.generation_checks import generation_checks
 
         yield from generation_checks(folder, manifest, reference, geometry, sequences[-1])
+
+
+def _native(
+    folder: Path, manifest: Manifest, geometry: Geometry, logits: np.ndarray
+) -> Iterator[Check | dict[str, str]]:
+    """The same checks of this machine's native sampler on the file's node. It belongs to the installation and not to
+    the file: `topw verify` asks for it, an export does not, and no manifest tells of it."""
+    library, why = operator_library("CPUExecutionProvider", manifest.sampler.table_form)
+    if library is None:
+        yield _skip("native sampler", why)
+        return
+    probe = SamplerProbe(folder, library.path)
+    yield from sampler_checks(probe, manifest.sampler, manifest.defaults, geometry, logits, "native sampler")
 
 
 def _reference(task: dict[str, Any], manifest: Manifest) -> Reference | None:
