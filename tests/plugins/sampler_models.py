@@ -14,7 +14,7 @@ from benchmarks.tail_cases import Scenario, embedding_table
 
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import TailSpec, plain_gather
-from topw_deploy.sampling import Geometry
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, sample_row
 from topw_deploy.sampling.parameters import TopWOptions
 
 
@@ -84,3 +84,15 @@ def set_attribute(model: onnx.ModelProto, name: str, value: Any) -> None:
     for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
         node.attribute.remove(attribute)
     node.attribute.append(onnx.helper.make_attribute(name, value))
+
+
+def clear_rows(wanted: Wanted, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """bool [batch]: rows where no rounding of float32 decides, by the reference."""
+    names = ("lam", "beta", "temperature", "selection_temperature", "init_top_p", "geom_scale")
+    clear = []
+    for index, logits in enumerate(inputs["logits"]):
+        parameters = {name: float(inputs[name][index]) for name in names}
+        row = sample_row(logits, parameters, wanted.options, wanted.geometry, float(inputs["uniform"][index]))
+        ties = row.ties.allow(FLOAT32_TIES) or row.ties.allow_certified(FLOAT32_TIES)
+        clear.append(row.valid and not ties and row.draw_margin > FLOAT32_TIES.draw)
+    return np.array(clear)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from benchmarks.tail_cases import NATIVE, Scenario, Tally, compare, embedding_table, feeds, graph, random_case
 
-from topw_deploy.sampling import FLOAT32_TIES, Geometry, apply_edits, sample_row
+from topw_deploy.sampling import Geometry, apply_edits, sample_row
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
-from .sampler_models import Wanted, open_model, run
+from .sampler_models import Wanted, clear_rows, open_model, run
 
 SCENARIOS = [
     Scenario(TopWOptions(top_m=1200), 53, 8, "near-duplicates", 1),
@@ -67,18 +67,6 @@ def test_every_set_of_outputs_is_told_apart_and_equals_the_functions(
             np.testing.assert_allclose(values[same], function[name][same], rtol=5e-4, atol=1e-5, err_msg=name)
         else:
             np.testing.assert_array_equal(values[same], function[name][same], err_msg=name)
-
-
-def clear_rows(wanted: Wanted, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """bool [batch]: rows where no rounding of float32 decides, by the reference."""
-    names = ("lam", "beta", "temperature", "selection_temperature", "init_top_p", "geom_scale")
-    clear = []
-    for index, logits in enumerate(inputs["logits"]):
-        parameters = {name: float(inputs[name][index]) for name in names}
-        row = sample_row(logits, parameters, wanted.options, wanted.geometry, float(inputs["uniform"][index]))
-        ties = row.ties.allow(FLOAT32_TIES) or row.ties.allow_certified(FLOAT32_TIES)
-        clear.append(row.valid and not ties and row.draw_margin > FLOAT32_TIES.draw)
-    return np.array(clear)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])

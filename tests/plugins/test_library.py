@@ -1,0 +1,124 @@
+"""Where the native library is looked for, and that building it can fail without harm."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.plugins import build, library
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_library_comes_from_the_package_or_from_the_variable(
+    native_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native_library == library.PACKAGED
+    copy = Path(shutil.copy(native_library, tmp_path))
+    monkeypatch.setenv("TOPW_NATIVE_LIBRARY", str(copy))
+    assert library.library_path() == copy
+    monkeypatch.setenv("TOPW_NATIVE", "0")
+    assert library.library_path() is None
+
+
+def test_the_library_says_what_it_is(native_library: Path) -> None:
+    found = library.load(native_library)
+    assert found.instruction_set in ("avx512", "avx2", "neon", "generic")
+    assert found.knows("")
+    assert found.knows("Gather(axis=0)")
+    assert not found.knows("com.microsoft.GatherBlockQuantized(bits=4)")
+    assert library.load(native_library) is found
+
+
+def needs_a_compiler() -> None:
+    try:
+        build.find_compiler()
+    except build.NotBuiltError as reason:
+        pytest.skip(str(reason))
+
+
+def test_a_compiler_gives_a_library_that_needs_no_other_than_the_systems(tmp_path: Path) -> None:
+    needs_a_compiler()
+    build.build(tmp_path / build.LIBRARY_NAME)
+    assert library.Library(tmp_path / build.LIBRARY_NAME).knows("Gather(axis=0)")
+    if sys.platform == "linux" and shutil.which("readelf"):
+        dynamic = subprocess.run(
+            ["readelf", "-d", str(tmp_path / build.LIBRARY_NAME)], capture_output=True, text=True, check=True
+        ).stdout
+        needed = [line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "NEEDED" in line]
+        assert all(name.split(".so")[0] in ("libc", "libm", "ld-linux-x86-64", "ld-linux-aarch64") for name in needed)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("/nowhere/c++", "cannot be run"),
+        ("false", "failed"),
+        ("true", "wrote no library"),
+        (f"{sys.executable} -c 'import sys; sys.exit(\"fatal error: no disk\")'", "fatal error: no disk"),
+    ],
+)
+def test_a_compiler_that_fails_leaves_no_library_and_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    (tmp_path / "lib.so").write_bytes(b"of an earlier build")
+    with pytest.raises(build.NotBuiltError, match=reason):
+        build.build(tmp_path / "lib.so")
+    assert not (tmp_path / "lib.so").exists()
+
+
+def test_no_compiler_and_no_wish_are_reasons_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(build.NotBuiltError, match="there is no C\\+\\+ compiler"):
+        build.build(tmp_path / "lib.so")
+    monkeypatch.setenv("TOPW_BUILD_NATIVE", "0")
+    with pytest.raises(build.NotBuiltError, match="TOPW_BUILD_NATIVE=0"):
+        build.build(tmp_path / "lib.so")
+
+
+@pytest.fixture
+def source_tree(tmp_path: Path) -> Path:
+    """What a build needs of this repository, without the demo model's megabytes."""
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "model", "*.so")
+    shutil.copytree(ROOT / "src", tree / "src", ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def wheel_of(tree: Path) -> tuple[str, list[str]]:
+    """Its tag, and the names of its files under plugins/."""
+    pytest.importorskip("setuptools", "77")
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel"]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = (tree / "dist").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name.partition("/plugins/")[2] for name in archive.namelist() if "/plugins/" in name]
+    wheel.unlink()
+    return wheel.name.split("-", 2)[2].removesuffix(".whl"), names
+
+
+def test_a_wheel_with_the_library_is_for_one_platform_and_one_without_for_all(
+    source_tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_a_compiler()
+    tag, files = wheel_of(source_tree)
+    assert tag.startswith("py3-none-")
+    assert tag != "py3-none-any"
+    assert build.LIBRARY_NAME in files
+    assert not [name for name in files if name.endswith((".cpp", ".h"))]
+    # The build folder is still there: an earlier build's library must not get into a wheel for everybody.
+    monkeypatch.setenv("CXX", "false")
+    tag, files = wheel_of(source_tree)
+    assert tag == "py3-none-any"
+    assert build.LIBRARY_NAME not in files
+    assert "library.py" in files

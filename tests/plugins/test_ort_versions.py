@@ -1,0 +1,117 @@
+"""The same library and the same file on the oldest onnxruntime that this Python can have, and on the installed one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from benchmarks.tail_cases import feeds, random_case
+
+from topw_deploy.sampling.parameters import TopWOptions
+
+from .sampler_models import Wanted, clear_rows, open_model, run
+
+OLDEST = (1, 17)  # of the interface that the operator is written for
+CASES = {
+    "cosine": Wanted(keep_mask=True),
+    "mahalanobis-knn": Wanted(TopWOptions(top_m=60, potential="knn"), mass=True, keep_mask=True),
+    "uniform": Wanted(TopWOptions(top_m=1200, metric="uniform"), keep_mask=True),
+}
+
+RUN = """
+import sys
+import numpy as np, onnxruntime as ort
+
+library, model, inputs, outputs = sys.argv[1:]
+options = ort.SessionOptions()
+options.log_severity_level = 3
+if library:
+    options.register_custom_ops_library(library)
+session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+names = [output.name for output in session.get_outputs()]
+np.savez(outputs, version=ort.__version__, **dict(zip(names, session.run(names, dict(np.load(inputs))))))
+"""
+
+
+@pytest.fixture(scope="module")
+def old_python(pytestconfig: pytest.Config) -> Path:
+    """An interpreter with the oldest onnxruntime, made once and kept in pytest's cache."""
+    folder = Path(pytestconfig.cache.mkdir("topw-oldest")) / f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not (folder / "ready").is_file():
+        version = _oldest_version()
+        venv.create(folder, with_pip=True, clear=True)
+        # Wheels from before NumPy 2 were built against NumPy 1 and do not run with another.
+        numpy = ["numpy<2"] if version < (1, 19) else ["numpy"]
+        _pip(python, "install", "--only-binary=:all:", f"onnxruntime=={'.'.join(map(str, version))}", *numpy)
+        (folder / "ready").touch()
+    return python
+
+
+def _oldest_version() -> tuple[int, ...]:
+    """The oldest release from OLDEST on with a wheel for this Python, by pip's index."""
+    listed = _pip(Path(sys.executable), "index", "versions", "onnxruntime", "--only-binary=:all:")
+    found = re.search(r"Available versions: (.*)", listed)
+    versions = [tuple(map(int, name.split("."))) for name in re.findall(r"\d+(?:\.\d+)+", found[1] if found else "")]
+    if not [version for version in versions if version[:2] >= OLDEST]:
+        pytest.skip(f"pip lists no onnxruntime from 1.17 on: {listed[:200]}")
+    return min(version for version in versions if version[:2] >= OLDEST)
+
+
+def _pip(python: Path, *arguments: str) -> str:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
+    # The tests' home is an empty folder, and pip's settings may be in the real one.
+    home = {"HOME": os.path.expanduser(f"~{_user()}")} if os.name == "posix" else {}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **home})
+    if done.returncode != 0:
+        pytest.skip(f"pip cannot fetch an old onnxruntime: {done.stderr.strip()[-200:]}")
+    return done.stdout
+
+
+def _user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_crops_are_the_same_on_the_oldest_runtime_and_on_this_one(
+    name: str, native_library: Path, old_python: Path, tmp_path: Path
+) -> None:
+    wanted = CASES[name]
+    model, rng = wanted.model(), np.random.default_rng(7)
+    inputs = feeds([random_case(rng, wanted.vocab_size) for _ in range(48)], edits=2)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    found = {
+        "function, here": run(open_model(model), inputs),
+        "operator, here": run(open_model(model, native_library), inputs),
+    }
+    for title, library in (("function, oldest", ""), ("operator, oldest", str(native_library))):
+        files = [str(tmp_path / file) for file in ("model.onnx", "inputs.npz", "outputs.npz")]
+        command = [str(old_python), "-c", RUN, library, *files]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[title] = dict(np.load(files[2]))
+    version = tuple(map(int, str(found["function, oldest"]["version"]).split(".")[:2]))
+    assert OLDEST <= version <= tuple(map(int, ort.__version__.split(".")[:2]))
+    clear = clear_rows(wanted, inputs)
+    assert clear.sum() > 24
+    expected = found["operator, here"]
+    for title, outputs in found.items():
+        for output in ("next_token", "kept", "certified", "keep_mask"):
+            np.testing.assert_array_equal(outputs[output][clear], expected[output][clear], err_msg=f"{title}: {output}")
+        np.testing.assert_allclose(outputs["logprob"][clear], expected["logprob"][clear], rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_at_opset_18_is_written_in_a_format_that_1_17_reads() -> None:
+    assert Wanted().model().ir_version == 8
+    assert Wanted(opset=20).model().ir_version == 9
+    assert Wanted(opset=23).model().ir_version == 10
