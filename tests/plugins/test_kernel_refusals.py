@@ -1,0 +1,204 @@
+"""What the native sampler does with what it should never be given: it answers or refuses, and harms no other row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.plugins.native_cases import opened
+
+from topw_deploy.errors import ParameterError, ProviderError
+from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row
+
+UNIFORM = TopWOptions(metric="uniform")
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return opened(tmp_path_factory.mktemp("native"))
+
+
+def assert_invalid(found: KernelSamples, row: int = 0) -> None:
+    """docs/graph.md, section 7."""
+    assert found.next_token[row] == -1
+    assert found.kept[row] == 0
+    assert not found.certified[row]
+    assert found.logprob[row] == 0
+    assert found.mass is not None
+    assert found.mass[row] == 0
+    assert found.keep_mask is not None
+    assert not found.keep_mask[row].any()
+
+
+def row_of(vocab: int = 700, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((1, vocab)).astype(np.float32)
+
+
+def answer(kernel: Kernel, logits: np.ndarray, **given: Any) -> KernelSamples:
+    given = {"options": UNIFORM, "mass": True, "keep_mask": True} | given
+    return kernel.sample(logits, **given)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+@pytest.mark.parametrize("vocab", [1, 16, 127, 128, 700])
+def test_one_logit_that_is_no_number_makes_its_row_invalid_wherever_it_is(
+    kernel: Kernel, bad: float, vocab: int
+) -> None:
+    for at in {0, vocab // 2, vocab - 1}:
+        for chosen in ({}, {"temperature": 0.0}, {"geom_scale": -1.0}):
+            logits = row_of(vocab)
+            logits[0, at] = bad
+            assert_invalid(answer(kernel, logits, columns=chosen))
+
+
+def test_rows_without_a_finite_logit_are_invalid(kernel: Kernel) -> None:
+    for vocab in (1, 128, 1000):
+        assert_invalid(answer(kernel, np.full((1, vocab), -np.inf)))
+        ids = np.arange(vocab)[None]
+        assert_invalid(answer(kernel, row_of(vocab), edits=(ids, np.ones(ids.shape), np.full(ids.shape, -np.inf))))
+
+
+def default(name: str) -> float:
+    return float(getattr(TopWParameters(), name, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (name, value)
+        for name in ("lam", "beta", "temperature", "selection_temperature")
+        for value in (-1e-3, np.nan, np.inf)
+    ]
+    + [("init_top_p", value) for value in (0.0, 1.0000002, -1.0, np.nan)]
+    + [("geom_scale", value) for value in (np.inf, -np.inf, np.nan)]
+    + [("uniform", value) for value in (1.0, -1e-9, np.nan, np.inf)],
+)
+def test_a_number_outside_its_interval_makes_its_row_invalid_and_no_other(
+    kernel: Kernel, name: str, value: float
+) -> None:
+    logits = np.repeat(row_of(), 3, axis=0)
+    good = answer(kernel, logits)
+    column = np.full(3, default(name), np.float32)
+    column[1] = value
+    found = answer(kernel, logits, columns={name: column})
+    assert_invalid(found, 1)
+    for row in (0, 2):
+        for field in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask"):
+            assert np.array_equal(getattr(found, field)[row], getattr(good, field)[row])
+
+
+@pytest.mark.parametrize(
+    ("penalty", "bias"), [(0.0, 0.0), (-1.0, 0.0), (np.nan, 0.0), (1.0, np.inf), (1.0, np.nan), (1e-38, 0.0)]
+)
+def test_an_edit_that_leaves_no_number_makes_its_row_invalid(kernel: Kernel, penalty: float, bias: float) -> None:
+    logits = row_of()
+    logits[0, 699] = 5.0
+    for edits in (([[699]], [[penalty]], [[bias]]), ([[-1, 699, 3]], [[1, penalty, 1]], [[0, bias, 0]])):
+        assert_invalid(answer(kernel, logits, edits=edits))
+
+
+def test_an_edit_does_not_heal_a_logit_that_is_no_number(kernel: Kernel) -> None:
+    for bad in (np.nan, np.inf):
+        logits = row_of()
+        logits[0, 200] = bad
+        assert_invalid(answer(kernel, logits, edits=([[200]], [[2.0]], [[-np.inf]])))
+
+
+def test_the_smallest_and_the_largest_rows_are_answered(kernel: Kernel) -> None:
+    one = answer(kernel, np.array([[-3e38]]), options=TopWOptions(metric="uniform", top_m=1))
+    assert (one.next_token[0], one.kept[0], one.certified[0], one.mass[0]) == (0, 1, True, 1)
+    wide = row_of(300_000)
+    everything = TopWOptions(metric="uniform", top_m=10**12, alt_iters=10**12)
+    for chosen in ({}, {"lam": 0.0}, {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0}, {"geom_scale": -0.2}):
+        found = answer(kernel, wide, columns=chosen, options=everything)
+        assert found.keep_mask is not None
+        assert found.keep_mask[0].sum() == found.kept[0] >= 1
+        assert found.keep_mask[0, found.next_token[0]]
+
+
+def test_equal_logits_and_extreme_ones_are_answered_as_by_the_reference(kernel: Kernel) -> None:
+    rows = [np.full(2000, 0.0), np.where(np.arange(2000) % 2, 0.0, -0.0), np.full(2000, 1e-45), np.full(2000, 3.4e38)]
+    rows.append(np.where(np.arange(2000) % 3, -3.4e38, 3.4e38))
+    rows.append(np.where(np.arange(2000) == 1999, 0.0, -np.inf))
+    for logits in rows:
+        for chosen in (
+            {},
+            {"temperature": 1e-5},
+            {"temperature": 3e38},
+            {"selection_temperature": 1e-45},
+            {"lam": 0.0, "init_top_p": 0.01},
+            {"lam": 1e-38, "beta": 3e38},
+            {"temperature": 0.0},
+        ):
+            found = answer(kernel, logits[None].astype(np.float32), columns=chosen)
+            wanted = sample_row(logits.astype(np.float32), chosen, UNIFORM)
+            assert found.kept[0] == wanted.kept, chosen
+            assert found.next_token[0] == wanted.next_token, chosen
+            assert found.certified[0] == wanted.certified, chosen
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38, 1e-45])
+@pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])
+def test_a_poisoned_table_is_answered_with_some_token_of_the_row(kernel: Kernel, metric: str, poison: float) -> None:
+    """An export refuses such tables; here nothing is promised but an answer within the row."""
+    rng = np.random.default_rng(1)
+    for share in (0.1, 1.0):
+        rows = rng.standard_normal((300, 9)).astype(np.float32)
+        rows[rng.random(rows.shape) < share] = poison
+        table = KernelTable(rows, np.full(9, poison, np.float32), np.full(9, poison, np.float32), rows[:, 0].copy())
+        for scale in (1.0, 0.0, -1.0):
+            chosen = {"lam": 0.3, "init_top_p": 0.2, "geom_scale": scale}
+            found = answer(kernel, row_of(300), columns=chosen, options=TopWOptions(metric=metric), table=table)
+            assert found.keep_mask is not None
+            assert found.keep_mask[0].sum() == found.kept[0] >= 1
+            assert found.keep_mask[0, found.next_token[0]]
+
+
+def test_more_neighbours_than_members_are_all_members(kernel: Kernel) -> None:
+    rng = np.random.default_rng(3)
+    rows = rng.standard_normal((60, 1)).astype(np.float32)
+    options = TopWOptions(metric="unit", potential="knn", knn_k=2**40, top_m=50)
+    table = KernelTable(rows, np.zeros(1, np.float32), np.ones(1, np.float32))
+    logits = row_of(60)
+    geometry = Geometry.from_embeddings(rows, "unit", ([0.0], [1.0]))
+    chosen = {"lam": 0.3, "init_top_p": 0.2, "geom_scale": 0.5}
+    found = answer(kernel, logits, columns=chosen, options=options, table=table)
+    assert found.keep_mask is not None
+    wanted = sample_row(logits[0], chosen, options, geometry)
+    assert np.array_equal(np.flatnonzero(found.keep_mask[0]), np.sort(wanted.kept_ids))
+
+
+def test_what_does_not_fit_is_a_typed_error(kernel: Kernel, tmp_path: Path) -> None:
+    table = KernelTable(np.ones((4, 2), np.float32), np.zeros(2, np.float32), np.ones(2, np.float32))
+    with pytest.raises(ParameterError, match=r"must be \[B, V\]"):
+        kernel.sample(np.zeros(5))
+    with pytest.raises(ParameterError, match="needs a table"):
+        kernel.sample(np.zeros((1, 4)))
+    with pytest.raises(ParameterError, match="4 rows, but needs one for each of the 5"):
+        kernel.sample(np.zeros((1, 5)), table=table)
+    with pytest.raises(ParameterError, match="lamda"):
+        kernel.sample(np.zeros((1, 4)), {"lamda": 1.0}, UNIFORM)
+    with pytest.raises(ParameterError, match=r"lam has shape \(3,\)"):
+        kernel.sample(np.zeros((1, 4)), {"lam": [1.0, 2.0, 3.0]}, UNIFORM)
+    with pytest.raises(ParameterError, match="edits have shapes"):
+        kernel.sample(np.zeros((1, 4)), options=UNIFORM, edits=([[1, 2]], [[1.0]], [[0.0]]))
+    with pytest.raises(ParameterError, match="int32, but must be float32"):
+        KernelTable(np.ones((4, 2), np.int32), np.zeros(2, np.float32), np.ones(2, np.float32))
+    with pytest.raises(ParameterError, match="mean is"):
+        KernelTable(np.ones((4, 2), np.float32), np.zeros(3, np.float32), np.ones(2, np.float32))
+    with pytest.raises(ParameterError, match="'mmx' is not available"):
+        kernel.use_instruction_set("mmx")
+    (tmp_path / "text.so").write_text("no library")
+    for path in (tmp_path / "text.so", tmp_path / "absent.so"):
+        with pytest.raises(ProviderError, match="is not a native sampler"):
+            Kernel(path)
+
+
+def test_a_library_that_is_not_the_sampler_is_refused() -> None:
+    import _ctypes
+
+    with pytest.raises(ProviderError, match="is not a native sampler"):
+        Kernel(_ctypes.__file__)
