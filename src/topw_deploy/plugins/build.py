@@ -19,7 +19,7 @@ LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform
 # No contraction to fused operations: what decides is rounded alike on every processor.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
 # Nothing of the C++ library is left to find at run time, and none of it is shown to other libraries of the process.
-_LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-Wl,-s")
+_LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
 
 _LONGEST = 600  # seconds that a compiler may take
 _COMPILERS = ("c++", "g++", "clang++")
@@ -34,7 +34,14 @@ def build(output: Path) -> None:
 
     Raises NotBuiltError where that is not wanted (TOPW_BUILD_NATIVE=0) or not possible; no file is at `output` then.
     """
-    output.unlink(missing_ok=True)
+    try:
+        _build(output)
+    except NotBuiltError:
+        output.unlink(missing_ok=True)  # of an earlier build: its sources may have been others
+        raise
+
+
+def _build(output: Path) -> None:
     if os.environ.get("TOPW_BUILD_NATIVE") == "0":
         raise NotBuiltError("TOPW_BUILD_NATIVE=0")
     sources = sorted(str(file) for file in SOURCES.glob("*.cpp"))
@@ -43,16 +50,24 @@ def build(output: Path) -> None:
     if sys.platform == "win32":
         raise NotBuiltError("it is not built on Windows")
     compiler = find_compiler()
-    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="topw-build-") as scratch:
         made = Path(scratch) / output.name
-        try:
-            _run([*compiler, *FLAGS, *_extra_flags(compiler), "-shared", *sources, "-lm", "-o", str(made)])
-            if not made.is_file() or not made.stat().st_size:
-                raise NotBuiltError(f"{compiler[0]} said nothing and wrote no library")
-            shutil.copyfile(made, output)  # whole or not at all: nobody meets half a library
-        except OSError as error:
-            raise NotBuiltError(str(error)) from None
+        _run([*compiler, *FLAGS, *_linker_flags(compiler), "-shared", *sources, "-lm", "-o", str(made)])
+        if not made.is_file() or not made.stat().st_size:
+            raise NotBuiltError(f"{compiler[0]} said nothing and wrote no library")
+        _put(made, output)
+
+
+def _put(made: Path, output: Path) -> None:
+    """In one piece, and as a new file: a process that has the old one loaded keeps it."""
+    beside = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(made, beside)
+        beside.replace(output)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise NotBuiltError(f"{output} cannot be written ({error})") from None
 
 
 def find_compiler() -> list[str]:
@@ -67,20 +82,21 @@ def find_compiler() -> list[str]:
     raise NotBuiltError("there is no C++ compiler (install one, or name it with CXX)")
 
 
-def _extra_flags(compiler: Sequence[str]) -> tuple[str, ...]:
-    """Those of the linker's flags that this compiler takes together: a compiler may lack some of them."""
+def _linker_flags(compiler: Sequence[str]) -> list[str]:
+    """Those of the linker's flags that this compiler takes."""
     if sys.platform != "linux":
-        return ()
+        return []
+    taken = []
     with tempfile.TemporaryDirectory(prefix="topw-probe-") as scratch:
         probe = Path(scratch) / "probe.cpp"
-        probe.write_text("int topw_probe() { return 0; }\n", encoding="ascii")
-        for flags in (_LINUX, _LINUX[:2]):
+        probe.write_text("extern \"C\" int topw_probe() { return 0; }\n", encoding="ascii")
+        for flag in _LINUX:
             try:
-                _run([*compiler, *FLAGS, *flags, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])
+                _run([*compiler, *FLAGS, flag, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])
+                taken.append(flag)
             except NotBuiltError:
                 continue
-            return flags
-    return ()
+    return taken
 
 
 def _run(command: Sequence[str]) -> None:
