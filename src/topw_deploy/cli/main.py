@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "Export a model with its sampler into one ONNX graph.",
     "export-sampler": "Export the sampler alone, for logits from elsewhere.",
     "generate": "Generate text with an exported model.",
+    "stats": "Show what Top-W did to a text: crops, and whether geometry acted.",
     "inspect": "Show what an exported folder holds.",
     "verify": "Check an exported folder again.",
     "bench": "Measure a sampling step or a decoding loop here, beside others.",

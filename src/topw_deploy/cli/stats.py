@@ -1,0 +1,143 @@
+"""`topw stats`: what Top-W did to a text. The report goes to stdout, progress to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from topw_deploy.cli.options import CONTEXT, given, parameter_options
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
+
+if TYPE_CHECKING:
+    from topw_deploy.stats.prompts import Prompt
+    from topw_deploy.stats.summary import Summary
+
+
+@click.command(name="stats", context_settings=CONTEXT)
+@click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
+@click.option(
+    "--prompt-file",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Read prompts from a file (UTF-8, one a line); - is standard input.",
+)
+@click.option(
+    "--prompts-jsonl",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help='Read prompts from JSON lines: "text" or {"prompt": "text"}.',
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Take only the first so many prompts.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Most tokens each.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of each prompt's draws.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts run together.")
+@parameter_options
+@click.option(
+    "--sweep",
+    metavar="NAME=V1,V2,...",
+    multiple=True,
+    help="Compare values of a Top-W parameter, side by side. Repeatable: every combination.",
+)
+@click.option("--tokens", type=click.IntRange(min=0), default=10, show_default=True, help="Most tokens in each list.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, allow_dash=True), help="Write it as JSON; - is stdout."
+)
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it, as .png, .svg or .pdf.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def command(
+    folder: Path,
+    prompts: tuple[str, ...],
+    prompt_file: Path | None,
+    prompts_jsonl: Path | None,
+    limit: int | None,
+    sweep: tuple[str, ...],
+    json_file: Path | None,
+    plot: Path | None,
+    **values: Any,
+) -> None:
+    """Run prompts with the exported model in the folder OUT and show what Top-W did.
+
+    Prompts are given as PROMPT, --prompt-file or --prompts-jsonl. The report: how many steps were certified, the
+    crops' sizes, mass and entropy by position, how often token geometry changed the crop (against geom_scale 0 at the
+    same logits), and which tokens it kept or dropped. The text is the one that `topw generate` gives for the seed.
+    """
+    asked = _prompts(prompts, prompt_file, prompts_jsonl)[:limit]
+    # Imported late: --help and usage errors must not wait for onnxruntime.
+    from topw_deploy.cli.progress import bar, phase
+    from topw_deploy.stats.settings import settings_of
+
+    settings = settings_of(given(values, PARAMETER_NAMES), sweep)
+    for path in (json_file, plot):
+        _check_writable(path)
+    if plot is not None:
+        from topw_deploy.stats.plot import require_matplotlib
+
+        require_matplotlib()
+    from topw_deploy.stats.collect import collect
+    from topw_deploy.stats.summary import summarise
+
+    shown: dict[str, Any] = {} if values["quiet"] else {"progress": phase, "bar": bar}
+    generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
+    summaries = summarise(
+        collect(folder, asked, settings, batch_size=values["batch_size"], generation=generation, **shown)
+    )
+    if plot is not None:
+        from topw_deploy.stats.plot import save_plot
+
+        save_plot(summaries, plot, f"What Top-W did: {folder.name}, {len(asked)} prompts, seed {values['seed']}")
+    _write(summaries, folder, values, json_file)
+
+
+def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[Prompt]:
+    from topw_deploy.stats.prompts import Prompt, prompts_of_json_lines, prompts_of_lines
+
+    sources = (bool(given), lines is not None, json_lines is not None)
+    if sum(sources) != 1:
+        raise click.UsageError("give prompts in one way: PROMPT, --prompt-file or --prompts-jsonl.")
+    if lines is not None:
+        return prompts_of_lines(*_read(lines))
+    if json_lines is not None:
+        return prompts_of_json_lines(*_read(json_lines))
+    return [Prompt(text, f"prompt {number}") for number, text in enumerate(given, 1)]
+
+
+def _read(path: Path) -> tuple[bytes, str]:
+    """A file's bytes and what to call it."""
+    if str(path) == "-":
+        if sys.stdin is None:  # it was closed
+            raise click.UsageError("standard input is closed; give a file.")
+        return sys.stdin.buffer.read(), "standard input"
+    try:
+        return path.read_bytes(), str(path)
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _check_writable(path: Path | None) -> None:
+    """A long run should not end with a name that cannot be written."""
+    if path is None or str(path) == "-":
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise ParameterError(f"{path} is a folder, or lies in none that is there; choose another name.")
+
+
+def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_file: Path | None) -> None:
+    from topw_deploy.stats.table import lines
+
+    if json_file is not None:
+        kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size")}
+        report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
+        text = json.dumps(report, indent=2, ensure_ascii=False)
+        if str(json_file) == "-":
+            click.echo(text)
+            return
+        try:
+            json_file.write_text(text + "\n", "utf-8")
+        except OSError as error:
+            raise ParameterError(f"{json_file} cannot be written ({error.strerror or error}).") from None
+    click.echo("\n".join(lines(summaries, values["tokens"])))

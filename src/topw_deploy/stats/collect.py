@@ -1,0 +1,211 @@
+"""Running prompts as `topw generate` does, and looking at the logits of every step again.
+
+A fused graph gives no logits out. So the tokens are generated first, by the very model; then the part of the graph
+before the sampler runs over the same tokens, with the same cache and the same columns per step, and shows what entered
+the sampler. The crop found from that is compared with the size and the certificate that the graph itself reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from topw_deploy.errors import ManifestError, PromptError
+from topw_deploy.export.embedding_node import find_embedding
+from topw_deploy.export.graft import sampler_node
+from topw_deploy.export.progress import Bar, Progress, no_bar
+from topw_deploy.export.table import EmbeddingTable, stored_array
+from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
+from topw_deploy.export.verification.probe import LogitsProbe
+from topw_deploy.export.weights import MODEL_FILE
+from topw_deploy.manifest import Manifest
+from topw_deploy.runtime import GenerationResult, TopWModel
+from topw_deploy.runtime.edits import Edits
+from topw_deploy.runtime.request import Limits, RowRequest, resolve
+from topw_deploy.sampling import Geometry, apply_edits, as_float32
+from topw_deploy.stats.analyse import Lens, Step
+from topw_deploy.stats.prompts import Prompt
+from topw_deploy.stats.settings import Setting
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One prompt under one setting: what was asked and what came."""
+
+    request: RowRequest
+    result: GenerationResult
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A generated sequence with what each of its steps was.
+
+    agreed: at how many steps the crop has the size and the certificate that the graph reported.
+    """
+
+    generated: Generated
+    steps: list[Step]
+    agreed: int
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Every setting's sequences in the order of the prompts, and the text of each token that geometry moved."""
+
+    runs: list[tuple[Setting, list[Seen]]]
+    texts: dict[int, str]
+
+
+def collect(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    settings: Sequence[Setting],
+    *,
+    batch_size: int = 1,
+    generation: Mapping[str, Any] | None = None,
+    progress: Progress = lambda _line: None,
+    bar: Bar = no_bar,
+) -> Collected:
+    """Generate from every prompt under every setting with the exported model in `folder`, and look at each step.
+
+    generation: further parameters of `TopWModel.generate`, such as max_new_tokens and seed. batch_size: prompts that
+    run together; in a batch of several, logits may differ in their last bits from those of a prompt alone.
+    Raises the errors of topw_deploy.errors: for a folder that is no exported decoder, and for a prompt that is longer
+    than the context, naming its line.
+    """
+    batches = [range(start, min(start + batch_size, len(prompts))) for start in range(0, len(prompts), batch_size)]
+    with TopWModel.from_pretrained(folder) as model:
+        ids = [_ids(model, prompt) for prompt in prompts]
+        progress(f"Generating from {len(prompts)} prompts under {len(settings)} settings")
+        written = []
+        with bar(len(prompts) * len(settings), "prompts") as advance:
+            for setting in settings:
+                parameters = {**(generation or {}), **setting.parameters}
+                written.append(_generate(model, ids, batches, parameters, advance))
+        manifest, tokenizer = model.manifest, model.tokenizer
+    progress("Looking at every step")
+    assert manifest.decoder is not None
+    probe, lens = LogitsProbe(folder, manifest.decoder), lens_of(folder, manifest)
+    total = sum(len(one.result.token_ids) for run in written for one in run)
+    runs = []
+    with bar(total, "tokens") as advance:
+        for setting, run in zip(settings, written, strict=True):
+            seen = [one for batch in batches for one in _look(probe, lens, [run[i] for i in batch], advance)]
+            runs.append((setting, seen))
+    moved = {token for _, run in runs for one in run for step in one.steps for token in (*step.added, *step.dropped)}
+    return Collected(runs, {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(moved)})
+
+
+def lens_of(folder: Path, manifest: Manifest) -> Lens:
+    """What the steps of the exported model are looked at with: the node's own table, statistics and bound."""
+    sampler = manifest.sampler
+    if sampler.options.metric == "uniform":
+        return Lens(sampler.options, Geometry.uniform())
+    graph = ir.load(folder / MODEL_FILE).graph
+    inputs = sampler_node(graph).inputs[len(TAIL_INPUTS) :]
+    mean, inverse_std, bound = (_stored(value) for value in inputs[: len(GEOMETRY_INPUTS)])
+    table: Any = EmbeddingTable(find_embedding(graph), sampler.vocab_size)
+    geometry = Geometry.from_embeddings(table, sampler.options.metric, (mean, inverse_std))
+    return Lens(sampler.options, geometry, bound if len(bound) else None)
+
+
+def _stored(value: ir.Value | None) -> NDArray[np.float32]:
+    if value is None or value.const_value is None:
+        raise ManifestError("the sampler node has no statistics of its own; export the model again.")
+    return np.array(stored_array(value.const_value))
+
+
+def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
+    """The prompt's tokens as `generate` makes them; PromptError naming its place if there are too many."""
+    assert model.manifest.decoder is not None
+    ids, most = model.tokenizer.encode(prompt.text), model.manifest.decoder.context_length
+    if len(ids) >= most:
+        raise PromptError(
+            f"{prompt.where} has {len(ids)} tokens, but the model's context of {most} must hold it and a new one; "
+            "shorten it."
+        )
+    return ids
+
+
+def _generate(
+    model: TopWModel,
+    ids: Sequence[list[int]],
+    batches: Sequence[range],
+    parameters: Mapping[str, Any],
+    advance: Callable[[int], object],
+) -> list[Generated]:
+    assert model.manifest.decoder is not None
+    limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
+    requests = resolve(ids, parameters, model.defaults, model.manifest.defaults, limits)
+    results: list[GenerationResult] = []
+    for batch in batches:
+        results += model.generate([ids[i] for i in batch], **parameters)
+        advance(len(batch))
+    return [Generated(request, result) for request, result in zip(requests, results, strict=True)]
+
+
+def _look(
+    probe: LogitsProbe, lens: Lens, batch: Sequence[Generated], advance: Callable[[int], object]
+) -> Iterator[Seen]:
+    """The steps of sequences that were generated together."""
+    edits = [_EditsAgain(one) for one in batch]
+    steps: list[list[Step]] = [[] for _ in batch]
+    agreed = [0] * len(batch)
+    for position, logits in enumerate(logits_again(probe, batch)):
+        for row, one in enumerate(batch):
+            if position >= len(one.result.token_ids):
+                continue
+            step = lens.look(edits[row].apply(logits[row]), as_float32(one.request.top_w))
+            edits[row].accept(one.result.token_ids[position])
+            reported = one.result.kept[position], one.result.certified[position]
+            agreed[row] += reported == (step.kept, step.certified)
+            steps[row].append(step)
+            advance(1)
+    return (Seen(*parts) for parts in zip(batch, steps, agreed, strict=True))
+
+
+def logits_again(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterator[NDArray[np.float32]]:
+    """Logits [batch, vocab] of every step in turn, before edits; rows that have ended by then hold anything."""
+    lengths = [len(one.result.token_ids) for one in batch]
+    width = max(len(one.request.prompt) for one in batch)
+    ids, mask = (np.zeros((len(batch), width), np.int64) for _ in range(2))
+    for row, one in enumerate(batch):
+        start = width - len(one.request.prompt)
+        ids[row, start:], mask[row, start:] = one.request.prompt, 1
+    probe.start(len(batch))
+    for position in range(max(lengths)):
+        yield probe.step(ids, mask)
+        alive = np.array([[position + 1 < length] for length in lengths])
+        tokens = [one.result.token_ids[min(position, n - 1)] if n else 0 for one, n in zip(batch, lengths, strict=True)]
+        ids = np.array(tokens, np.int64)[:, None]
+        mask = np.concatenate([mask, alive.astype(np.int64)], axis=1)
+
+
+class _EditsAgain:
+    """The edits of one generated sequence, step by step as the runtime made them."""
+
+    def __init__(self, one: Generated) -> None:
+        self._edits = Edits([one.request])
+
+    def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        if not self._edits.active:
+            return logits
+        self._edits.prepare(_NoBinding())  # type: ignore[arg-type]  # it only hands arrays over
+        return apply_edits(logits, self._edits.ids[0], self._edits.penalty[0], self._edits.bias[0])
+
+    def accept(self, token: int) -> None:
+        self._edits.accept([token])
+
+
+class _NoBinding:
+    """Takes the arrays of edits and gives them to no session."""
+
+    def bind_array(self, name: str, array: NDArray[Any]) -> None: ...
+
+    def refresh(self, name: str) -> None: ...

@@ -1,0 +1,192 @@
+"""The report as a picture: crops by position, what decided them, and the tokens that geometry moved."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.stats.summary import MovedToken, Place, Spread, Summary
+from topw_deploy.stats.table import token_text, verdict
+
+_COLOURS = ("#2a6f97", "#e07a5f", "#3d8b5f", "#8a5a9e", "#c99a2e", "#5c6b73")
+_GREY, _SAME, _ADDED, _DROPPED = "#b8c0c8", "#e3c878", "#3d8b5f", "#c0504d"
+_MOST_TOKENS = 9  # of each kind
+_BANDS_UP_TO = 3  # settings; more bands over each other say nothing
+_LINEAR_UP_TO = 25  # tokens kept; larger ranges are shown on a logarithmic axis
+_LEAST_ROWS = 4  # of a panel with bars: a single bar need not fill it
+_LEAST_LABELLED = 6  # per cent; a narrower part of a bar has no room for its number
+_DPI = 110
+
+
+def require_matplotlib() -> None:
+    """Raises ParameterError where there is no matplotlib, before a long run instead of after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ParameterError("a picture needs matplotlib; run: pip install matplotlib") from None
+
+
+def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
+    """Write the picture, in the format that the ending of `path` names. Raises ParameterError where it cannot be."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(11.5, 7.4), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12, weight="bold", x=0.01, ha="left")
+    above, below = figure.subfigures(2, 1, height_ratios=(1.0, 1.15))
+    _panels(above, summaries)
+    left, right = below.subplots(1, 2)
+    _deciders(left, summaries)
+    _tokens(right, summaries)
+    try:
+        figure.savefig(path, dpi=_DPI)
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
+
+
+def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
+    """Sizes, mass and entropies along the text."""
+    kept, mass, entropy = figure.subplots(1, 3)
+    bands = len(summaries) <= _BANDS_UP_TO
+    _by_position(kept, summaries, lambda place: place.kept, bands=bands)
+    _by_position(mass, summaries, lambda place: place.mass, bands=bands)
+    _by_position(entropy, summaries, lambda place: place.entropy, bands=False, style=":")
+    _by_position(entropy, summaries, lambda place: place.crop_entropy, bands=bands)
+    shaded = ", shaded: middle half" if bands else ""
+    _panel(kept, f"tokens kept (mean{shaded})", wide=True)
+    _panel(mass, "probability kept (mass)")
+    mass.set_ylim(0, 1)
+    _panel(entropy, "entropy, nats (dotted: whole softmax)")
+    if len(summaries) > 1:
+        kept.legend(frameon=False, fontsize=8)
+
+
+def _by_position(
+    axes: Any, summaries: Sequence[Summary], number: Callable[[Place], Spread], *, bands: bool, style: str = "-"
+) -> None:
+    for summary, colour in zip(summaries, _COLOURS * len(summaries), strict=False):
+        spreads = [number(place) for place in summary.windows]
+        at = [(place.first + place.last) / 2 for place in summary.windows]
+        axes.plot(at, [s.mean for s in spreads], style, color=colour, lw=1.7, marker="o", ms=2.5, label=summary.label)
+        if bands:
+            axes.fill_between(
+                at, [s.p25 for s in spreads], [s.p75 for s in spreads], color=colour, alpha=0.16, linewidth=0
+            )
+
+
+def _panel(axes: Any, name: str, *, wide: bool = False) -> None:
+    if wide and axes.get_ylim()[1] > _LINEAR_UP_TO:
+        from matplotlib.ticker import FuncFormatter, NullFormatter
+
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.8)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_title(name, fontsize=10, loc="left")
+    axes.set_xlabel("position in the generated text", fontsize=9)
+    _plain(axes)
+
+
+def _plain(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+
+
+_DECIDERS: tuple[tuple[str, str, Callable[[Place | Summary], int]], ...] = (
+    ("certified: geometry cannot act", _GREY, lambda s: s.certified),
+    ("uncertified, same crop", _SAME, lambda s: s.steps - s.certified - s.changed),
+    ("crop changed by geometry", _COLOURS[0], lambda s: s.changed),
+)
+
+
+def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
+    """How many steps were certified, not certified but unchanged, changed by geometry: by setting, or of one along
+    the text."""
+    if len(summaries) > 1:
+        parts: Sequence[Place | Summary] = summaries
+        at, draw = [float(row) for row in range(len(summaries))], axes.barh
+        axes.set_yticks(at, [textwrap.fill(summary.label, 22) for summary in summaries], fontsize=8)
+        axes.set_ylim(len(summaries) - 0.4, -0.6)
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("share of the steps, %", fontsize=9)
+        thickness = 0.62
+    else:
+        parts = summaries[0].windows
+        at, draw = [(place.first + place.last) / 2 for place in summaries[0].windows], axes.bar
+        axes.set_ylim(0, 100)
+        axes.set_ylabel("share of the steps, %", fontsize=9)
+        axes.set_xlabel("position in the generated text", fontsize=9)
+        thickness = 0.86 * max((place.last - place.first + 1 for place in summaries[0].windows), default=1)
+    start = [0.0] * len(parts)
+    for name, colour, count in _DECIDERS:
+        shares = [100.0 * count(part) / max(part.steps, 1) for part in parts]
+        offset = {"left": start} if len(summaries) > 1 else {"bottom": start}
+        bars = draw(at, shares, thickness, color=colour, label=name, **offset)
+        if len(summaries) > 1:
+            labels = [f"{share:.0f} %" if share >= _LEAST_LABELLED else "" for share in shares]
+            axes.bar_label(
+                bars, labels, label_type="center", fontsize=8, color="white" if colour == _COLOURS[0] else "black"
+            )
+        start = [before + share for before, share in zip(start, shares, strict=True)]
+    _title(axes, "what decided the crop")
+    _plain(axes)
+
+
+def _title(axes: Any, text: str, handles: Any = None) -> None:
+    """A title on the left and the legend under it, above the axes."""
+    axes.set_title(text, fontsize=10, loc="left", pad=24)
+    handles = handles or axes.get_legend_handles_labels()[0]
+    axes.legend(
+        handles=handles, frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.02, 0.99),
+        borderaxespad=0.2, columnspacing=1.2, handlelength=1.2,
+    )  # fmt: skip
+
+
+def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
+    """Bars of the tokens that geometry moved under the setting where it did most, or the sentence that it did not."""
+    most = max(summaries, key=lambda summary: summary.changed)
+    if not most.changed:
+        _nothing(axes, summaries)
+        return
+    shown = [(moved, _ADDED) for moved in most.added[:_MOST_TOKENS]]
+    shown += [(moved, _DROPPED) for moved in most.dropped[:_MOST_TOKENS]]
+    rows = range(len(shown))
+    axes.barh(rows, [moved.steps for moved, _ in shown], color=[colour for _, colour in shown], height=0.72)
+    axes.set_yticks(rows, [_label(moved) for moved, _ in shown], fontsize=8, family="monospace")
+    axes.set_ylim(max(len(shown), _LEAST_ROWS) - 0.4, -0.6)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("steps", fontsize=9)
+    where = f" ({most.label})" if len(summaries) > 1 else ""
+    from matplotlib.patches import Patch
+
+    kinds = [
+        Patch(color=_ADDED, label=f"kept because of it ({len(most.added)} tokens)"),
+        Patch(color=_DROPPED, label=f"dropped because of it ({len(most.dropped)})"),
+    ]
+    _title(axes, f"tokens that geometry moved{where}", kinds)
+    _plain(axes)
+
+
+def _label(moved: MovedToken) -> str:
+    text = token_text(moved)
+    text = text if len(text) <= 18 else text[:16] + "…'"
+    return text.replace("$", r"\$")  # matplotlib takes pairs of dollars for formulas
+
+
+def _nothing(axes: Any, summaries: Sequence[Summary]) -> None:
+    axes.axis("off")
+    axes.text(0.5, 0.62, "Geometry never acted", ha="center", va="center", fontsize=19, color=_COLOURS[0])
+    certified, steps = sum(s.certified for s in summaries), sum(s.steps for s in summaries)
+    words = f"{certified} of {steps} steps were certified. No crop changed."
+    if len(summaries) == 1:
+        words = verdict(summaries[0]).removeprefix("Geometry never acted: ")
+    hint = "Distances matter with a small lam, a low init_top_p, a large beta or a high temperature."
+    text = "\n".join([*textwrap.wrap(words[:1].upper() + words[1:], 52), "", *textwrap.wrap(hint, 52)])
+    axes.text(0.5, 0.52, text, ha="center", va="top", fontsize=10, color="#333333")

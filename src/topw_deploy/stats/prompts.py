@@ -1,0 +1,58 @@
+"""Prompts from a file: one a line, or JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from topw_deploy.errors import PromptError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's text, and where it stands, for messages."""
+
+    text: str
+    where: str
+
+
+def prompts_of_lines(data: bytes, where: str) -> list[Prompt]:
+    """One prompt a line; empty lines do not count. Raises PromptError for data that is no text or has no prompt."""
+    return _some([Prompt(line, f"line {number} of {where}") for number, line in _lines(data, where)], where)
+
+
+def prompts_of_json_lines(data: bytes, where: str) -> list[Prompt]:
+    """One JSON value a line: a text, or an object with a text called `prompt`. Raises PromptError."""
+    found = []
+    for number, line in _lines(data, where):
+        place = f"line {number} of {where}"
+        try:
+            value: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            raise PromptError(f'{place} is not JSON; write "text" or {{"prompt": "text"}} on each line.') from None
+        text = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            raise PromptError(f'{place} holds no prompt; write "text" or {{"prompt": "text"}} on each line.')
+        found.append(Prompt(text, place))
+    return _some(found, where)
+
+
+def _lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, with their numbers from 1. Only line feeds end one: other breaks are text."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{where} is not UTF-8 text (byte {error.start}); convert it first.") from None
+    if "\0" in text:
+        raise PromptError(f"{where} holds a zero byte, so it is not text; give a text file with one prompt a line.")
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, line.removesuffix("\r")
+
+
+def _some(prompts: list[Prompt], where: str) -> list[Prompt]:
+    if not prompts:
+        raise PromptError(f"{where} holds no prompt; write one on each line.")
+    return prompts

@@ -1,0 +1,190 @@
+"""Many steps counted: one Summary per setting."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.stats.analyse import Step
+from topw_deploy.stats.collect import Collected, Seen
+
+QUANTILES = {"p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9}
+_MOST_WINDOWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean, quantiles and extremes of one number over steps."""
+
+    mean: float
+    least: float
+    p10: float
+    p25: float
+    median: float
+    p75: float
+    p90: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The steps at one position of the generated text, or at a range of them. first, last: from 1. single: steps that
+    kept one token, as greedy decoding does."""
+
+    first: int
+    last: int
+    steps: int
+    single: int
+    certified: int
+    changed: int
+    kept: Spread
+    mass: Spread
+    entropy: Spread
+    crop_entropy: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class MovedToken:
+    """A token that distances brought into crops, or put out of them, at `steps` steps."""
+
+    token: int
+    text: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What Top-W did under one setting.
+
+    parameters: the Top-W parameters in force, from the setting, the model and the export. agreed: steps whose crop has
+    the size and certificate that the graph reported. changed: steps whose crop differs from the one with geom_scale 0,
+    at the same logits. whole: all steps; positions: each position; ranges: a few ranges of them; windows: some of equal
+    length. added, dropped: the
+    tokens that are in such a crop, or not in it, only because of distances, most frequent first; the totals count each
+    step anew. distances: ordered
+    pairs of tokens that the fast path measured, distances_avoided: those that the literal algorithm measures beyond.
+    """
+
+    label: str
+    parameters: dict[str, float]
+    sequences: int
+    steps: int
+    agreed: int
+    certified: int
+    changed: int
+    added_total: int
+    dropped_total: int
+    stages: dict[str, int]
+    distances: int
+    distances_avoided: int
+    whole: Place | None
+    positions: tuple[Place, ...]
+    ranges: tuple[Place, ...]
+    windows: tuple[Place, ...]
+    added: tuple[MovedToken, ...]
+    dropped: tuple[MovedToken, ...]
+
+    @property
+    def certified_share(self) -> float:
+        return self.certified / self.steps if self.steps else 1.0
+
+    @property
+    def changed_share(self) -> float:
+        return self.changed / self.steps if self.steps else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON types."""
+        return {**asdict(self), "certified_share": self.certified_share, "changed_share": self.changed_share}
+
+
+def summarise(collected: Collected) -> list[Summary]:
+    """One Summary per setting, in order."""
+    return [_summary(setting.label, seen, collected.texts) for setting, seen in collected.runs]
+
+
+def _summary(label: str, seen: Sequence[Seen], texts: dict[int, str]) -> Summary:
+    by_position = _by_position(seen)
+    steps = [step for one in seen for step in one.steps]
+    return Summary(
+        label=label,
+        parameters=asdict(seen[0].generated.request.top_w),
+        sequences=len(seen),
+        steps=len(steps),
+        agreed=sum(one.agreed for one in seen),
+        certified=sum(step.certified for step in steps),
+        changed=sum(step.changed for step in steps),
+        added_total=sum(len(step.added) for step in steps),
+        dropped_total=sum(len(step.dropped) for step in steps),
+        stages=dict(Counter(step.stage for step in steps).most_common()),
+        distances=sum(step.distances for step in steps),
+        distances_avoided=sum(step.distances_avoided for step in steps),
+        whole=_place(1, len(by_position), steps) if steps else None,
+        positions=tuple(_place(at, at, found) for at, found in enumerate(by_position, 1)),
+        ranges=_places(by_position, ranges(len(by_position))),
+        windows=_places(by_position, windows(len(by_position))),
+        added=_moved(steps, lambda step: step.added, texts),
+        dropped=_moved(steps, lambda step: step.dropped, texts),
+    )
+
+
+def ranges(positions: int) -> list[tuple[int, int]]:
+    """1, 2-4, 5-8, 9-16, 17-32, ... up to the last position."""
+    found, first, last = [], 1, 1
+    while first <= positions:
+        found.append((first, min(last, positions)))
+        first, last = last + 1, max(4, 2 * last)
+    return found
+
+
+def windows(positions: int) -> list[tuple[int, int]]:
+    """At most 16 ranges of equal length, the last one perhaps shorter."""
+    length = -(-positions // _MOST_WINDOWS) or 1
+    return [(first, min(first + length - 1, positions)) for first in range(1, positions + 1, length)]
+
+
+def _places(by_position: Sequence[Sequence[Step]], parts: Sequence[tuple[int, int]]) -> tuple[Place, ...]:
+    return tuple(
+        _place(first, last, [step for found in by_position[first - 1 : last] for step in found])
+        for first, last in parts
+    )
+
+
+def _by_position(seen: Sequence[Seen]) -> list[list[Step]]:
+    longest = max((len(one.steps) for one in seen), default=0)
+    return [[one.steps[at] for one in seen if at < len(one.steps)] for at in range(longest)]
+
+
+def _place(first: int, last: int, steps: Sequence[Step]) -> Place:
+    def spread(number: Callable[[Step], float]) -> Spread:
+        return _spread([number(step) for step in steps])
+
+    return Place(
+        first=first,
+        last=last,
+        steps=len(steps),
+        single=sum(step.kept == 1 for step in steps),
+        certified=sum(step.certified for step in steps),
+        changed=sum(step.changed for step in steps),
+        kept=spread(lambda step: step.kept),
+        mass=spread(lambda step: step.mass),
+        entropy=spread(lambda step: step.entropy),
+        crop_entropy=spread(lambda step: step.crop_entropy),
+    )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    quantiles = np.quantile(values, list(QUANTILES.values())).tolist()
+    found = dict(zip(QUANTILES, quantiles, strict=True))
+    return Spread(mean=float(np.mean(values)), least=float(min(values)), most=float(max(values)), **found)
+
+
+def _moved(
+    steps: Sequence[Step], tokens: Callable[[Step], tuple[int, ...]], texts: dict[int, str]
+) -> tuple[MovedToken, ...]:
+    counts = Counter(token for step in steps for token in tokens(step))
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(MovedToken(token, texts[token], count) for token, count in ordered)

@@ -1,0 +1,132 @@
+"""The report as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from topw_deploy.stats.summary import MovedToken, Place, Spread, Summary
+
+_UNREADABLE = "�"  # what decoders put for bytes that are no character
+
+
+def lines(summaries: Sequence[Summary], most_tokens: int = 10) -> Iterator[str]:
+    """The whole report: settings side by side, then each one's details. most_tokens: of each list of tokens."""
+    if len(summaries) > 1:
+        yield from _side_by_side(summaries)
+        yield ""
+    for number, summary in enumerate(summaries):
+        if number:
+            yield ""
+        yield from _details(summary, most_tokens)
+
+
+def verdict(summary: Summary) -> str:
+    """One sentence on whether distances mattered."""
+    if not summary.steps:
+        return "There were no steps: every prompt fills the context, or no token was asked for."
+    if summary.changed:
+        per_step = (summary.added_total + summary.dropped_total) / summary.changed
+        return (
+            f"Geometry changed the crop at {_share(summary.changed, summary.steps)} of the steps "
+            f"({summary.changed} of {summary.steps}): {summary.dropped_total:,} times it dropped a token and "
+            f"{summary.added_total:,} times it kept one, {per_step:.1f} tokens per changed step."
+        )
+    if summary.certified == summary.steps:
+        return f"Geometry never acted: all {summary.steps} steps were certified, so distances could not change a crop."
+    open_steps = summary.steps - summary.certified
+    return f"Geometry never acted: at the {open_steps} uncertified of {summary.steps} steps distances changed nothing."
+
+
+def token_text(moved: MovedToken) -> str:
+    """The token's text in quotes with what is not printable escaped; bytes that are no character by their id."""
+    return f"<token {moved.token}>" if _UNREADABLE in moved.text or not moved.text else repr(moved.text)
+
+
+def _side_by_side(summaries: Sequence[Summary]) -> Iterator[str]:
+    header = (
+        "setting", "steps", "certified", "geometry acted", "one token", "kept mean", "median", "most", "mass", "entropy",
+        "of crop",
+    )  # fmt: skip
+    rows = []
+    for summary in summaries:
+        whole = summary.whole
+        shares = (_share(summary.certified, summary.steps), _share(summary.changed, summary.steps))
+        numbers = _numbers(whole) if whole is not None else ["-"] * 7
+        rows.append([summary.label or "as given", str(summary.steps), *shares, *numbers])
+    yield from table(header, rows)
+
+
+def _numbers(place: Place) -> list[str]:
+    kept = [f"{place.kept.mean:.2f}", f"{place.kept.median:g}", f"{place.kept.most:g}"]
+    return [
+        _share(place.single, place.steps),
+        *kept,
+        f"{place.mass.mean:.3f}",
+        f"{place.entropy.mean:.2f}",
+        f"{place.crop_entropy.mean:.2f}",
+    ]
+
+
+def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
+    yield ", ".join(f"{name} {value:g}" for name, value in summary.parameters.items())
+    yield f"{summary.sequences} prompts, {summary.steps} steps"
+    yield verdict(summary)
+    if not summary.steps:
+        return
+    if summary.agreed < summary.steps:
+        yield (
+            f"At {summary.steps - summary.agreed} of {summary.steps} steps the graph reported another crop: logits in "
+            "other last bits, on a near-tie."
+        )
+    yield f"certified  {_share(summary.certified, summary.steps)}"
+    stages = ", ".join(f"{name} {_share(count, summary.steps)}" for name, count in summary.stages.items())
+    yield f"settled by {stages}"
+    avoided = summary.distances + summary.distances_avoided
+    if avoided:
+        yield f"distances  {summary.distances:,} measured, {_share(summary.distances_avoided, avoided)} avoided"
+    yield ""
+    header = ("position", "steps", "certified", "geometry acted", "one token", "kept", "mass", "entropy", "of crop")
+    assert summary.whole is not None
+    places = [*summary.ranges, summary.whole] if len(summary.ranges) > 1 else [summary.whole]
+    yield from table(header, [_place(place, place is summary.whole) for place in places])
+    for title, tokens in (
+        ("kept only because of geometry", summary.added),
+        ("dropped only because of geometry", summary.dropped),
+    ):
+        if tokens:
+            yield ""
+            shown = ", ".join(f"{token_text(moved)} {moved.steps}" for moved in tokens[:most_tokens])
+            rest = f", and {len(tokens) - most_tokens} more" if len(tokens) > most_tokens else ""
+            yield f"{title} (steps): {shown}{rest}"
+
+
+def _place(place: Place, whole: bool) -> list[str]:
+    name = "all" if whole else f"{place.first}" if place.first == place.last else f"{place.first}-{place.last}"
+    shares = [_share(count, place.steps) for count in (place.certified, place.changed, place.single)]
+    kept = f"{place.kept.median:g} ({place.kept.p10:g}-{place.kept.p90:g})"
+    others = [_middle(spread) for spread in (place.mass, place.entropy, place.crop_entropy)]
+    return [name, str(place.steps), *shares, kept, *others]
+
+
+def _middle(spread: Spread) -> str:
+    """Median and the middle 80 %."""
+    return f"{spread.median:.2f} ({spread.p10:.2f}-{spread.p90:.2f})"
+
+
+def _share(count: int, total: int) -> str:
+    """A percentage that says 100 % and 0 % only where it is exact."""
+    if not total:
+        return "-"
+    share = 100 * count / total
+    if 0 < count < total:
+        share = min(max(share, 0.1), 99.9)
+    return f"{share:.1f} %"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Aligned columns, the first to the left and the others to the right."""
+    cells = [list(header), *map(list, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    for first, *others in cells:
+        right = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        yield "  ".join([first.ljust(widths[0]), *right]).rstrip()
