@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from topw_deploy.sampling.tensors.geometry import TensorGeometry
-from topw_deploy.sampling.tensors.scan import first_maximiser
 
 # Tokens measured before the row test is asked again, doubling: the most probable ones say most about the mass and the
 # objective, so they go first and few.
@@ -147,7 +146,7 @@ def literal(
     for _ in range(steps):
         phi = torch.where(S, 0.0, -scale * distance_to(everyone, S)) + lam * log_p
         order = in_order_of(phi, everyone)
-        k = int(first_maximiser(objective(p[order], phi[order], c)[None], p.new_full((1, 1), c)))
+        k = int(objective(p[order], phi[order], c).argmax()) + 1 if c > 0 else 1  # singleton collapse
         before, S = S, torch.zeros_like(S)
         S[order[:k]] = True
         if torch.equal(S, before):

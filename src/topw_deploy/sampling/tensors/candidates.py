@@ -34,18 +34,20 @@ class Candidates:
 def settle_by_candidates(logits: Tensor, rows: Rows, top_m: int) -> Candidates:
     """The rows [B, V] whose largest `CANDIDATES` logits prove the certificate; nothing here waits for the device."""
     count = min(CANDIDATES, top_m, logits.shape[1])
-    found = largest_logits(logits, count, _BLOCK)
-    valid = found.top.isfinite() & rows.usable
+    found = largest_logits(logits, count, _BLOCK, any_last=True)
+    valid = (found.top.abs() < torch.inf) & rows.usable
     scan = base_scan(found, rows)
-    certified = (rows.geom_scale >= 0) & _inside_warm_start(scan, rows) & _covers_the_pool(scan, rows, logits, top_m)
-    return Candidates(found, valid, valid & (rows.greedy | certified), scan.K)
+    settled = valid & (_inside_warm_start(scan, rows) & _covers_the_pool(scan, rows, logits, top_m) | rows.greedy)
+    if count < logits.shape[1]:  # which of the tokens equal to the last candidate are candidates is left open
+        settled &= found.logits.gather(1, scan.K - 1) > found.logits[:, -1:]
+    return Candidates(found, valid, settled, scan.K)
 
 
 def _inside_warm_start(scan: Scan, rows: Rows) -> Tensor:
     """K <= k0 (certificate without the pool): token K begins before `init_top_p` of the candidates' mass is reached."""
     slack = _SLACK[scan.p.dtype][1]
-    before = (scan.Gamma - scan.p).gather(1, scan.K - 1)
-    return (scan.K == 1) | (before < rows.init_top_p * (1.0 - slack) * scan.Gamma[:, -1:])
+    before = (scan.Gamma - scan.p).gather(1, scan.K - 1)  # 0 for K = 1
+    return (rows.geom_scale >= 0) & (before < rows.init_top_p * (1.0 - slack) * scan.Gamma[:, -1:])
 
 
 def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tensor:
@@ -55,11 +57,11 @@ def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tens
     best that could follow.
     """
     outside = min(top_m, logits.shape[1]) - scan.p.shape[1]
-    nothing_left = ~scan.real[:, -1:]
+    nothing_left = scan.banned[:, -1:]
     if outside == 0:
         return torch.ones_like(nothing_left)
     mass = scan.p[:, -1:] * outside
     whole = scan.Gamma[:, -1:] + mass
     longest = (scan.Phi[:, -1:] + mass * (rows.lam * scan.log_p[:, -1:])) / whole + rows.reward * whole.log()
     slack = _SLACK[scan.p.dtype][0] * rows.unit
-    return (rows.reward <= 0) | nothing_left | (longest < scan.J.gather(1, scan.K - 1) - slack)
+    return (longest < scan.J.gather(1, scan.K - 1) - slack) | nothing_left | (rows.scanned == 0)

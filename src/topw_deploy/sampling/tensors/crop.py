@@ -113,14 +113,14 @@ def crop_rows(
 def _by_candidates(first: Candidates, rows: Rows, vocab: int) -> TensorCrop:
     settled = first.settled[:, 0]
     none = torch.zeros_like(settled, dtype=torch.int64)
-    stage = torch.where(rows.greedy, int(Stage.GREEDY), int(Stage.CANDIDATES))
-    stage = torch.where(first.valid, stage, int(Stage.INVALID))
+    by_what = Stage.CANDIDATES - rows.greedy.to(torch.int8)  # GREEDY is the one before
+    stage = torch.where(first.valid, by_what, int(Stage.INVALID))
     return TensorCrop(
         ids=first.found.ids,
         kept=(first.K * first.settled)[:, 0].to(torch.int32),
         certified=settled,
         invalid=~first.valid[:, 0],
-        stage=stage[:, 0].to(torch.int8),
+        stage=stage[:, 0],
         distances=none,
         distances_avoided=none,
         vocab=vocab,

@@ -1,7 +1,7 @@
 """The largest logits of each row by (logit descending, id ascending), without sorting the row.
 
-No backend's topk promises an order among equals, so equal logits are told apart before it: logit and position are
-packed into one integer, and no two integers of a row are equal.
+No backend's topk promises an order among equals. Where the order matters, equal logits are told apart before it: logit
+and position are packed into one integer, and no two integers of a row are equal.
 """
 
 from __future__ import annotations
@@ -24,31 +24,49 @@ class Largest:
     top: Tensor
 
 
-def largest_logits(logits: Tensor, count: int, block: int) -> Largest:
+def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = False) -> Largest:
     """The `count` <= V largest logits of each row [B, V], float32.
 
     One pass takes the maxima of blocks of `block` neighbouring tokens; the `count` blocks that come first by (maximum
     descending, position ascending) hold all the tokens wanted. For a token outside them is behind `count` others: in
     each of them one is larger, or equal with a lower id. Tokens behind the last whole block are always looked at.
+
+    any_last: half the cost, but of the tokens equal to the last one taken, any may be taken. Those above it are exact:
+    a block left out has no larger maximum than the last block taken, and so nothing above the last token.
     """
+    first = _first_values if any_last else _first
     vocab = logits.shape[1]
     blocks = vocab // block
     if blocks <= count:
-        values, ids = _decoded(_keys(logits).topk(count, dim=1).values, vocab)
+        values, ids = first(logits, count)
         return Largest(values, ids, logits.amax(1, keepdim=True))
     grid = logits[:, : blocks * block].unflatten(1, (blocks, block))
     maxima = grid.amax(2)  # [B, blocks]
     top = maxima.amax(1, keepdim=True)
-    chosen = _positions(_keys(maxima).topk(count, dim=1).values, blocks).sort(1).values  # positions follow ids again
+    chosen = maxima.topk(count, dim=1, sorted=False).indices if any_last else _first(maxima, count)[1]
+    chosen = chosen.sort(1).values  # places follow ids again
     searched = grid.gather(1, chosen[:, :, None].expand(-1, -1, block)).flatten(1)  # [B, count * block]
     if blocks * block < vocab:
         rest = logits[:, blocks * block :]
         searched = torch.cat([searched, rest], 1)
         top = torch.maximum(top, rest.amax(1, keepdim=True))
         chosen = torch.nn.functional.pad(chosen, (0, 1), value=blocks)
-    values, place = _decoded(_keys(searched).topk(count, dim=1).values, searched.shape[1])
-    within = place % block
-    return Largest(values, chosen.gather(1, (place - within) // block) * block + within, top)
+    values, place = first(searched, count)
+    whole = place // block
+    return Largest(values, (chosen.gather(1, whole) - whole).mul_(block).add_(place), top)
+
+
+def _first_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `_first`, but which of the values equal to the last one are taken is left to topk."""
+    found = values.topk(count, dim=1, sorted=False)
+    place, order = found.indices.sort(1)
+    ordered, order = torch.sort(found.values.gather(1, order), dim=1, descending=True, stable=True)
+    return ordered, place.gather(1, order)
+
+
+def _first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values and positions [B, count] of the first by (value descending, position ascending)."""
+    return _decoded(_keys(values).topk(count, dim=1).values, values.shape[1])
 
 
 def _keys(values: Tensor) -> Tensor:
@@ -59,12 +77,8 @@ def _keys(values: Tensor) -> Tensor:
     return (ordered << _POSITION_BITS) | torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
 
 
-def _positions(keys: Tensor, length: int) -> Tensor:
-    return (length - 1) - (keys & ((1 << _POSITION_BITS) - 1))
-
-
 def _decoded(keys: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The values, float32, and positions of keys made of rows of this length."""
     ordered = (keys >> _POSITION_BITS).to(torch.int32)
     bits = ordered ^ ((ordered >> 31) & _MAGNITUDE)
-    return bits.view(torch.float32), _positions(keys, length)
+    return bits.view(torch.float32), (length - 1) - (keys & ((1 << _POSITION_BITS) - 1))

@@ -30,7 +30,7 @@ def take_pool(logits: Tensor, rows: Rows, top_m: int) -> Pool:
     """The pools of valid rows [B, V]."""
     found = largest_logits(logits, min(top_m, logits.shape[1]), _BLOCK)
     scan = base_scan(found, rows)
-    size = scan.real.sum(1, keepdim=True)
+    size = (~scan.banned).sum(1, keepdim=True)
     reached = rows.init_top_p * scan.Gamma[:, -1:] <= scan.Gamma
     k0 = torch.where(rows.init_top_p < 1, reached.int().argmax(1, keepdim=True) + 1, size)
     return Pool(found, scan, size, k0, rows.greedy | ((rows.geom_scale >= 0) & (k0 >= scan.K)))

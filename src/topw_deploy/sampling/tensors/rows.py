@@ -21,7 +21,8 @@ class Rows:
     """What the algorithm reads of the parameters: tensors [B, 1], or [1, 1] where all rows share them.
 
     selection: the temperature that chooses the crop, 1 for greedy rows; reward: beta - lam; unit: max(1, lam, beta),
-    the scale of differences in J; usable: every number is inside its interval.
+    the scale of differences in J; scanned: int64, 1 where prefixes are compared, 0 where one token is kept whatever
+    they say (greedy, or beta <= lam); usable: every number is inside its interval.
     """
 
     lam: Tensor
@@ -31,6 +32,7 @@ class Rows:
     init_top_p: Tensor
     geom_scale: Tensor
     greedy: Tensor
+    scanned: Tensor
     usable: Tensor
 
     def at(self, rows: Tensor) -> Rows:
@@ -95,5 +97,6 @@ def _derived(given: Mapping[str, Tensor]) -> Rows:
         init_top_p=share,
         geom_scale=scale,
         greedy=greedy,
+        scanned=((beta > lam) & ~greedy).to(torch.int64),
         usable=usable,
     )

@@ -16,14 +16,14 @@ from topw_deploy.sampling.tensors.rows import Rows
 class Scan:
     """The base scan over each row's tokens in pool order; all [B, n] but `K`.
 
-    Weights are in units of the largest. log_p and p: -inf logits, which belong to no pool, have log_p = 0 and p = 0;
-    real: which ones are not. Gamma, Phi: inclusive sums of p and lam p log p. J: the objective without geometry.
-    K [B, 1]: the size of its first best prefix.
+    Weights are in units of the largest. banned: the -inf logits, which belong to no pool, with log_p = 0 and p = 0.
+    Gamma, Phi: inclusive sums of p and lam p log p. J: the objective without geometry. K [B, 1]: the size of its
+    first best prefix, 1 for greedy rows and for beta <= lam, whatever rounding says (singleton collapse).
     """
 
     log_p: Tensor
     p: Tensor
-    real: Tensor
+    banned: Tensor
     Gamma: Tensor
     Phi: Tensor
     J: Tensor
@@ -33,16 +33,11 @@ class Scan:
 def base_scan(found: Largest, rows: Rows) -> Scan:
     """The objective with f = 0 over the prefixes of the logits found, in float64 (float32 on MPS)."""
     logits = found.logits.to(rows.lam.dtype)
-    real = logits.isfinite()
-    log_p = torch.where(real, (logits - logits[:, :1]) / rows.selection, 0.0)
-    p = torch.where(real, log_p.clamp(min=SMALLEST_LOG_WEIGHT).exp(), 0.0)
+    banned = logits == -torch.inf
+    log_p = ((logits - logits[:, :1]) / rows.selection).masked_fill_(banned, 0.0)
+    p = log_p.clamp(min=SMALLEST_LOG_WEIGHT).exp_().masked_fill_(banned, 0.0)
     Gamma = p.cumsum(1)
-    Phi = (p * (rows.lam * log_p)).cumsum(1)
-    J = Phi / Gamma + rows.reward * Gamma.log()
-    K = first_maximiser(J, rows.reward)
-    return Scan(log_p, p, real, Gamma, Phi, J, torch.where(rows.greedy, 1, K))
-
-
-def first_maximiser(J: Tensor, reward: Tensor) -> Tensor:
-    """k* [B, 1], the first maximiser of J [B, n]; 1 where reward <= 0, whatever rounding says (singleton collapse)."""
-    return torch.where(reward > 0, J.argmax(1, keepdim=True) + 1, 1)  # argmax answers the first one
+    Phi = (rows.lam * log_p).mul_(p).cumsum(1)
+    J = (Phi / Gamma).add_(rows.reward * Gamma.log())
+    K = J.argmax(1, keepdim=True) * rows.scanned + 1  # argmax answers the first maximiser
+    return Scan(log_p, p, banned, Gamma, Phi, J, K)
