@@ -1,0 +1,26 @@
+"""The native sampler under AddressSanitizer and UndefinedBehaviorSanitizer: no byte out of place, no promise broken."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.plugins.native import fuzz
+
+SECONDS = 4
+
+
+def test_random_bytes_break_no_promise_and_touch_no_foreign_byte(tmp_path: Path) -> None:
+    """Random bytes as options, parameters, logits, edits and tables; the long run is native/fuzz.py."""
+    program = tmp_path / "fuzz_rows"
+    try:
+        fuzz.build(program, "c++", libfuzzer=False)
+    except (fuzz.NotBuiltError, OSError) as reason:
+        pytest.skip(f"no compiler with sanitizers: {reason}")
+    done = subprocess.run([program, str(SECONDS), "1"], capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stderr[-4000:]
+    executions = re.search(r"(\d+) executions", done.stdout)
+    assert executions is not None
+    assert int(executions[1]) > 0
