@@ -1,0 +1,159 @@
+"""One graph that samples either way: the exported decoder with Top-W or ArgMax at its end, as an input says.
+
+Two models of equal weights differ in speed by several per cent, by the luck of where their weights lie in memory, for
+as long as they are open. That is more than what a sampler costs. Here both ways read the same weights in one session.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from topw_deploy.export.tail import OP_TYPE
+from topw_deploy.manifest import Manifest
+from topw_deploy.plugins.library import library_path
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.cache import ConcatCache
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
+from topw_deploy.runtime.session import SAMPLER_INPUTS, Binding
+from topw_deploy.sampling import TopWParameters
+
+CHOICE = "argmax"  # a bool, the input that decides
+FILE = "either.onnx"
+
+
+def write_either(export: Path, folder: Path) -> Path:
+    """`folder/either.onnx`: `export` with its sampler's node in one branch of an If, and ArgMax in the other."""
+    model = ir.load(export / "model.onnx")
+    graph = model.graph
+    (sampler,) = [node for node in graph if node.op_type == OP_TYPE]
+    choice = ir.Value(name=CHOICE, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    graph.inputs.append(choice)
+    inside = ir.Node(
+        sampler.domain, OP_TYPE, list(sampler.inputs), list(sampler.attributes.values()),
+        num_outputs=len(sampler.outputs), name="topw_inside",
+    )  # fmt: skip
+    argmax = ir.Node("", "ArgMax", [sampler.inputs[0]], [ir.AttrInt64("axis", 1), ir.AttrInt64("keepdims", 0)])
+    nodes, results = [argmax], [argmax.outputs[0]]
+    for value, new in zip(sampler.outputs, inside.outputs, strict=True):
+        new.name, new.type, new.shape = f"{value.name}_topw", value.type, value.shape
+        if value.name != "next_token":
+            assert value.dtype is not None
+            nothing = ir.tensor(np.zeros(1, value.dtype.numpy()))
+            nodes.append(ir.Node("", "Constant", [], [ir.AttrTensor("value", nothing)]))
+            results.append(nodes[-1].outputs[0])
+    for value, result in zip(sampler.outputs, results, strict=True):
+        result.name, result.type, result.shape = f"{value.name}_argmax", value.type, value.shape
+    branches = [
+        ir.AttrGraph("then_branch", ir.Graph([], results, nodes=nodes, name="with_argmax")),
+        ir.AttrGraph("else_branch", ir.Graph([], list(inside.outputs), nodes=[inside], name="with_topw")),
+    ]
+    either = ir.Node("", "If", [choice], branches, num_outputs=len(sampler.outputs), name="either")
+    graph.insert_after(sampler, either)
+    for old, new in zip(sampler.outputs, either.outputs, strict=True):
+        name, new.type, new.shape = old.name, old.type, old.shape
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        old.name, new.name = None, name
+    graph.remove(sampler, safe=True)
+    for data in export.glob("*.onnx_data*"):
+        _share(data, folder / data.name)
+    ir.save(model, folder / FILE)
+    return folder / FILE
+
+
+def _share(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+class Either:
+    """A session over such a file, as the runtime's loop and bindings want one. native: with the native operator."""
+
+    provider, sampler, why_graph, device = "CPUExecutionProvider", "either", "", ("cpu", 0)
+
+    def __init__(self, path: Path, *, native: bool) -> None:
+        options = ort.SessionOptions()
+        options.use_per_session_threads = False  # the process's pool, which `bursts.start` makes
+        options.log_severity_level = 3
+        if native:
+            options.register_custom_ops_library(str(library_path()))
+        self.raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.inputs = frozenset(node.name for node in self.raw.get_inputs())
+        self.outputs = tuple(node.name for node in self.raw.get_outputs())
+
+    def bind(self) -> Binding:
+        return Binding(self)  # type: ignore[arg-type]
+
+
+class TopW:
+    """The runtime's own loop, taken apart into steps."""
+
+    def __init__(self, export: Path, session: Either) -> None:
+        self.session = session
+        self.model = TopWModel(ModelFolder(export, "decoder"), session, time.perf_counter())  # type: ignore[arg-type]
+        self.choice = np.array(False)
+        self.certified: list[bool] = []
+
+    def begin(self, prompt: list[int], new_tokens: int) -> None:
+        settings = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
+        requests, _, _ = self.model._requests([prompt], settings)
+        self.row = Row(0, requests[0], None)
+        self.generation = Generation(self.session, self.model.manifest, [self.row])  # type: ignore[arg-type]
+        self.generation.binding.bind_array(CHOICE, self.choice)
+        accept(self.generation, prefill(self.generation))
+
+    def step(self) -> None:
+        accept(self.generation, decode_one_token(self.generation))
+
+    def end(self) -> None:
+        """Remember which steps were certified."""
+        self.certified += self.generation.recorded("certified", self.row)
+
+
+class ArgMax:
+    """The least that a loop can do: the last token in, the next token out, the cache handed on."""
+
+    def __init__(self, manifest: Manifest, session: Either) -> None:
+        assert manifest.decoder is not None
+        self.session, self.decoder = session, manifest.decoder
+        self.token = np.zeros(1, np.int64)
+        self.ids, self.position = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
+        self.unused = {name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")}
+        self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}
+        self.unused |= {"edit_ids": np.zeros((1, 0), np.int64), "uniform": np.zeros(1, np.float32)}
+        self.unused |= {CHOICE: np.array(True)}
+
+    def begin(self, prompt: list[int], new_tokens: int) -> None:
+        self.binding = self.session.bind()
+        for name, array in self.unused.items():
+            self.binding.bind_array(name, array)
+        self.binding.bind_result("next_token", self.token)
+        self.cache = ConcatCache(self.session, self.binding, self.decoder, 1)  # type: ignore[arg-type]
+        self.length, self.mask = len(prompt), np.ones((1, len(prompt) + new_tokens + 1), np.int64)
+        self.binding.bind_array("input_ids", np.array([prompt], np.int64))
+        self.binding.bind_array("position_ids", np.arange(len(prompt), dtype=np.int64)[None])
+        self._run()
+        self.binding.bind_array("input_ids", self.ids)
+        self.binding.bind_array("position_ids", self.position)
+
+    def step(self) -> None:
+        self.ids[0, 0], self.position[0, 0] = self.token[0], self.length
+        self.length += 1
+        self._run()
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+    def _run(self) -> None:
+        self.binding.bind_array("attention_mask", np.ascontiguousarray(self.mask[:, : self.length]))
+        self.binding.run()
+        self.cache.advance()
