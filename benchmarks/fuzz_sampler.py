@@ -24,11 +24,12 @@ from benchmarks.sampler_cases import ALL, Size, Visit, visits
 from benchmarks.sampler_sides import ADAPTERS, Absent, Answer
 from benchmarks.tail_cases import LOGPROB_BOUND, Case, explanation, reference
 from topw_deploy.export.neighbour_bound import neighbour_bound
-from topw_deploy.sampling import FLOAT64_TIES, Row
+from topw_deploy.sampling import FLOAT64_TIES, Row, TieBounds
 
 _MASS_BOUND = 1e-6  # relative: summed in double, answered in float32
 _BATCH_VALUES = 1 << 20  # logits per call of an implementation that takes batches
 _LARGEST_BOUNDED = 1100  # tokens: the bounds take all pairs
+_NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
 _STAGES = ("candidates", "pool", "geometry", "literal", "greedy", "invalid")
 
 
@@ -80,6 +81,8 @@ class Outcome:
     sides: dict[str, Side]
     rows: Counter[str] = field(default_factory=Counter)
     certified: Counter[str] = field(default_factory=Counter)
+    tied: int = 0
+    nearly_tied: int = 0
 
 
 def fuzz(rows: int, seed: int, names: Sequence[str], sizes: Sequence[Size] = ALL) -> Outcome:
@@ -104,6 +107,8 @@ def compare(visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome) ->
     for case, row in zip(cases, wanted, strict=True):
         outcome.rows[_regime(case)] += 1
         outcome.certified[_regime(case)] += row.certified
+        outcome.tied += _allowed(row, FLOAT64_TIES)
+        outcome.nearly_tied += _allowed(row, _NEARLY)
     vocab = visit.scenario.vocab_size
     has_bound = bounded and visit.scenario.options.metric != "uniform" and vocab <= _LARGEST_BOUNDED
     bound = neighbour_bound(visit.geometry, vocab) if has_bound else None
@@ -114,6 +119,10 @@ def compare(visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome) ->
         found = [row for start in range(0, len(cases), size) for row in answerer(cases[start : start + size])]
         for case, row, answer in zip(cases, wanted, found, strict=True):
             side.add(case, row, answer, f"{name} {label}")
+
+
+def _allowed(row: Row, bounds: TieBounds) -> bool:
+    return any(explanation(difference, row, bounds, pool_cut=False) for difference in ("kept set", "certified"))
 
 
 def _regime(case: Case) -> str:
@@ -138,7 +147,11 @@ def report(outcome: Outcome) -> str:
     reasons = sorted({reason for side in outcome.sides.values() for reason in side.explained})
     lines: list[tuple[object, ...]] = [(r, *(side.explained[r] for side in outcome.sides.values())) for r in reasons]
     lines.append(("unexplained", *(len(side.unexplained) for side in outcome.sides.values())))
-    return "\n\n".join([*parts, "Differences:", table(("difference", *outcome.sides), lines)])
+    ties = (
+        f"{outcome.tied} rows lie on a tie, where a difference is allowed, and {outcome.nearly_tied - outcome.tied} within "
+        f"{_NEARLY.objective:g} of one, where none is. Differences:"
+    )
+    return "\n\n".join([*parts, ties, table(("difference", *outcome.sides), lines)])
 
 
 def _regimes(name: str, side: Side, outcome: Outcome) -> str:
