@@ -147,9 +147,10 @@ def report(outcome: Outcome) -> str:
     reasons = sorted({reason for side in outcome.sides.values() for reason in side.explained})
     lines: list[tuple[object, ...]] = [(r, *(side.explained[r] for side in outcome.sides.values())) for r in reasons]
     lines.append(("unexplained", *(len(side.unexplained) for side in outcome.sides.values())))
+    near = outcome.nearly_tied - outcome.tied
     ties = (
-        f"{outcome.tied} rows lie on a tie, where a difference is allowed, and {outcome.nearly_tied - outcome.tied} within "
-        f"{_NEARLY.objective:g} of one, where none is. Differences:"
+        f"{outcome.tied} rows lie on a tie, where a difference is allowed, and {near} within {_NEARLY.objective:g} of "
+        "one, where none is. Differences:"
     )
     return "\n\n".join([*parts, ties, table(("difference", *outcome.sides), lines)])
 
