@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from topw_deploy.bench.report import duration, significant
+from topw_deploy.bench.report import comparison, duration, significant
 from topw_deploy.cli.main import topw
 from toy_model import Toy, export
 
@@ -107,3 +107,8 @@ def test_numbers_have_three_significant_digits(value: float, text: str) -> None:
 )
 def test_a_duration_has_the_unit_that_fits(value: float, text: str) -> None:
     assert duration(value) == text
+
+
+def test_a_comparison_says_on_which_side_it_is() -> None:
+    assert comparison({"a": 560.4, "b": 0.5, "c": 12.0}) == "560x faster than a, 12x than c, 2.0x slower than b"
+    assert comparison({}) == ""

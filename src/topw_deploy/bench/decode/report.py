@@ -10,7 +10,7 @@ from typing import Any
 from topw_deploy.bench.decode.settings import DecodeSettings
 from topw_deploy.bench.machine import Machine
 from topw_deploy.bench.picture import Bar, Panel
-from topw_deploy.bench.report import left_out, significant, table
+from topw_deploy.bench.report import comparison, left_out, significant, table
 from topw_deploy.bench.timing import Spread, median_interval, paired
 
 _HEADER = (
@@ -154,13 +154,8 @@ def _finding(run: ThreadsReport) -> str:
     if "argmax" in run.sides:
         sentence += f", {1 / Spread.of(run.ratios('argmax')).median:.2f}x the same graph with ArgMax"
     known = (("genai-top-p", "onnxruntime-genai with top-p"), ("transformers-authors", "the authors' code"))
-    beside = [
-        f"{significant(max(ratio, 1 / ratio), 2)}x {'faster' if ratio >= 1 else 'slower'} than {name}"
-        for other, name in known
-        if other in run.sides
-        for ratio in [Spread.of(run.ratios(other)).median]
-    ]
-    return ": ".join([sentence, *([", ".join(beside)] if beside else [])])
+    factors = {name: Spread.of(run.ratios(other)).median for other, name in known if other in run.sides}
+    return f"{sentence}: {comparison(factors)}" if factors else sentence
 
 
 def _threads(count: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from topw_deploy.bench.machine import Machine
 from topw_deploy.bench.picture import Bar, Panel
-from topw_deploy.bench.report import duration, left_out, significant, table
+from topw_deploy.bench.report import comparison, duration, left_out, significant, table
 from topw_deploy.bench.sampler.catalogue import CATALOGUE
 from topw_deploy.bench.sampler.settings import SamplerSettings
 from topw_deploy.bench.timing import Spread, median_interval, paired
@@ -132,18 +132,13 @@ def _finding(found: CaseReport) -> str:
     """What the picture shows, as a sentence: ours beside what people know."""
     ours = reference_side(found.samples)
     took = duration(Spread.of(found.samples[ours]).median)
-    beside = []
-    for other, name in _KNOWN:
-        if other in found.samples:
-            factor = Spread.of(paired(found.samples, other, ours)).median
-            faster = factor >= 1
-            beside.append(
-                f"{significant(factor if faster else 1 / factor, 2)}x {'faster' if faster else 'slower'} than {name}"
-            )
+    factors = {
+        name: Spread.of(paired(found.samples, other, ours)).median for other, name in _KNOWN if other in found.samples
+    }
     yardstick = ""
     if _YARDSTICK in found.samples:
         yardstick = f" ({significant(Spread.of(paired(found.samples, ours, _YARDSTICK)).median, 2)}x one numpy.max)"
-    return f"A Top-W step takes {took}{yardstick}" + (f": {', '.join(beside)}" if beside else "")
+    return f"A Top-W step takes {took}{yardstick}" + (f": {comparison(factors)}" if factors else "")
 
 
 def _times(ratio: float) -> str:
