@@ -1,0 +1,35 @@
+"""docs/transformers.md shows what runs, and names everything that the processor takes."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from topw_deploy.processors import Choices, TopWLogitsProcessor
+from topw_deploy.sampling import ALIASES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+
+
+def test_every_example_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 4
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    text = capsys.readouterr().out
+    # Rounding on another processor may move a draw; what is certain comes first.
+    assert text.startswith("class Path(object):\n")
+    assert isinstance(names["topw"], TopWLogitsProcessor)
+    assert names["crop"].keep_mask.sum() == names["crop"].kept.sum() > 0
+
+
+@pytest.mark.parametrize("name", [*Choices.__annotations__, *ALIASES, "neighbour_bound", "preset"])
+def test_the_page_names_every_choice(name):
+    assert f"`{name}`" in PAGE or f"{name}=" in PAGE
