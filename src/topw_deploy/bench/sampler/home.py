@@ -6,7 +6,6 @@ code is then an answer and not an end.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -118,6 +117,16 @@ class Home:
             for case, logits in pairs
         ]
 
+    def instruction_set(self) -> str | None:
+        """The one that the native library uses; None if no side is native."""
+        if not {"native", "native-op"} & set(self.sides):
+            return None
+        from topw_deploy.plugins.kernel import Kernel
+        from topw_deploy.plugins.library import library_path
+
+        path = library_path()
+        return None if path is None else Kernel(path).instruction_set
+
     def check(self, case: int) -> dict[str, Any]:
         """Compare the kept sets of all sides with the reference's; BenchmarkError if an exact one differs."""
         chosen, logits, p = self.problem.cases[case], self.problem.logits[case], self.problem
@@ -146,10 +155,8 @@ class Home:
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """The handlers that serve.py calls."""
-    begun = time.perf_counter()
     home = Home(make_problem(settings), settings["sides"])
-    prepared = time.perf_counter() - begun
-    return {"cases": home.cases, "check": home.check, "time": home.time, "prepared": lambda: prepared}
+    return {"cases": home.cases, "check": home.check, "time": home.time, "instruction_set": home.instruction_set}
 
 
 def _parameters(case: Case) -> dict[str, float]:

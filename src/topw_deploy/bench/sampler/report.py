@@ -44,12 +44,13 @@ class CaseReport:
 
 @dataclass(frozen=True)
 class SamplerReport:
-    """What `topw bench sampler` found."""
+    """What `topw bench sampler` found. instruction_set: of the native library, None if it was not run."""
 
     settings: SamplerSettings
     machine: Machine
     cases: Sequence[CaseReport]
     absent: Sequence[tuple[str, str]]
+    instruction_set: str | None = None
 
     def text(self) -> str:
         """For people: one table per case."""
@@ -57,7 +58,8 @@ class SamplerReport:
         geometry = f"metric {s.options.metric}"
         if s.options.metric != "uniform":
             geometry += f", d = {s.hidden:,}" + (", neighbour bound" if s.neighbour_bound else "")
-        lines = [f"{self.machine}; {_threads(s.threads)}, {s.rounds} rounds"]
+        native = f", native with {self.instruction_set}" if self.instruction_set else ""
+        lines = [f"{self.machine}; {_threads(s.threads)}, {s.rounds} rounds{native}"]
         for found in self.cases:
             batch, vocab = found.case["batch"], found.case["vocab"]
             ours = CATALOGUE[reference_side(found.samples)].label
@@ -78,6 +80,7 @@ class SamplerReport:
             "benchmark": "sampler",
             "machine": self.machine.as_dict(),
             "settings": settings,
+            "instruction_set": self.instruction_set,
             "cases": [
                 {
                     **found.case,

@@ -35,7 +35,7 @@ def run(settings: SamplerSettings, progress: Progress = no_progress) -> SamplerR
         progress.say("Preparing logits, embeddings and sides")
         workers = stack.enter_context(_workers(settings, choice.present, folder))
         here = workers["home"]
-        cases = here.call("cases")
+        cases, instructions = here.call("cases"), here.call("instruction_set")
         agreements = []
         for index, case in enumerate(cases):
             progress.say(f"Comparing kept sets: {case['label']}")
@@ -47,7 +47,7 @@ def run(settings: SamplerSettings, progress: Progress = no_progress) -> SamplerR
                 for i in range(len(cases))
             ]
     found = [CaseReport(*parts) for parts in zip(cases, agreements, samples, strict=True)]
-    return SamplerReport(settings, machine, found, choice.absent)
+    return SamplerReport(settings, machine, found, choice.absent, instructions)
 
 
 @contextmanager
