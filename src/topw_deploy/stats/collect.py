@@ -8,7 +8,7 @@ the sampler. The crop found from that is compared with the size and the certific
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +105,14 @@ def collect(
 def lens_of(folder: Path, manifest: Manifest) -> Lens:
     """What the steps of the exported model are looked at with: the node's own table, statistics and bound."""
     sampler = manifest.sampler
-    if sampler.options.metric == "uniform":
+    if sampler.options.metric == "uniform" or sampler.hidden_size is None:
         return Lens(sampler.options, Geometry.uniform())
     graph = ir.load(folder / MODEL_FILE).graph
     inputs = sampler_node(graph).inputs[len(TAIL_INPUTS) :]
-    mean, inverse_std, bound = (_stored(value) for value in inputs[: len(GEOMETRY_INPUTS)])
-    table: Any = EmbeddingTable(find_embedding(graph), sampler.vocab_size)
+    statistics, data = inputs[: len(GEOMETRY_INPUTS)], inputs[len(GEOMETRY_INPUTS) :]
+    mean, inverse_std, bound = (_stored(value) for value in statistics)
+    lookup = replace(find_embedding(graph), data=tuple(data), hidden=sampler.hidden_size)
+    table: Any = EmbeddingTable(lookup, sampler.vocab_size)
     geometry = Geometry.from_embeddings(table, sampler.options.metric, (mean, inverse_std))
     return Lens(sampler.options, geometry, bound if len(bound) else None)
 

@@ -44,8 +44,8 @@ def token_text(moved: MovedToken) -> str:
 
 def _side_by_side(summaries: Sequence[Summary]) -> Iterator[str]:
     header = (
-        "setting", "steps", "certified", "geometry acted", "one token", "kept mean", "median", "most", "mass", "entropy",
-        "of crop",
+        "setting", "steps", "certified", "geometry acted", "one token", "kept mean", "median", "most", "mass",
+        "entropy", "of crop",
     )  # fmt: skip
     rows = []
     for summary in summaries:

@@ -1,0 +1,153 @@
+"""Whole runs: the tokens of `generate`, and at every step what the reference says of the logits computed by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from topw_deploy.export.neighbour_bound import neighbour_bound
+from topw_deploy.export.verification.probe import LogitsProbe
+from topw_deploy.manifest import describe_files, load_manifest, save_manifest
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
+from topw_deploy.stats.collect import Collected, collect, lens_of
+from topw_deploy.stats.prompts import Prompt
+from topw_deploy.stats.settings import Setting
+from topw_deploy.stats.summary import summarise
+from toy_model import EOS, VOCAB, Toy, byte_ids, export
+
+from .conftest import GEOMETRY, Invoke
+
+TEXTS = ("abc", "hello", "x y")
+
+
+def collected(folder: Path, *texts: str, batch_size: int = 1, **parameters: float) -> Collected:
+    prompts = [Prompt(text, f"prompt {number}") for number, text in enumerate(texts)]
+    generation = {"max_new_tokens": 12, "seed": 5}
+    return collect(folder, prompts, [Setting("", parameters)], batch_size=batch_size, generation=generation)
+
+
+def test_the_tokens_are_those_of_topw_generate(folder: Path, invoke: Invoke) -> None:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in GEOMETRY.items()]
+    for text, seen in zip(TEXTS, collected(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
+        line = invoke("generate", folder, text, "--json", "--seed", 5, "--max-new-tokens", 12, *options).stdout
+        assert seen.generated.result.token_ids == json.loads(line)["token_ids"]
+
+
+def test_every_step_is_what_the_reference_says_of_logits_computed_by_hand(folder: Path, toy: Toy) -> None:
+    geometry = Geometry.from_embeddings(toy.embeddings, "mahalanobis")
+    parameters = TopWParameters(**{name: float(np.float32(value)) for name, value in GEOMETRY.items()})
+    changed = certified = 0
+    for text, seen in zip(TEXTS, collected(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
+        tokens = byte_ids(text)
+        assert len(seen.steps) == len(seen.generated.result.token_ids) == seen.agreed
+        for step, token, mass in zip(
+            seen.steps, seen.generated.result.token_ids, seen.generated.result.mass or [], strict=True
+        ):
+            row = toy.logits(tokens)
+            wanted = crop(row, parameters, toy.options, geometry)
+            plain = crop(row, replace(parameters, geom_scale=0.0), toy.options, geometry)
+            assert (step.kept, step.certified) == (len(wanted.kept), wanted.certified)
+            assert set(step.added) == set(wanted.kept) - set(plain.kept)
+            assert set(step.dropped) == set(plain.kept) - set(wanted.kept)
+            p = toy.softmax(tokens)
+            assert step.mass == pytest.approx(p[wanted.kept].sum(), rel=1e-6)
+            assert step.mass == pytest.approx(mass, rel=1e-5)  # the graph's own output
+            assert step.entropy == pytest.approx(-(p[p > 0] * np.log(p[p > 0])).sum(), rel=1e-6)
+            changed += step.changed
+            certified += step.certified
+            tokens.append(token)
+    assert changed > 3
+    assert certified < 36
+
+
+def test_a_batch_of_prompts_of_other_lengths_gives_the_steps_of_each_alone(folder: Path) -> None:
+    alone, together = (collected(folder, *TEXTS, batch_size=size, **GEOMETRY).runs[0][1] for size in (1, 3))
+    assert [seen.steps for seen in together] == [seen.steps for seen in alone]
+    assert [seen.agreed for seen in together] == [12, 12, 12]
+
+
+def test_rows_that_end_early_have_only_their_own_steps(tmp_path: Path) -> None:
+    toy = Toy.script([*byte_ids("hi"), EOS], prompt_tokens=1)
+    folder = export(tmp_path / "out", toy)
+    first, second = collected(folder, "a", "bcd", batch_size=2).runs[0][1]
+    assert len(first.steps) == first.agreed == 3
+    assert len(second.steps) == second.agreed == len(second.generated.result.token_ids)
+
+
+def test_the_models_own_penalties_are_part_of_what_is_looked_at(tmp_path: Path, toy: Toy) -> None:
+    config = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_new_tokens": 3}
+    folder = export(tmp_path / "out", toy, with_mass=True, generation_config=config)
+    for seen in collected(folder, *TEXTS, lam=1.0).runs[0][1]:
+        assert seen.agreed == len(seen.steps) == 12
+        masses = seen.generated.result.mass or []
+        assert [step.mass for step in seen.steps] == pytest.approx(masses, rel=1e-5)
+
+
+def test_a_model_with_the_uniform_metric_has_no_geometry_to_act(tmp_path: Path) -> None:
+    folder = export(tmp_path / "out", Toy.random(2))
+    assert lens_of(folder, TopWModel.from_pretrained(folder).manifest).geometry.metric == "uniform"
+    (summary,) = summarise(collected(folder, "abc"))
+    assert summary.steps == summary.agreed == 12
+
+
+def test_the_geometry_is_the_sampler_nodes_own(folder: Path, toy: Toy) -> None:
+    lens = lens_of(folder, TopWModel.from_pretrained(folder).manifest)
+    ids = np.array([5, 9, 200])
+    wanted = Geometry.from_embeddings(toy.embeddings, "mahalanobis").distances(ids, ids)
+    assert lens.geometry.distances(ids, ids) == pytest.approx(wanted, rel=1e-6)
+    assert lens.neighbour_bound is None
+
+
+def with_bound(folder: Path, copy: Path, toy: Toy) -> Path:
+    """A copy of the toy's folder with the neighbour bound in its node's place for it."""
+    shutil.copytree(folder, copy)
+    model = onnx.load(copy / "model.onnx")
+    bound = neighbour_bound(Geometry.from_embeddings(toy.embeddings, "mahalanobis"), VOCAB)
+    (place,) = (tensor for tensor in model.graph.initializer if tensor.name == "neighbour_bound")
+    place.CopyFrom(onnx.numpy_helper.from_array(bound, "neighbour_bound"))
+    onnx.save(model, copy / "model.onnx")
+    manifest = load_manifest(folder)
+    save_manifest(copy, replace(manifest, files=describe_files(copy, manifest.files)))
+    return copy
+
+
+def test_a_stored_bound_saves_distances_and_changes_no_step(folder: Path, tmp_path: Path, toy: Toy) -> None:
+    copy = with_bound(folder, tmp_path / "copy", toy)
+    bounded, plain = (
+        [s for one in collected(f, *TEXTS, **GEOMETRY).runs[0][1] for s in one.steps] for f in (copy, folder)
+    )
+    assert sum(step.distances for step in bounded) < sum(step.distances for step in plain)
+    for one, other in zip(bounded, plain, strict=True):
+        assert replace(one, distances=0, distances_avoided=0) == replace(other, distances=0, distances_avoided=0)
+
+
+def test_a_graph_that_reports_another_crop_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = LogitsProbe.step
+    monkeypatch.setattr(LogitsProbe, "step", lambda *arguments: np.roll(step(*arguments), 1, axis=1) * 2.0)
+    (summary,) = summarise(collected(folder, *TEXTS, **GEOMETRY))
+    assert summary.agreed < summary.steps
+
+
+def test_settings_stand_side_by_side(folder: Path) -> None:
+    prompts = [Prompt("abc", "one")]
+    settings = [Setting("cold", {"temperature": 0.0}), Setting("hot", {"temperature": 3.0})]
+    cold, hot = summarise(collect(folder, prompts, settings, generation={"max_new_tokens": 6, "seed": 1}))
+    assert (cold.label, hot.label) == ("cold", "hot")
+    assert cold.parameters["temperature"] == 0.0
+    assert cold.whole is not None
+    assert hot.whole is not None
+    assert cold.whole.kept.most == 1 < hot.whole.kept.most
+    assert cold.stages == {"greedy": 6}
+
+
+def test_options_that_the_export_baked_are_the_ones_used(folder: Path) -> None:
+    assert lens_of(folder, TopWModel.from_pretrained(folder).manifest).options == TopWOptions(
+        top_m=40, metric="mahalanobis"
+    )

@@ -1,0 +1,155 @@
+"""`topw stats`: where prompts come from, what is printed, and one sentence for everything that can be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.errors import ManifestError, ParameterError, PromptError
+from topw_deploy.stats.prompts import prompts_of_json_lines, prompts_of_lines
+from topw_deploy.stats.settings import Setting, settings_of
+from toy_model import Toy, export_sampler
+
+from .conftest import GEOMETRY, Invoke
+
+GIVEN = [f"--{name.replace('_', '-')}={value}" for name, value in GEOMETRY.items()]
+SHORT = ("--max-new-tokens", 4)
+
+
+def test_the_report_goes_to_stdout_and_progress_to_stderr(folder: Path, invoke: Invoke) -> None:
+    result = invoke("stats", folder, "abc", "de", *SHORT, *GIVEN)
+    assert result.exit_code == 0
+    assert "2 prompts, 8 steps" in result.stdout
+    assert "lam 0.6, beta 3, temperature 1" in result.stdout
+    assert result.stderr.splitlines() == ["Generating from 2 prompts under 1 settings", "Looking at every step"]
+    assert invoke("stats", folder, "abc", *SHORT, "-q").stderr == ""
+
+
+def test_prompts_come_from_arguments_lines_json_lines_or_standard_input(
+    folder: Path, invoke: Invoke, tmp_path: Path
+) -> None:
+    (tmp_path / "p.txt").write_bytes(b"abc\r\n\n  \nde\n")
+    (tmp_path / "p.jsonl").write_text('"abc"\n{"prompt": "de", "id": 7}\n')
+    wanted = invoke("stats", folder, "abc", "de", *SHORT, "-q").stdout
+    assert invoke("stats", folder, "--prompt-file", tmp_path / "p.txt", *SHORT, "-q").stdout == wanted
+    assert invoke("stats", folder, "--prompts-jsonl", tmp_path / "p.jsonl", *SHORT, "-q").stdout == wanted
+    assert invoke("stats", folder, "--prompt-file", "-", *SHORT, "-q", stdin="abc\nde").stdout == wanted
+    one = invoke("stats", folder, "--prompt-file", "-", *SHORT, "-q", "--limit", 1, stdin="abc\nde").stdout
+    assert "1 prompts, 4 steps" in one
+
+
+def test_json_holds_every_number_and_replaces_the_table_on_stdout(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+    printed = invoke("stats", folder, "abc", *SHORT, *GIVEN, "-q", "--json", "-").stdout
+    invoke("stats", folder, "abc", *SHORT, *GIVEN, "-q", "--json", tmp_path / "s.json")
+    report = json.loads(printed)
+    assert json.loads((tmp_path / "s.json").read_text("utf-8")) == report
+    (setting,) = report["settings"]
+    assert (setting["steps"], len(setting["positions"]), report["seed"]) == (4, 4, 0)
+    assert setting["parameters"]["lam"] == 0.6
+    assert sum(place["certified"] for place in setting["positions"]) == setting["certified"]
+    assert sum(token["steps"] for token in setting["dropped"]) == setting["dropped_total"]
+
+
+def test_a_sweep_compares_settings_and_a_picture_is_drawn(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+    result = invoke("stats", folder, "abc", *SHORT, "-q", "--sweep", "temperature=0.5,2", "--plot", tmp_path / "p.png")
+    assert "temperature 0.5" in result.stdout
+    assert "temperature 2" in result.stdout
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweeps_multiply() -> None:
+    found = settings_of({"lam": 1.0}, ["temperature=1,2", "warm-p=0.5"])
+    assert found == [
+        Setting("temperature 1, init_top_p 0.5", {"lam": 1.0, "temperature": 1.0, "init_top_p": 0.5}),
+        Setting("temperature 2, init_top_p 0.5", {"lam": 1.0, "temperature": 2.0, "init_top_p": 0.5}),
+    ]
+    assert settings_of({"lam": 1.0}, []) == [Setting("", {"lam": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        ("temperature", "is not NAME=NUMBER"),
+        ("temperature=", "is not NAME=NUMBER"),
+        ("temperature=1,x", "is not NAME=NUMBER"),
+        ("temprature=1", "did you mean temperature"),
+        ("lam=1", "given as an option and swept"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_in_one_sentence(sweep: str, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        settings_of({"lam": 1.0}, [sweep])
+    with pytest.raises(ParameterError, match="swept twice"):
+        settings_of({}, ["beta=1", "beta=2"])
+
+
+def test_a_value_out_of_range_is_refused_by_its_name(folder: Path, invoke: Invoke) -> None:
+    with pytest.raises(ParameterError, match="init_top_p is 2"):
+        invoke("stats", folder, "abc", "--sweep", "init_top_p=0.5,2")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "a.txt holds no prompt"),
+        (b"\n \n", "a.txt holds no prompt"),
+        (b"\xff\xfe\x00", r"a.txt is not UTF-8 text \(byte 0\)"),
+        (b"ab\0c\n", "a.txt holds a zero byte"),
+    ],
+)
+def test_a_file_without_prompts_is_refused_in_one_sentence(data: bytes, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        prompts_of_lines(data, "a.txt")
+
+
+@pytest.mark.parametrize("line", ["{", "7", '{"text": "x"}', '{"prompt": 3}', "[" * 100_000])
+def test_a_json_line_without_a_prompt_is_named(line: str) -> None:
+    with pytest.raises(PromptError, match=r"line 2 of a\.jsonl"):
+        prompts_of_json_lines(f'"fine"\n{line}\n'.encode(), "a.jsonl")
+
+
+def test_only_line_feeds_end_a_prompt() -> None:
+    found = prompts_of_lines("\ufeffa\u2028b\x0cc\r\nd".encode(), "f")
+    assert [prompt.text for prompt in found] == ["a\u2028b\x0cc", "d"]
+
+
+def test_a_missing_file_and_a_folder_are_refused(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=r"none.txt cannot be read: No such file"):
+        invoke("stats", folder, "--prompt-file", tmp_path / "none.txt")
+    with pytest.raises(PromptError, match="Is a directory"):
+        invoke("stats", folder, "--prompt-file", tmp_path)
+
+
+def test_a_prompt_longer_than_the_context_is_named_by_its_line(folder: Path, invoke: Invoke) -> None:
+    with pytest.raises(PromptError, match="line 3 of standard input has 100 tokens, but the model's context of 96"):
+        invoke("stats", folder, "--prompt-file", "-", stdin=f"ab\n\n{'x' * 100}\n")
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_run(
+    folder: Path, invoke: Invoke, tmp_path: Path
+) -> None:
+    for option in ("--json", "--plot"):
+        with pytest.raises(ParameterError, match="lies in none that is there"):
+            invoke("stats", folder, "abc", option, tmp_path / "none" / "x.png", "-q")
+
+
+def test_usage_errors_exit_with_two(folder: Path, invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke("stats", folder).exit_code == 2
+    assert invoke("stats", folder, "abc", "--prompt-file", "-", stdin="x").exit_code == 2
+    assert invoke("stats", folder, "abc", "--batch-size", 0).exit_code == 2
+
+
+def test_folders_that_hold_no_model_are_refused(invoke: Invoke, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError):
+        invoke("stats", tmp_path, "abc", "-q")
+    export_sampler(tmp_path / "sampler", Toy.random(1))
+    with pytest.raises(ManifestError):
+        invoke("stats", tmp_path / "sampler", "abc", "-q")
+
+
+def test_nothing_is_left_in_the_models_folder(folder: Path, invoke: Invoke) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    invoke("stats", folder, "abc", *SHORT, *GIVEN, "-q")
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before

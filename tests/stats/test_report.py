@@ -1,0 +1,160 @@
+"""Counting steps and showing them: numbers from lists small enough to count by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling import TopWParameters
+from topw_deploy.stats import plot
+from topw_deploy.stats.analyse import Step
+from topw_deploy.stats.collect import Collected, Seen
+from topw_deploy.stats.settings import Setting
+from topw_deploy.stats.summary import MovedToken, Summary, ranges, summarise, windows
+from topw_deploy.stats.table import lines, token_text, verdict
+
+TEXTS = {1: " the", 2: "\n\t", 3: "�", 4: "$x$", 5: "é"}
+
+
+def step(kept: int = 1, certified: bool = True, **changes: Any) -> Step:
+    given = {
+        "mass": 0.5, "entropy": 2.0, "crop_entropy": 0.0, "added": (), "dropped": (), "stage": "candidates",
+        "distances": 0, "distances_avoided": 0,
+    }  # fmt: skip
+    return Step(kept=kept, certified=certified, **{**given, **changes})
+
+
+def moved(kept: int, added: tuple[int, ...] = (), dropped: tuple[int, ...] = ()) -> Step:
+    return step(kept, False, added=added, dropped=dropped, stage="geometry", distances=30, distances_avoided=70)
+
+
+def summaries(*sequences: list[Step], label: str = "") -> list[Summary]:
+    generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters()))
+    seen = [Seen(generated, steps, len(steps)) for steps in sequences]
+    return summarise(Collected([(Setting(label, {}), seen)], TEXTS))
+
+
+def acting() -> list[Summary]:
+    return summaries([step(), moved(4, (1,), (2, 3)), moved(2)], [moved(9, dropped=(2,))])
+
+
+def test_steps_are_counted_by_setting_and_by_position() -> None:
+    (summary,) = acting()
+    assert (summary.sequences, summary.steps, summary.certified, summary.changed) == (2, 4, 1, 2)
+    assert (summary.certified_share, summary.changed_share) == (0.25, 0.5)
+    assert (summary.added_total, summary.dropped_total) == (1, 3)
+    assert summary.stages == {"geometry": 3, "candidates": 1}
+    assert (summary.distances, summary.distances_avoided) == (90, 210)
+    first, second, third = summary.positions
+    assert (first.first, first.steps, first.certified, first.changed, first.single) == (1, 2, 1, 1, 1)
+    assert (first.kept.mean, first.kept.least, first.kept.median, first.kept.most) == (5.0, 1, 5.0, 9)
+    assert (second.steps, third.steps) == (1, 1)
+    assert summary.whole is not None
+    assert summary.whole.kept.mean == np.mean([1, 4, 2, 9])
+    assert [(place.first, place.last, place.steps) for place in summary.ranges] == [(1, 1, 2), (2, 3, 2)]
+
+
+def test_tokens_are_counted_once_per_step_and_the_most_frequent_come_first() -> None:
+    (summary,) = acting()
+    assert summary.added == (MovedToken(1, " the", 1),)
+    assert summary.dropped == (MovedToken(2, "\n\t", 2), MovedToken(3, "�", 1))
+
+
+@pytest.mark.parametrize("positions", [0, 1, 3, 16, 17, 64, 1000])
+def test_ranges_and_windows_cover_every_position_once(positions: int) -> None:
+    for parts in (ranges(positions), windows(positions)):
+        assert [at for first, last in parts for at in range(first, last + 1)] == list(range(1, positions + 1))
+    assert len(windows(positions)) <= 16
+    assert ranges(20) == [(1, 1), (2, 4), (5, 8), (9, 16), (17, 20)]
+
+
+def test_the_report_names_what_geometry_moved_with_readable_tokens() -> None:
+    text = "\n".join(lines(acting()))
+    assert "Geometry changed the crop at 50.0 % of the steps (2 of 4)" in text
+    assert "3 times it dropped a token and 1 times it kept one" in text
+    assert "kept only because of geometry (steps): ' the' 1" in text
+    assert r"dropped only because of geometry (steps): '\n\t' 2, <token 3> 1" in text
+    assert "distances  90 measured, 70.0 % avoided" in text
+    assert token_text(MovedToken(5, "é", 1)) == "'é'"
+
+
+def test_long_lists_of_tokens_are_cut_and_say_so() -> None:
+    text = "\n".join(lines(acting(), most_tokens=1))
+    assert r"'\n\t' 2, and 1 more" in text
+
+
+def test_the_report_says_plainly_that_geometry_never_acted() -> None:
+    (certified,) = summaries([step(), step()])
+    assert verdict(certified).startswith("Geometry never acted: all 2 steps were certified")
+    (unchanged,) = summaries([step(), moved(3)])
+    assert verdict(unchanged) == ("Geometry never acted: at the 1 uncertified of 2 steps distances changed nothing.")
+    (nothing,) = summaries([])
+    assert "no steps" in "\n".join(lines([nothing]))
+
+
+def test_a_share_is_100_per_cent_only_where_it_is() -> None:
+    (nearly,) = summaries([step()] * 4999 + [moved(2, dropped=(2,))])
+    text = "\n".join(lines([nearly]))
+    assert "certified  99.9 %" in text
+    assert "0.1 % of the steps (1 of 5000)" in text
+
+
+def test_settings_are_shown_side_by_side_in_aligned_columns() -> None:
+    both = [*summaries([step(12)], label="temperature 2"), *summaries([step()], label="lam 1")]
+    header, first, second, *_ = lines(both)
+    assert header.split()[:3] == ["setting", "steps", "certified"]
+    assert first.startswith("temperature 2 ")
+    assert second.startswith("lam 1  ")
+    assert len(header) == len(first) == len(second)
+
+
+def words(figure: Any) -> str:
+    import matplotlib.text
+
+    return " ".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, found: list[Summary], path: Path) -> str:
+    """The words on the picture that `save_plot` writes."""
+    seen: list[str] = []
+    save = Figure.savefig
+
+    def kept(figure: Any, *arguments: Any, **settings: Any) -> None:
+        save(figure, *arguments, **settings)
+        seen.append(words(figure))
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    plot.save_plot(found, path, "title")
+    return seen[0]
+
+
+def test_the_picture_shows_moved_tokens_or_says_that_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = drawn(monkeypatch, acting(), tmp_path / "a.png")
+    assert "' the'" in text
+    assert "Geometry never acted" not in text
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    text = drawn(monkeypatch, summaries([step(), step(30)]), tmp_path / "b.png")
+    assert "Geometry never acted" in text
+    assert "All 2 steps were certified" in text
+
+
+def test_the_picture_takes_many_settings_dollars_and_no_steps_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [s for n in range(8) for s in summaries([moved(200 * n + 1, added=(4,)), step()], label=f"lam {n}")]
+    assert r"'\$x\$'" in drawn(monkeypatch, many, tmp_path / "a.svg")
+    plot.save_plot(summaries([]), tmp_path / "c.png", "title")
+    assert (tmp_path / "c.png").stat().st_size > 1000
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="cannot be written"):
+        plot.save_plot(acting(), tmp_path / "a.doc", "title")
