@@ -114,7 +114,7 @@ def test_a_difference_at_a_tie_is_counted_and_allowed() -> None:
     assert tied.ties.pool_cut
     found = agree("graph", [[2, 3]], [tied], exact=True)
     assert (found.same, found.ties) == (0, 1)
-    assert "graph on 0 (1 ties)" in sentence([found], [tied])
+    assert "graph on 0 of 1, 1 differ at a tie" in sentence([found], [tied])
 
 
 # Sides

@@ -54,12 +54,16 @@ def command() -> None:
     """
 
 
-def _common(threads: Any) -> Callable[[Command], Command]:
-    """The options of both commands; `threads` is the one whose meaning differs."""
+def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
+    """The options of both commands. threads: the one whose meaning differs; rounds: the default."""
     options = (
         threads,
-        click.option("--rounds", type=click.IntRange(min=1), help="Times that every side has its turn."),
-        click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the order, and of what is made up."),
+        click.option(
+            "--rounds", type=click.IntRange(min=1), default=rounds, show_default=True, help="Turns of every side."
+        ),
+        click.option(
+            "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the order and the data."
+        ),
         click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON; - is standard output."),
         click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the result as a PNG."),
         click.option("-q", "--quiet", is_flag=True, help="No progress on stderr."),
@@ -95,14 +99,15 @@ def _common(threads: Any) -> Callable[[Command], Command]:
 @click.option(
     "--genai-python", type=_FILE, metavar="PYTHON", help="Interpreter of an environment with onnxruntime-genai."
 )
-@_common(click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="For every side."))
+@_common(
+    click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="For every side."), 40
+)
 def sampler(
     regime: tuple[str, ...],
     temperature: tuple[float, ...] | None,
     metric: str,
     alt_iters: int,
     peers: tuple[str, ...] | None,
-    rounds: int | None,
     json_file: str | None,
     plot: Path | None,
     quiet: bool,
@@ -120,7 +125,6 @@ def sampler(
         temperatures=temperature or (),
         options=TopWOptions(metric=metric, alt_iters=alt_iters),
         peers=peers or (),
-        rounds=rounds or 40,
         **rest,
     )
     _show(run(settings, _progress(quiet)), json_file, plot, "one step, logarithmic")
@@ -146,11 +150,11 @@ def sampler(
         default="1",
         show_default=True,
         help="For every side. Several with commas: one run after the other.",
-    )
+    ),
+    9,
 )
 def decode(
     peers: tuple[str, ...] | None,
-    rounds: int | None,
     json_file: str | None,
     plot: Path | None,
     quiet: bool,
@@ -163,7 +167,7 @@ def decode(
     from topw_deploy.bench.decode.run import run
     from topw_deploy.bench.decode.settings import DecodeSettings
 
-    settings = DecodeSettings(peers=peers or (), rounds=rounds or 9, **rest)
+    settings = DecodeSettings(peers=peers or (), **rest)
     _show(run(settings, _progress(quiet)), json_file, plot, "one token after the first, logarithmic")
 
 

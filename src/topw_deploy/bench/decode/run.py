@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -93,9 +94,9 @@ def _prompt(settings: DecodeSettings, manifest: Manifest) -> list[int]:
 
 def _with_file(side: Side, export: Path, scratch: Path) -> Side:
     """The ArgMax side with its file written; any other as it is."""
-    if side.name == "argmax":
-        side.settings["argmax"] = str(with_argmax(export, scratch))
-    return side
+    if side.name != "argmax":
+        return side
+    return replace(side, settings={**side.settings, "argmax": str(with_argmax(export, scratch))})
 
 
 def _beside(folder: Path) -> Path | None:

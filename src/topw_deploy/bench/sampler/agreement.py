@@ -55,6 +55,6 @@ def sentence(agreements: Iterable[Agreement], crops: Sequence[Crop]) -> str:
     counted = f"{len(crops)} row{'s' if len(crops) > 1 else ''}, {certified} certified"
     rows = f"{counted}, {kept} token{'' if sizes[-1] == 1 else 's'} kept"
     equal = [a.side for a in found if a.same == a.rows]
-    other = [f"{a.side} on {a.same} ({a.ties} ties)" for a in found if a.same < a.rows]
+    other = [f"{a.side} on {a.same} of {a.rows}, {a.ties} differ at a tie" for a in found if a.same < a.rows]
     parts = [f"the reference's set on every row: {', '.join(equal)}"] if equal else []
     return "; ".join([rows, *parts, *other])
