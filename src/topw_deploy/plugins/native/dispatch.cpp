@@ -1,5 +1,8 @@
 // Which instruction set the hot loops use: the best that the processor has, or what one asks for.
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,12 +17,26 @@ namespace {
 std::atomic<const Hot *> in_use{nullptr};
 
 #if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+// Asked of the processor itself: __builtin_cpu_supports reads a table that not every compiler's runtime fills (zig's
+// does not, and says no to everything).
+struct Features {
+  bool avx2 = false, avx512 = false;
 
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-}
+  Features() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return;
+    const bool fma = c & bit_FMA;
+    unsigned saved, high;  // which registers the operating system keeps
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    constexpr unsigned kYmm = 0x6, kZmm = 0xe6, kWanted = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    avx2 = fma && (b & bit_AVX2) && (saved & kYmm) == kYmm;
+    avx512 = avx2 && (b & kWanted) == kWanted && (saved & kZmm) == kZmm;
+  }
+};
+
+bool has_avx2() { return Features().avx2; }
+bool has_avx512() { return Features().avx512; }
 #endif
 
 // NULL if this processor or this build has no such set.
