@@ -8,10 +8,11 @@
 PYTHON    ?= python3
 PIP_FLAGS ?=
 VENV      := .venv
+WHEELS    := .venv-wheels
 BIN       := $(VENV)/bin
 INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test lint fuzz bench clean help
+.PHONY: demo test lint fuzz bench wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -33,8 +34,27 @@ fuzz: $(VENV)/dev.stamp     ## 100,000 random rows through the sampler's graph, 
 bench: $(VENV)/dev.stamp    ## the figures of docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
-clean:           ## remove the environment and what demo wrote
-	rm -rf $(VENV) out
+wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampler for Linux, one without for the rest
+	rm -rf dist build
+	$(WHEELS)/bin/python -m build --sdist
+	@for arch in x86_64 aarch64; do \
+	  rm -rf build; \
+	  TOPW_BUILD_NATIVE=1 CXX="$(CURDIR)/$(WHEELS)/bin/python -m ziglang c++ -target $$arch-linux-gnu.2.17" \
+	  $(WHEELS)/bin/python -m build --wheel -C--build-option=--plat-name=manylinux_2_17_$$arch || exit 1; \
+	done
+	rm -rf build
+	TOPW_BUILD_NATIVE=0 $(WHEELS)/bin/python -m build --wheel
+	@rm -rf build
+	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
+
+clean:           ## remove the environments, the wheels and what demo wrote
+	rm -rf $(VENV) $(WHEELS) out dist build
+
+# The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
+$(WHEELS)/tools.stamp: constraints.txt
+	$(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt build ziglang auditwheel
+	@touch $@
 
 # torch goes first and alone: a later unpinned request for it must find it installed.
 $(VENV)/torch.stamp: constraints.txt
@@ -42,7 +62,8 @@ $(VENV)/torch.stamp: constraints.txt
 	$(INSTALL) torch
 	@touch $@
 
-$(VENV)/export.stamp: $(VENV)/torch.stamp pyproject.toml
+# The native sampler is compiled by the installation, so its sources count too.
+$(VENV)/export.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard src/topw_deploy/plugins/native/*)
 	$(INSTALL) -e '.[export]'
 	@touch $@
 

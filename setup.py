@@ -1,11 +1,13 @@
 """The native library inside the package, which pyproject.toml cannot describe: built where a C++ compiler is there.
 
 Everything else about the package is in pyproject.toml. Without the library the package is whole: the exported file
-carries a function of standard operators for the same node.
+carries a function of standard operators for the same node. TOPW_BUILD_NATIVE=0 leaves it out, TOPW_BUILD_NATIVE=1 fails
+where it cannot be built, CXX names the compiler.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -39,6 +41,8 @@ class BuildPython(build_py):
             BUILD["build"](output)
             self.distribution.has_library = True
         except BUILD["NotBuiltError"] as reason:
+            if os.environ.get("TOPW_BUILD_NATIVE") == "1":
+                raise SystemExit(f"topw-deploy: the native sampler was not built: {reason}") from None
             sys.stderr.write(f"topw-deploy: left the native sampler out: {reason}; models run their own function.\n")
 
 
