@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
+from transformers.generation import logits_process
 
 from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.processors import TopWLogitsProcessor
@@ -179,6 +180,12 @@ def test_another_truncation_behind_it_is_refused_also_from_the_models_configurat
         run(model, TopWLogitsProcessor(model), inputs=PROMPT)  # its arguments switch it off
     else:
         run(model, TopWLogitsProcessor(model), inputs=PROMPT, min_p=0.0)
+
+
+@pytest.mark.skipif(not hasattr(logits_process, "TopHLogitsWarper"), reason="this transformers has no top-h")
+def test_top_h_behind_it_is_refused_too(model):
+    with pytest.raises(ParameterError, match=r"applies top_h=0.4 behind .* set top_h to None"):
+        run(model, TopWLogitsProcessor(model), inputs=PROMPT, top_h=0.4)
 
 
 def test_a_truncation_that_the_user_puts_before_it_is_the_users_business(model, table):

@@ -1,6 +1,8 @@
 """`TopWLogitsProcessor` keeps what the definition keeps, and says what it cannot do."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -142,3 +144,10 @@ def test_a_neighbour_bound_saves_distances_here_too(model, table):
     scores = random_scores(10)
     assert torch.equal(plain(PROMPT, scores), bounded(PROMPT, scores))
     assert bounded.last.distances.sum() < plain.last.distances.sum()
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers"])
+def test_without_its_libraries_the_import_says_what_to_install(library):
+    code = f"import sys; sys.modules[{library!r}] = None; import topw_deploy.processors"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"topw_deploy.processors needs {library}; run: pip install torch transformers" in done.stderr

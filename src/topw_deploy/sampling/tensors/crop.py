@@ -90,7 +90,8 @@ def crop_rows(
     distance to any other token is not below; it saves distances and never changes the answer.
     Equal to `reference.crop` wherever rounding decides nothing, and no row depends on another. Where candidates settle
     every row, the device is waited for once, for one truth value; no logits are copied to the host in any case.
-    Raises ParameterError for shapes, for numbers out of range and for a geometry of another metric.
+    Raises ParameterError for shapes, for numbers out of range, for a geometry of another metric, and for a NaN bound
+    or a missing embedding where one is needed.
     """
     options = TopWOptions() if options is None else options
     geometry = _geometry_for(options, geometry)
@@ -211,6 +212,8 @@ class _PoolRow:
         bound: Tensor | float = 0.0 if measured else 1.0
         if measured and self.neighbour_bound is not None:
             bound = self.neighbour_bound.to(self.C.device)[self.C].to(self.p.dtype).clamp(min=0.0)
+            if bool(bound.isnan().any()):
+                raise ParameterError("the neighbour bound holds NaN, but must hold numbers; compute it again.")
         rule = Alternation(
             p=self.p, scores=self.lam * self.log_p, c=self.c, unit=self.unit, scale=self.scale, distances=distances,
             bound=bound, settled_at=max(1, self.options.neighbours),

@@ -14,7 +14,7 @@ from topw_deploy.sampling.geometry import SMALLEST_NORM, VARIANCE_ADDED, VARIANC
 from topw_deploy.sampling.parameters import METRICS
 from topw_deploy.sampling.tensors.rows import working_dtype
 
-_BLOCK_VALUES = 1 << 22  # numbers held at a time while reading a table: 32 MiB in float64
+_BLOCK_VALUES = 1 << 19  # numbers held at a time while reading a table: 4 MiB in float64, about a cache
 # As in `sampling.geometry`: where |x - y|^2 is under this share of |x|^2 + |y|^2 it is taken again from x - y. float32
 # has lost more digits by then, so it starts sooner.
 _NEAR_SHARE = {torch.float64: 1e-3, torch.float32: 0.05}
