@@ -18,6 +18,7 @@ _BANDS_UP_TO = 3  # settings; more bands over each other say nothing
 _LINEAR_UP_TO = 25  # tokens kept; larger ranges are shown on a logarithmic axis
 _LEAST_ROWS = 4  # of a panel with bars: a single bar need not fill it
 _LEAST_LABELLED = 6  # per cent; a narrower part of a bar has no room for its number
+_LEGEND_COLUMNS = 6  # of the settings
 _DPI = 110
 
 
@@ -63,7 +64,8 @@ def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
     mass.set_ylim(0, 1)
     _panel(entropy, "entropy, nats (dotted: whole softmax)")
     if len(summaries) > 1:
-        kept.legend(frameon=False, fontsize=8)
+        handles, labels = kept.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=8)
 
 
 def _by_position(
