@@ -59,7 +59,9 @@ bool Alternation::step() {
     candidate_[i] = !member_[i];
     if (candidate_[i]) bound_from_below(i);
   }
-  return find_entrants() && scan();
+  if (!(P_->scale < 0 ? measure_all() : measure_survivors())) return false;
+  scan();
+  return true;
 }
 
 // What is known of a token's distance before anything is computed for it.
@@ -71,8 +73,6 @@ void Alternation::bound_from_below(int64_t i) {
   const double bound = bounds ? static_cast<double>(bounds[pool_->tokens.id[i]]) : 0;
   far_[i] = bound > 0 && bound < INFINITY ? bound : 0;
 }
-
-bool Alternation::find_entrants() { return P_->scale < 0 ? measure_all() : measure_survivors(); }
 
 bool Alternation::measure_all() {
   if (!table_) return true;
@@ -137,7 +137,7 @@ void Alternation::prune(double reached) {
 }
 
 // Orders what is left by phi, and makes the best prefix the new set.
-bool Alternation::scan() {
+void Alternation::scan() {
   int64_t count = 0;
   for (int64_t i = 0; i < pool_->tokens.size; ++i) {
     if (!member_[i] && !candidate_[i]) continue;
@@ -153,7 +153,6 @@ bool Alternation::scan() {
   for (int64_t n = 0; n < kept; ++n) entered_ += !member_[order[n].item];
   memset(member_.data(), 0, static_cast<size_t>(pool_->tokens.size));
   for (int64_t n = 0; n < kept; ++n) member_[order[n].item] = 1;
-  return true;
 }
 
 // The length of the cycle that the sets have entered, or 0 (Brent): a negative scale may never come to rest.

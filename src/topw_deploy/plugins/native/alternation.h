@@ -23,13 +23,12 @@ class Alternation {
  private:
   [[nodiscard]] bool start();
   [[nodiscard]] bool step();
-  [[nodiscard]] bool find_entrants();
   [[nodiscard]] bool measure_all();
   [[nodiscard]] bool measure_survivors();
   double surely_reached() const;
   void bound_from_below(int64_t i);
   void prune(double reached);
-  bool scan();
+  void scan();
   int64_t period();
 
   const topw_options *options_ = nullptr;

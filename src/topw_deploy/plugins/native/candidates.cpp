@@ -33,8 +33,8 @@ void shrink(Ranked &tokens, float top, const Parameters &P) {
   }
 }
 
-// Whether no longer prefix than these candidates can be the first maximiser (block stop): `further` more tokens at most,
-// all with scores of at most the last one's.
+// Block stop: whether no longer prefix than these candidates can be the first maximiser, where there are at most
+// `further` more tokens, all with scores of at most the last one's.
 bool block_stop(const Prefixes &base, double last_log_weight, const Parameters &P, int64_t further) {
   const double t = P.lam * last_log_weight;
   const double X = base.Gamma() + static_cast<double>(further) * weight(last_log_weight);

@@ -23,7 +23,9 @@ class EditedRow {
   float maximum(int64_t block) const { return maxima_[block]; }
   const float *maxima() const { return maxima_.data(); }  // [padded_blocks()], -inf behind the last
   int64_t padded_blocks() const { return padded_blocks_; }
-  const float *block(int64_t b) const { return patch_of_[b] < 0 ? raw_ + b * kBlock : patches_.data() + patch_of_[b] * kBlock; }
+  const float *block(int64_t b) const {
+    return patch_of_[b] < 0 ? raw_ + b * kBlock : patches_.data() + patch_of_[b] * kBlock;
+  }
   int64_t first_at_top() const;  // the lowest id among the largest logits
 
  private:

@@ -29,7 +29,9 @@ struct Doubles {
 };
 inline Doubles zeros() { return {_mm256_setzero_pd(), _mm256_setzero_pd()}; }
 inline Doubles every(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
-inline Doubles widen(const float *x) { return {_mm256_cvtps_pd(_mm_loadu_ps(x)), _mm256_cvtps_pd(_mm_loadu_ps(x + 4))}; }
+inline Doubles widen(const float *x) {
+  return {_mm256_cvtps_pd(_mm_loadu_ps(x)), _mm256_cvtps_pd(_mm_loadu_ps(x + 4))};
+}
 inline void narrow(float *x, Doubles a) {
   _mm_storeu_ps(x, _mm256_cvtpd_ps(a.low));
   _mm_storeu_ps(x + 4, _mm256_cvtpd_ps(a.high));

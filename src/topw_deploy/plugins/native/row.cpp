@@ -86,7 +86,8 @@ bool crop_of_row(const topw_options &options, const topw_table *table, const Par
   if (P.scale >= 0) {
     if (P.c <= 0) return keep_best(w, TOPW_CANDIDATES, crop);
     int64_t seen = 0;
-    const Outcome outcome = from_candidates(w.row, P, std::max<int64_t>(1, options.top_m), w.sorter, w.candidates, crop.kept, seen);
+    const Outcome outcome =
+        from_candidates(w.row, P, std::max<int64_t>(1, options.top_m), w.sorter, w.candidates, crop.kept, seen);
     if (outcome == Outcome::out_of_memory) return false;
     if (outcome == Outcome::settled) {
       crop.tokens = &w.candidates;

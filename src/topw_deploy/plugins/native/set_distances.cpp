@@ -26,7 +26,7 @@ bool SetDistances::open(const topw_options &options, const topw_table &table, co
   stride_ = rounded_up(d, 16) + 16;  // not a multiple of the cache's ways
   pairs_ = joined_ = 0;
   // A product of d terms in blocks of kDepth: each term is rounded at most that often (Higham, Accuracy and Stability
-  // of Numerical Algorithms, 3.1), the coordinates and the bias once each; the rest is room for the bound's own rounding.
+  // of Numerical Algorithms, 3.1), the coordinates and the bias once each; the rest is room for this bound's rounding.
   relative_error_ = static_cast<double>(std::min(d, kDepth) + d / kDepth + 12) * kHalfUlp * 1.01;
 
   const int64_t m = pool.size;
@@ -110,25 +110,17 @@ bool SetDistances::measure(const int32_t *places, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
     if (!recall(places[i])) compared_[places[i]] = 0;
   int32_t group[kChunk];
-  for (int64_t done = 0; done < count;) {  // tokens that were compared with equally many slots go together
+  while (true) {  // tokens that were compared with equally many slots go together
     int64_t from = slots_, size = 0;
-    for (int64_t i = 0; i < count; ++i)
-      if (compared_[places[i]] <= slots_) from = std::min(from, compared_[places[i]]);
+    for (int64_t i = 0; i < count; ++i) from = std::min(from, compared_[places[i]]);
+    if (from == slots_) break;
     for (int64_t i = 0; i < count; ++i)
       if (compared_[places[i]] == from) group[size++] = places[i];
-    if (from < slots_ && !compare(group, size, from)) return false;
-    for (int64_t i = 0; i < size; ++i) {
-      double sum = 0;
-      const int64_t place = group[i];
-      if (remembered_ > 0) {
-        for (int64_t n = 0; n < held_[place]; ++n) sum += near_[place * remembered_ + n].distance;
-        distance_[place] = sum / held_[place];
-      }
-      compared_[place] = slots_ + 1;  // done, for this call
-    }
-    done += size;
+    if (!compare(group, size, from)) return false;
+    for (int64_t i = 0; i < size; ++i) compared_[group[i]] = slots_;
   }
-  for (int64_t i = 0; i < count; ++i) compared_[places[i]] = remembered_ > 0 ? slots_ : 0;
+  for (int64_t i = 0; i < count; ++i)
+    if (remembered_ == 0) compared_[places[i]] = 0;
   return true;
 }
 
@@ -141,6 +133,7 @@ bool SetDistances::recall(int64_t place) {
     if (place_at_[near[n].slot] >= 0) near[held++] = near[n];
   const bool whole = held == held_[place] || held_[place] < neighbours_;
   held_[place] = whole ? held : 0;
+  if (held > 0) distance_[place] = mean_of(near, held);
   return whole;
 }
 
@@ -191,7 +184,8 @@ float SetDistances::threshold(int64_t place, const float *sums, int64_t columns,
 void SetDistances::settle(int64_t place, const float *sums, int64_t from, double squared_length) {
   const int64_t columns = slots_ - from;
   const float bound = threshold(place, sums, columns, squared_length);
-  const int64_t count = hot().take_from(sums, columns, static_cast<int32_t>(from), bound, taken_.data(), nominated_.data());
+  const int32_t first = static_cast<int32_t>(from);
+  const int64_t count = hot().take_from(sums, columns, first, bound, taken_.data(), nominated_.data());
   const float *row = table_.row(pool_->id[place], own_row_.data());
   int64_t found = 0;
   for (int64_t i = 0; i < count; ++i)
@@ -214,16 +208,20 @@ double SetDistances::between(const float *row, double norm, int32_t slot) {
 void SetDistances::remember(int64_t place, int64_t found) {
   Near *near = near_.data() + place * remembered_;
   for (int32_t n = 0; n < held_[place]; ++n) found_[found++] = near[n];
-  const int64_t k = std::min(found, neighbours_);
+  const int32_t k = static_cast<int32_t>(std::min(found, neighbours_));
   std::sort(found_.data(), found_.data() + found, [](const Near &x, const Near &y) {
     return x.distance < y.distance || (x.distance == y.distance && x.slot < y.slot);
   });
-  double sum = 0;
-  for (int64_t n = 0; n < k; ++n) sum += found_[n].distance;
-  distance_[place] = sum / static_cast<double>(k);
+  distance_[place] = mean_of(found_.data(), k);
   if (remembered_ == 0) return;
   std::copy(found_.data(), found_.data() + k, near);
-  held_[place] = static_cast<int32_t>(k);
+  held_[place] = k;
+}
+
+double SetDistances::mean_of(const Near *near, int32_t count) {
+  double sum = 0;
+  for (int32_t n = 0; n < count; ++n) sum += near[n].distance;
+  return sum / count;
 }
 
 }  // namespace topw

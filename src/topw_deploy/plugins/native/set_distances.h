@@ -45,6 +45,7 @@ class SetDistances {
   void settle(int64_t place, const float *sums, int64_t from, double squared_length);
   double between(const float *row, double norm, int32_t slot);
   void remember(int64_t place, int64_t found);
+  static double mean_of(const Near *near, int32_t count);
   double norm_of(int64_t place, const float *row);
 
   Table table_;

@@ -1,0 +1,125 @@
+"""What one row costs in the native sampler, called through ctypes with everything bound, on one thread.
+
+    python -m benchmarks.native_rows [--library PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
+
+Certified rows stand beside numpy.max over the same logits, ten calls in a row, caches warm. Uncertified ones (lam 1,
+init_top_p 0.5, T = 2, logits of a bell and nothing above it) stand beside the authors' released processor where its
+path is given. Embeddings are random normal. Sides take turns; medians of ratios within a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import machine, say
+from benchmarks.parity_released import load_processor
+from benchmarks.tail import VOCAB, flat_logits, measure
+from topw_deploy.bench.sampler.problem import likely_logits
+from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
+from topw_deploy.plugins.library import library_path, why_absent
+from topw_deploy.sampling import Geometry, TopWOptions
+
+HIDDEN, GEOMETRY_VOCAB = 2_048, 32_000
+UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
+RELEASED = TopWOptions(metric="cosine", alt_iters=9)
+Sides = dict[str, Callable[[], Any]]
+
+
+def described(name: str, call: KernelCall) -> str:
+    """The side's name with what it does to the row: the stage, the crop's size, the distances it took."""
+    call()
+    report, samples = call.samples.reports[0], call.samples
+    distances = f", {report['distances']:,} distances" if report["distances"] else ""
+    return f"{name}: {STAGES[report['stage']]}, keeps {samples.kept[0]}{distances}"
+
+
+def certified_rows(kernel: Kernel, rounds: int) -> str:
+    """Rows that need no distance, beside numpy.max."""
+    logits = likely_logits(VOCAB)
+    flat = (np.random.default_rng(0).standard_normal((1, VOCAB)) * 1.6).astype(np.float32)
+    options = TopWOptions(metric="uniform")
+    calls = {
+        "T = 1": kernel.prepare(logits, {"temperature": 1.0}, options),
+        "T = 2": kernel.prepare(logits, {"temperature": 2.0}, options),
+        "T = 2, with mass": kernel.prepare(logits, {"temperature": 2.0}, options, mass=True),
+        "T = 2, flat": kernel.prepare(flat, {"temperature": 2.0}, options),
+        "greedy": kernel.prepare(logits, {"temperature": 0.0}, options),
+    }
+    row = logits[0]
+    sides: Sides = {"numpy.max": lambda: row.max()}
+    sides |= {described(name, call): call for name, call in calls.items()}
+    return measure(sides, rounds, "numpy.max", in_a_row=10)
+
+
+def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
+    """float32 [vocab]: a lower bound of each token's Euclidean distance to its nearest other."""
+    points = torch.from_numpy(geometry.features(np.arange(vocab)))
+    sizes = points.square().sum(1)
+    nearest = []
+    for start in range(0, vocab, 1000):
+        squares = sizes[start : start + 1000, None] + sizes - 2 * points[start : start + 1000] @ points.T
+        squares[torch.arange(len(squares)), torch.arange(start, start + len(squares))] = torch.inf
+        nearest.append(squares.min(1).values.clamp(min=0).sqrt())
+    return np.asarray(torch.cat(nearest).numpy() * (1 - 1e-5), dtype=np.float32)
+
+
+def uncertified_rows(kernel: Kernel, processor: Any, rounds: int) -> str:
+    """Rows whose crop geometry decides, beside the authors' processor over the same table."""
+    say(f"making a table of {GEOMETRY_VOCAB:,} x {HIDDEN:,} and its nearest neighbours")
+    embeddings = np.random.default_rng(1).standard_normal((GEOMETRY_VOCAB, HIDDEN), dtype=np.float32)
+    cosine = KernelTable.from_geometry(Geometry.from_embeddings(embeddings, "cosine"))
+    geometry = Geometry.from_embeddings(embeddings, "mahalanobis")
+    plain = KernelTable.from_geometry(geometry)
+    bounded = KernelTable.from_geometry(geometry, nearest_other(geometry, GEOMETRY_VOCAB))
+    logits = flat_logits()
+    calls = {
+        "cosine": kernel.prepare(logits, UNCERTIFIED, RELEASED, cosine),
+        "mahalanobis": kernel.prepare(logits, UNCERTIFIED, TopWOptions(), plain),
+        "mahalanobis, stored bound": kernel.prepare(logits, UNCERTIFIED, TopWOptions(), bounded),
+    }
+    sides: Sides = {described(name, call): call for name, call in calls.items()}
+    yardstick = next(iter(sides))
+    if processor is not None:
+        theirs = processor(
+            embeddings, selection_temperature=UNCERTIFIED["temperature"], lam_fixed=UNCERTIFIED["lam"],
+            init_top_p=UNCERTIFIED["init_top_p"], geom_scale=UNCERTIFIED["geom_scale"], print_params=False,
+            print_kept=False,
+        )  # fmt: skip
+        scores = torch.from_numpy(logits)
+        yardstick = f"the authors' processor: cosine, keeps {int(torch.isfinite(theirs(None, scores)).sum())}"
+        sides = {yardstick: lambda: theirs(None, scores)} | sides
+    return measure(sides, rounds, yardstick)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, help="default: the package's")
+    parser.add_argument("--processor", type=Path, help="the authors' logit_processor_w1.py")
+    parser.add_argument("--instruction-set", help="default: the best")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--rows", choices=("certified", "uncertified", "all"), default="all")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    path = given.library or library_path()
+    if path is None:
+        raise SystemExit(f"there is no native sampler: {why_absent()}.")
+    kernel = Kernel(path)
+    if given.instruction_set:
+        kernel.use_instruction_set(given.instruction_set)
+    print(f"{machine()}; 1 thread, {kernel.instruction_set}\n")
+    if given.rows != "uncertified":
+        print(f"Certified rows, vocabulary {VOCAB:,}:\n\n{certified_rows(kernel, given.rounds)}\n", flush=True)
+    if given.rows != "certified":
+        processor = load_processor(given.processor) if given.processor else None
+        title = f"Uncertified rows, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
+        print(f"{title}\n\n{uncertified_rows(kernel, processor, max(5, given.rounds // 10))}")
+
+
+if __name__ == "__main__":
+    main()
