@@ -6,8 +6,6 @@ as long as they are open. That is more than what a sampler costs. Here both ways
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from topw_deploy.bench.decode.argmax import share_weights
 from topw_deploy.export.tail import OP_TYPE
 from topw_deploy.manifest import Manifest
 from topw_deploy.plugins.library import library_path
@@ -62,17 +61,9 @@ def write_either(export: Path, folder: Path) -> Path:
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         old.name, new.name = None, name
     graph.remove(sampler, safe=True)
-    for data in export.glob("*.onnx_data*"):
-        _share(data, folder / data.name)
+    share_weights(export, folder)
     ir.save(model, folder / FILE)
     return folder / FILE
-
-
-def _share(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 class Either:

@@ -55,17 +55,18 @@ def with_argmax(export: Path, folder: Path) -> Path:
     model.functions.clear()
     for name in [name for name, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
-    for data in export.glob("*.onnx_data*"):
-        _share(data, folder / data.name)
+    share_weights(export, folder)
     ir.save(model, folder / FILE)
     return folder / FILE
 
 
-def _share(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+def share_weights(export: Path, folder: Path) -> None:
+    """Put the data files of `export` into `folder`: as hard links, or as copies where there can be none."""
+    for data in export.glob("*.onnx_data*"):
+        try:
+            os.link(data, folder / data.name)
+        except OSError:
+            shutil.copyfile(data, folder / data.name)
 
 
 @dataclass(frozen=True)
