@@ -23,7 +23,7 @@ def test_the_report_goes_to_stdout_and_progress_to_stderr(folder: Path, invoke: 
     assert result.exit_code == 0
     assert "2 prompts, 8 steps" in result.stdout
     assert "lam 0.6, beta 3, temperature 1" in result.stdout
-    assert result.stderr.splitlines() == ["Generating from 2 prompts under 1 settings", "Looking at every step"]
+    assert result.stderr.splitlines() == ["Generating from 2 prompts under 1 setting", "Looking at every step"]
     assert invoke("stats", folder, "abc", *SHORT, "-q").stderr == ""
 
 
@@ -37,7 +37,7 @@ def test_prompts_come_from_arguments_lines_json_lines_or_standard_input(
     assert invoke("stats", folder, "--prompts-jsonl", tmp_path / "p.jsonl", *SHORT, "-q").stdout == wanted
     assert invoke("stats", folder, "--prompt-file", "-", *SHORT, "-q", stdin="abc\nde").stdout == wanted
     one = invoke("stats", folder, "--prompt-file", "-", *SHORT, "-q", "--limit", 1, stdin="abc\nde").stdout
-    assert "1 prompts, 4 steps" in one
+    assert "1 prompt, 4 steps" in one
 
 
 def test_json_holds_every_number_and_replaces_the_table_on_stdout(folder: Path, invoke: Invoke, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from topw_deploy.sampling import Geometry, apply_edits, as_float32
 from topw_deploy.stats.analyse import Lens, Step
 from topw_deploy.stats.prompts import Prompt
 from topw_deploy.stats.settings import Setting
+from topw_deploy.stats.words import counted
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def collect(
     batches = [range(start, min(start + batch_size, len(prompts))) for start in range(0, len(prompts), batch_size)]
     with TopWModel.from_pretrained(folder) as model:
         ids = [_ids(model, prompt) for prompt in prompts]
-        progress(f"Generating from {len(prompts)} prompts under {len(settings)} settings")
+        progress(f"Generating from {counted(len(prompts), 'prompt')} under {counted(len(settings), 'setting')}")
         written = []
         with bar(len(prompts) * len(settings), "prompts") as advance:
             for setting in settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from topw_deploy.stats.summary import MovedToken, Place, Spread, Summary
+from topw_deploy.stats.words import counted
 
 _UNREADABLE = "�"  # what decoders put for bytes that are no character
 
@@ -28,8 +29,8 @@ def verdict(summary: Summary) -> str:
         per_step = (summary.added_total + summary.dropped_total) / summary.changed
         return (
             f"Geometry changed the crop at {_share(summary.changed, summary.steps)} of the steps "
-            f"({summary.changed} of {summary.steps}): {summary.dropped_total:,} times it dropped a token and "
-            f"{summary.added_total:,} times it kept one, {per_step:.1f} tokens per changed step."
+            f"({summary.changed} of {summary.steps}): tokens dropped {summary.dropped_total:,}, "
+            f"kept {summary.added_total:,}, {per_step:.1f} per changed step."
         )
     if summary.certified == summary.steps:
         return f"Geometry never acted: all {summary.steps} steps were certified, so distances could not change a crop."
@@ -69,7 +70,7 @@ def _numbers(place: Place) -> list[str]:
 
 def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
     yield ", ".join(f"{name} {value:g}" for name, value in summary.parameters.items())
-    yield f"{summary.sequences} prompts, {summary.steps} steps"
+    yield f"{counted(summary.sequences, 'prompt')}, {counted(summary.steps, 'step')}"
     yield verdict(summary)
     if not summary.steps:
         return
