@@ -56,8 +56,15 @@ def command(program: Path, libfuzzer: bool, seconds: int, seed: int, corpus: Pat
     """The command line that fuzzes for so long."""
     if not libfuzzer:
         return [str(program), str(seconds), str(seed)]
-    limits = [f"-max_total_time={seconds}", f"-seed={seed + 1}", "-max_len=2000", "-timeout=120", "-rss_limit_mb=6000"]
-    return [str(program), str(corpus), *limits, "-print_final_stats=1", f"-artifact_prefix={corpus}/"]
+    limits = [f"-max_total_time={seconds}", f"-seed={seed + 1}", "-max_len=2000", "-len_control=0", "-timeout=120"]
+    return [
+        str(program),
+        str(corpus),
+        *limits,
+        "-rss_limit_mb=6000",
+        "-print_final_stats=1",
+        f"-artifact_prefix={corpus}/",
+    ]
 
 
 def main() -> int:

@@ -169,7 +169,8 @@ struct Answers {
   }
 };
 
-// The row `copies` times, the others among them spoiled: one with NaN, one without any finite logit.
+// The row `copies` times, the others among them spoiled: one with NaN, one without any finite logit. Last row first
+// in the workspace, or all in one call without one.
 Answers sample(const Row &row, size_t copies, topw_workspace *workspace) {
   const size_t vocab = static_cast<size_t>(row.vocab), edits = static_cast<size_t>(row.edits);
   std::vector<float> logits, penalty, bias, columns[7];
@@ -198,9 +199,10 @@ Answers sample(const Row &row, size_t copies, topw_workspace *workspace) {
                               columns[5].data(),            columns[6].data()};
   Answers answers(copies, vocab);
   const topw_outputs outputs = answers.outputs();
-  for (size_t i = copies; i-- > 0;)
-    require(topw_sample_row(&row.options, row.with_table ? &table : nullptr, &inputs, static_cast<int64_t>(i),
-                            workspace, &outputs) == 0,
+  const topw_table *given = row.with_table ? &table : nullptr;
+  if (!workspace) require(topw_sample(&row.options, given, &inputs, &outputs) == 0, "memory suffices");
+  for (size_t i = copies; workspace && i-- > 0;)
+    require(topw_sample_row(&row.options, given, &inputs, static_cast<int64_t>(i), workspace, &outputs) == 0,
             "memory suffices");
   return answers;
 }
@@ -247,9 +249,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const char *best = topw_instruction_set();
   const Answers alone = sample(row, 1, fresh.get());
   check(row, alone, 0);
-  const Answers among = sample(row, 3, kept.get());
-  for (size_t i = 0; i < 3; ++i) check(row, among, i);
-  check_same(row, alone, among);
+  for (topw_workspace *workspace : {kept.get(), static_cast<topw_workspace *>(nullptr)}) {
+    const Answers among = sample(row, 3, workspace);
+    for (size_t i = 0; i < 3; ++i) check(row, among, i);
+    check_same(row, alone, among);
+  }
   for (const char *name : {"generic", "avx2"})
     if (topw_use_instruction_set(name) == 0) check_same(row, alone, sample(row, 1, kept.get()));
   require(topw_use_instruction_set(best) == 0, "the set in use is available");

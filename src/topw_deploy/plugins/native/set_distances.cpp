@@ -188,8 +188,11 @@ void SetDistances::settle(int64_t place, const float *sums, int64_t from, double
   const int64_t count = hot().take_from(sums, columns, first, bound, taken_.data(), nominated_.data());
   const float *row = table_.row(pool_->id[place], own_row_.data());
   int64_t found = 0;
-  for (int64_t i = 0; i < count; ++i)
-    if (place_at_[nominated_[i]] >= 0) found_[found++] = {between(row, norm_[place], nominated_[i]), nominated_[i]};
+  for (int64_t i = 0; i < count; ++i) {
+    if (place_at_[nominated_[i]] < 0) continue;
+    found_[found++] = {between(row, norm_[place], nominated_[i]), nominated_[i]};
+    if (neighbours_ == 1 && found_[found - 1].distance == 0) break;  // a duplicate: nothing is nearer
+  }
   remember(place, found);
 }
 
