@@ -49,7 +49,7 @@ Outcome from_candidates(const EditedRow &row, const Parameters &P, int64_t top_m
   const float edge = P.lam > 0 ? bound_below(top, P, gap(P, static_cast<double>(row.vocab()))) : -INFINITY;
   const bool all_within_gap = hot().count_from(row.maxima(), row.padded_blocks(), edge) <= kBlocksWithinGap;
   if (!all_within_gap && row.blocks() < kFew) return Outcome::open;
-  const float from = all_within_gap ? edge : value_reached_by(row.maxima(), row.padded_blocks(), kFew);
+  const float from = all_within_gap ? edge : value_reached_by(row.maxima(), row.padded_blocks(), kFew, 2 * kFew);
   if (!tokens.take_from(row, from)) return Outcome::out_of_memory;
   seen = tokens.size;
   if (seen > kMost) return Outcome::open;

@@ -21,7 +21,7 @@ bool Pool::take_best(const EditedRow &row, int64_t size) {
   if (columns > 2 * size) {
     if (!columns_.reserve(columns)) return false;
     for (int64_t b = 0; b < row.blocks(); ++b) hot().column_maxima(row.block(b), &columns_[b * kColumns]);
-    bound = value_reached_by(columns_.data(), columns, size);
+    bound = value_reached_by(columns_.data(), columns, size, size + size / 4);
   }
   return tokens.take_from(row, bound) && tokens.cut(size);
 }

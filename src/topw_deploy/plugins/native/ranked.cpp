@@ -27,16 +27,17 @@ int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
 
 }  // namespace
 
-float value_reached_by(const float *values, int64_t size, int64_t count) {
-  int64_t low = place(-FLT_MAX), high = place(*std::max_element(values, values + size));
+// Bisection over the floats between, of which there are at most 2^32.
+float value_reached_by(const float *values, int64_t size, int64_t count, int64_t enough) {
+  int64_t low = place(-FLT_MAX), high = place(hot().highest_of(values, size));
   while (low < high) {
     const int64_t middle = low + (high - low + 1) / 2;
     const int64_t reached = hot().count_from(values, size, at_place(static_cast<int32_t>(middle)));
-    if (reached == count) return at_place(static_cast<int32_t>(middle));
-    if (reached > count)
+    if (reached >= count)
       low = middle;
     else
       high = middle - 1;
+    if (reached >= count && reached <= enough) break;
   }
   return at_place(static_cast<int32_t>(low));
 }
@@ -69,7 +70,7 @@ bool Ranked::cut(int64_t count) {
   if (!maxima_.reserve(padded(size))) return false;
   std::copy(logit.data(), logit.data() + size, maxima_.data());
   std::fill(maxima_.data() + size, maxima_.data() + padded(size), -INFINITY);
-  const float last = value_reached_by(maxima_.data(), padded(size), count);
+  const float last = value_reached_by(maxima_.data(), padded(size), count, count);
   int64_t equals = count;  // how many of those at `last` there is room for
   for (int64_t i = 0; i < size; ++i) equals -= logit[i] > last;
   int64_t kept = 0;

@@ -28,8 +28,9 @@ class Ranked {
   Array<float> maxima_;
 };
 
-// The largest value that at least `count` of `values` reach; [size], a multiple of 16, padded with -inf.
-float value_reached_by(const float *values, int64_t size, int64_t count);
+// A value that at least `count` of `values` reach, and no more than `enough` of them if ties allow that; for `enough` =
+// `count` the largest such. [size], a multiple of 16, padded with -inf.
+float value_reached_by(const float *values, int64_t size, int64_t count, int64_t enough);
 
 }  // namespace topw
 #endif

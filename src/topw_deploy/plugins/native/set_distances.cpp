@@ -14,6 +14,12 @@ constexpr double kLargestLength = 1e18;   // longer points could overflow float3
 
 int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
+// -inf where there are fewer than k; `size` is a multiple of 16.
+double kth_largest(const float *values, int64_t size, int64_t k) {
+  if (k == 1) return static_cast<double>(hot().highest_of(values, size));
+  return size < k ? -INFINITY : static_cast<double>(value_reached_by(values, size, k, k));
+}
+
 }  // namespace
 
 bool SetDistances::open(const topw_options &options, const topw_table &table, const Ranked &pool) {
@@ -170,9 +176,7 @@ float SetDistances::threshold(int64_t place, const float *sums, int64_t columns,
   const double length = sqrt(squared_length);
   if (!(length < kLargestLength && longest_ < kLargestLength)) return -INFINITY;
   const double error = relative_error_ * (length + 0.5 * longest_) * longest_ + 1e-30;
-  const double kth = neighbours_ == 1         ? static_cast<double>(hot().highest_of(sums, columns))
-                     : columns < neighbours_ ? -INFINITY
-                                             : static_cast<double>(value_reached_by(sums, columns, neighbours_));
+  const double kth = kth_largest(sums, columns, neighbours_);
   double bound = kth - 2 * error;
   if (held_[place] == neighbours_) {
     const double own = near_[place * remembered_ + neighbours_ - 1].distance;
