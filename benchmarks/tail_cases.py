@@ -147,7 +147,7 @@ def random_case(rng: np.random.Generator, vocab: int) -> Case:
 
 
 def graph(
-    scenario: Scenario, form: str, table: np.ndarray, geometry: Geometry, opset: int = 23
+    scenario: Scenario, form: str, table: np.ndarray, geometry: Geometry, opset: int = 23, threads: int = 1
 ) -> ort.InferenceSession:
     """A session of the sampler-only model with all optional outputs; `form` is one of FORMS, or NATIVE.
 
@@ -167,7 +167,7 @@ def graph(
     model = sampler_model(spec, table if uses_table else None, geometry)
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
     if form == NATIVE:
         options.register_custom_ops_library(str(library_path()))
     return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])

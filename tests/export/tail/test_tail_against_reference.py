@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, graph, random_case
+from benchmarks.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, feeds, graph, random_case, run
 
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
@@ -48,3 +48,21 @@ def test_the_smallest_vocabularies_work(vocab: int) -> None:
     tallies = {form: Tally() for form in FORMS}
     compare(scenario, sessions, geometry, [random_case(rng, vocab) for _ in range(16)], tallies)
     assert [tally.unexplained for tally in tallies.values()] == [[], [], []]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_crop_holds_a_banned_token_however_threads_share_the_batch(form: str) -> None:
+    """Banned tokens add no mass: prefixes that hold them have the J of one that does not, but for the last bit."""
+    scenario = Scenario(TopWOptions(top_m=200, metric="cosine"), 600, 16, "plain", 1)
+    embeddings = embedding_table(scenario)
+    session = graph(scenario, form, embeddings, Geometry.from_embeddings(embeddings, "cosine"), threads=2)
+    rng = np.random.default_rng(0)
+    cases = [random_case(rng, scenario.vocab_size) for _ in range(64)]
+    for case in cases:
+        case.logits[rng.permutation(scenario.vocab_size)[8:]] = -np.inf
+        case.parameters.update(lam=0.06, beta=1.5, temperature=0.9, selection_temperature=0.0, geom_scale=-1.0)
+    inputs = feeds(cases)
+    for _ in range(4):
+        inputs["logits"] = np.roll(inputs["logits"], 1, axis=0)
+        masks = run(session, inputs)["keep_mask"]
+        assert not (masks & np.isinf(inputs["logits"])).any()

@@ -73,8 +73,11 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
     """int64 [batch, 1]: position of the first maximum of J [batch, size].
 
-    For reward <= 0, J never rises (singleton collapse): position 0, whatever rounding says.
+    For reward <= 0, J never rises (singleton collapse): position 0, whatever rounding says. Prefixes that reach into
+    the tokens of logit -inf, last in every order, add no weight: their J is the same but for the last bit, in which
+    onnxruntime's Log depends on how threads share a batch out. They are not considered.
     """
+    objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
     single = op.LessOrEqual(reward, op.constant(0.0, np.float64))
     reached = op.Or(single, op.GreaterOrEqual(objective, best))
