@@ -22,6 +22,7 @@ OLDEST = (1, 17)  # of the interface that the operator is written for
 CASES = {
     "cosine": Wanted(keep_mask=True),
     "mahalanobis-knn": Wanted(TopWOptions(top_m=60, potential="knn"), mass=True, keep_mask=True),
+    "mahalanobis, onnxruntime": Wanted(TopWOptions(top_m=60), form="onnxruntime", keep_mask=True),
     "uniform": Wanted(TopWOptions(top_m=1200, metric="uniform"), keep_mask=True),
 }
 

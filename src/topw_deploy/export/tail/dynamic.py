@@ -142,7 +142,8 @@ def _with_geometry(
     assert spec.embedding is not None
     tokens = embedding_rows(op, spec.embedding, tables, pool.ids)
     whitened = features(op, tokens, inputs["mean"], inputs["inverse_std"], metric)
-    if metric.name != "cosine":
+    double = metric.name != "cosine"
+    if double:
         whitened = op.Cast(whitened, to=11)  # then products of near-duplicates need no second look
     warm = up_to(op, start.warm, pool.positions)
     distances = _distances_from_outside(op, metric, pool, start, warm, whitened)
@@ -151,7 +152,7 @@ def _with_geometry(
         return first
 
     def rest() -> list[Tensor]:
-        near = closeness(op, whitened, whitened, metric)
+        near = closeness(op, whitened, whitened, metric, double)
 
         def next_set(members: Tensor) -> tuple[Tensor, Tensor]:
             distances = distance_to_set(op, near, members, metric)
@@ -176,7 +177,7 @@ def _distances_from_outside(
     columns = op.Max(longest, op.constant([metric.averaged], np.int64))
     outside = op.Slice(whitened, begin, pool.width, one)
     members = op.Slice(whitened, zero, columns, one)
-    near = closeness(op, outside, members, metric)
+    near = closeness(op, outside, members, metric, metric.name != "cosine")
     distances = distance_to_set(op, near, op.Slice(warm, zero, columns, one), metric)
     return op.Pad(distances, op.Concat(zero, begin, zero, zero, axis=0), op.constant(0.0, np.float64))
 

@@ -57,13 +57,17 @@ def _normalised(op: Ops, rows: Tensor) -> Tensor:
 
 
 @step
-def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric) -> Tensor:
+def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bool = False) -> Tensor:
     """What grows with the distance between features: [batch, rows, columns], of the features' type.
 
     `cosine`: minus the cosine. Else the squared distance |x|^2 + |y|^2 - 2 x.y. That cancels for near-duplicates: at
     2,048 float32 coordinates its root is wrong by up to 0.03, so give doubles or use `recompute_nearest`.
+
+    double: whether the features are doubles. onnxruntime up to 1.24 fuses a bare transposition into their product, and
+    then has no kernel for it; a Reshape to the same shape, which costs nothing, keeps the two apart.
     """
-    products = op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1]))
+    turned = op.Transpose(columns, perm=[0, 2, 1])
+    products = op.MatMul(rows, op.Reshape(turned, op.Shape(turned)) if double else turned)
     if metric.name == "cosine":
         return op.Neg(products)
     axis = op.constant([2], np.int64)
