@@ -64,6 +64,7 @@ float from_bits(uint32_t bits) {
   return value;
 }
 
+constexpr int64_t kSmallEnough = 5000;  // tokens: rows up to here are sampled in every way
 constexpr float kSpecial[] = {0.0f,  -0.0f,   1e-45f,  -1e-45f,   1e-38f,    3.4e38f, -3.4e38f,
                               88.0f, -1e30f, INFINITY, -INFINITY, NAN, 1.0f,    -1.0f};
 
@@ -251,6 +252,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const char *best = topw_instruction_set();
   const Answers alone = sample(row, 1, fresh.get());
   check(row, alone, 0);
+  if (row.vocab > kSmallEnough) return 0;  // the rest asks nothing that smaller rows do not
   for (topw_workspace *workspace : {kept.get(), static_cast<topw_workspace *>(nullptr)}) {
     const Answers among = sample(row, 3, workspace);
     for (size_t i = 0; i < 3; ++i) check(row, among, i);
