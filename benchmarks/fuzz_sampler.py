@@ -27,6 +27,7 @@ from topw_deploy.export.neighbour_bound import neighbour_bound
 from topw_deploy.sampling import FLOAT64_TIES, Row, TieBounds
 
 _MASS_BOUND = 1e-6  # relative: summed in double, answered in float32
+_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a repulsive crop may weigh less than float32 can say
 _BATCH_VALUES = 1 << 20  # logits per call of an implementation that takes batches
 _LARGEST_BOUNDED = 1100  # tokens: the bounds take all pairs
 _NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
@@ -70,7 +71,7 @@ def differences(wanted: Row, found: Answer) -> Iterator[str]:
         yield "token"
     elif found.logprob is not None and abs(found.logprob - wanted.logprob) > LOGPROB_BOUND * max(1, -wanted.logprob):
         yield "logprob"
-    if found.mass is not None and abs(found.mass - wanted.mass) > _MASS_BOUND * wanted.mass:
+    if found.mass is not None and abs(found.mass - wanted.mass) > max(_MASS_BOUND * wanted.mass, _SMALLEST_MASS):
         yield "mass"
 
 
