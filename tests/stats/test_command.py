@@ -133,6 +133,9 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_run(
     for option in ("--json", "--plot"):
         with pytest.raises(ParameterError, match="lies in none that is there"):
             invoke("stats", folder, "abc", option, tmp_path / "none" / "x.png", "-q")
+    for name in ("x", "x.jpeg"):
+        with pytest.raises(ParameterError, match=r"must end in \.png or \.svg or \.pdf"):
+            invoke("stats", tmp_path / "no model yet", "abc", "--plot", tmp_path / name, "-q")
 
 
 def test_usage_errors_exit_with_two(folder: Path, invoke: Invoke, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import click
 
 from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.outputs import check_output, check_picture
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def sampler(
 
     Before anything is timed, all implementations of Top-W must keep the tokens that the definition keeps.
     """
+    _check_outputs(json_file, plot)
     from topw_deploy.bench.sampler.run import run
     from topw_deploy.bench.sampler.settings import SamplerSettings
 
@@ -164,11 +166,17 @@ def decode(
 
     Every side is a process of its own that loads once; then all take turns.
     """
+    _check_outputs(json_file, plot)
     from topw_deploy.bench.decode.run import run
     from topw_deploy.bench.decode.settings import DecodeSettings
 
     settings = DecodeSettings(peers=peers or (), **rest)
     _show(run(settings, _progress(quiet)), json_file, plot, "one token after the first, logarithmic")
+
+
+def _check_outputs(json_file: str | None, plot: Path | None) -> None:
+    check_output(None if json_file is None else Path(json_file))
+    check_picture(plot, (".png",))
 
 
 def _show(report: SamplerReport | DecodeReport, json_file: str | None, plot: Path | None, axis: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from topw_deploy.cli.options import CONTEXT, given, parameter_options
+from topw_deploy.cli.outputs import check_output, check_picture
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
@@ -72,12 +73,8 @@ def command(
     from topw_deploy.stats.settings import settings_of
 
     settings = settings_of(given(values, PARAMETER_NAMES), sweep)
-    for path in (json_file, plot):
-        _check_writable(path)
-    if plot is not None:
-        from topw_deploy.stats.plot import require_matplotlib
-
-        require_matplotlib()
+    check_output(json_file)
+    check_picture(plot, (".png", ".svg", ".pdf"))
     from topw_deploy.stats.collect import collect
     from topw_deploy.stats.summary import summarise
 
@@ -86,11 +83,13 @@ def command(
     summaries = summarise(
         collect(folder, asked, settings, batch_size=values["batch_size"], generation=generation, **shown)
     )
+    _write(summaries, folder, values, json_file)
     if plot is not None:
         from topw_deploy.stats.plot import save_plot
+        from topw_deploy.stats.words import counted
 
-        save_plot(summaries, plot, f"What Top-W did: {folder.name}, {len(asked)} prompts, seed {values['seed']}")
-    _write(summaries, folder, values, json_file)
+        title = f"What Top-W did: {folder.resolve().name}, {counted(len(asked), 'prompt')}, seed {values['seed']}"
+        save_plot(summaries, plot, title)
 
 
 def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[Prompt]:
@@ -118,17 +117,12 @@ def _read(path: Path) -> tuple[bytes, str]:
         raise PromptError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
-def _check_writable(path: Path | None) -> None:
-    """A long run should not end with a name that cannot be written."""
-    if path is None or str(path) == "-":
-        return
-    if path.is_dir() or not path.parent.is_dir():
-        raise ParameterError(f"{path} is a folder, or lies in none that is there; choose another name.")
-
-
 def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_file: Path | None) -> None:
+    """The table on stdout, unless JSON goes there; then the file, so that a full disk does not take both."""
     from topw_deploy.stats.table import lines
 
+    if str(json_file) != "-":
+        click.echo("\n".join(lines(summaries, values["tokens"])))
     if json_file is not None:
         kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size")}
         report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
@@ -140,4 +134,3 @@ def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_
             json_file.write_text(text + "\n", "utf-8")
         except OSError as error:
             raise ParameterError(f"{json_file} cannot be written ({error.strerror or error}).") from None
-    click.echo("\n".join(lines(summaries, values["tokens"])))

@@ -88,7 +88,7 @@ class DecodeReport:
     def text(self) -> str:
         """For people: one table per number of threads."""
         s = self.settings
-        lines = [f"{self.machine}; {s.prompt_tokens} + {s.new_tokens} tokens, {s.rounds} rounds"]
+        lines = [f"{self.machine}; {s.prompt_tokens} + {s.new_tokens} tokens, {s.rounds} round{'s' * (s.rounds > 1)}"]
         for run in self.runs:
             reference = run.sides[run.reference].label
             lines += [f"\n{_threads(run.threads)}; the ratio is to {reference}\n"]

@@ -59,7 +59,7 @@ class SamplerReport:
         if s.options.metric != "uniform":
             geometry += f", d = {s.hidden:,}" + (", neighbour bound" if s.neighbour_bound else "")
         native = f", native with {self.instruction_set}" if self.instruction_set else ""
-        lines = [f"{self.machine}; {_threads(s.threads)}, {s.rounds} rounds{native}"]
+        lines = [f"{self.machine}; {_threads(s.threads)}, {s.rounds} round{'s' * (s.rounds > 1)}{native}"]
         for found in self.cases:
             batch, vocab = found.case["batch"], found.case["vocab"]
             ours = CATALOGUE[reference_side(found.samples)].label
