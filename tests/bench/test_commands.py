@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from topw_deploy.bench.report import comparison, duration, significant
 from topw_deploy.cli.main import topw
+from topw_deploy.errors import ParameterError
 from toy_model import Toy, export
 
 Invoke = Callable[..., Result]
@@ -78,6 +80,40 @@ def test_the_authors_option_wants_their_file(bench: Invoke, tmp_path: Path) -> N
     )
     assert done.exit_code == 1
     assert str(done.exception).endswith("mine.py has no TopW_LogitsProcessor; give the authors' logit_processor_w1.py.")
+
+
+@pytest.mark.parametrize("text", ["import nothing_that_is_there\n", "\0"])
+def test_a_file_of_the_authors_that_does_not_load_is_named(bench: Invoke, tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    done = bench("sampler", *SMALL[:-1], "authors", "--quiet", "--authors", tmp_path / "mine.py")
+    assert done.exit_code == 1
+    assert "mine.py does not load (" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        ("--json", "none/out.json", "lies in none that is there"),
+        ("--plot", "none/out.png", "lies in none that is there"),
+        ("--plot", "out.svg", r"must end in \.png"),
+        ("--plot", "out", r"must end in \.png"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed(
+    bench: Invoke, tmp_path: Path, option: str, name: str, message: str
+) -> None:
+    for command in (("sampler", *SMALL), ("decode", tmp_path)):
+        done = bench(*command, option, tmp_path / name)
+        assert isinstance(done.exception, ParameterError)
+        assert re.search(message, str(done.exception))
+        assert done.stdout == done.stderr == ""
+
+
+@pytest.mark.parametrize(("option", "value"), [("--temperature", "1e300"), ("--geom-scale", "-1e39")])
+def test_a_number_that_float32_cannot_hold_is_refused(bench: Invoke, option: str, value: str) -> None:
+    done = bench("sampler", *SMALL, f"{option}={value}")
+    assert isinstance(done.exception, ParameterError)
+    assert re.search(r"is -?inf, but must be", str(done.exception))
 
 
 def test_a_group_of_commands_has_a_help_without_heavy_imports(bench: Invoke) -> None:

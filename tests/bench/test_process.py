@@ -77,6 +77,18 @@ def test_an_interpreter_that_is_none_is_refused(side: Path, tmp_path: Path) -> N
         Worker("adder", side, {"name": "adder"}, python=tmp_path / "python")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for the wrong program")
+@pytest.mark.parametrize("word", ["hello", '\\"x\\"'])
+def test_a_program_that_answers_but_is_no_python_is_refused(
+    side: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho {word}\ncat > /dev/null\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BenchmarkError, match=r"^adder: .*python is not Python; name an interpreter\.$"):
+        Worker("adder", side, {"name": "adder"}, python=Path("python"))
+
+
 def test_an_interpreter_without_the_library_names_it(tmp_path: Path) -> None:
     path = tmp_path / "side.py"
     path.write_text("import a_library_that_nobody_has\n", encoding="utf-8")

@@ -51,7 +51,9 @@ class Worker:
     ) -> None:
         self.name = name
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process; a pipe could fill up
-        command = [str(python or sys.executable), str(SIDES / "serve.py"), str(SIDES / side)]
+        # With its folder, as a bare name would be looked for in PATH; not resolved: an environment's python is a link.
+        self._interpreter = str(Path(python).absolute()) if python else sys.executable
+        command = [self._interpreter, str(SIDES / "serve.py"), str(SIDES / side)]
         environment = {**os.environ, **_QUIET, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
         try:
             self._process = subprocess.Popen(
@@ -114,7 +116,12 @@ class Worker:
             raise BenchmarkError(
                 f"{self.name} ended {self._manner()}: {self._last_words()}; leave it out or repair it."
             )
-        answer = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):  # not from serve.py
+            raise BenchmarkError(f"{self.name}: {self._interpreter} is not Python; name an interpreter.")
         if "error" in answer:
             raise self._error(answer["error"])
         return answer["value"]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, as_float32
 from topw_deploy.sampling.reference import pool
 
 Logits = NDArray[np.float32]
@@ -67,9 +67,10 @@ class Problem:
 
 
 def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: float) -> tuple[Case, ...]:
-    """One case for every regime and temperature; without temperatures the regime's own."""
+    """One case for every regime and temperature; without temperatures the regime's own. Numbers are rounded to float32,
+    as the native sides and the graph receive them. Raises ParameterError for those out of range."""
     return tuple(
-        Case(regime, TopWParameters(**REGIMES[regime][1], temperature=temperature, geom_scale=geom_scale))
+        Case(regime, as_float32({**REGIMES[regime][1], "temperature": temperature, "geom_scale": geom_scale}))
         for regime in regimes
         for temperature in temperatures or REGIMES[regime][0]
     )
@@ -107,8 +108,10 @@ def given_logits(path: Path) -> Logits:
     """The rows of a .npy file, [V] or [B, V], as float32. ParameterError if it holds anything else."""
     try:
         loaded = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ParameterError(f"{path} cannot be read as a .npy file ({error}); save it with numpy.save.") from None
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, EOFError):  # numpy takes anything else for a pickle, and says how to open it unsafely
+        raise ParameterError(f"{path} cannot be read as a .npy file of numbers; save it with numpy.save.") from None
     if loaded.ndim not in (1, 2) or 0 in loaded.shape or loaded.dtype.kind != "f":
         raise ParameterError(
             f"{path} holds {loaded.dtype} {list(loaded.shape)}, but logits must be floating point, [V] or [B, V]."

@@ -126,7 +126,11 @@ def load_processor(path: Path) -> Any:
     if spec is None or spec.loader is None or not path.is_file():
         raise BenchmarkError(f"{path} is not a Python file; give the path of the authors' logit_processor_w1.py.")
     module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BenchmarkError(f"{path} does not load ({told}); give the authors' logit_processor_w1.py.") from error
     if not hasattr(module, "TopW_LogitsProcessor"):
         raise BenchmarkError(f"{path} has no TopW_LogitsProcessor; give the authors' logit_processor_w1.py.")
     return module.TopW_LogitsProcessor

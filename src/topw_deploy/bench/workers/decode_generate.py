@@ -29,7 +29,7 @@ class _Clock:
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: library ("transformers" or "optimum"), folder, search (fields of a GenerationConfig), threads;
-    processor (None, "topw", or the path of the authors' file), released (the processor's parameters)."""
+    processor (None, "topw", or the path of the authors' file)."""
     torch.set_num_threads(settings["threads"])
     began = time.perf_counter()
     model = _load(settings)
