@@ -176,16 +176,17 @@ def test_another_truncation_behind_it_is_refused_also_from_the_models_configurat
             max_new_tokens=3,
             **({} if name == "top_k" else {"top_k": 0}),
         )
-    if name != "min_p":
-        run(model, TopWLogitsProcessor(model), inputs=PROMPT)  # its arguments switch it off
-    else:
+    run(model, TopWLogitsProcessor(model), inputs=PROMPT)  # its arguments switch it off
+    if name == "min_p":
         run(model, TopWLogitsProcessor(model), inputs=PROMPT, min_p=0.0)
 
 
 @pytest.mark.skipif(not hasattr(logits_process, "TopHLogitsWarper"), reason="this transformers has no top-h")
-def test_top_h_behind_it_is_refused_too(model):
-    with pytest.raises(ParameterError, match=r"applies top_h=0.4 behind .* set top_h to None"):
+def test_top_h_behind_it_is_refused_too(model, monkeypatch):
+    with pytest.raises(ParameterError, match=r"applies top_h=0.4 behind .* pass top_h=None"):
         run(model, TopWLogitsProcessor(model), inputs=PROMPT, top_h=0.4)
+    monkeypatch.setattr(model.generation_config, "top_h", 0.4)
+    run(model, TopWLogitsProcessor(model), inputs=PROMPT)
 
 
 def test_a_truncation_that_the_user_puts_before_it_is_the_users_business(model, table):

@@ -292,8 +292,10 @@ def test_a_missing_geometry_and_a_short_neighbour_bound_are_refused():
         crop_rows(PEAKED, {})
     with pytest.raises(ParameterError, match="metric mahalanobis, but a cosine geometry"):
         crop_rows(PEAKED, {}, TopWOptions(), TensorGeometry.from_embeddings(torch.randn(5, 2), "cosine"))
-    with pytest.raises(ParameterError, match=r"neighbour bound has shape \(4,\), but must be \[5\]"):
+    with pytest.raises(ParameterError, match=r"neighbour bound has shape \(4,\), but must hold .* of the 5 tokens"):
         crop_rows(PEAKED, {}, UNIFORM, neighbour_bound=torch.zeros(4))
+    with pytest.raises(ParameterError, match="neighbour bound is of type list, but must be a tensor"):
+        crop_rows(PEAKED, {}, UNIFORM, neighbour_bound=[0.0] * 5)
 
 
 def test_a_neighbour_bound_of_nan_is_refused_where_it_is_needed():

@@ -73,10 +73,9 @@ def _refuse_cutting(warper: LogitsProcessor) -> None:
     if neutral is not None and value == neutral:
         return
     default = " (its default)" if (name, value) == ("top_k", 50) else ""
-    remedy = f"pass {name}={neutral}" if neutral is not None else f"set {name} to None in the generation configuration"
     raise ParameterError(
-        f"generate applies {name}={value} behind Top-W{default}, which would cut the crop again; {remedy}, and see "
-        f"processor.generate_arguments()."
+        f"generate applies {name}={value} behind Top-W{default}, which would cut the crop again; pass "
+        f"{name}={neutral}, or **processor.generate_arguments()."
     )
 
 

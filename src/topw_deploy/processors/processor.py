@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.processors.company import caller, check_company
@@ -90,7 +90,10 @@ class TopWLogitsProcessor(LogitsProcessor):
             "typical_p": 1.0,
             "epsilon_cutoff": 0.0,
             "eta_cutoff": 0.0,
+            "min_p": None,
         }
+        if hasattr(GenerationConfig(), "top_h"):  # not every version of transformers has it
+            arguments["top_h"] = None
         if self.parameters.greedy:  # one token is left, so any temperature draws it; generate refuses 0
             return arguments | {"temperature": 1.0}
         return arguments if self._any_temperature else arguments | {"temperature": self._temperature}

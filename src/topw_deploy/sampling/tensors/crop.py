@@ -98,9 +98,8 @@ def crop_rows(
     if logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
         kind = f"{str(logits.dtype).removeprefix('torch.')} {tuple(logits.shape)}"
         raise ParameterError(f"logits are {kind}, but must be floating point [B, V], both >= 1.")
-    if neighbour_bound is not None and (neighbour_bound.ndim != 1 or len(neighbour_bound) < logits.shape[1]):
-        shape = tuple(neighbour_bound.shape)
-        raise ParameterError(f"the neighbour bound has shape {shape}, but must be [{logits.shape[1]}].")
+    if neighbour_bound is not None:
+        _check_bound(neighbour_bound, logits.shape[1])
     row_logits = logits.to(torch.float32)
     rows = read_parameters(parameters, len(logits), logits.device)
     first = settle_by_candidates(row_logits, rows, options.top_m)
@@ -221,6 +220,17 @@ class _PoolRow:
         warm = torch.arange(len(self.C), device=self.C.device) < self.k0
         S, seen = rule.run(warm, self.options.alt_iters)
         return S, int(seen.sum()), distances.computed if distances else 0
+
+
+def _check_bound(neighbour_bound: object, vocab: int) -> None:
+    if not isinstance(neighbour_bound, Tensor):
+        kind = type(neighbour_bound).__name__
+        raise ParameterError(f"the neighbour bound is of type {kind}, but must be a tensor; see torch.as_tensor.")
+    if neighbour_bound.ndim != 1 or len(neighbour_bound) < vocab:
+        shape = tuple(neighbour_bound.shape)
+        raise ParameterError(
+            f"the neighbour bound has shape {shape}, but must hold a number for each of the {vocab} tokens."
+        )
 
 
 def _geometry_for(options: TopWOptions, geometry: TensorGeometry | None) -> TensorGeometry:
