@@ -12,10 +12,10 @@ WHEELS    := .venv-wheels
 BIN       := $(VENV)/bin
 INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test lint fuzz bench wheels clean help
+.PHONY: demo test lint fuzz fuzz-native bench wheels clean help
 
 help:            ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text from it
 	$(BIN)/topw-export demo out/demo --overwrite
@@ -28,8 +28,12 @@ lint: $(VENV)/dev.stamp     ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-fuzz: $(VENV)/dev.stamp     ## 100,000 random rows through the sampler's graph, against the reference
+fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
+	$(BIN)/python -m benchmarks.fuzz_sampler --rows 250000
 	$(BIN)/python -m benchmarks.fuzz_tail --rows 100000
+
+fuzz-native: $(VENV)/dev.stamp  ## the native sampler under address and undefined-behaviour sanitizers, ten minutes
+	$(BIN)/python tests/plugins/native/fuzz.py --seconds 600
 
 bench: $(VENV)/dev.stamp    ## the figures of docs/benchmarks.md
 	$(BIN)/python -m benchmarks
