@@ -44,6 +44,24 @@ def test_one_bar_alone_can_be_drawn(tmp_path: Path) -> None:
     assert size(tmp_path / "one.png")[0] > 1000
 
 
+def test_every_tick_says_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    seen: list[str] = []
+    save = Figure.savefig
+
+    def kept(figure: Any, *arguments: Any, **settings: Any) -> None:
+        save(figure, *arguments, **settings)
+        (ax,) = figure.axes
+        seen.extend(label.get_text() for label in ax.get_xticklabels(which="both") if label.get_text())
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    draw(tmp_path / "narrow.png", [panel(1)], "one step", "")
+    draw(tmp_path / "wide.png", [panel(6)], "one step", "")
+    assert {"600 ns", "1 us", "2 us", "10 us"} < set(seen)
+    assert all(text.endswith(("s", "ms", "us", "ns")) for text in seen)
+
+
 def test_ours_and_the_others_differ_in_lightness_too() -> None:
     def lightness(colour: str) -> float:
         red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))

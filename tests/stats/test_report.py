@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,37 @@ def test_the_picture_takes_many_settings_dollars_and_no_steps_at_all(
     assert r"'\$x\$'" in drawn(monkeypatch, many, tmp_path / "a.svg")
     plot.save_plot(summaries([]), tmp_path / "c.png", "title")
     assert (tmp_path / "c.png").stat().st_size > 1000
+
+
+def test_long_and_many_settings_stay_inside_the_picture_and_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    label = "selection_temperature {}, geom_scale -0.05, init_top_p 0.5"
+    many = [s for n in range(12) for s in summaries([moved(7, added=(4,)), step()], label=label.format(n))]
+    figures: list[Any] = []
+    save = Figure.savefig
+
+    def kept(figure: Any, *arguments: Any, **settings: Any) -> None:
+        save(figure, *arguments, **settings)
+        figures.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
+    plot.save_plot(many, tmp_path / "a.png", "a title with $two$ dollars " * 9)
+    (figure,) = figures
+    from matplotlib.text import Text
+
+    figure.canvas.draw()
+    shown = [text for text in figure.findobj(Text) if text.get_visible() and len(text.get_text()) > 4]
+    boxes = {text: text.get_window_extent() for text in shown}
+    assert r"\$two\$" in words(figure)
+    cut = [text.get_text() for text, box in boxes.items() if box.x0 < 0 or box.x1 > figure.bbox.width]
+    assert not cut
+    wrapped = [box for text, box in boxes.items() if text.get_text().startswith("sel") and "\n" in text.get_text()]
+    places = sorted((box.y0, box.y1) for box in wrapped)
+    assert len(places) == 12
+    assert all(below[1] < above[0] for below, above in itertools.pairwise(places))
+    legend = {line.get_color() for line in figure.subfigs[0].axes[0].get_lines()}
+    assert len(legend) == 12
 
 
 def test_a_picture_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:

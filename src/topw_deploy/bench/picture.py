@@ -21,6 +21,7 @@ _INK, _FAINT = "#1F2933", "#6B7580"
 _WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: the figure, one bar, a panel's title, the legend
 _DPI = 160
 _WRAP, _NOTE_WRAP = 84, 100  # characters of a line
+_NARROW = 10.0  # largest over smallest tick
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         label.set_fontweight("bold" if bar.kind == "ours" else "normal")
     _title(ax, panel)
     ax.xaxis.set_major_formatter(_in_units)
+    narrow = ax.get_xlim()[1] < _NARROW * ax.get_xlim()[0]  # at most one power of ten: the ticks between are named too
+    ax.xaxis.set_minor_formatter(_in_units if narrow else "")
     ax.grid(axis="x", which="major", color="#E4E7EB", linewidth=0.8, zorder=0)
     ax.tick_params(axis="x", which="both", colors=_FAINT, labelsize=8, length=0)
     ax.tick_params(axis="y", length=0)

@@ -18,7 +18,9 @@ _BANDS_UP_TO = 3  # settings; more bands over each other say nothing
 _LINEAR_UP_TO = 25  # tokens kept; larger ranges are shown on a logarithmic axis
 _LEAST_ROWS = 4  # of a panel with bars: a single bar need not fill it
 _LEAST_LABELLED = 6  # per cent; a narrower part of a bar has no room for its number
-_LEGEND_COLUMNS = 6  # of the settings
+_LEGEND_COLUMNS, _LEGEND_LETTERS = 6, 170  # of the settings: most columns, and letters that fit in a line
+_LABEL_LETTERS, _LINE = 28, 0.17  # of a setting beside its bar: letters in a line, and its height in inches
+_TITLE_LETTERS, _XLABEL_LETTERS = 96, 48
 _DPI = 110
 
 
@@ -36,10 +38,11 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure: Any = Figure(figsize=(11.5, 7.4), layout="constrained", facecolor="white")
+    upper, lower = _heights(summaries)
+    figure: Any = Figure(figsize=(11.5, upper + lower), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=12, weight="bold", x=0.01, ha="left")
-    above, below = figure.subfigures(2, 1, height_ratios=(1.0, 1.15))
+    figure.suptitle(_plain_text(title, _TITLE_LETTERS), fontsize=12, weight="bold", x=0.01, ha="left")
+    above, below = figure.subfigures(2, 1, height_ratios=(upper, lower))
     _panels(above, summaries)
     left, right = below.subplots(1, 2)
     _deciders(left, summaries)
@@ -48,6 +51,36 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
         figure.savefig(path, dpi=_DPI)
     except (OSError, ValueError) as error:
         raise ParameterError(f"the picture {path} cannot be written ({error}); choose another name.") from None
+
+
+def _heights(summaries: Sequence[Summary]) -> tuple[float, float]:
+    """Inches of the panels above, whose legend grows with the settings, and of those below, with a bar for each."""
+    legend = -(-len(summaries) // _legend_columns(summaries))
+    bars = len(summaries) * (max(len(_setting(summary)) for summary in summaries) + 1)
+    return 3.3 + _LINE * legend, max(4.0, 1.5 + _LINE * bars)
+
+
+def _legend_columns(summaries: Sequence[Summary]) -> int:
+    longest = max(len(summary.label) for summary in summaries)
+    return max(1, min(_LEGEND_COLUMNS, _LEGEND_LETTERS // (longest + 6)))
+
+
+def _setting(summary: Summary) -> list[str]:
+    return textwrap.wrap(summary.label, _LABEL_LETTERS) or [""]
+
+
+def _colours(count: int) -> Sequence[Any]:
+    """A colour for each setting: far apart while there are few, then in order along a scale."""
+    if count <= len(_COLOURS):
+        return _COLOURS
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](0.95 * place / (count - 1)) for place in range(count)]
+
+
+def _plain_text(text: str, most: int) -> str:
+    """`text` in at most so many letters; matplotlib takes pairs of dollars for formulas."""
+    return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 
 def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
@@ -65,13 +98,15 @@ def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
     _panel(entropy, "entropy, nats (dotted: whole softmax)")
     if len(summaries) > 1:
         handles, labels = kept.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=_LEGEND_COLUMNS, frameon=False, fontsize=8)
+        figure.legend(
+            handles, labels, loc="outside upper left", ncols=_legend_columns(summaries), frameon=False, fontsize=8
+        )
 
 
 def _by_position(
     axes: Any, summaries: Sequence[Summary], number: Callable[[Place], Spread], *, bands: bool, style: str = "-"
 ) -> None:
-    for summary, colour in zip(summaries, _COLOURS * len(summaries), strict=False):
+    for summary, colour in zip(summaries, _colours(len(summaries)), strict=False):
         spreads = [number(place) for place in summary.windows]
         at = [(place.first + place.last) / 2 for place in summary.windows]
         axes.plot(at, [s.mean for s in spreads], style, color=colour, lw=1.7, marker="o", ms=2.5, label=summary.label)
@@ -93,6 +128,7 @@ def _panel(axes: Any, name: str, *, wide: bool = False) -> None:
         axes.set_ylim(bottom=0)
     axes.set_title(name, fontsize=10, loc="left")
     axes.set_xlabel("position in the generated text", fontsize=9)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     _plain(axes)
 
 
@@ -114,7 +150,7 @@ def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
     if len(summaries) > 1:
         parts: Sequence[Place | Summary] = summaries
         at, draw = [float(row) for row in range(len(summaries))], axes.barh
-        axes.set_yticks(at, [textwrap.fill(summary.label, 22) for summary in summaries], fontsize=8)
+        axes.set_yticks(at, ["\n".join(_setting(summary)) for summary in summaries], fontsize=8)
         axes.set_ylim(len(summaries) - 0.4, -0.6)
         axes.set_xlim(0, 100)
         axes.set_xlabel("share of the steps, %", fontsize=9)
@@ -125,6 +161,7 @@ def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
         axes.set_ylim(0, 100)
         axes.set_ylabel("share of the steps, %", fontsize=9)
         axes.set_xlabel("position in the generated text", fontsize=9)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         thickness = 0.86 * max((place.last - place.first + 1 for place in summaries[0].windows), default=1)
     start = [0.0] * len(parts)
     for name, colour, count in _DECIDERS:
@@ -164,22 +201,21 @@ def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
     axes.set_yticks(rows, [_label(moved) for moved, _ in shown], fontsize=8, family="monospace")
     axes.set_ylim(max(len(shown), _LEAST_ROWS) - 0.4, -0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("steps", fontsize=9)
-    where = f" ({most.label})" if len(summaries) > 1 else ""
+    where = f" at {most.label}" if len(summaries) > 1 else ""
+    axes.set_xlabel(textwrap.fill(f"steps{where}", _XLABEL_LETTERS), fontsize=9)
     from matplotlib.patches import Patch
 
     kinds = [
-        Patch(color=_ADDED, label=f"kept because of it ({len(most.added)} tokens)"),
-        Patch(color=_DROPPED, label=f"dropped because of it ({len(most.dropped)})"),
+        Patch(color=_ADDED, label=f"kept ({len(most.added)} tokens)"),
+        Patch(color=_DROPPED, label=f"dropped ({len(most.dropped)})"),
     ]
-    _title(axes, f"tokens that geometry moved{where}", kinds)
+    _title(axes, "tokens that geometry moved", kinds)
     _plain(axes)
 
 
 def _label(moved: MovedToken) -> str:
     text = token_text(moved)
-    text = text if len(text) <= 18 else text[:16] + "…'"
-    return text.replace("$", r"\$")  # matplotlib takes pairs of dollars for formulas
+    return _plain_text(text if len(text) <= 18 else text[:16] + "…'", 18)
 
 
 def _nothing(axes: Any, summaries: Sequence[Summary]) -> None:
