@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, with_argmax
 from topw_deploy.bench.decode.catalogue import choose
 from topw_deploy.bench.decode.run import run
 from topw_deploy.bench.decode.settings import DecodeSettings
+from topw_deploy.bench.workers.decode_topw import start
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.plugins.library import library_path
 from toy_model import Toy, export
@@ -66,6 +68,18 @@ def test_the_argmax_graph_leaves_the_export_as_it_was(folder: Path, tmp_path: Pa
 
 
 # The run
+
+
+@pytest.mark.parametrize("variant", ["graph", "argmax"])
+def test_the_first_token_and_the_others_share_the_time_of_a_run(folder: Path, tmp_path: Path, variant: str) -> None:
+    side = {"folder": str(folder), "variant": variant, "threads": 1}
+    timed = start({**side, "argmax": str(with_argmax(folder, tmp_path))})["run"]
+    before = time.perf_counter()
+    found = timed(prompt=[1, 2, 3], new_tokens=5)
+    took = time.perf_counter() - before
+    assert found["tokens"] == 5
+    assert min(found["first"], found["rest"]) > 0
+    assert found["first"] + found["rest"] <= took
 
 
 def test_a_report_has_times_and_memory_of_every_side(settings: DecodeSettings) -> None:
