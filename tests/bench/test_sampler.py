@@ -146,6 +146,16 @@ def test_without_the_native_library_the_native_sides_say_why(monkeypatch: pytest
     assert dict(choice.absent)["Top-W native, C function"] == "not here: TOPW_NATIVE=0 switches it off"
 
 
+def test_more_threads_than_any_machine_has_are_refused() -> None:
+    with pytest.raises(ParameterError, match=r"threads are \[99999\], but must be integers in \[1, 1024\]"):
+        SamplerSettings(threads=99_999)
+
+
+def test_a_greedy_row_is_timed_like_any_other(small: SamplerSettings) -> None:
+    (found,) = run(replace(small, temperatures=(0.0,))).cases
+    assert "numpy" in found.samples
+
+
 def test_names_select_in_the_tables_order_and_groups_stand_for_all() -> None:
     assert select(["max", "hf", "numpy"]) == ("numpy", "hf-top-p", "hf-top-k", "hf-min-p", "max")
     with pytest.raises(ParameterError, match="'top-p' is no side of this benchmark; choose among native, "):

@@ -35,6 +35,16 @@ def test_the_library_says_what_it_is(native_library: Path) -> None:
     assert library.load(native_library) is found
 
 
+def test_an_instruction_set_that_is_not_there_is_refused_and_not_replaced_by_another(
+    native_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOPW_INSTRUCTION_SET", "generic")
+    library.Library(native_library)
+    monkeypatch.setenv("TOPW_INSTRUCTION_SET", "avx1024")
+    with pytest.raises(OSError, match="TOPW_INSTRUCTION_SET is 'avx1024', which this processor or libtopw"):
+        library.Library(native_library)
+
+
 def needs_a_compiler() -> None:
     try:
         build.find_compiler()

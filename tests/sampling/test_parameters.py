@@ -21,6 +21,7 @@ from topw_deploy.sampling import OPTION_NAMES, PARAMETER_NAMES, TopWOptions, Top
         ("geom_scale", -math.inf, "finite"),
         ("lam", "much", "a number"),
         ("lam", True, "a number"),
+        ("lam", np.array([1.0, 2.0]), "a number"),
     ],
 )
 def test_a_parameter_out_of_range_is_named_with_its_value_and_interval(name, value, bound):

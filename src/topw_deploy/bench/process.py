@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from topw_deploy import errors
-from topw_deploy.errors import BenchmarkError, TopWError
+from topw_deploy.errors import BenchmarkError, ParameterError, TopWError
 
 SIDES = Path(__file__).with_name("workers")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
@@ -29,6 +29,13 @@ _QUIET = {
     "TOPW_PRINT_KEPT": "0",
 }
 _GRACE = 10.0  # seconds to end in
+_MOST_THREADS = 1024  # some libraries start as many as they are told
+
+
+def require_few_threads(threads: Sequence[int]) -> None:
+    """Raises ParameterError unless there is a count, and every one is in [1, 1024]."""
+    if not threads or min(threads) < 1 or max(threads) > _MOST_THREADS:
+        raise ParameterError(f"threads are {list(threads)}, but must be integers in [1, {_MOST_THREADS}].")
 
 
 class Worker:

@@ -65,6 +65,9 @@ class Library:
         self._kernels.restype = ctypes.c_int64
         self._knows.argtypes = [ctypes.c_char_p]
         self._set.restype = ctypes.c_char_p
+        asked = os.environ.get("TOPW_INSTRUCTION_SET")
+        if asked and asked not in (self.instruction_set, "generic"):  # the library itself would quietly take the best
+            raise OSError(f"TOPW_INSTRUCTION_SET is {asked!r}, which this processor or {path.name} does not have")
 
     @property
     def instruction_set(self) -> str:

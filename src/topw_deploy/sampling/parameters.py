@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections.abc import Iterable, Mapping
@@ -19,9 +20,10 @@ ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):  # numpy's scalars have it, strings do not
-        raise ParameterError(f"{name} is {value!r}, but must be a number.")
-    return float(value)
+    if not isinstance(value, bool) and hasattr(value, "__float__"):  # numpy's scalars have it, strings do not
+        with contextlib.suppress(TypeError, ValueError):  # arrays and tensors have it too, and refuse
+            return float(value)
+    raise ParameterError(f"{name} is {value!r}, but must be a number.")
 
 
 def _require(name: str, value: object, holds: bool, bound: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from topw_deploy.bench.process import require_few_threads
 from topw_deploy.errors import ParameterError
 
 _FEWEST_NEW = 2  # the first token is prefill's
@@ -38,8 +39,7 @@ class DecodeSettings:
         for name, least in (("prompt_tokens", 1), ("new_tokens", _FEWEST_NEW), ("rounds", 1)):
             if getattr(self, name) < least:
                 raise ParameterError(f"{name} is {getattr(self, name)}, but must be an integer >= {least}.")
-        if not self.threads or min(self.threads) < 1:
-            raise ParameterError(f"threads are {list(self.threads)}, but must be integers >= 1.")
+        require_few_threads(self.threads)
         if self.authors is not None and self.transformers is None:
             raise ParameterError(
                 "the authors' processor runs in transformers; give the model's folder by --transformers."

@@ -14,7 +14,7 @@ from topw_deploy.sampling.fast import FastCrop, fast_crop
 
 
 class NumpySide:
-    """`fast_crop` and `draw`, a row at a time."""
+    """`fast_crop` and, unless the row is greedy, `draw`; a row at a time."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -23,6 +23,8 @@ class NumpySide:
         numbers, temperature = self._problem.uniform.tolist(), case.parameters.temperature
 
         def sample() -> list[int]:
+            if case.parameters.greedy:
+                return [int(self._crop(row, case).kept[0]) for row in logits]
             pairs = zip(logits, numbers, strict=True)
             return [draw(row, self._crop(row, case).kept, temperature, uniform).token for row, uniform in pairs]
 

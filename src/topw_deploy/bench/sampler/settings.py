@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from topw_deploy.bench.process import require_few_threads
 from topw_deploy.bench.sampler.problem import REGIMES
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWOptions, TopWParameters
@@ -38,9 +39,10 @@ class SamplerSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "hidden", "batch", "rounds", "threads"):
+        for name in ("vocab", "hidden", "batch", "rounds"):
             if getattr(self, name) < 1:
                 raise ParameterError(f"{name} is {getattr(self, name)}, but must be an integer >= 1.")
+        require_few_threads([self.threads])
         for regime in self.regimes:
             if regime not in REGIMES:
                 raise ParameterError(f"regime is {regime!r}, but must be one of {', '.join(REGIMES)}.")
