@@ -82,7 +82,6 @@ def make_side(name: str, problem: Problem) -> Side:
         from topw_deploy.bench.sampler import torch_sides
 
         torch.set_num_threads(problem.threads)
-        torch.set_grad_enabled(False)
         if name.startswith("hf-"):
             return torch_sides.WarperSide(name.removeprefix("hf-"))
         return torch_sides.TorchSide(problem) if name == "torch" else torch_sides.AuthorsSide(problem)
