@@ -57,6 +57,30 @@ def certified_rows(kernel: Kernel, rounds: int) -> str:
     return measure(sides, rounds, "numpy.max", in_a_row=10)
 
 
+def shapes() -> dict[str, np.ndarray]:
+    """Names and float32 [1, VOCAB] logits of other shapes: bells without a head, and power laws of the rank."""
+    rng = np.random.default_rng(0)
+    rank = np.arange(1, VOCAB + 1)
+    found = {f"bell of deviation {width}": rng.standard_normal(VOCAB) * width for width in (1.6, 2.0, 2.5, 3.0, 4.0)}
+    for power in (0.8, 1.0, 1.2, 1.5):
+        weights = rng.normal(0.0, 0.5, VOCAB) - power * np.log(rank)
+        found[f"rank to the power -{power}"] = weights[rng.permutation(VOCAB)]
+    return {name: logits.astype(np.float32)[None] for name, logits in found.items()}
+
+
+def shaped_rows(kernel: Kernel, rounds: int) -> str:
+    """Certified rows of other shapes, beside numpy.max."""
+    options = TopWOptions(metric="uniform")
+    rows = shapes()
+    first = next(iter(rows.values()))[0]
+    sides: Sides = {"numpy.max": lambda: first.max()}
+    for name, logits in rows.items():
+        for temperature in (1.0, 2.0):
+            call = kernel.prepare(logits, {"temperature": temperature}, options)
+            sides[described(f"{name}, T = {temperature:g}", call)] = call
+    return measure(sides, rounds, "numpy.max", in_a_row=10)
+
+
 def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
     """float32 [vocab]: a lower bound of each token's Euclidean distance to its nearest other."""
     points = torch.from_numpy(geometry.features(np.arange(vocab)))
@@ -103,7 +127,7 @@ def main() -> None:
     parser.add_argument("--processor", type=Path, help="the authors' logit_processor_w1.py")
     parser.add_argument("--instruction-set", help="default: the best")
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--rows", choices=("certified", "uncertified", "all"), default="all")
+    parser.add_argument("--rows", choices=("certified", "shapes", "uncertified", "all"), default="all")
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = given.library or library_path()
@@ -113,9 +137,11 @@ def main() -> None:
     if given.instruction_set:
         kernel.use_instruction_set(given.instruction_set)
     print(f"{machine()}; 1 thread, {kernel.instruction_set}\n")
-    if given.rows != "uncertified":
+    if given.rows in ("certified", "all"):
         print(f"Certified rows, vocabulary {VOCAB:,}:\n\n{certified_rows(kernel, given.rounds)}\n", flush=True)
-    if given.rows != "certified":
+    if given.rows in ("shapes", "all"):
+        print(f"Other shapes, vocabulary {VOCAB:,}:\n\n{shaped_rows(kernel, given.rounds)}\n", flush=True)
+    if given.rows in ("uncertified", "all"):
         processor = load_processor(given.processor) if given.processor else None
         title = f"Uncertified rows, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
         print(f"{title}\n\n{uncertified_rows(kernel, processor, max(5, given.rounds // 10))}")
