@@ -131,7 +131,7 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format_version": 2}, "format version 2"),
+        ({"format_version": 3}, "format version 3"),
         ({"format_version": "1"}, "format version '1'"),
         ({"kind": "sampler"}, "does not fit"),
         ({"sampler__options__metric": "euclid"}, "metric is 'euclid'"),
@@ -140,6 +140,11 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
         ({"defaults__tempratur": 1}, "tempratur"),
         ({"decoder__num_layers": 3}, "3 layers but 2 head counts"),
         ({"decoder__left_padding": "yes"}, "left_padding"),
+        ({"decoder__ragged_chunks": 1}, "ragged_chunks is 1"),
+        ({"decoder__attention": None}, "attention is None"),
+        ({"decoder__buffer_step": -256}, "buffer_step is -256"),
+        ({"decoder__target": "tpu"}, "target is 'tpu'"),
+        ({"decoder__weights": {"float": "many"}}, "weights float is 'many'"),
         ({"files": {}}, "does not list model.onnx"),
         ({"files": []}, "malformed"),
         ({"files__model.onnx": {"sha256": "xyz", "size": 5}}, "not a SHA-256"),
@@ -153,6 +158,18 @@ def test_a_wrong_field_is_refused_by_name(folder: Path, changes: dict[str, objec
     edit(folder, **changes)
     with pytest.raises(ManifestError, match=reason):
         m.load_manifest(folder)
+
+
+def test_a_manifest_of_format_1_loads_with_the_defaults_of_what_came_later(folder: Path) -> None:
+    data = json.loads((folder / m.MANIFEST_NAME).read_text())
+    data["format_version"] = 1
+    for name in ("attention", "ragged_chunks", "buffer_step", "target", "weights"):
+        del data["decoder"][name]
+    (folder / m.MANIFEST_NAME).write_text(json.dumps(data))
+    decoder = m.load_manifest(folder).decoder
+    assert decoder is not None
+    later = (decoder.attention, decoder.ragged_chunks, decoder.buffer_step, decoder.target, decoder.weights)
+    assert later == ("", True, 0, "onnxruntime", {})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"format_version": 1}', "[" * 100_000])

@@ -20,7 +20,11 @@ from topw_deploy.errors import ManifestError
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 MANIFEST_NAME = "topw_manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 added the fields of `DecoderInfo` from `attention` on; a manifest of format 1 loads with their defaults."""
+_READABLE = (1, 2)
+KV_FORMS = ("concat", "static", "shared")
+TARGETS = ("onnxruntime", "tensorrt")
 STATUSES = ("provisional", "passed", "partial", "skipped")
 _MAX_BYTES = 16 << 20  # a manifest is a few KB; a larger file is not one, and must not fill memory
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -45,10 +49,18 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderInfo:
-    """The decoder around the sampler, as the runtime must drive it (docs/graph.md, section 8)."""
+    """The decoder around the sampler, as the runtime must drive it (docs/graph.md, section 8).
+
+    kv_form: `concat`, past in and past + new tokens out; `static`, one buffer for both, with lengths per row; `shared`,
+    such a buffer in another exporter's graph, which takes an attention_mask.
+    attention: the operator that reads the cache, for people. ragged_chunks: whether rows of a batch may take several
+    tokens each behind a past; if not, they take them into an empty cache, one at a time, or each row alone.
+    buffer_step: 0 if a step's cost does not depend on the buffer's length; otherwise the runtime keeps the buffer just
+    above what is needed, at a multiple of this. weights: bytes of initializers by element type.
+    """
 
     model_type: str
-    kv_form: str  # "concat": past in, past + new tokens out
+    kv_form: str  # one of KV_FORMS
     num_layers: int
     num_kv_heads: tuple[int, ...]  # one per layer: they may differ
     head_dim: tuple[int, ...]  # one per layer
@@ -56,6 +68,11 @@ class DecoderInfo:
     context_length: int  # most tokens a sequence may have
     left_padding: bool  # False: rows of one batch must have equal lengths
     weights_dtype: str = "float"
+    attention: str = ""  # "GroupQueryAttention" | "Attention" | ""
+    ragged_chunks: bool = True
+    buffer_step: int = 0
+    target: str = "onnxruntime"  # one of TARGETS
+    weights: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +140,10 @@ class Manifest:
                 f"{MANIFEST_NAME} holds a {type(data).__name__}, not an object; export the model again."
             )
         version = data.get("format_version")
-        if version != FORMAT_VERSION:
+        if version not in _READABLE:
             raise ManifestError(
-                f"{MANIFEST_NAME} has format version {version!r}, this topw_deploy reads {FORMAT_VERSION}; "
+                f"{MANIFEST_NAME} has format version {version!r}, this topw_deploy reads "
+                f"{' and '.join(map(str, _READABLE))}; "
                 "export the model again or install the version that wrote it."
             )
         try:
@@ -251,7 +269,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
             status=_status(verification["status"]), checks=tuple(_check(check) for check in verification["checks"])
         ),
         files=files,
-        format_version=FORMAT_VERSION,
+        format_version=int(data["format_version"]),
     )
 
 
@@ -270,8 +288,16 @@ def _decoder(data: dict[str, Any]) -> DecoderInfo:
     dims = tuple(_whole("head_dim", n) for n in data["head_dim"])
     if not len(heads) == len(dims) == layers:
         raise ValueError(f"decoder has {layers} layers but {len(heads)} head counts and {len(dims)} head sizes")
-    if not isinstance(data["left_padding"], bool):
-        raise ValueError(f"left_padding is {data['left_padding']!r}, not true or false")
+    for name in ("left_padding", "ragged_chunks"):
+        if not isinstance(data.get(name, True), bool):
+            raise ValueError(f"{name} is {data[name]!r}, not true or false")
+    if not isinstance(data.get("attention", ""), str):
+        raise ValueError(f"attention is {data['attention']!r}, not a name")
+    if data.get("target", TARGETS[0]) not in TARGETS:
+        raise ValueError(f"target is {data['target']!r}, not one of {', '.join(TARGETS)}")
+    _size("buffer_step", data.get("buffer_step", 0))
+    for kind, count in data.get("weights", {}).items():
+        _size(f"weights {kind}", count)
     return DecoderInfo(**{**data, "num_kv_heads": heads, "head_dim": dims})
 
 
