@@ -1,0 +1,77 @@
+"""The first half of an export: from a source to the finished graph in memory, its weights still where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from topw_deploy.errors import ParameterError, UnsupportedModelError
+from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.embedding_node import find_embedding
+from topw_deploy.export.graft import graft
+from topw_deploy.export.neighbour_bound import measure_for
+from topw_deploy.export.progress import Bar, Progress
+from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, ExportRequest
+from topw_deploy.export.source import Source
+from topw_deploy.export.tail import TailSpec
+from topw_deploy.export.weights import tidy
+
+
+@dataclass
+class Built:
+    """A decoder with its sampler, ready to be written; `notices`: what the user should know."""
+
+    decoder: Decoder
+    spec: TailSpec
+    notices: list[str] = field(default_factory=list)
+
+
+def build(request: ExportRequest, source: Source, progress: Progress, bar: Bar) -> Built:
+    """Trace or read the decoder of `source`, set the sampler onto it, tidy what was traced here.
+
+    Raises UnsupportedModelError and SourceError for what cannot be exported, ParameterError for what was asked of an
+    ONNX decoder that exists already.
+    """
+    notices: list[str] = []
+    decoder = _decoder(source, request, progress, notices)
+    progress(f"Grafting the sampler (top_m {request.options.top_m}, metric {request.options.metric})")
+    measure = measure_for(request.neighbour_bound, request.dry_run, progress, bar)
+    spec = graft(decoder, request.graft, measure)
+    if not decoder.foreign:
+        tidy(decoder.model, _table(decoder))
+    return Built(decoder, spec, notices)
+
+
+def _decoder(source: Source, request: ExportRequest, progress: Progress, notices: list[str]) -> Decoder:
+    if source.onnx is not None:
+        from topw_deploy.export.decoder_onnx import load_decoder
+
+        for name in ("dtype", "opset", "num_hidden_layers"):
+            if getattr(request, name) is not None:
+                raise ParameterError(
+                    f"{name} is {getattr(request, name)!r}, but {source.onnx.name} is an ONNX decoder that exists "
+                    f"already; leave --{name.replace('_', '-')} out or export from the original model."
+                )
+        progress(f"Reading the decoder {source.onnx}")
+        return load_decoder(source.onnx, request.tokenizer or source.folder)
+    from topw_deploy.export.traced_decoder import traced_decoder
+
+    return traced_decoder(
+        source,
+        dtype=DTYPES[request.dtype or "fp32"],
+        opset=request.opset or DEFAULT_OPSET,
+        num_hidden_layers=request.num_hidden_layers,
+        trust_remote_code=request.trust_remote_code,
+        progress=progress,
+        notices=notices,
+    )
+
+
+def _table(decoder: Decoder) -> ir.Value | None:
+    """The stored embedding table of a traced decoder, if it has one."""
+    try:
+        table = find_embedding(decoder.model.graph).data[0]
+    except UnsupportedModelError:  # only the uniform metric gets here without a table
+        return None
+    return table if table.producer() is None else None

@@ -1,0 +1,90 @@
+"""What an export says of itself: its manifest and its report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from pathlib import Path
+
+import topw_deploy
+from topw_deploy.export.build import Built
+from topw_deploy.export.request import ExportReport, ExportRequest
+from topw_deploy.export.source import Source
+from topw_deploy.export.weights import weight_bytes
+from topw_deploy.manifest import Manifest, SamplerInfo, TensorSpec, Verification, describe_files
+
+_LIBRARIES = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
+
+
+def manifest_of(built: Built, request: ExportRequest, source: Source, folder: Path) -> Manifest:
+    """The manifest of what lies in `folder`, its verification still to come."""
+    decoder, spec = built.decoder, built.spec
+    graph = decoder.model.graph
+    inputs, outputs = tensor_specs(graph.inputs), tensor_specs(graph.outputs)
+    return Manifest(
+        kind="decoder",
+        source={"id": source.id, "revision": source.revision, "route": source.route},
+        libraries=library_versions(),
+        opset={str(domain): int(version) for domain, version in decoder.model.opset_imports.items()},
+        inputs=inputs,
+        outputs=outputs,
+        sampler=SamplerInfo(
+            tail=spec.form,
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            table_form=spec.embedding.form if spec.embedding else "",
+            options=spec.options,
+            outputs=tuple(o.name for o in outputs if not o.name.startswith("present.")),
+            neighbour_bound=request.neighbour_bound,
+        ),
+        defaults=request.defaults,
+        decoder=decoder.info,
+        verification=Verification(status="provisional"),
+        files=describe_files(folder, [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()]),
+    )
+
+
+def report_of(
+    built: Built,
+    request: ExportRequest,
+    started: float,
+    folder: Path | None = None,
+    verification: Verification | None = None,
+) -> ExportReport:
+    """The report on what lies in `folder`, or (None) on what would be written."""
+    graph = built.decoder.model.graph
+    files = [f for f in folder.rglob("*") if f.is_file()] if folder is not None else []
+    return ExportReport(
+        output=Path(request.output),
+        dry_run=request.dry_run,
+        model_type=built.decoder.info.model_type,
+        inputs=tensor_specs(graph.inputs),
+        outputs=tensor_specs(graph.outputs),
+        nodes=len(graph),
+        weight_bytes=weight_bytes(built.decoder.model),
+        file_bytes=sum(f.stat().st_size for f in files) or weight_bytes(built.decoder.model),
+        files=tuple(sorted(str(f.relative_to(folder)) for f in files)) if folder is not None else (),
+        seconds=time.monotonic() - started,
+        verification=verification or Verification(status="skipped"),
+        notices=tuple(built.notices),
+    )
+
+
+def tensor_specs(values: object) -> tuple[TensorSpec, ...]:
+    """Graph inputs or outputs as the manifest lists them."""
+    specs = []
+    for value in values:  # type: ignore[attr-defined]
+        shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
+        specs.append(TensorSpec(value.name, value.dtype.name.lower(), shape))
+    return tuple(specs)
+
+
+def library_versions() -> dict[str, str]:
+    """This package's version and those of the libraries an export depends on, as far as installed."""
+    versions = {"topw_deploy": topw_deploy.__version__}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
