@@ -18,7 +18,7 @@ from topw_deploy.export.tail import OP_TYPE
 from topw_deploy.manifest import Manifest
 from topw_deploy.plugins.library import library_path
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.cache import ConcatCache
+from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
 from topw_deploy.runtime.session import SAMPLER_INPUTS, Binding
@@ -98,7 +98,8 @@ class TopW:
         settings = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
         requests, _, _ = self.model._requests([prompt], settings)
         self.row = Row(0, requests[0], None)
-        self.generation = Generation(self.session, self.model.manifest, [self.row])  # type: ignore[arg-type]
+        model = self.model
+        self.generation = Generation(self.session, model.manifest, model._caches, [self.row])  # type: ignore[arg-type]
         self.generation.binding.bind_array(CHOICE, self.choice)
         accept(self.generation, prefill(self.generation))
 
@@ -108,6 +109,7 @@ class TopW:
     def end(self) -> None:
         """Remember which steps were certified."""
         self.certified += self.generation.recorded("certified", self.row)
+        self.generation.close()
 
 
 class ArgMax:
@@ -115,9 +117,8 @@ class ArgMax:
 
     def __init__(self, manifest: Manifest, session: Either) -> None:
         assert manifest.decoder is not None
-        self.session, self.decoder = session, manifest.decoder
-        self.token = np.zeros(1, np.int64)
-        self.ids, self.position = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
+        self.session, self.caches = session, Caches(session, manifest.decoder)  # type: ignore[arg-type]
+        self.token, self.alive = np.zeros(1, np.int64), np.ones(1, np.int64)
         self.unused = {name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")}
         self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}
         self.unused |= {"edit_ids": np.zeros((1, 0), np.int64), "uniform": np.zeros(1, np.float32)}
@@ -128,23 +129,16 @@ class ArgMax:
         for name, array in self.unused.items():
             self.binding.bind_array(name, array)
         self.binding.bind_result("next_token", self.token)
-        self.cache = ConcatCache(self.session, self.binding, self.decoder, 1)  # type: ignore[arg-type]
-        self.length, self.mask = len(prompt), np.ones((1, len(prompt) + new_tokens + 1), np.int64)
-        self.binding.bind_array("input_ids", np.array([prompt], np.int64))
-        self.binding.bind_array("position_ids", np.arange(len(prompt), dtype=np.int64)[None])
-        self._run()
-        self.binding.bind_array("input_ids", self.ids)
-        self.binding.bind_array("position_ids", self.position)
+        self.cache = self.caches.open(self.binding, [prompt], [new_tokens + 1])
+        self.cache.feed_prompts()
+        self.binding.run()
+        self.cache.begin_decoding()
 
     def step(self) -> None:
-        self.ids[0, 0], self.position[0, 0] = self.token[0], self.length
-        self.length += 1
-        self._run()
+        self.cache.input_ids[0, 0] = self.token[0]
+        self.cache.advance(self.alive)
+        self.binding.run()
 
     def end(self) -> None:
-        """Nothing is kept."""
-
-    def _run(self) -> None:
-        self.binding.bind_array("attention_mask", np.ascontiguousarray(self.mask[:, : self.length]))
-        self.binding.run()
-        self.cache.advance()
+        """Let go of the cache; nothing else is kept."""
+        self.caches.close(self.cache)

@@ -173,7 +173,7 @@ def test_a_graph_without_the_sampler_is_refused(folder: Path) -> None:
 
 def test_another_cache_form_is_refused_before_anything_runs(folder: Path) -> None:
     edit_manifest(folder, lambda m: m["decoder"].update(kv_form="paged"))
-    with pytest.raises(ManifestError, match="form 'paged', this topw_deploy drives 'concat'"):
+    with pytest.raises(ManifestError, match="form 'paged', this topw_deploy drives concat, static, shared"):
         load(folder)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import Manifest
-from topw_deploy.runtime.cache import ConcatCache
+from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.draws import Draws
 from topw_deploy.runtime.edits import NAMES as EDIT_NAMES
 from topw_deploy.runtime.edits import Edits
@@ -65,38 +65,33 @@ class Row:
 class Generation:
     """The state of one batch: arrays that the graph reads and writes, bound once wherever that is possible.
 
-    Shapes below: B rows, S tokens of the longest prompt. Prompts are padded on the left, so that the last column is
-    every row's last token.
+    Shapes below: B rows, S tokens of the longest prompt. To be closed when it has ended or is given up.
     """
 
-    def __init__(self, session: GraphSession, manifest: Manifest, rows: Sequence[Row]) -> None:
-        assert manifest.decoder is not None
+    def __init__(self, session: GraphSession, manifest: Manifest, caches: Caches, rows: Sequence[Row]) -> None:
         requests = [row.request for row in rows]
-        batch, lengths = len(rows), [len(r.prompt) for r in requests]
+        batch, prompts, budgets = len(rows), [r.prompt for r in requests], [r.budget for r in requests]
         self.active = list(rows)
         self.step = 0
-        self.width = max(lengths)  # columns of the cache and of the attention mask so far, S to begin with
         self.alive = np.ones(batch, np.int64)  # [B] 1 while a row goes on
-        capacity = self.width + max(r.budget for r in requests)
-        self.mask = np.zeros((batch, capacity), np.int64)  # [B, S + steps]
-        self.input_ids = np.zeros((batch, 1), np.int64)  # [B, 1] of a decoding step
-        self.position_ids = np.zeros((batch, 1), np.int64)  # [B, 1]
-        self.prompts = [r.prompt for r in requests]
-
         self.binding = session.bind()
-        self.has_mask, self.has_positions = "attention_mask" in session.inputs, "position_ids" in session.inputs
-        self.cache = ConcatCache(session, self.binding, manifest.decoder, batch)
-        self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], lengths)
+        self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], [len(p) for p in prompts])
         self.uniform = np.zeros(batch, np.float32)  # [B]
         self.binding.bind_array("uniform", self.uniform)
         self.temperature = self._bind_parameters(requests)  # [B]
         self.edits = Edits(requests, _fixed_slots(manifest))
         self.edits.bind(self.binding)
-        self.results = self._bind_results(session, capacity - self.width)
+        self.results = self._bind_results(session, max(budgets))
+        self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)
+        self.input_ids = self.cache.input_ids  # [B, 1] of a decoding step
         for row in rows:
             if row.request.budget == 0:
                 row.end("length")
                 self.retire(row)
+
+    def close(self) -> None:
+        """Let go of the cache."""
+        self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
         """Spend no more on the ended `row` than the graph must, which runs it with the others: greedy, no edits."""
@@ -142,53 +137,29 @@ def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
 
 
 def prefill(generation: Generation) -> list[int]:
-    """Run all prompts at once and draw each row's first token. [B, S] -> [B]"""
+    """Run the prompts, all at once or piece by piece, and draw each row's first token. [B, S] -> [B]"""
     g = generation
-    shape = len(g.prompts), g.width
-    input_ids, position_ids = np.zeros(shape, np.int64), np.zeros(shape, np.int64)  # [B, S]
-    for row, prompt in enumerate(g.prompts):
-        start = g.width - len(prompt)
-        input_ids[row, start:] = prompt
-        position_ids[row, start:] = np.arange(len(prompt))
-        g.mask[row, start : g.width] = 1
-        g.position_ids[row] = len(prompt) - 1
-    g.binding.bind_array("input_ids", input_ids)
-    if g.has_positions:
-        g.binding.bind_array("position_ids", position_ids)
+    g.cache.feed_prompts()
     tokens = sample(g)
-    g.binding.bind_array("input_ids", g.input_ids)
-    if g.has_positions:
-        g.binding.bind_array("position_ids", g.position_ids)
+    g.cache.begin_decoding()
     return tokens
 
 
 def decode_one_token(generation: Generation) -> list[int]:
     """Feed every row the token it drew last and draw the next one. [B, 1] -> [B]"""
     g = generation
-    # a finished row stays where it is: its positions must not leave the context while others go on
-    g.position_ids[:, 0] += g.alive
-    g.mask[:, g.width] = g.alive
-    g.width += 1
-    g.binding.refresh("input_ids")
-    if g.has_positions:
-        g.binding.refresh("position_ids")
+    g.cache.advance(g.alive)
     return sample(g)
 
 
 def sample(generation: Generation) -> list[int]:
-    """Bind what the draw of this step needs, run the graph, and hand the cache on. -> [B]"""
+    """Bind what the draw of this step needs, run the graph, and keep what it gives. -> [B]"""
     g = generation
-    if g.has_mask:
-        g.binding.bind_array("attention_mask", np.ascontiguousarray(g.mask[:, : g.width]))  # [B, past + new]
     g.draws.write(g.step, g.uniform)
     g.binding.refresh("uniform")
     if g.edits.active:
         g.edits.prepare(g.binding)
-    try:
-        g.binding.run()
-    except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
-        raise GenerationError(f"onnxruntime failed at step {g.step}: {' '.join(str(error).split())[:300]}") from None
-    g.cache.advance()
+    g.binding.run(g.step)
     for latest, record in g.results.values():
         record[g.step] = latest
     g.step += 1

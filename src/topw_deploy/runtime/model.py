@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from topw_deploy.errors import GenerationError, PromptError, TokenizerError
+from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
+from topw_deploy.manifest import Manifest
 from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.defaults import bos_token, model_defaults
@@ -31,17 +32,29 @@ Message = Mapping[str, Any]
 class TopWModel:
     """A language model whose every token is chosen by Top-W inside its ONNX graph. Open one with `from_pretrained`.
 
-    Several threads may use one model at the same time: each generation has a cache and bindings of its own.
+    Several threads may use one model at the same time: each generation has bindings of its own and a cache that nobody
+    else uses until its end.
 
     manifest: what the exporter wrote about the model. tokenizer: its tokenizer. provider: onnxruntime's name of the
     execution provider in use. sampler: "native" or "graph", what chooses the tokens (docs/native.md). defaults: the
     parameters that the model's `generation_config.json` states.
     """
 
-    def __init__(self, folder: ModelFolder, session: GraphSession, started: float) -> None:
+    def __init__(
+        self,
+        folder: ModelFolder,
+        session: GraphSession,
+        started: float,
+        *,
+        max_length: int | None = None,
+        max_batch: int | None = None,
+        prefill_chunk: int | None = None,
+    ) -> None:
         decoder = folder.manifest.decoder
         assert decoder is not None, "a folder of kind 'decoder' has one"
         cache.check_supported(decoder, session.inputs, session.outputs)
+        self._limits = _limits(folder.manifest, max_length, max_batch)
+        _check_size("prefill_chunk", prefill_chunk)
         self.manifest = folder.manifest
         self.path = folder.path
         self.tokenizer = Tokenizer(folder)
@@ -51,7 +64,9 @@ class TopWModel:
         self._decoder = decoder
         self._bos = bos_token(folder, self.tokenizer)
         self._template = load_template(folder, self.tokenizer)
-        self._limits = Limits(decoder.context_length, folder.manifest.sampler.vocab_size)
+        self._caches = cache.Caches(
+            session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
+        )
         self._session: GraphSession | None = session
         self.load_seconds = time.perf_counter() - started
 
@@ -67,10 +82,19 @@ class TopWModel:
         inter_op_num_threads: int | None = None,
         allow_fallback: bool = False,
         sampler: str = "auto",
+        max_length: int | None = None,
+        max_batch: int | None = None,
+        prefill_chunk: int | None = None,
     ) -> TopWModel:
         """Open the folder that `topw-export` wrote; nothing outside it is read, nothing but its graph is executed.
 
-        The options are those of `GraphSession`. Raises ManifestError, TokenizerError or ProviderError.
+        max_length: most tokens of any sequence, prompt and answer together, at most the model's context. max_batch:
+        most sequences of one call. Together they set the cache's memory aside at once; without them it follows the
+        largest call so far, and only the model's context bounds a sequence.
+        prefill_chunk: most tokens of each prompt that one run takes; smaller ones save memory. None: 2,048.
+        The other options are those of `GraphSession`.
+
+        Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an option out of its bounds.
         """
         started = time.perf_counter()
         folder = ModelFolder(path, "decoder")
@@ -84,7 +108,13 @@ class TopWModel:
             allow_fallback=allow_fallback,
             sampler=sampler,
         )
-        return cls(folder, session, started)
+        return cls(folder, session, started, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the key-value buffers that are set aside or in use; 0 where onnxruntime owns the cache ("concat").
+        Those on the host take up memory as far as sequences have written them."""
+        return self._caches.bytes
 
     @overload
     def generate(self, prompt: str, **parameters: Any) -> GenerationResult: ...
@@ -165,7 +195,12 @@ class TopWModel:
         prompts, alone = self._prompts(prompt, whole["add_special_tokens"])
         samples = whole["num_return_sequences"]
         rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples)
-        if not self._decoder.left_padding and len({len(p) for p in prompts}) > 1:
+        if len(rows) > (self._limits.rows or len(rows)):
+            raise PromptError(
+                f"the request has {len(rows)} sequences, but the model was opened with max_batch {self._limits.rows}; "
+                "give fewer at a time, or open it for more."
+            )
+        if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
                 "tokens; generate from them one by one, or group those of equal length."
@@ -201,4 +236,22 @@ class TopWModel:
         def decode(ids: Sequence[int]) -> str:
             return self.tokenizer.decode(ids, skip_special)
 
-        return Run(self._session, self.manifest, requests, decode, self.load_seconds, streaming=streaming).pieces()
+        return Run(
+            self._session, self.manifest, self._caches, requests, decode, self.load_seconds, streaming=streaming
+        ).pieces()
+
+
+def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None) -> Limits:
+    """What the model bounds and what it was opened for."""
+    assert manifest.decoder is not None
+    context = manifest.decoder.context_length
+    _check_size("max_length", max_length)
+    _check_size("max_batch", max_batch)
+    if max_length is not None and max_length > context:
+        raise ParameterError(f"max_length is {max_length}, but the model's context holds {context}; give at most that.")
+    return Limits(context, manifest.sampler.vocab_size, max_length, max_batch)
+
+
+def _check_size(name: str, value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.")

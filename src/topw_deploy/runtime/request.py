@@ -46,10 +46,18 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model itself bounds: tokens in a sequence, and token ids."""
+    """What the model itself bounds, tokens in a sequence and token ids, and what it was opened for: `max_length` tokens
+    in a sequence, `rows` sequences in a call, None for no such bound."""
 
     context_length: int
     vocab_size: int
+    max_length: int | None = None
+    rows: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a sequence."""
+        return self.context_length if self.max_length is None else min(self.max_length, self.context_length)
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -159,7 +167,7 @@ def _budget(prompt: int, request: Mapping[str, Any], model: Mapping[str, Any], l
         if source.get("max_length", 0) > prompt:  # a model's own limit that the prompt exceeds is no limit
             wanted = source["max_length"] - prompt
             break
-    return min(wanted, limits.context_length - prompt)
+    return min(wanted, limits.tokens - prompt)
 
 
 def _check_prompt(prompt: Sequence[int], limits: Limits, which: str) -> None:
@@ -168,6 +176,11 @@ def _check_prompt(prompt: Sequence[int], limits: Limits, which: str) -> None:
     if len(prompt) > limits.context_length:
         raise PromptError(
             f"{which} has {len(prompt)} tokens, the model's context holds {limits.context_length}; shorten it."
+        )
+    if len(prompt) > limits.tokens:
+        raise PromptError(
+            f"{which} has {len(prompt)} tokens, but the model was opened with max_length {limits.tokens}; "
+            "shorten it, or open the model for more."
         )
     for token in prompt:
         if not 0 <= token < limits.vocab_size:

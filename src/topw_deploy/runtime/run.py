@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime import loop
+from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Piece, Timings
 from topw_deploy.runtime.session import GraphSession
@@ -24,13 +25,14 @@ class Run:
         self,
         session: GraphSession,
         manifest: Manifest,
+        caches: Caches,
         requests: Sequence[RowRequest],
         decode: Callable[[Sequence[int]], str],
         load_seconds: float,
         *,
         streaming: bool,
     ) -> None:
-        self._session, self._manifest, self._decode = session, manifest, decode
+        self._session, self._manifest, self._caches, self._decode = session, manifest, caches, decode
         self._load_seconds = load_seconds
         self._rows = [
             loop.Row(index, request, self._text(request) if streaming or request.stop_strings else None)
@@ -40,7 +42,13 @@ class Run:
     def pieces(self) -> Iterator[Piece]:
         """Run to the end. The last piece of each row carries its result; rows without new text give no piece."""
         self._started = self._prefilled = time.perf_counter()
-        self._generation = loop.Generation(self._session, self._manifest, self._rows)
+        self._generation = loop.Generation(self._session, self._manifest, self._caches, self._rows)
+        try:
+            yield from self._steps()
+        finally:
+            self._generation.close()
+
+    def _steps(self) -> Iterator[Piece]:
         for row in self._rows:
             if row.finish_reason is not None:  # its prompt fills the context
                 yield Piece("", row.index, self._result(row))

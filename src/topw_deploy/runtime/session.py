@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
-from topw_deploy.errors import ManifestError, ParameterError, ProviderError
+from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import TensorSpec
 from topw_deploy.runtime import native, providers
 from topw_deploy.runtime.folder import ModelFolder
@@ -92,8 +92,8 @@ class Binding:
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
         self.host_memory = session.device[0] == "cpu"
-        self.outputs: Any = None  # onnxruntime's own vector of the last run's outputs, in the order they were bound
         self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue): no copy, no Python object
+        self.outputs = self._io.get_outputs  # () -> onnxruntime's vector of the last run's, in the order of binding
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         """Bind a contiguous host array as an input."""
@@ -104,6 +104,12 @@ class Binding:
         """Make the graph see what was written into the bound array of `name` since it was bound."""
         if not self.host_memory:
             self.bind_array(name, self._arrays[name])
+
+    def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
+        """Bind memory of the session's device as input `source` and as output `target` at once; it must stay alive."""
+        self._bound_outputs.append(target)
+        self._io.bind_input(source, self._device, element_type, shape, pointer)
+        self._io.bind_output(target, self._device, element_type, shape, pointer)
 
     def bind_result(self, name: str, array: np.ndarray) -> None:
         """Have every run write output `name` into this contiguous host array of the right shape."""
@@ -121,9 +127,13 @@ class Binding:
         """Let go of the value of `name` that the last run made: the next run allocates another."""
         self._io.bind_output(name, self._device)
 
-    def run(self) -> None:
-        self._run(self._io, None)
-        self.outputs = self._io.get_outputs()
+    def run(self, step: int | None = None) -> None:
+        """Run the graph once. Raises GenerationError with onnxruntime's words; `step` None: a piece of a prompt."""
+        try:
+            self._run(self._io, None)
+        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+            where = "in the prompt" if step is None else f"at step {step}"
+            raise GenerationError(f"onnxruntime failed {where}: {' '.join(str(error).split())[:300]}") from None
 
 
 def empty_value(shape: tuple[int, ...], dtype: str, device: tuple[str, int]) -> Any:

@@ -10,14 +10,14 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import onnxruntime as ort
 
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.manifest import load_manifest
-from topw_deploy.runtime.cache import ConcatCache
+from topw_deploy.runtime.cache import Cache, Caches
 from topw_deploy.runtime.session import Binding, GraphSession
 
 FILE = "argmax.onnx"
@@ -71,9 +71,10 @@ def share_weights(export: Path, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """What `Binding` and `ConcatCache` want of a session."""
+    """What `Binding` and `Caches` want of a session."""
 
     raw: ort.InferenceSession
+    inputs: frozenset[str]
     device: tuple[str, int] = ("cpu", 0)
 
 
@@ -84,38 +85,28 @@ class ArgMaxLoop:
         decoder = load_manifest(export).decoder
         if decoder is None:
             raise BenchmarkError(f"{export} is a sampler without a decoder; give a folder that topw-export wrote.")
-        self._decoder = decoder
         raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self._session = cast(GraphSession, _Opened(raw))
-        self._inputs = {node.name for node in raw.get_inputs()}
-        self._ids, self._position = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)
-        self._token = np.zeros(1, np.int64)
+        self._session = cast(GraphSession, _Opened(raw, frozenset(node.name for node in raw.get_inputs())))
+        self._caches = Caches(self._session, decoder)
+        self._cache: Cache | None = None
+        self._token, self._alive = np.zeros(1, np.int64), np.ones(1, np.int64)
 
     def prefill(self, prompt: list[int], capacity: int) -> int:
         """Begin with `prompt`; at most `capacity` tokens, it and all later ones, may follow. Gives the first token."""
+        if self._cache is not None:
+            self._caches.close(self._cache)
         self._binding = Binding(self._session)
         self._binding.bind_result("next_token", self._token)
-        self._cache = ConcatCache(self._session, self._binding, self._decoder, 1)
-        self._length, self._mask = len(prompt), np.ones((1, capacity), np.int64)
-        self._bind("input_ids", np.array([prompt], np.int64))
-        self._bind("position_ids", np.arange(len(prompt), dtype=np.int64)[None])
-        token = self._run()
-        self._bind("input_ids", self._ids)
-        self._bind("position_ids", self._position)
-        return token
+        self._cache = self._caches.open(self._binding, [prompt], [capacity - len(prompt)])
+        self._cache.feed_prompts()
+        self._binding.run()
+        self._cache.begin_decoding()
+        return int(self._token[0])
 
     def step(self) -> int:
         """Feed the last token, get the next."""
-        self._ids[0, 0], self._position[0, 0] = self._token[0], self._length
-        self._length += 1
-        return self._run()
-
-    def _bind(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        if name in self._inputs:
-            self._binding.bind_array(name, array)
-
-    def _run(self) -> int:
-        self._bind("attention_mask", np.ascontiguousarray(self._mask[:, : self._length]))
+        assert self._cache is not None
+        self._cache.input_ids[0, 0] = self._token[0]
+        self._cache.advance(self._alive)
         self._binding.run()
-        self._cache.advance()
         return int(self._token[0])

@@ -1,0 +1,177 @@
+"""The memory behind in-place caches: one block, cut into a buffer per layer and part, and lent to one generation.
+
+A block is as long as the model was opened for, or as the largest request so far needed. On the host the operating
+system hands out zeroed pages when they are first written, so the length that nobody uses costs no memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import onnxruntime as ort
+
+from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime.cache.names import tensors
+from topw_deploy.runtime.session import ELEMENT_TYPES, Binding, GraphSession
+
+_ALIGNMENT = 64  # bytes: what onnxruntime's own allocator gives vectorised kernels
+_ROUND = 64  # tokens that a buffer's length is a multiple of
+_BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
+
+
+class Layout:
+    """Where each tensor `[batch, kv_heads, length, head_dim]` of a decoder's cache lies in a block of memory."""
+
+    def __init__(self, decoder: DecoderInfo) -> None:
+        self.element_type = ELEMENT_TYPES[decoder.kv_dtype]
+        self.tensors = list(tensors(decoder))
+        self._element = _BYTES[decoder.kv_dtype]
+
+    def token_bytes(self, heads: int, dim: int) -> int:
+        """Bytes of one token of one row in a tensor of so many heads."""
+        return heads * dim * self._element
+
+    def starts(self, batch: int, length: int) -> list[int]:
+        """Byte offsets of the tensors, and after them the size of the whole."""
+        offsets = [0]
+        for _, _, heads, dim in self.tensors:
+            offsets.append(offsets[-1] + _round_up(batch * length * self.token_bytes(heads, dim), _ALIGNMENT))
+        return offsets
+
+    def size(self, batch: int, length: int) -> int:
+        return self.starts(batch, length)[-1]
+
+
+class _Block:
+    """Zeroed bytes at `pointer`: on the host, or on the device that the session computes on."""
+
+    def __init__(self, size: int, device: tuple[str, int]) -> None:
+        self.size = size
+        self._value: ort.OrtValue | None = None
+        if device[0] == "cpu":
+            memory = np.zeros(size + _ALIGNMENT, np.uint8)
+            start = -memory.ctypes.data % _ALIGNMENT
+            self._array = memory[start : start + size]
+            self.pointer: int = self._array.ctypes.data
+        else:
+            self._value = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), *device)
+            self.pointer = self._value.data_ptr()
+
+    def change(self, edit: Callable[[np.ndarray], None]) -> None:
+        """Let `edit` write into the bytes; those of a device come to the host and go back."""
+        if self._value is None:
+            edit(self._array)
+            return
+        host = self._value.numpy()
+        edit(host)
+        self._value.update_inplace(host)
+
+
+class Buffers:
+    """A cache of `batch` rows and `length` tokens, cut from a block that holds `capacity` tokens of so many rows."""
+
+    def __init__(self, layout: Layout, block: _Block, batch: int, capacity: int, length: int) -> None:
+        self.layout, self.block, self.batch = layout, block, batch
+        self.capacity, self.length = capacity, length
+        self._starts = layout.starts(batch, length)
+
+    def bind(self, binding: Binding, row: int | None = None) -> None:
+        """Bind every tensor as past and as present at once: all rows, or `row` alone as a batch of one."""
+        count, first = (self.batch, 0) if row is None else (1, row)
+        for (past, present, heads, dim), start in zip(self.layout.tensors, self._starts, strict=False):
+            pointer = self.block.pointer + start + first * self.length * self.layout.token_bytes(heads, dim)
+            shape = [count, heads, self.length, dim]
+            binding.bind_memory(past, present, self.layout.element_type, shape, pointer)
+
+    def clear(self) -> None:
+        """Zero the buffers: an operator that multiplies what it has masked must not meet an earlier request's NaN."""
+        size = self._starts[-1]
+
+        def zero(memory: np.ndarray) -> None:
+            memory[:size] = 0
+
+        self.block.change(zero)
+
+    def grow(self, length: int) -> None:
+        """Give every row `length` tokens, moving what is there and zeroing the rest; they must be bound again."""
+        old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
+
+        def spread(memory: np.ndarray) -> None:
+            # from the end on, so that nothing is overwritten before it has been moved
+            for index in reversed(range(len(self.layout.tensors))):
+                _, _, heads, dim = self.layout.tensors[index]
+                size = self.layout.token_bytes(1, dim)
+                for row in reversed(range(self.batch * heads)):
+                    old = old_starts[index] + row * self.length * size
+                    new = new_starts[index] + row * length * size
+                    memory[new : new + self.length * size] = memory[old : old + self.length * size]
+                    memory[new + self.length * size : new + length * size] = 0
+
+        self.block.change(spread)
+        self.length, self._starts = length, new_starts
+
+
+class BufferPool:
+    """The session's block of memory, lent to one generation at a time; who comes meanwhile gets one for the time being.
+
+    length: tokens per row that are set aside at once, for `rows` rows; without it the block follows the requests.
+    """
+
+    def __init__(
+        self,
+        session: GraphSession,
+        decoder: DecoderInfo,
+        limit: int,
+        length: int | None = None,
+        rows: int | None = None,
+    ) -> None:
+        self._layout, self._device = Layout(decoder), session.device
+        self._step, self._limit = decoder.buffer_step, decoder.context_length
+        self._length, self._rows = length, rows or 1
+        self._lock = threading.Lock()
+        self._kept: _Block | None = None
+        self._lent = 0  # bytes
+        if length is not None:
+            self._kept = self._new(self._rows, length)
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks that there are, kept or lent."""
+        return self._lent + (self._kept.size if self._kept is not None else 0)
+
+    def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
+        """Buffers for `batch` rows that will hold up to `tokens` tokens, and `first` of them soon."""
+        capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
+        size = self._layout.size(batch, capacity)
+        with self._lock:
+            block, self._kept = self._kept, None
+            if block is None or block.size < size:
+                lent_by_others = block is None and self._lent > 0
+                rows = batch if lent_by_others else max(batch, self._rows)
+                block = self._new(rows, capacity)
+            self._lent += block.size
+        length = capacity if self._step == 0 else min(_round_up(first, self._step), capacity)
+        buffers = Buffers(self._layout, block, batch, capacity, length)
+        if self._step:
+            buffers.clear()
+        return buffers
+
+    def give_back(self, buffers: Buffers) -> None:
+        """Keep the larger of this block and the one that is kept."""
+        with self._lock:
+            self._lent -= buffers.block.size
+            if self._kept is None or self._kept.size < buffers.block.size:
+                self._kept = buffers.block
+
+    def make_room(self, buffers: Buffers, tokens: int) -> None:
+        """Grow `buffers` to hold `tokens` tokens per row."""
+        buffers.grow(min(_round_up(tokens, self._step), buffers.capacity))
+
+    def _new(self, batch: int, length: int) -> _Block:
+        return _Block(self._layout.size(batch, length), self._device)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,107 @@
+"""Caches that grow by concatenation: the past goes in, the past and the new tokens come out as another tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime.cache.names import tensors
+from topw_deploy.runtime.cache.neutral import neutral_binding
+from topw_deploy.runtime.session import Binding, GraphSession, empty_value
+
+
+class ConcatCache:
+    """`past_key_values.{i}.key|value` in, `present.{i}.key|value` out, each [B, kv_heads, tokens, head_dim].
+
+    The past of a run is the present of the run before, handed over as onnxruntime's own values: no element of it is
+    ever seen by Python or numpy. Prompts are padded on the left, so that the last column is every row's last token.
+    """
+
+    def __init__(
+        self,
+        session: GraphSession,
+        binding: Binding,
+        decoder: DecoderInfo,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        chunk: int,
+    ) -> None:
+        self._session, self._decoder, self._binding, self._prompts = session, decoder, binding, prompts
+        self._batch, self._width = len(prompts), max(map(len, prompts))  # columns so far
+        self._chunk = chunk if decoder.ragged_chunks or self._batch == 1 else self._width
+        self.input_ids = np.zeros((self._batch, 1), np.int64)
+        self._position_ids = np.array([[len(prompt) - 1] for prompt in prompts], np.int64)  # [B, 1]
+        self._mask = np.zeros((self._batch, self._width + new_tokens), np.int64)
+        self._has_mask, self._has_positions = "attention_mask" in session.inputs, "position_ids" in session.inputs
+        self._names = [(past, present) for past, present, _, _ in tensors(decoder)]
+        self._places = self._begin(binding)
+
+    def feed_prompts(self) -> None:
+        """[B, S], in runs of at most `chunk` columns."""
+        ids, positions = self._padded()
+        *ends, last = [*range(self._chunk, self._width, self._chunk), self._width]
+        start = 0
+        if ends:
+            reading = neutral_binding(self._session, self._batch)
+            places = self._begin(reading)
+            for end in ends:
+                self._bind(reading, ids[:, start:end], positions[:, start:end], end)
+                reading.run()
+                _hand_over(self._names, reading, places, reading if end != ends[-1] else self._binding)
+                start = end
+        self._bind(self._binding, ids[:, start:], positions[:, start:], last)
+
+    def begin_decoding(self) -> None:
+        self._binding.bind_array("input_ids", self.input_ids)
+        if self._has_positions:
+            self._binding.bind_array("position_ids", self._position_ids)
+
+    def advance(self, alive: np.ndarray) -> None:
+        """Make the present of the last run the past of the next one."""
+        binding = self._binding
+        _hand_over(self._names, binding, self._places, binding)
+        binding.refresh("input_ids")
+        self._mask[:, self._width] = alive
+        self._width += 1
+        if self._has_mask:
+            binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, : self._width]))
+        if self._has_positions:
+            # a finished row stays where it is: its positions must not leave the context while others go on
+            self._position_ids[:, 0] += alive
+            binding.refresh("position_ids")
+
+    def _padded(self) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and positions of the prompts [B, S]; their columns in the mask are set."""
+        shape = self._batch, self._width
+        ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for row, prompt in enumerate(self._prompts):
+            start = self._width - len(prompt)
+            ids[row, start:] = prompt
+            positions[row, start:] = np.arange(len(prompt))
+            self._mask[row, start : self._width] = 1
+        return ids, positions
+
+    def _begin(self, binding: Binding) -> list[int]:
+        """Bind a past without tokens and fresh presents; the places of these among the outputs of `binding`."""
+        for past, _, heads, dim in tensors(self._decoder):
+            nothing = empty_value((self._batch, heads, 0, dim), self._decoder.kv_dtype, self._session.device)
+            binding.bind_value(past, nothing)
+        return [binding.bind_fresh(present) for _, present in self._names]
+
+    def _bind(self, binding: Binding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
+        """Feed columns of the prompts, of which `end` is the last but one."""
+        binding.bind_array("input_ids", np.ascontiguousarray(ids))
+        if self._has_mask:
+            binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, :end]))  # [B, past + new]
+        if self._has_positions:
+            binding.bind_array("position_ids", np.ascontiguousarray(positions))
+
+
+def _hand_over(names: Sequence[tuple[str, str]], source: Binding, places: Sequence[int], target: Binding) -> None:
+    """What the last run of `source` made is the past of the next run of `target`."""
+    outputs, bind, fresh = source.outputs(), target.bind_value, source.bind_fresh_again
+    for (past, present), place in zip(names, places, strict=True):
+        bind(past, outputs[place])
+        fresh(present)

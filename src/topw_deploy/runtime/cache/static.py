@@ -1,0 +1,49 @@
+"""This project's in-place caches: a write index and a length per row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from topw_deploy.runtime.cache.in_place import InPlaceCache
+from topw_deploy.runtime.session import Binding
+
+
+class StaticCache(InPlaceCache):
+    """`write_indices` [B], the tokens that a row has in the buffer, and `row_lengths` [B], those it adds.
+
+    A step changes the token ids and the write indices, both where they are bound. Where the cost of attention follows
+    the buffer's length (`buffer_step`), the buffer is grown as the rows need it.
+    """
+
+    def begin_decoding(self) -> None:
+        super().begin_decoding()
+        self._written = self._lengths - 1  # [B] where each row's last token is
+        self._columns = int(self._lengths.max())  # that are in use, at most
+        self._binding.bind_array("write_indices", self._written)
+        self._binding.bind_array("row_lengths", np.ones_like(self._lengths))
+
+    def advance(self, alive: np.ndarray) -> None:
+        # a finished row stays where it is: it must not leave the buffer while others go on
+        self._written += alive
+        self._columns += 1
+        if self._columns > self._buffers.length:
+            self._make_room()
+        binding = self._binding
+        if not binding.host_memory:
+            binding.refresh("input_ids")
+            binding.refresh("write_indices")
+
+    @property
+    def _takes_ragged_pieces(self) -> bool:
+        return self._decoder.ragged_chunks
+
+    def _bind_piece(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        binding.bind_array("input_ids", ids)
+        binding.bind_array("write_indices", starts)
+        binding.bind_array("row_lengths", lengths)
+
+    def _make_room(self) -> None:
+        self._columns = int(self._written.max()) + 1
+        if self._columns > self._buffers.length:
+            self._pool.make_room(self._buffers, self._columns)
+            self._buffers.bind(self._binding)
