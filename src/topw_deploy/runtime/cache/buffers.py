@@ -123,7 +123,6 @@ class BufferPool:
         self,
         session: GraphSession,
         decoder: DecoderInfo,
-        limit: int,
         length: int | None = None,
         rows: int | None = None,
     ) -> None:
