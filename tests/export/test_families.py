@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_models import FAMILIES, WINDOW, make_model
 
-from topw_deploy.export.lower import lower
+from topw_deploy.export.lowering.concat import lower
 from topw_deploy.export.trace import TracedDecoder, marker_nodes, trace
 from topw_deploy.export.verification import worker
 from topw_deploy.export.verification.probe import LogitsProbe

@@ -57,7 +57,7 @@ def test_equal_but_separate_tables_are_not_tied() -> None:
     traced = trace(model)
     table = find_embedding(traced.model.graph).data[0]
     from topw_deploy.export.last_token import last_logits
-    from topw_deploy.export.lower import lower
+    from topw_deploy.export.lowering.concat import lower
 
     lower(traced)
     last_logits(traced.model.graph)

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from topw_deploy.export.lower import lower
+from topw_deploy.export.lowering.concat import lower
 from topw_deploy.export.trace import trace
 
 VOCAB = 320

@@ -34,6 +34,18 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 )
 @click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Type of weights and cache.  [default: fp32]")
 @click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23]")
+@click.option(
+    "--kv",
+    type=click.Choice(("static", "concat")),
+    default=None,
+    help="The cache: one buffer written in place, or past in and past + new out.  [default: static where possible]",
+)
+@click.option(
+    "--target",
+    type=click.Choice(("onnxruntime", "tensorrt")),
+    default=None,
+    help="Whose operators the decoder is written in.  [default: onnxruntime]",
+)
 @tail_option
 @baked_options
 @bound_option

@@ -16,6 +16,7 @@ from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, ExportRequest
 from topw_deploy.export.source import Source
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.weights import tidy
+from topw_deploy.manifest import TARGETS
 
 
 @dataclass
@@ -47,7 +48,7 @@ def _decoder(source: Source, request: ExportRequest, progress: Progress, notices
     if source.onnx is not None:
         from topw_deploy.export.decoder_onnx import load_decoder
 
-        for name in ("dtype", "opset", "num_hidden_layers"):
+        for name in ("dtype", "opset", "kv", "target", "num_hidden_layers"):
             if getattr(request, name) is not None:
                 raise ParameterError(
                     f"{name} is {getattr(request, name)!r}, but {source.onnx.name} is an ONNX decoder that exists "
@@ -65,6 +66,8 @@ def _decoder(source: Source, request: ExportRequest, progress: Progress, notices
         trust_remote_code=request.trust_remote_code,
         progress=progress,
         notices=notices,
+        kv=request.kv or "concat",
+        target=request.target or TARGETS[0],
     )
 
 

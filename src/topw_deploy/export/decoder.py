@@ -12,8 +12,9 @@ from topw_deploy.manifest import DecoderInfo
 
 @dataclass
 class Decoder:
-    """`model` has the inputs input_ids, attention_mask, (position_ids), past_key_values.{i}.key|value and the outputs
-    logits [batch, sequence, vocab], present.{i}.key|value. `foreign`: written by another exporter, so left as it is."""
+    """`model` has the inputs input_ids, past_key_values.{i}.key|value, and attention_mask, (position_ids) or, if its
+    cache is static, write_indices, row_lengths; the outputs logits [batch, sequence, vocab], present.{i}.key|value.
+    `foreign`: written by another exporter, so left as it is."""
 
     model: ir.Model
     info: DecoderInfo

@@ -35,15 +35,26 @@ class GraphEditor:
         **attributes: Any,
     ) -> ir.Value:
         """One node with one output of the given type and shape, appended to the graph."""
-        node = ir.node(op_type, inputs, attributes=attributes, domain=domain, name=self.unique(op_type))
-        (output,) = node.outputs
-        output.name = name or self.unique(f"{op_type}_out")
+        (output,) = self.outputs(op_type, inputs, 1, domain=domain, **attributes)
+        if name is not None:
+            output.name = name
         if dtype is not None:
             output.type = ir.TensorType(dtype)
         if shape is not None:
             output.shape = ir.Shape(list(shape))
-        self.graph.append(node)
         return output
+
+    def outputs(
+        self, op_type: str, inputs: Sequence[ir.Value | None], count: int, *, domain: str = "", **attributes: Any
+    ) -> Sequence[ir.Value]:
+        """One node with `count` outputs, appended to the graph."""
+        node = ir.node(
+            op_type, inputs, attributes=attributes, domain=domain, name=self.unique(op_type), num_outputs=count
+        )
+        for output in node.outputs:
+            output.name = self.unique(f"{op_type}_out")
+        self.graph.append(node)
+        return node.outputs
 
     def constant(self, array: Any, name: str | None = None) -> ir.Value:
         """`array` (NumPy array or scalar of its own dtype) as an initializer."""

@@ -1,8 +1,9 @@
 """Logits for each row's last attended position only.
 
-The position is looked up in `attention_mask`, so it is right for padding on either side. Where the way from the
-logits back to the vocabulary matmul is provably row by row, one hidden state per row is picked before that matmul,
-which spares a prompt of n tokens n - 1 products with the whole vocabulary; otherwise one row of the logits is.
+The position is looked up in `attention_mask`, so it is right for padding on either side; a decoder with a static cache
+is told it, by `row_lengths`. Where the way from the logits back to the vocabulary matmul is provably row by row, one
+hidden state per row is picked before that matmul, which spares a prompt of n tokens n - 1 products with the whole
+vocabulary; otherwise one row of the logits is.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
     """The value [batch, vocab] float32 holding each row's last logits; the graph's output `logits` stays listed.
 
     `before_matmul=False` leaves the maker's own logits whole, for graphs that keep them as an output.
-    The graph must have the inputs input_ids [batch, sequence] and attention_mask [batch, past + sequence], and the
-    output logits [batch, sequence, vocab].
+    The graph must have the inputs input_ids [batch, sequence] and attention_mask [batch, past + sequence] or
+    row_lengths [batch], and the output logits [batch, sequence, vocab].
     """
     logits = next(value for value in graph.outputs if value.name == "logits")
     editor = GraphEditor(graph, PREFIX)
@@ -46,6 +47,18 @@ def _pick(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
     op, constant = editor.op, editor.constant
     if rows.shape is not None and rows.shape[1] == 1:  # the maker already cut it
         return op("Squeeze", [rows, constant(np.array([1]))])
+    last = _last_column(editor, graph)
+    if rows.shape is None or rows.dtype is None:
+        return op("GatherND", [rows, last], batch_dims=1)
+    return op("GatherND", [rows, last], batch_dims=1, dtype=rows.dtype, shape=["batch_size", rows.shape[-1]])
+
+
+def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
+    """int64 [batch, 1]: the column of each row's last attended token among those of this call."""
+    op, constant = editor.op, editor.constant
+    lengths = find_input(graph, "row_lengths")
+    if lengths is not None:
+        return op("Unsqueeze", [op("Sub", [lengths, constant(np.array([1]))]), constant(np.array([1]))])
     ids, mask = find_input(graph, "input_ids"), find_input(graph, "attention_mask")
     assert ids is not None
     assert mask is not None
@@ -55,10 +68,7 @@ def _pick(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
     if mask.dtype != ir.DataType.INT64:
         attended = op("Cast", [attended], to=ir.DataType.INT64)
     columns = op("Range", [constant(np.int64(0)), op("Squeeze", [new]), constant(np.int64(1))])
-    last = op("ReduceMax", [op("Mul", [attended, columns]), constant(np.array([1]))], keepdims=1)  # [batch, 1]
-    if rows.shape is None or rows.dtype is None:
-        return op("GatherND", [rows, last], batch_dims=1)
-    return op("GatherND", [rows, last], batch_dims=1, dtype=rows.dtype, shape=["batch_size", rows.shape[-1]])
+    return op("ReduceMax", [op("Mul", [attended, columns]), constant(np.array([1]))], keepdims=1)
 
 
 def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.graft import GraftOptions
-from topw_deploy.manifest import TensorSpec, Verification
+from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Names of --dtype -> torch's."""
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
+KV_REQUESTS = ("static", "concat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +22,24 @@ class ExportRequest:
     """All that `topw-export` can be told.
 
     model: hub id, folder, ONNX file or `demo`. output: the folder to write.
-    dtype: fp32, fp16 or bf16; opset: of the traced graph; both None for the defaults (fp32, 23), the only choice for
-    an ONNX decoder that exists already, as is num_hidden_layers.
+    dtype: fp32, fp16 or bf16; opset: of the traced graph; kv: the cache's form, static or concat; target: whose
+    operators the decoder is written in, onnxruntime or tensorrt. None for the defaults (fp32; 23, or 24 for tensorrt;
+    static where the decoder can; onnxruntime), the only choice for an ONNX decoder that exists already, as is
+    num_hidden_layers.
     options: baked into the sampler; defaults: parameters of a request that names none.
     neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
     hard_link: share the data files of an ONNX decoder with its folder instead of copying them (see folder.bring).
     tokenizer: folder to take tokenizer and configuration from, for a model that comes without.
-    Raises ParameterError for a dtype, opset or layer count out of range, and for a bound under the uniform metric.
+    Raises ParameterError for a dtype, opset, cache form, target or layer count out of range, for a combination that
+    does not exist, and for a bound under the uniform metric.
     """
 
     model: str
     output: Path
     dtype: str | None = None
     opset: int | None = None
+    kv: str | None = None
+    target: str | None = None
     options: TopWOptions = field(default_factory=TopWOptions)
     defaults: TopWParameters = field(default_factory=TopWParameters)
     tail: str = "portable"
@@ -59,6 +65,12 @@ class ExportRequest:
             raise ParameterError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")
         if self.opset is not None and not 23 <= self.opset <= 24:
             raise ParameterError(f"opset is {self.opset}, but must be 23 or 24: older ones have no Attention operator.")
+        if self.kv is not None and self.kv not in KV_REQUESTS:
+            raise ParameterError(f"kv is {self.kv!r}, but must be one of {', '.join(KV_REQUESTS)}.")
+        if self.target is not None and self.target not in TARGETS:
+            raise ParameterError(f"target is {self.target!r}, but must be one of {', '.join(TARGETS)}.")
+        if self.target == "tensorrt" and self.kv != "concat" and self.opset == 23:
+            raise ParameterError("opset is 23, but TensorScatter, tensorrt's cache, needs 24; leave --opset out.")
         if self.num_hidden_layers is not None and self.num_hidden_layers < 1:
             raise ParameterError(f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.")
 

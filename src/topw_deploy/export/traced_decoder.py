@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from topw_deploy.export.checkpoint import context_length, load_checkpoint, overflowing_modules, switching_rope
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.lower import lower
+from topw_deploy.export.lowering import lower
 from topw_deploy.export.progress import Progress
 from topw_deploy.export.source import Source
 from topw_deploy.export.trace import has_experts, trace
@@ -33,6 +33,8 @@ def traced_decoder(
     trust_remote_code: bool,
     progress: Progress,
     notices: list[str],
+    kv: str | None = None,
+    target: str = "onnxruntime",
 ) -> Decoder:
     """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know."""
     progress(f"Loading {source.id} in {dtype}")
@@ -58,12 +60,14 @@ def traced_decoder(
         )
     progress("Tracing")
     traced = trace(model, opset)
-    progress("Lowering attention to standard operators")
-    lower(traced)
+    lowered = lower(traced, kv=kv, target=target, context_length=context_length(model.config))
+    progress(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
+    if lowered.notice is not None:
+        notices.append(lowered.notice)
     traced.model.ir_version = max(traced.model.ir_version, _IR_VERSION)
     info = DecoderInfo(
         model_type=model.config.model_type,
-        kv_form="concat",
+        kv_form=lowered.kv_form,
         num_layers=len(traced.head_dim),
         num_kv_heads=traced.num_kv_heads,
         head_dim=traced.head_dim,
@@ -71,6 +75,10 @@ def traced_decoder(
         context_length=context_length(model.config),
         left_padding=True,
         weights_dtype=_ONNX_NAMES[dtype],
+        attention=lowered.attention,
+        ragged_chunks=lowered.ragged_chunks,
+        buffer_step=lowered.buffer_step,
+        target=target,
     )
     return Decoder(traced.model, info, foreign=False)
 

@@ -1,0 +1,136 @@
+"""Tables of cosines and sines, for attention that turns its queries and keys itself.
+
+The trace computes the angles of a call's positions anew in every call. GroupQueryAttention reads them from a table of
+all positions, which layers with equal frequencies share. The table is made by running the trace's own nodes over 0, 1,
+..., context_length - 1, so whatever scaling a model gives its frequencies is in it, in the arithmetic of the trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from topw_deploy.export.editor import GraphEditor, find_input
+from topw_deploy.export.lowering.flat import Flattened
+from topw_deploy.export.trace import TracedDecoder
+
+# Tables of a long context may take this share of the weights; above it, angles are computed as the trace does.
+_SHARE_OF_WEIGHTS = 1 / 16
+_ALWAYS_SMALL = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Turn:
+    """cos, sin: initializers [context_length, rotary_dim / 2]. interleaved: 1 if the pairs are neighbours."""
+
+    cos: ir.Value
+    sin: ir.Value
+    interleaved: int
+
+
+class RotaryTables:
+    """The tables of one graph, made when the first layer asks for them."""
+
+    def __init__(self, editor: GraphEditor, decoder: TracedDecoder, context_length: int) -> None:
+        self._editor = editor
+        self._length = context_length
+        self._positions = find_input(decoder.model.graph, "position_ids")
+        weights = [value.const_value for value in decoder.model.graph.initializers.values()]
+        size = sum(tensor.nbytes for tensor in weights if tensor is not None)
+        self._room = max(_ALWAYS_SMALL, int(size * _SHARE_OF_WEIGHTS))
+        self._made: dict[tuple[str, ...], ir.Value] = {}
+
+    def of(self, query: Flattened, key: Flattened, head_dim: int) -> Turn | None:
+        """What the operator needs to turn `query` and `key` itself; None where it could not, or should not."""
+        if query.rotary is None or key.rotary is None or head_dim % 16:  # the operator's own condition
+            return None
+        if _kind(query.rotary) != _kind(key.rotary):
+            return None
+        tables = [self._table(value) for node in (query.rotary, key.rotary) for value in node.inputs[1:]]
+        if any(table is None for table in tables) or tables[:2] != tables[2:]:
+            return None
+        cos, sin = tables[:2]
+        assert cos is not None
+        assert sin is not None
+        return Turn(cos, sin, _kind(query.rotary)[0])
+
+    def _table(self, value: ir.Value | None) -> ir.Value | None:
+        """`value` [batch, sequence, n] over all positions, as an initializer [context_length, n]."""
+        nodes = _between(self._positions, value)
+        if nodes is None or value is None or self._positions is None:
+            return None
+        key = tuple(_signature(node) for node in nodes)
+        if key not in self._made:
+            array = _run(nodes, self._positions, value, self._length)
+            if array is None or 2 * array.nbytes > self._room:
+                return None
+            self._made[key] = self._editor.constant(array, self._editor.unique("rotary_table"))
+        return self._made[key]
+
+
+def _kind(rotary: ir.Node) -> tuple[int, int]:
+    """Interleaved or not, and the share of a head that is turned (0: all)."""
+    names = ("interleaved", "rotary_embedding_dim")
+    interleaved, width = (rotary.attributes[n].as_int() if n in rotary.attributes else 0 for n in names)
+    return interleaved, width
+
+
+def _between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] | None:
+    """The nodes that make `value` of `source` and initializers, in order; None if it needs anything else."""
+    found: list[ir.Node] = []
+
+    def visit(value: ir.Value | None) -> bool:
+        if value is None or value is source or value.is_initializer():
+            return True
+        node = value.producer()
+        if node is None:
+            return False
+        if node not in found:
+            if not all(visit(before) for before in node.inputs):
+                return False
+            found.append(node)
+        return True
+
+    return found if visit(value) and found else None
+
+
+def _signature(node: ir.Node) -> str:
+    """Equal for nodes that compute the same, given that the nodes before them do."""
+    names = [value.name if value is not None and value.is_initializer() else "" for value in node.inputs]
+    attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
+    return f"{node.domain}::{node.op_type}{attributes}{names}"
+
+
+def _run(nodes: list[ir.Node], positions: ir.Value, value: ir.Value, length: int) -> np.ndarray | None:
+    """`value` for the positions 0 to length - 1, [length, n]; None if it is no table of rows."""
+    graph = ir.Graph([], [], nodes=[], name="angles", opset_imports={"": 23})
+    known = {id(positions): ir.Value(name="positions", type=positions.type, shape=ir.Shape([1, length]))}
+    graph.inputs.append(known[id(positions)])
+    for node in nodes:
+        for source in node.inputs:
+            if source is not None and id(source) not in known:
+                copy = ir.Value(name=source.name, type=source.type, shape=source.shape, const_value=source.const_value)
+                graph.register_initializer(copy)
+                known[id(source)] = copy
+        attributes = list(node.attributes.values())
+        twin = ir.Node(
+            node.domain,
+            node.op_type,
+            [None if source is None else known[id(source)] for source in node.inputs],
+            attributes,
+            num_outputs=len(node.outputs),
+        )
+        for old, new in zip(node.outputs, twin.outputs, strict=True):
+            new.name, new.type = old.name, old.type
+            known[id(old)] = new
+        graph.append(twin)
+    result = known[id(value)]
+    result.type = result.type or ir.TensorType(ir.DataType.FLOAT)
+    graph.outputs.append(result)
+    evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
+    (array,) = evaluator.run(None, {"positions": np.arange(length, dtype=np.int64)[None]})
+    assert isinstance(array, np.ndarray)
+    return array[0] if array.ndim == 3 and array.shape[:2] == (1, length) else None
