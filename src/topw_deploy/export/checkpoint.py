@@ -12,32 +12,38 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.safetensors_files import stored_tensors
 
 # RoPE forms that switch frequencies when a sequence outgrows the length trained on: a graph holds the first ones.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
 
 def load_checkpoint(
-    folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
+    folder: Path,
+    dtype: str,
+    *,
+    num_hidden_layers: int | None = None,
+    trust_remote_code: bool = False,
+    unread: bool = False,
 ) -> PreTrainedModel:
     """The causal LM of `folder` on the CPU, in evaluation mode, its weights in torch's `dtype` (`float32`, ...).
 
-    num_hidden_layers: keep only the first so many layers.
+    num_hidden_layers: keep only the first so many layers. unread: leave the weights in their safetensors files, each
+    parameter an `UnreadTensor`, which knows how to read it.
     Raises UnsupportedModelError naming an unknown architecture, SourceError for weights that are damaged or missing.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     if num_hidden_layers is not None:
         _cut_layers(config, num_hidden_layers)
+    settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
     with _quiet():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=getattr(torch, dtype),
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                local_files_only=True,
-            )
+            if unread:
+                model, info = _unread_model(folder, config, settings)
+            else:
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    folder, config=config, output_loading_info=True, local_files_only=True, **settings
+                )
         except Exception as error:  # a foreign model or a damaged file may fail in any way
             raise SourceError(
                 f"the model in {folder} cannot be loaded ({_first_line(error)}); check its files."
@@ -48,6 +54,35 @@ def load_checkpoint(
             f"the weights in {folder} lack {len(missing)} tensors of the model (first: {missing[0]}); fetch them again."
         )
     return model.eval()
+
+
+def load_unread(
+    folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, str | None]:
+    """The model as `load_checkpoint` gives it, its weights left in their files where that can be; else, read whole,
+    with the reason.
+
+    Raises what load_checkpoint raises.
+    """
+    wanted = {"num_hidden_layers": num_hidden_layers, "trust_remote_code": trust_remote_code}
+    try:
+        return load_checkpoint(folder, dtype, unread=True, **wanted), None  # type: ignore[arg-type]
+    except UnsupportedModelError:
+        raise
+    except SourceError as error:  # pickled weights, code that asks for values: whatever it is, reading them decides
+        return load_checkpoint(folder, dtype, **wanted), str(error)  # type: ignore[arg-type]
+
+
+def _unread_model(folder: Path, config: Any, settings: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """As transformers would load it, from tensors that are not read: it takes those under no folder's name."""
+    from topw_deploy.export.unread_tensor import UnreadTensor
+
+    tensors = {name: UnreadTensor.of(stored) for name, stored in stored_tensors(folder).items()}
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, **settings)
+    return type(empty).from_pretrained(
+        None, config=empty.config, state_dict=tensors, dtype=settings["dtype"], output_loading_info=True
+    )
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:

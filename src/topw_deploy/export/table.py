@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.embedding_node import EmbeddingNode
+from topw_deploy.export.lazy_weight import LazyWeight, Read
 
 
 class EmbeddingTable:
@@ -50,6 +51,8 @@ def _stored_rows(embedding: EmbeddingNode) -> Any:
         return None
     if isinstance(tensor, ir.ExternalTensor):
         return _mapped_rows(tensor, transposed)
+    if isinstance(tensor, LazyWeight) and tensor.read is not None:
+        return _lazy_rows(tensor.read, transposed)
     array = tensor.numpy().T if transposed else tensor.numpy()
     return lambda ids: np.asarray(array[ids]).astype(np.float32)
 
@@ -73,6 +76,12 @@ def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> Any:
         return np.asarray(rows[ids[0] : ids[-1] + 1] if consecutive else rows[ids]).astype(np.float32)
 
     return read
+
+
+def _lazy_rows(read: Read, transposed: bool) -> Any:
+    if transposed:
+        return lambda ids: read((slice(None), ids)).T.astype(np.float32)
+    return lambda ids: read(ids).astype(np.float32)
 
 
 def _looked_up_rows(embedding: EmbeddingNode) -> Any:

@@ -3,7 +3,7 @@
 transformers' own exporter does the tracing. In place of attention it sees a function that leaves one node of the
 domain `topw.trace` behind, with the layer's scale, soft cap and sliding window as attributes, and no mask at all. So
 the traced graph is the same for every target, and what a target needs of attention and cache is written by a
-lowering (see lower.py) instead of being recognised in somebody's pattern of nodes.
+lowering (see lowering/) instead of being recognised in somebody's pattern of nodes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 from transformers.masking_utils import AttentionMaskInterface
 
 from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.shapes_only import ShapesOnly, shapes_only
 
 MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
@@ -61,10 +62,12 @@ def trace(model: PreTrainedModel, opset: int = 23) -> TracedDecoder:
     """
     config = model.config.get_text_config(decoder=True)
     _check_layer_types(model, config)
-    cache = _filled_cache(model, config)
+    with shapes_only(model) as shapes, _marked(model):
+        cache = _filled_cache(model, config, shapes)
+        traced = _export(model, cache, opset)
     heads = tuple(layer.keys.shape[1] for layer in cache.layers)
     dims = tuple(layer.keys.shape[3] for layer in cache.layers)
-    traced = _export(model, cache, opset)
+    traced = _with_weights(model, traced, shapes)
     graph = traced.graph
     _name_inputs_and_outputs(graph)
     _forget_where_it_was_traced(traced)
@@ -96,31 +99,48 @@ def _check_layer_types(model: PreTrainedModel, config: Any) -> None:
         )
 
 
-def _filled_cache(model: PreTrainedModel, config: Any) -> DynamicCache:
-    """A cache of `_PAST` tokens, made by the model itself with its ordinary attention.
+@contextlib.contextmanager
+def _marked(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block the model's attention leaves markers, and its experts multiply in a form with fixed shapes."""
+    AttentionInterface.register(_IMPLEMENTATION, _marker_attention)
+    AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_IMPLEMENTATION)
+    if has_experts(model):
+        model.set_experts_implementation(_EXPERTS)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _filled_cache(model: PreTrainedModel, config: Any, shapes: ShapesOnly) -> DynamicCache:
+    """A cache of `_PAST` tokens of the shapes that the model itself puts into one; its values are zeros.
 
     Made without the configuration on purpose: a cache that knows of sliding windows drops old tokens, the graph's
     never does (the mask hides them).
     """
-    cache = DynamicCache()
-    ids = torch.arange(_BATCH * _PAST).reshape(_BATCH, _PAST) % config.vocab_size
-    with torch.no_grad():
+    found = DynamicCache()
+    with torch.no_grad(), shapes.mode:
         try:
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids = torch.zeros(_BATCH, _PAST, dtype=torch.int64)
+            model(input_ids=ids, past_key_values=found, use_cache=True)
         except Exception as error:  # whatever a foreign model raises, the user wants to know which model
-            raise _untraceable(model, error) from error
-    shapes: list[tuple[int, ...]] = [getattr(getattr(layer, "keys", None), "shape", ()) for layer in cache.layers]
-    if len(shapes) != config.num_hidden_layers or any(len(s) != 4 or s[2] != _PAST for s in shapes):
+            raise _refusal_behind(error) or _untraceable(model, error) from error
+    each: list[tuple[int, ...]] = [getattr(getattr(layer, "keys", None), "shape", ()) for layer in found.layers]
+    if len(each) != config.num_hidden_layers or any(len(s) != 4 or s[2] != _PAST for s in each):
         raise UnsupportedModelError(
-            f"{type(model).__name__} keeps {len(shapes)} key-value layers for {config.num_hidden_layers} layers, "
+            f"{type(model).__name__} keeps {len(each)} key-value layers for {config.num_hidden_layers} layers, "
             "but one each is needed; choose a model whose every layer has attention with a cache of its own."
         )
+    cache = DynamicCache()
+    for index, layer in enumerate(found.layers):
+        zeros = [torch.zeros(side.shape, dtype=side.dtype) for side in (layer.keys, layer.values)]
+        cache.update(*zeros, index)
     return cache
 
 
 def _export(model: PreTrainedModel, cache: DynamicCache, opset: int) -> ir.Model:
-    AttentionInterface.register(_IMPLEMENTATION, _marker_attention)
-    AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
     auto = torch.export.Dim.AUTO
     inputs = {
         "input_ids": torch.ones(_BATCH, _NEW, dtype=torch.int64),
@@ -133,21 +153,24 @@ def _export(model: PreTrainedModel, cache: DynamicCache, opset: int) -> ir.Model
         "position_ids": {0: auto, 1: auto},
         "past_key_values": [{0: auto, 2: auto}] * (2 * len(cache.layers)),
     }
-    before = model.config._attn_implementation
-    model.set_attn_implementation(_IMPLEMENTATION)
-    if has_experts(model):
-        model.set_experts_implementation(_EXPERTS)
     try:
         with _silence():
-            config = OnnxConfig(dynamic_shapes=dynamic_shapes, opset_version=opset)
+            config = OnnxConfig(dynamic_shapes=dynamic_shapes, opset_version=opset, optimize=False)
             return OnnxExporter().export(model, inputs, config).program
-    except UnsupportedModelError:
-        raise
     except Exception as error:
-        refusal = _refusal_behind(error)
-        raise refusal if refusal is not None else _untraceable(model, error) from error
-    finally:
-        model.set_attn_implementation(before)
+        raise _refusal_behind(error) or _untraceable(model, error) from error
+
+
+def _with_weights(model: PreTrainedModel, traced: ir.Model, shapes: ShapesOnly) -> ir.Model:
+    """Weights where the trace has none, then torch's own clean-up, which looks at the values of small ones."""
+    try:
+        shapes.attach(traced)
+        with _silence():
+            program = torch.onnx.ONNXProgram(traced, None)
+            program.optimize()
+            return program.model
+    except Exception as error:
+        raise _untraceable(model, error) from error
 
 
 def _marker_attention(

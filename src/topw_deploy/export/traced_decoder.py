@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from topw_deploy.export.checkpoint import context_length, load_checkpoint, overflowing_modules, switching_rope
+from topw_deploy.export.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.progress import Progress
 from topw_deploy.export.source import Source
+from topw_deploy.export.streamed import streamed
 from topw_deploy.export.trace import has_experts, trace
 from topw_deploy.manifest import DecoderInfo
 
@@ -38,9 +39,13 @@ def traced_decoder(
 ) -> Decoder:
     """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know."""
     progress(f"Loading {source.id} in {dtype}")
-    model = load_checkpoint(
+    model, read_whole = load_unread(
         source.folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code
     )
+    if read_whole is not None:
+        notices.append(
+            f"the export held all weights in memory, because they could not be left in their files: {read_whole}"
+        )
     if dtype == "float16":
         progress("Checking activations for float16 overflow")
         notices.append(_overflow_notice(model, source.folder))
@@ -84,7 +89,8 @@ def traced_decoder(
 
 
 def _overflow_notice(model: PreTrainedModel, folder: Path) -> str:
-    found = overflowing_modules(model, sample_batches(model, folder))
+    with streamed(model):
+        found = overflowing_modules(model, sample_batches(model, folder))
     if not found:
         return "no activation left float16's range on the sample text"
     return (

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
 from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.lazy_weight import PART, LazyWeight, transposed
 
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx_data"
@@ -62,7 +63,19 @@ def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
     copy, original = value.const_value, table.const_value
     if copy is None or original is None or tuple(copy.shape) != tuple(original.shape)[::-1]:
         return False
-    return bool(np.array_equal(copy.numpy().T, original.numpy()))
+    if isinstance(copy, LazyWeight) and isinstance(original, LazyWeight) and copy.key == (original.key, (1, 0)):
+        return True
+    return _equal_rows(copy, original)
+
+
+def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
+    """Whether `copy` is the transpose of `original`, a block of rows at a time where they can be read so."""
+    if not all(isinstance(tensor, LazyWeight) and tensor.read is not None for tensor in (copy, original)):
+        return bool(np.array_equal(copy.numpy().T, original.numpy()))
+    rows = int(original.shape[0])
+    step = max(1, PART // max(1, original.nbytes // max(1, rows)))
+    blocks = (slice(start, start + step) for start in range(0, rows, step))
+    return all(np.array_equal(copy.read((slice(None), block)).T, original.read(block)) for block in blocks)  # type: ignore[attr-defined]
 
 
 def _store_transposed(graph: ir.Graph) -> None:
@@ -74,7 +87,7 @@ def _store_transposed(graph: ir.Graph) -> None:
         permutation = (
             node.attributes["perm"].as_ints() if "perm" in node.attributes else range(_rank(source) or 0)[::-1]
         )
-        tensor = _transposed(source.const_value, tuple(permutation))
+        tensor = transposed(source.const_value, tuple(permutation))
         weight = ir.Value(
             name=f"{source.name}.transposed", type=source.type, shape=ir.Shape(tensor.shape), const_value=tensor
         )
@@ -83,16 +96,6 @@ def _store_transposed(graph: ir.Graph) -> None:
         graph.remove(node, safe=True)
         if source.name is not None:
             graph.initializers.pop(source.name)
-
-
-def _transposed(tensor: ir.TensorProtocol, permutation: tuple[int, ...]) -> ir.TensorProtocol:
-    """`tensor` transposed when it is written, not before."""
-    shape = ir.Shape([int(tensor.shape[axis]) for axis in permutation])
-
-    def evaluate() -> ir.TensorProtocol:
-        return ir.Tensor(np.ascontiguousarray(tensor.numpy().transpose(permutation)), dtype=tensor.dtype)
-
-    return ir.LazyTensor(evaluate, dtype=tensor.dtype, shape=shape, name=f"{tensor.name}.transposed")
 
 
 def weight_bytes(model: ir.Model) -> int:
