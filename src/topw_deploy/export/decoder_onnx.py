@@ -12,18 +12,30 @@ import onnx_ir as ir
 from topw_deploy.errors import SourceError, UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.editor import find_input
+from topw_deploy.export.left_out import lost_soft_cap, window_of
+from topw_deploy.export.reach import reach
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.weights import external_files
 from topw_deploy.manifest import DecoderInfo
 
 _CACHE = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-# onnxruntime-genai's attention takes the mask as lengths, which silently misplaces rows padded on the left.
-_LENGTH_ATTENTION = {"GroupQueryAttention"}
+# Takes the mask as a length per row, which silently misplaces rows padded on the left, and writes in place into a cache
+# that is bound as past and present at once.
+_IN_PLACE = "GroupQueryAttention"
+_ATTENTION = (_IN_PLACE, "Attention")
+_CACHE_TYPES = ("float", "float16", "bfloat16")
+# Inputs by which other layouts of the same makers are known -> how to have the one that can be driven.
+_OTHER_LAYOUTS = {
+    "key_cache.0": "mobius's static cache; build it without --static-cache",
+    "block_table": "a paged cache; build it without use_paged_attention",
+}
 
 
-def load_decoder(file: Path, folder: Path) -> Decoder:
+def load_decoder(file: Path, folder: Path, notices: list[str] | None = None) -> Decoder:
     """The decoder of the ONNX `file`, its weights left where they are; configuration from `folder`.
 
+    Appends to `notices` what the graph leaves out of its model (export/left_out.py) and what ends its sequences before
+    the context that the configuration states (export/reach.py).
     Raises SourceError for a file or data file that cannot be read, UnsupportedModelError for a graph without the
     ecosystem's inputs and outputs (input_ids, attention_mask, past_key_values.{i}.key|value; logits, present.{i}.*).
     """
@@ -37,7 +49,7 @@ def load_decoder(file: Path, folder: Path) -> Decoder:
     _check_data(model, file)
     _check_opset(model, file)
     _check_names(model.graph, file)
-    return Decoder(model, _describe(model.graph, folder), foreign=True)
+    return Decoder(model, _describe(model.graph, folder, [] if notices is None else notices), foreign=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -83,6 +95,9 @@ def _check_names(graph: ir.Graph, file: Path) -> None:
     produced = {"logits"} | {f"present.{i}.{kind}" for i in layers for kind in ("key", "value")}
     missing = sorted(needed - names) + sorted(produced - outputs) or ([] if layers else ["past_key_values.0.key"])
     other = sorted(str(name) for name in names - needed - {"position_ids"})
+    for name, layout in _OTHER_LAYOUTS.items():
+        if name in names:
+            raise UnsupportedModelError(f"{file} has the input {name}, which belongs to {layout}.")
     if missing or other:
         what = f"lacks {missing[0]}" if missing else f"has the input {other[0]}, which nothing would feed"
         raise UnsupportedModelError(
@@ -91,9 +106,10 @@ def _check_names(graph: ir.Graph, file: Path) -> None:
         )
 
 
-def _describe(graph: ir.Graph, folder: Path) -> DecoderInfo:
+def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
     config, genai = read_json(folder / "config.json"), read_json(folder / "genai_config.json").get("model", {})
     text = config.get("text_config", config)
+    decoder = genai.get("decoder", {}) if isinstance(genai.get("decoder"), dict) else {}
     layers = sum(1 for value in graph.inputs if _CACHE.fullmatch(value.name or "")) // 2
     heads, dims = [], []
     for layer in range(layers):
@@ -108,19 +124,45 @@ def _describe(graph: ir.Graph, folder: Path) -> DecoderInfo:
             f"{folder} says nowhere how long a context the decoder takes (config.json: max_position_embeddings, "
             "genai_config.json: context_length); add it, or name a folder with the configuration with --tokenizer."
         )
-    first = find_input(graph, "past_key_values.0.key")
-    assert first is not None
+    limit = reach(graph, length, window_of(text, decoder))
+    notices += limit.notices
+    if (cap := lost_soft_cap(graph, text)) is not None:
+        notices.append(
+            f"the decoder leaves out the soft cap of {cap:g} on attention scores that its config.json states, so its "
+            "logits are not the model's"
+        )
+    in_place = _reads_in_place(graph)
     return DecoderInfo(
         model_type=str(text.get("model_type") or genai.get("type") or "unknown"),
-        kv_form="concat",
+        kv_form="shared" if in_place else "concat",
         num_layers=layers,
         num_kv_heads=tuple(heads),
         head_dim=tuple(dims),
-        kv_dtype=(first.dtype or ir.DataType.FLOAT).name.lower(),
-        context_length=length,
-        left_padding=not any(node.op_type in _LENGTH_ATTENTION for node in graph),
+        kv_dtype=_cache_type(graph),
+        context_length=limit.tokens,
+        left_padding=not any(node.op_type == _IN_PLACE for node in graph),
         weights_dtype=_weights_dtype(graph),
+        attention=next((name for name in _ATTENTION if any(node.op_type == name for node in graph)), ""),
+        ragged_chunks=not in_place,
     )
+
+
+def _reads_in_place(graph: ir.Graph) -> bool:
+    """Whether every cache tensor goes into GroupQueryAttention and nowhere else."""
+    caches = [value for value in graph.inputs if _CACHE.fullmatch(value.name or "")]
+    return all({node.op_type for node, _ in value.uses()} == {_IN_PLACE} for value in caches)
+
+
+def _cache_type(graph: ir.Graph) -> str:
+    first = find_input(graph, "past_key_values.0.key")
+    assert first is not None
+    name = (first.dtype or ir.DataType.FLOAT).name.lower()
+    if name not in _CACHE_TYPES:
+        raise UnsupportedModelError(
+            f"the decoder keeps its cache as {name}, but only {', '.join(_CACHE_TYPES)} are served; "
+            "export it without a quantised cache."
+        )
+    return name
 
 
 def _configured(text: dict[str, Any], genai: dict[str, Any], *names: str) -> int | None:

@@ -17,6 +17,7 @@ from topw_deploy.export.editor import GraphEditor, find_input
 from topw_deploy.export.embedding_node import EmbeddingNode, find_embedding
 from topw_deploy.export.last_token import last_logits
 from topw_deploy.export.neighbour_bound import Measure, no_bound
+from topw_deploy.export.optional_inputs import with_defaults
 from topw_deploy.export.table import EmbeddingTable
 from topw_deploy.export.tail import (
     DOMAIN,
@@ -59,7 +60,8 @@ def graft(decoder: Decoder, wanted: GraftOptions, measure: Measure = no_bound) -
     """Add the sampler to `decoder.model` in place; returns what was added. `measure` makes the neighbour bound.
 
     The output `logits` stays only on request: for a foreign decoder as its maker wrote it, otherwise
-    [batch, vocab] float32 of each row's last position.
+    [batch, vocab] float32 of each row's last position. A foreign decoder with its own logits also runs without the
+    sampler's inputs, as its maker's tools run it.
     Raises UnsupportedModelError for a decoder without input embeddings (unless the metric is `uniform`) and for a
     table with fewer rows than the logits have columns.
     """
@@ -81,7 +83,8 @@ def graft(decoder: Decoder, wanted: GraftOptions, measure: Measure = no_bound) -
     )
     editor = GraphEditor(graph, "topw")
     batch = _batch_dimension(graph)
-    inputs = [logits, *sampler_inputs(editor, batch)]
+    given = sampler_inputs(editor, batch)
+    inputs = [logits, *(with_defaults(editor, given, logits) if keep_makers else given)]
     if embedding is not None:
         inputs += [*geometry_constants(editor, embedding, spec, measure), *embedding.data]
     results = add_sampler_node(graph, spec, inputs, batch)

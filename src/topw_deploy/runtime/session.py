@@ -70,7 +70,8 @@ class GraphSession:
                 stacklevel=4,
             )
         _check_io(folder, self.raw)
-        self.inputs = frozenset(i.name for i in self.raw.get_inputs())
+        self.inputs = frozenset(i.name for i in graph_inputs(self.raw))
+        self.with_defaults = frozenset(i.name for i in self.raw.get_overridable_initializers())
         self.outputs = tuple(o.name for o in self.raw.get_outputs())
 
     def bind(self) -> Binding:
@@ -89,6 +90,7 @@ class Binding:
         self._io = ort.SessionIOBinding(session.raw._sess)
         self._run = session.raw._sess.run_with_iobinding
         self._device = ort.OrtDevice.make(*session.device)._get_c_device()
+        self._with_defaults = session.with_defaults
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
         self.host_memory = session.device[0] == "cpu"
@@ -98,7 +100,10 @@ class Binding:
     def bind_array(self, name: str, array: np.ndarray) -> None:
         """Bind a contiguous host array as an input."""
         self._arrays[name] = array
-        self._io.bind_input(name, array)
+        if name in self._with_defaults:  # which onnxruntime does not look for among the inputs when it binds an array
+            self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
+        else:
+            self._io.bind_input(name, array)
 
     def refresh(self, name: str) -> None:
         """Make the graph see what was written into the bound array of `name` since it was bound."""
@@ -134,6 +139,11 @@ class Binding:
         except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
             where = "in the prompt" if step is None else f"at step {step}"
             raise GenerationError(f"onnxruntime failed {where}: {' '.join(str(error).split())[:300]}") from None
+
+
+def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
+    """All inputs of the graph, those that have a default included, which onnxruntime lists apart."""
+    return [*session.get_inputs(), *session.get_overridable_initializers()]
 
 
 def empty_value(shape: tuple[int, ...], dtype: str, device: tuple[str, int]) -> Any:
@@ -214,7 +224,7 @@ def _refused(folder: ModelFolder, error: Exception) -> ManifestError:
 def _check_io(folder: ModelFolder, session: ort.InferenceSession) -> None:
     manifest = folder.manifest
     for what, specs, nodes in (
-        ("input", manifest.inputs, session.get_inputs()),
+        ("input", manifest.inputs, graph_inputs(session)),
         ("output", manifest.outputs, session.get_outputs()),
     ):
         _compare(what, {s.name: s for s in specs}, {n.name: n.type for n in nodes})

@@ -17,11 +17,11 @@ from topw_deploy.errors import VerificationError
 from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.graft import NODE_NAME, sampler_node
 from topw_deploy.export.tail import TAIL_INPUTS
+from topw_deploy.export.verification.cache_drivers import cache_driver
 from topw_deploy.export.weights import MODEL_FILE, external_files
 from topw_deploy.manifest import DecoderInfo
 
 LOGITS = "topw.probe.logits"
-_KV_TYPES = {"float": np.float32, "float16": np.float16}
 
 
 def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> ort.InferenceSession:
@@ -63,33 +63,16 @@ class LogitsProbe:
     """The decoder of an exported folder, showing the logits that enter its sampler."""
 
     def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
-        self._decoder = decoder
-        self._session = open_graph(folder, _decoder_model(folder))
-        self._inputs = {value.name for value in self._session.get_inputs()}
-        self._outputs = [value.name for value in self._session.get_outputs()]
-        self._past: dict[str, np.ndarray] = {}
+        self._driver = cache_driver(open_graph(folder, _decoder_model(folder)), decoder, LOGITS)
 
     def start(self, batch: int) -> None:
         """Forget the cache; the next rows are `batch` many."""
-        kind = _KV_TYPES[self._decoder.kv_dtype]
-        self._past = {
-            f"past_key_values.{layer}.{side}": np.zeros((batch, heads, 0, dim), kind)
-            for layer, (heads, dim) in enumerate(zip(self._decoder.num_kv_heads, self._decoder.head_dim, strict=True))
-            for side in ("key", "value")
-        }
+        self._driver.start(batch)
 
     def step(self, ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        """Run new tokens `ids` [batch, n] after the cached ones; attention_mask [batch, past + n]. -> [batch, vocab]"""
-        positions = np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
-        feeds = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions, **self._past}
-        results = self._session.run(None, {name: feeds[name] for name in self._inputs})
-        named = dict(zip(self._outputs, results, strict=True))
-        self._past = {
-            f"past_key_values{name.removeprefix('present')}": value
-            for name, value in named.items()
-            if name.startswith("present.")
-        }
-        return named[LOGITS]
+        """Run new tokens `ids` [batch, n] after the earlier ones; attention_mask [batch, past + n] says which columns
+        are tokens, wherever the others stand. -> [batch, vocab]"""
+        return self._driver.step(ids, attention_mask)
 
 
 def _decoder_model(folder: Path) -> ir.Model:
@@ -154,8 +137,9 @@ def _sampler_model(folder: Path) -> ir.Model:
     if old is not None and old.name == "logits":
         old.name = "topw.probe.old_logits"
     logits = editor.input("logits", ir.DataType.FLOAT, ["batch", vocab])
-    node.replace_input_with(0, logits)
     graph.outputs.clear()
+    if old is not None:
+        ir.convenience.replace_all_uses_with(old, logits)  # the rows of optional inputs are counted there too
     graph.outputs.extend(node.outputs)
     RemoveUnusedNodesPass()(model)
     for value in [value for value in graph.inputs if value.name not in TAIL_INPUTS]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from topw_deploy.runtime.session import Binding, GraphSession
+from topw_deploy.runtime.session import Binding, GraphSession, graph_inputs
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 
 _NO_EDIT = {"edit_ids": (np.int64, -1), "edit_penalty": (np.float32, 1), "edit_bias": (np.float32, 0)}
@@ -18,7 +18,7 @@ def neutral_binding(session: GraphSession, batch: int) -> Binding:
     binding = Binding(session)
     greedy = TopWParameters(temperature=0.0)
     values = {name: getattr(greedy, name) for name in PARAMETER_NAMES} | {"uniform": 0.0}
-    for node in session.raw.get_inputs():
+    for node in graph_inputs(session.raw):
         if node.name in values:
             binding.bind_array(node.name, np.full(batch, values[node.name], np.float32))
         elif node.name in _NO_EDIT:

@@ -1,0 +1,72 @@
+"""A grafted decoder that keeps its maker's logits also runs without the sampler's inputs, as its maker's tools do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.manifest import load_manifest
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.session import SAMPLER_INPUTS
+
+
+@pytest.fixture(scope="module")
+def with_logits(foreign_decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("grafted") / "out"
+    export_model(ExportRequest(model=str(foreign_decoder), output=out, with_logits=True))
+    return out
+
+
+def feeds(session: ort.InferenceSession, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """What a tool that knows decoders alone would feed."""
+    batch, length = ids.shape
+    given = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.broadcast_to(np.arange(length), ids.shape).copy(),
+    }
+    for value in session.get_inputs():
+        if value.name.startswith("past_key_values"):
+            given[value.name] = np.zeros((batch, value.shape[1], 0, value.shape[3]), np.float32)
+    return given
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_makers_logits_come_without_any_of_the_samplers_inputs(
+    foreign_decoder: Path, with_logits: Path, batch: int
+) -> None:
+    ids = np.random.default_rng(0).integers(3, 280, (batch, 9))
+    before = ort.InferenceSession(foreign_decoder / "model.onnx", providers=["CPUExecutionProvider"])
+    after = ort.InferenceSession(with_logits / "model.onnx", providers=["CPUExecutionProvider"])
+    required = {value.name for value in after.get_inputs()}
+    assert required == {value.name for value in before.get_inputs()}
+    (wanted,) = before.run(["logits"], feeds(before, ids))
+    found, token = after.run(["logits", "next_token"], feeds(after, ids))
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(token, wanted[:, -1].argmax(axis=1))  # the default is greedy
+
+
+def test_the_runtime_feeds_them_all_the_same(foreign_decoder: Path, with_logits: Path, tmp_path: Path) -> None:
+    export_model(ExportRequest(model=str(foreign_decoder), output=tmp_path / "plain", verify=False))
+    setting = {
+        "lam": 0.5,
+        "temperature": 1.7,
+        "seed": 3,
+        "max_new_tokens": 12,
+        "ignore_eos": True,
+        "logit_bias": {7: 4},
+    }
+    prompts = [[5, 9, 30], [200, 6, 44]]
+    with TopWModel.from_pretrained(tmp_path / "plain") as plain, TopWModel.from_pretrained(with_logits) as kept:
+        wanted = [plain.generate(prompt, **setting).token_ids for prompt in prompts]
+        assert [kept.generate(prompt, **setting).token_ids for prompt in prompts] == wanted
+        assert [row.token_ids for row in kept.generate(prompts, **setting)] == wanted
+
+
+def test_the_manifest_lists_them_like_any_other(with_logits: Path) -> None:
+    names = {tensor.name for tensor in load_manifest(with_logits).inputs}
+    assert names >= set(SAMPLER_INPUTS)
