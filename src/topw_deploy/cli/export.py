@@ -17,12 +17,13 @@ from topw_deploy.cli.options import (
     given,
     hub_options,
     parameter_options,
+    quantisation_options,
     tail_option,
 )
 from topw_deploy.cli.progress import bar, phase
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
-_DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16")
+_DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
 
 
 @click.command(name="export", context_settings=CONTEXT)
@@ -32,7 +33,12 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 @click.option(
     "-o", "--output", "out_option", metavar="OUT", type=click.Path(path_type=Path), help="The same as the second."
 )
-@click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Type of weights and cache.  [default: fp32]")
+@click.option(
+    "--dtype",
+    type=click.Choice(_DTYPES),
+    default=None,
+    help="Type of weights and cache; int4, int8: of the weights alone.  [default: fp32]",
+)
 @click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23]")
 @click.option(
     "--kv",
@@ -46,6 +52,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     default=None,
     help="Whose operators the decoder is written in.  [default: onnxruntime]",
 )
+@quantisation_options
 @tail_option
 @baked_options
 @bound_option

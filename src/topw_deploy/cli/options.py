@@ -81,6 +81,64 @@ def bound_option(command: Command) -> Command:
     )(command)
 
 
+def quantisation_options(command: Command) -> Command:
+    """How --dtype int4 and int8 quantise, in the words of onnxruntime's tools; None where not given."""
+    choices = {
+        "block_size": ("16", "32", "64", "128", "256"),
+        "accuracy_level": ("0", "1", "2", "3", "4"),
+        "algorithm": ("default", "rtn", "k_quant"),
+    }
+    options = (
+        click.option(
+            "--block-size",
+            "--int4-block-size",
+            "block_size",
+            type=click.Choice(choices["block_size"]),
+            callback=_whole,
+            help="int4, int8: weights that share a scale.  [default: 32]",
+        ),
+        click.option(
+            "--symmetric/--asymmetric",
+            default=None,
+            help="int4, int8: without or with zero points.  [default: symmetric; k_quant: asymmetric]",
+        ),
+        click.option(
+            "--accuracy-level",
+            "--int4-accuracy-level",
+            "accuracy_level",
+            type=click.Choice(choices["accuracy_level"]),
+            callback=_whole,
+            help="int4, int8: what activations may be rounded to: 1 float32, 2 float16, 3 bfloat16, 4 int8, 0 unset.  "
+            "[default: 4]",
+        ),
+        click.option(
+            "--quantisation-algorithm",
+            "--quantization-algorithm",
+            "--algo-config",
+            "--int4-algo-config",
+            "quantisation_algorithm",
+            type=click.Choice(choices["algorithm"]),
+            default=None,
+            help="int4, int8: onnxruntime's quantiser.  [default: default]",
+        ),
+        click.option(
+            "--exclude-nodes",
+            "--nodes-to-exclude",
+            "exclude_nodes",
+            metavar="PATTERN",
+            multiple=True,
+            help="int4, int8: leave these nodes or weights as they are ('*' and '?' match). Repeatable.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _whole(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else int(value)
+
+
 def hub_options(command: Command) -> Command:
     """Where on the hub a model is and how to get it, spelled as huggingface_hub's users know it."""
     options = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -12,6 +12,7 @@ from topw_deploy.export.embedding_node import find_embedding
 from topw_deploy.export.graft import graft
 from topw_deploy.export.neighbour_bound import measure_for
 from topw_deploy.export.progress import Bar, Progress
+from topw_deploy.export.quantise import quantise
 from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, ExportRequest
 from topw_deploy.export.source import Source
 from topw_deploy.export.tail import TailSpec
@@ -58,7 +59,7 @@ def _decoder(source: Source, request: ExportRequest, progress: Progress, notices
         return load_decoder(source.onnx, request.tokenizer or source.folder)
     from topw_deploy.export.traced_decoder import traced_decoder
 
-    return traced_decoder(
+    decoder = traced_decoder(
         source,
         dtype=DTYPES[request.dtype or "fp32"],
         opset=request.opset or DEFAULT_OPSET,
@@ -69,6 +70,11 @@ def _decoder(source: Source, request: ExportRequest, progress: Progress, notices
         kv=request.kv or "concat",
         target=request.target or TARGETS[0],
     )
+    if request.quantisation is not None:
+        progress(f"Replacing products and embedding by {request.quantisation.dtype}")
+        notices += quantise(decoder.model, request.quantisation)
+        decoder.info = replace(decoder.info, weights_dtype=request.quantisation.dtype)
+    return decoder
 
 
 def _table(decoder: Decoder) -> ir.Value | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.graft import GraftOptions
+from topw_deploy.export.quantise.settings import DTYPE_BITS, Quantisation
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters
 
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Names of --dtype -> torch's."""
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
+"""Names of --dtype -> torch's type of the traced weights; those of int4 and int8 are quantised afterwards."""
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
 KV_REQUESTS = ("static", "concat")
@@ -22,10 +24,12 @@ class ExportRequest:
     """All that `topw-export` can be told.
 
     model: hub id, folder, ONNX file or `demo`. output: the folder to write.
-    dtype: fp32, fp16 or bf16; opset: of the traced graph; kv: the cache's form, static or concat; target: whose
-    operators the decoder is written in, onnxruntime or tensorrt. None for the defaults (fp32; 23, or 24 for tensorrt;
-    static where the decoder can; onnxruntime), the only choice for an ONNX decoder that exists already, as is
-    num_hidden_layers.
+    dtype: fp32, fp16, bf16, int4 or int8; opset: of the traced graph; kv: the cache's form, static or concat; target:
+    whose operators the decoder is written in, onnxruntime or tensorrt. None for the defaults (fp32; 23, or 24 for
+    tensorrt; static where the decoder can; onnxruntime), the only choice for an ONNX decoder that exists already, as
+    is num_hidden_layers.
+    block_size, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8, see
+    quantise.Quantisation; None for its defaults.
     options: baked into the sampler; defaults: parameters of a request that names none.
     neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
     hard_link: share the data files of an ONNX decoder with its folder instead of copying them (see folder.bring).
@@ -40,6 +44,11 @@ class ExportRequest:
     opset: int | None = None
     kv: str | None = None
     target: str | None = None
+    block_size: int | None = None
+    symmetric: bool | None = None
+    accuracy_level: int | None = None
+    quantisation_algorithm: str | None = None
+    exclude_nodes: tuple[str, ...] = ()
     options: TopWOptions = field(default_factory=TopWOptions)
     defaults: TopWParameters = field(default_factory=TopWParameters)
     tail: str = "portable"
@@ -75,6 +84,31 @@ class ExportRequest:
             raise ParameterError(f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.")
 
         check_bound(self.neighbour_bound, self.options)
+        if self.quantisation is not None and self.target == "tensorrt":
+            raise ParameterError(
+                f"dtype is {self.dtype}, but target tensorrt has no operator for quantised weights (MatMulNBits); "
+                "export as fp16 or fp32."
+            )
+
+    @property
+    def quantisation(self) -> Quantisation | None:
+        """How the weights are quantised; None for a floating-point dtype. Raises ParameterError for wrong options."""
+        given = {
+            "block_size": self.block_size,
+            "symmetric": self.symmetric,
+            "accuracy_level": self.accuracy_level,
+            "algorithm": self.quantisation_algorithm,
+            "exclude": tuple(self.exclude_nodes) or None,
+        }
+        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.dtype in DTYPE_BITS:
+            return Quantisation(bits=DTYPE_BITS[self.dtype], **chosen)
+        if chosen:
+            raise ParameterError(
+                f"{next(iter(chosen))} is an option of quantised weights, but dtype is {self.dtype or 'fp32'}; "
+                "give --dtype int4 or int8, or leave it out."
+            )
+        return None
 
     @property
     def graft(self) -> GraftOptions:

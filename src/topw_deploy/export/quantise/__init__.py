@@ -1,0 +1,6 @@
+"""Weight-only quantisation of decoders through onnxruntime's own tools (docs/quantisation.md)."""
+
+from topw_deploy.export.quantise.rewrite import quantise
+from topw_deploy.export.quantise.settings import ALGORITHMS, BLOCK_SIZES, DTYPE_BITS, Quantisation
+
+__all__ = ["ALGORITHMS", "BLOCK_SIZES", "DTYPE_BITS", "Quantisation", "quantise"]

@@ -1,0 +1,173 @@
+"""The numbers of one quantised weight, made by onnxruntime's own quantisers, a slice of its outputs at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from topw_deploy.errors import ExportError
+from topw_deploy.export.quantise.settings import Quantisation
+
+_SLICE_VALUES = 16 << 20  # weights quantised in one go: at most 64 MiB of float32, and k_quant's several copies of it
+
+ReadRows = Callable[[int, int], np.ndarray]
+"""(start, stop) -> the weights [stop - start, inputs] of these outputs."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """As MatMulNBits takes them: codes uint8 [outputs, blocks, block_size * bits / 8], two of 4 bits to a byte, the
+    lower half first; scales [outputs, blocks]; zero points uint8 [outputs, ceil(blocks * bits / 8)] packed alike, None
+    where every zero point is 2 ** (bits - 1). A weight is (code - zero point) * scale."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zero_points: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class BlocksShape:
+    """Sizes of the Blocks of a weight with `outputs` x `inputs` numbers."""
+
+    outputs: int
+    inputs: int
+    bits: int
+    block_size: int
+    symmetric: bool
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.inputs // self.block_size)
+
+    @property
+    def codes(self) -> tuple[int, int, int]:
+        return self.outputs, self.blocks, self.block_size * self.bits // 8
+
+    @property
+    def scales(self) -> tuple[int, int]:
+        return self.outputs, self.blocks
+
+    @property
+    def zero_points(self) -> tuple[int, int]:
+        return self.outputs, -(-self.blocks * self.bits // 8)
+
+
+def quantise_weight(read: ReadRows, shape: BlocksShape, settings: Quantisation, dtype: np.dtype[Any]) -> Blocks:
+    """Quantise the weight that `read` gives, `dtype` being its type and that of the scales.
+
+    Blocks lie within an output, so slices of outputs give the same numbers as the whole.
+    Raises ExportError for weights that are not finite.
+    """
+    codes = np.empty(shape.codes, np.uint8)
+    scales = np.empty(shape.scales, dtype)
+    zero_points = None if shape.symmetric else np.empty(shape.zero_points, np.uint8)
+    step = max(1, _SLICE_VALUES // shape.inputs)
+    for start in range(0, shape.outputs, step):
+        stop = min(start + step, shape.outputs)
+        rows = np.asarray(read(start, stop))
+        if not np.isfinite(rows).all():
+            raise ExportError("a weight to be quantised holds NaN or infinity; check the checkpoint, or exclude it.")
+        part = _quantised(rows, shape, settings)
+        codes[start:stop], scales[start:stop] = part.codes, part.scales
+        if zero_points is not None:
+            zero_points[start:stop] = part.zero_points
+    return Blocks(codes, scales, zero_points)
+
+
+def dequantise(blocks: Blocks, shape: BlocksShape) -> np.ndarray:
+    """The float32 weight [outputs, inputs] that `blocks` stand for."""
+    codes = unpacked(blocks.codes.reshape(shape.outputs, -1), shape.bits)
+    zeros: Any = 1 << (shape.bits - 1)
+    if blocks.zero_points is not None:
+        zeros = unpacked(blocks.zero_points, shape.bits)[:, : shape.blocks, None]
+    by_block = codes.reshape(shape.outputs, shape.blocks, shape.block_size).astype(np.float32) - np.float32(zeros)
+    weights = by_block * blocks.scales.astype(np.float32)[..., None]
+    return weights.reshape(shape.outputs, -1)[:, : shape.inputs]
+
+
+def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [n, bytes] -> uint8 [n, bytes * 8 / bits]."""
+    if bits == 8:
+        return packed
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+
+
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [n, m] under 2 ** bits -> uint8 [n, ceil(m * bits / 8)]; an odd one out is paired with 0."""
+    if bits == 8:
+        return codes
+    if codes.shape[1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def _quantised(rows: np.ndarray, shape: BlocksShape, settings: Quantisation) -> Blocks:
+    """Quantise rows [n, inputs] by giving onnxruntime's tool a model of this one product."""
+    blocks = shape.blocks
+    # Outside `default` the tool packs pairs of zero points across rows; an even number of blocks keeps rows apart.
+    blocks += blocks % 2 if shape.bits == 4 and settings.algorithm != "default" else 0
+    weight = np.zeros((blocks * shape.block_size, len(rows)), rows.dtype)
+    weight[: shape.inputs] = rows.T
+    found = _run_tool(weight, shape, settings)
+    codes = found[1].reshape(len(rows), blocks, -1)[:, : shape.blocks]
+    scales = found[2].reshape(len(rows), blocks)[:, : shape.blocks]
+    if shape.symmetric:
+        return Blocks(codes, scales, None)
+    return Blocks(codes, scales, found[3].reshape(len(rows), -1)[:, : shape.zero_points[1]])
+
+
+def _run_tool(weight: np.ndarray, shape: BlocksShape, settings: Quantisation) -> list[np.ndarray]:
+    """weight [inputs, outputs] -> what the tool's MatMulNBits node has as inputs 1, 2 (and 3), after a placeholder."""
+    name, inputs = "product", "weight"
+    node = onnx.helper.make_node("MatMul", ["x", inputs], ["y"], name=name)
+    x = onnx.helper.make_tensor_value_info("x", onnx.helper.np_dtype_to_tensor_dtype(weight.dtype), [None, len(weight)])
+    graph = onnx.helper.make_graph([node], "one", [x], [], [onnx.numpy_helper.from_array(weight, inputs)])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    with _quiet():
+        from onnxruntime.quantization import matmul_nbits_quantizer as tool
+
+        config = {name: {"bits": shape.bits, "group_size": shape.block_size}}
+        algorithms: dict[str, Any] = {
+            "default": None,
+            "rtn": tool.RTNWeightOnlyQuantConfig(customized_weight_config=config),
+            "k_quant": tool.KQuantWeightOnlyQuantConfig(customized_weight_config=config),
+        }
+        quantiser = tool.MatMulNBitsQuantizer(
+            model,
+            bits=shape.bits,
+            block_size=shape.block_size,
+            is_symmetric=shape.symmetric,
+            algo_config=algorithms[settings.algorithm],
+        )
+        quantiser.process()
+    result = quantiser.model.model.graph
+    made = {tensor.name: tensor for tensor in result.initializer}
+    (product,) = result.node
+    if product.op_type != "MatMulNBits" or len(product.input) != (3 if shape.symmetric else 4):
+        raise ExportError(
+            f"onnxruntime's quantiser answered with {product.op_type} of {len(product.input)} inputs; "
+            "report this with your version of onnxruntime."
+        )
+    return [weight, *(onnx.numpy_helper.to_array(made[name]) for name in product.input[1:])]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The tool prints to stdout, logs every node, sets up the root logger on import and divides empty blocks by 0."""
+    root, ours = logging.getLogger(), logging.getLogger("onnxruntime.quantization.matmul_nbits_quantizer")
+    handlers, level, our_level = list(root.handlers), root.level, ours.level
+    ours.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), np.errstate(all="ignore"):
+            yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        ours.setLevel(our_level)

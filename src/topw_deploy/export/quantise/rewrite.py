@@ -1,0 +1,206 @@
+"""Weight-only quantisation of a lowered decoder: MatMulNBits for its products, GatherBlockQuantized for its table.
+
+Nothing is computed here: the new initializers are lazy, and each weight is quantised when it is written. A tied head
+multiplies with the very bytes that the embedding is looked up in.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from topw_deploy.errors import ParameterError, UnsupportedModelError
+from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.embedding_node import EmbeddingNode, find_embedding
+from topw_deploy.export.quantise.products import Product, find_products, is_stored
+from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.quantise.weight import Latest, QuantisedWeight
+
+DOMAIN = "com.microsoft"
+_WORTH_SAYING = 0.01  # share of the weights' bytes from which on a matrix that stays float is named
+
+
+class _Stored:
+    """A quantised weight in the graph: the values that nodes refer to."""
+
+    def __init__(self, editor: GraphEditor, weight: QuantisedWeight, name: str, codes: tuple[int, ...]) -> None:
+        self.shape = weight.shape
+        # Next to each other, so that they are written one after the other (see weight.Latest).
+        self.codes = editor.initializer(weight.codes(codes), f"{name}_Q{weight.shape.bits}")
+        self.scales = editor.initializer(weight.scales(), f"{name}_scales")
+        zeros = weight.zero_points()
+        self.zero_points = editor.initializer(zeros, f"{name}_zero_points") if zeros is not None else None
+
+
+def quantise(model: ir.Model, settings: Quantisation) -> list[str]:
+    """Quantise `model` in place; returns what the user should know about weights that keep their type.
+
+    The graph: traced and lowered, before the sampler is set onto it.
+    Raises ParameterError for a pattern of `settings.exclude` that matches nothing, UnsupportedModelError for a graph
+    without a product that could be quantised.
+    """
+    graph = model.graph
+    before = _float_bytes(graph)
+    products = find_products(graph)
+    embedding = _embedding(graph)
+    _check_patterns(settings, products, embedding)
+    editor, latest = GraphEditor(graph, "quantised"), Latest()
+    tables = {}
+    if embedding is not None and not settings.excludes(embedding.node.name, embedding.data[0].name):
+        table = _quantise_table(editor, embedding, settings, latest)
+        if table is not None:
+            tables[id(embedding.data[0])] = table
+    stored: dict[int, _Stored] = {}
+    for product in products:
+        if not settings.excludes(*product.names):
+            _quantise_product(editor, product, settings, latest, tables, stored)
+    if not stored and not tables:
+        raise UnsupportedModelError(
+            "the decoder has no product with a constant matrix that could be quantised; export it as --dtype fp32."
+        )
+    _drop_unused(graph)
+    model.opset_imports[DOMAIN] = 1
+    editor.finish()
+    ours = {scales.scales.name for scales in (*stored.values(), *tables.values())}
+    return _notices(graph, settings, before, ours)
+
+
+def _embedding(graph: ir.Graph) -> EmbeddingNode | None:
+    """The lookup of a stored float table, if the graph has just one."""
+    try:
+        found = find_embedding(graph)
+    except UnsupportedModelError:
+        return None
+    return found if found.node.op_type == "Gather" and is_stored(found.data[0], 2) else None
+
+
+def _quantise_table(
+    editor: GraphEditor, embedding: EmbeddingNode, settings: Quantisation, latest: Latest
+) -> _Stored | None:
+    """GatherBlockQuantized in the lookup's place; None where rows do not divide into blocks, which stay float."""
+    table, node = embedding.data[0], embedding.node
+    block_size = settings.table_block_size(embedding.hidden)
+    if block_size is None or table.const_value is None:
+        return None
+    weight = QuantisedWeight.of_tensor(
+        table.const_value, by_output=True, block_size=block_size, settings=settings, latest=latest, keep=True
+    )
+    flat = (embedding.rows, embedding.hidden * settings.bits // 8)
+    stored = _Stored(editor, weight, str(table.name), flat)
+    inputs = [stored.codes, node.inputs[1], stored.scales]
+    if stored.zero_points is not None:
+        inputs.append(stored.zero_points)
+    attributes = {"bits": settings.bits, "block_size": block_size, "gather_axis": 0, "quantize_axis": 1}
+    _replace((node,), "GatherBlockQuantized", inputs, attributes, settings)
+    return stored
+
+
+def _quantise_product(
+    editor: GraphEditor,
+    product: Product,
+    settings: Quantisation,
+    latest: Latest,
+    tables: dict[int, _Stored],
+    stored: dict[int, _Stored],
+) -> None:
+    weight = product.weight
+    shared = tables.get(id(weight)) if product.by_output else None
+    if shared is not None:
+        # The lookup wants rows, the product blocks: a view of the same bytes, which onnxruntime makes once, at loading.
+        codes = editor.op(
+            "Reshape",
+            [shared.codes, editor.constant(_ints(shared.shape.codes))],
+            dtype=ir.DataType.UINT8,
+            shape=shared.shape.codes,
+        )
+        stored.setdefault(id(weight), shared)
+    else:
+        if id(weight) not in stored:
+            assert weight.const_value is not None
+            made = QuantisedWeight.of_tensor(
+                weight.const_value,
+                by_output=product.by_output,
+                block_size=settings.block_size,
+                settings=settings,
+                latest=latest,
+            )
+            stored[id(weight)] = _Stored(editor, made, str(weight.name), made.shape.codes)
+        shared = stored[id(weight)]
+        codes = shared.codes
+    inputs: list[ir.Value | None] = [product.data, codes, shared.scales, shared.zero_points, None, product.bias]
+    while inputs[-1] is None:
+        inputs.pop()
+    shape = shared.shape
+    attributes = {"K": shape.inputs, "N": shape.outputs, "bits": shape.bits, "block_size": shape.block_size}
+    if settings.accuracy_level:
+        attributes["accuracy_level"] = settings.accuracy_level
+    _replace(product.nodes, "MatMulNBits", inputs, attributes, settings)
+
+
+def _replace(
+    nodes: tuple[ir.Node, ...],
+    op_type: str,
+    inputs: list[ir.Value | None],
+    attributes: dict[str, int],
+    settings: Quantisation,
+) -> None:
+    """One node of `op_type` in the place of `nodes`, whose last one's output it gives under the same name."""
+    old = nodes[-1].outputs[0]
+    graph = nodes[-1].graph
+    assert isinstance(graph, ir.Graph)
+    node = ir.node(op_type, inputs, attributes=attributes, domain=DOMAIN, name=f"{nodes[0].name}_Q{settings.bits}")
+    new = node.outputs[0]
+    new.type, new.shape = old.type, old.shape
+    graph.insert_before(nodes[-1], node)
+    name, old.name = old.name, None
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    new.name = name
+    for replaced in reversed(nodes):
+        graph.remove(replaced, safe=True)
+
+
+def _drop_unused(graph: ir.Graph) -> None:
+    """Float weights, and transposes of them, that nothing refers to any more."""
+    for node in [node for node in graph if node.op_type == "Transpose" and not node.outputs[0].uses()]:
+        if is_stored(node.inputs[0], 2) and not node.outputs[0].is_graph_output():
+            graph.remove(node, safe=True)
+    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
+        del graph.initializers[name]
+
+
+def _check_patterns(settings: Quantisation, products: list[Product], embedding: EmbeddingNode | None) -> None:
+    names = [name for product in products for name in product.names]
+    if embedding is not None:
+        names += [embedding.node.name, embedding.data[0].name]
+    for pattern in settings.exclude:
+        if not Quantisation(bits=settings.bits, exclude=(pattern,)).excludes(*names):
+            some = ", ".join(sorted({name for name in names if name})[:5])
+            raise ParameterError(
+                f"the pattern {pattern!r} names no node or weight that would be quantised; there are {some}, ..."
+            )
+
+
+def _float_bytes(graph: ir.Graph) -> int:
+    return sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
+
+
+def _notices(graph: ir.Graph, settings: Quantisation, before: int, scales: set[str | None]) -> list[str]:
+    left = [
+        value
+        for value in graph.initializers.values()
+        if any(is_stored(value, rank) for rank in (2, 3, 4))
+        and value.const_value is not None
+        and value.const_value.nbytes > before * _WORTH_SAYING
+        and not settings.excludes(value.name)
+        and value.name not in scales
+    ]
+    if not left:
+        return []
+    size = sum(value.const_value.nbytes for value in left if value.const_value is not None)
+    return [
+        f"{len(left)} weights ({size / 1e6:.1f} MB; first: {left[0].name}) are not {settings.dtype}: they are no "
+        "constant matrix of a product, or no table with rows of whole blocks"
+    ]
+
+
+def _ints(values: tuple[int, ...]) -> list[int]:
+    return [int(value) for value in values]

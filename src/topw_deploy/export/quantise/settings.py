@@ -1,0 +1,80 @@
+"""What a quantised export is asked for, in the words of onnxruntime's tools and of onnxruntime-genai's builder."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+
+from topw_deploy.errors import ParameterError
+
+DTYPE_BITS = {"int4": 4, "int8": 8}
+"""Names of --dtype -> bits of a weight."""
+ALGORITHMS = ("default", "rtn", "k_quant")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+ACCURACY_LEVELS = (0, 1, 2, 3, 4)
+_SMALLEST_BLOCK = BLOCK_SIZES[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantisation:
+    """How weights are rounded to a few bits: block by block along the inputs of each output, with a scale per block.
+
+    bits: 4 or 8. block_size: weights that share a scale. symmetric: no zero points; None for the algorithm's own way
+    (`k_quant` has zero points, the others have none). accuracy_level: MatMulNBits' attribute, the least precise type
+    that activations may be rounded to: 0 unset, 1 float32, 2 float16, 3 bfloat16, 4 int8.
+    algorithm: onnxruntime's quantiser. `default` rounds to nearest, its symmetric scale reaching the block's largest
+    weight with the eighth negative step; `rtn` rounds to nearest with seven steps either way; `k_quant` searches each
+    block's scale and minimum for the least weighted error.
+    exclude: patterns (as file names have them) of nodes or weights that keep their type.
+    Raises ParameterError for values out of range and for k_quant without zero points.
+    """
+
+    bits: int
+    block_size: int = 32
+    symmetric: bool | None = None
+    accuracy_level: int = 4
+    algorithm: str = "default"
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("bits", tuple(DTYPE_BITS.values())),
+            ("block_size", BLOCK_SIZES),
+            ("accuracy_level", ACCURACY_LEVELS),
+            ("algorithm", ALGORITHMS),
+        ):
+            if getattr(self, name) not in known:
+                choices = ", ".join(map(str, known))
+                raise ParameterError(f"{name} is {getattr(self, name)!r}, but must be one of {choices}.")
+        if self.symmetric and self.algorithm == "k_quant":
+            raise ParameterError(
+                "k_quant is never symmetric: it finds a minimum for each block; leave --symmetric out."
+            )
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.symmetric if self.symmetric is not None else self.algorithm != "k_quant"
+
+    @property
+    def dtype(self) -> str:
+        """`int4` or `int8`."""
+        return f"int{self.bits}"
+
+    def excludes(self, *names: str | None) -> bool:
+        """Whether a pattern names one of `names`."""
+        return any(name and fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
+
+    def table_block_size(self, width: int) -> int | None:
+        """The block size of a table with rows of `width` weights: block_size, or the next smaller that works.
+
+        A row must be whole blocks, as the product with a tied head and the lookup read the same bytes. And with zero
+        points of 4 bits their number must be even: onnxruntime 1.24 looks an odd number up wrongly.
+        None where no size of at least 16 will do.
+        """
+        size = self.block_size
+        pairs = self.bits == 4 and not self.is_symmetric
+        while size >= _SMALLEST_BLOCK:
+            if width % size == 0 and not (pairs and width // size % 2):
+                return size
+            size //= 2
+        return None

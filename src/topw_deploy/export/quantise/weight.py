@@ -1,0 +1,109 @@
+"""Weights of a graph as they become quantised initializers: lazily, each computed once while it is written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, quantise_weight
+from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.table import stored_array
+
+
+class Latest:
+    """The blocks that were asked for last, and no others: a weight's tensors are written one after the other, so each
+    weight is quantised once, and a model of any size in the memory of its largest weight."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._weight: QuantisedWeight | None = None
+        self._blocks: Blocks | None = None
+
+    def of(self, weight: QuantisedWeight) -> Blocks:
+        with self._lock:
+            if self._weight is not weight or self._blocks is None:
+                self._weight = self._blocks = None  # before the next one needs the room
+                self._blocks = weight.compute()
+                self._weight = weight
+            return self._blocks
+
+
+class QuantisedWeight:
+    """`shape` and `tensors`, the lazy initializers of codes, scales and zero points (None if symmetric).
+
+    compute: makes the Blocks. keep: hold them once made, for a weight that is read more than once.
+    """
+
+    def __init__(
+        self,
+        shape: BlocksShape,
+        scale_type: ir.DataType,
+        compute: Callable[[], Blocks],
+        latest: Latest,
+        *,
+        keep: bool = False,
+    ) -> None:
+        self.shape = shape
+        self.scale_type = scale_type
+        self._compute, self._latest, self._keep = compute, latest, keep
+        self._kept: Blocks | None = None
+
+    @classmethod
+    def of_tensor(
+        cls,
+        tensor: ir.TensorProtocol,
+        *,
+        by_output: bool,
+        block_size: int,
+        settings: Quantisation,
+        latest: Latest,
+        keep: bool = False,
+    ) -> QuantisedWeight:
+        """The weight in `tensor`: [outputs, inputs] if `by_output`, else [inputs, outputs]."""
+        sizes = [int(size) for size in tensor.shape]
+        outputs, inputs = sizes if by_output else sizes[::-1]
+        shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)
+
+        def compute() -> Blocks:
+            array = stored_array(tensor)
+            rows = array if by_output else array.T
+            return quantise_weight(lambda start, stop: rows[start:stop], shape, settings, array.dtype)
+
+        return cls(shape, tensor.dtype, compute, latest, keep=keep)
+
+    def compute(self) -> Blocks:
+        if self._kept is not None:
+            return self._kept
+        blocks = self._compute()
+        if self._keep:
+            self._kept = blocks
+        return blocks
+
+    def codes(self, shape: tuple[int, ...] | None = None) -> ir.TensorProtocol:
+        """The codes in MatMulNBits' shape, or in another that leaves out or joins the same bytes per output."""
+        wanted = self.shape.codes if shape is None else shape
+        per_output = int(np.prod(wanted[1:]))
+
+        def read(blocks: Blocks) -> np.ndarray:
+            flat = blocks.codes.reshape(len(blocks.codes), -1)[:, :per_output]
+            return np.ascontiguousarray(flat).reshape(wanted)
+
+        return self._lazy(read, ir.DataType.UINT8, wanted)
+
+    def scales(self) -> ir.TensorProtocol:
+        return self._lazy(lambda blocks: blocks.scales, self.scale_type, self.shape.scales)
+
+    def zero_points(self) -> ir.TensorProtocol | None:
+        if self.shape.symmetric:
+            return None
+        return self._lazy(lambda blocks: blocks.zero_points, ir.DataType.UINT8, self.shape.zero_points)
+
+    def _lazy(self, read: Callable[[Blocks], Any], dtype: ir.DataType, shape: tuple[int, ...]) -> ir.TensorProtocol:
+        def evaluate() -> ir.TensorProtocol:
+            return ir.Tensor(read(self._latest.of(self)), dtype=dtype)
+
+        return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape))

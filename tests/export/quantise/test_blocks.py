@@ -1,0 +1,135 @@
+"""Blocks hold what onnxruntime's quantisers make of a weight, and stand for what its operators compute with."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from topw_deploy.errors import ExportError
+from topw_deploy.export.quantise import blocks as module
+from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, dequantise, packed, quantise_weight, unpacked
+from topw_deploy.export.quantise.settings import Quantisation
+
+OUTPUTS, INPUTS = 24, 80  # 80: the last block of 32 is half empty, and 80 / 16 = 5 blocks are an odd number
+WEIGHT = np.random.default_rng(0).standard_normal((OUTPUTS, INPUTS)).astype(np.float32)
+WAYS = [
+    ("default", True),
+    ("default", False),
+    ("rtn", True),
+    ("rtn", False),
+    ("k_quant", False),
+]
+
+
+def quantised(settings: Quantisation, weight: np.ndarray = WEIGHT) -> tuple[Blocks, BlocksShape]:
+    shape = BlocksShape(*weight.shape, settings.bits, settings.block_size, settings.is_symmetric)
+    return quantise_weight(lambda start, stop: weight[start:stop], shape, settings, weight.dtype), shape
+
+
+def product(x: np.ndarray, blocks: Blocks, shape: BlocksShape) -> np.ndarray:
+    """x @ weight^T by onnxruntime's MatMulNBits in float32."""
+    feeds = {"x": x, "codes": blocks.codes, "scales": blocks.scales}
+    feeds |= {} if blocks.zero_points is None else {"zeros": blocks.zero_points}
+    attributes = {"K": shape.inputs, "N": shape.outputs, "bits": shape.bits, "block_size": shape.block_size}
+    node = onnx.helper.make_node(
+        "MatMulNBits", list(feeds), ["y"], domain="com.microsoft", accuracy_level=1, **attributes
+    )
+    types = {name: onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feeds.items()}
+    graph = onnx.helper.make_graph(
+        [node],
+        "one",
+        [onnx.helper.make_tensor_value_info("x", types["x"], [None, shape.inputs])],
+        [onnx.helper.make_tensor_value_info("y", types["x"], None)],
+        [onnx.numpy_helper.from_array(array, name) for name, array in feeds.items() if name != "x"],
+    )
+    imports = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, {"x": x})[0])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("block_size", [16, 32, 128])
+@pytest.mark.parametrize(("algorithm", "symmetric"), WAYS)
+def test_blocks_stand_for_what_the_operator_multiplies_with(
+    bits: int, block_size: int, algorithm: str, symmetric: bool
+) -> None:
+    settings = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric, algorithm=algorithm)
+    blocks, shape = quantised(settings)
+    weight = dequantise(blocks, shape)
+    x = np.random.default_rng(1).standard_normal((5, INPUTS)).astype(np.float32)
+    np.testing.assert_allclose(product(x, blocks, shape), x @ weight.T, atol=2e-5)  # sums of 80 float32 products
+    # A step is at most the block's range over 2^bits - 2. Rounding errs by half of it, but the symmetric `default` has
+    # one step fewer above than below, and k_quant moves both ends: up to a whole one.
+    assert np.abs(weight - WEIGHT).max() <= 2 * np.abs(WEIGHT).max() / (2**bits - 2)
+
+
+@pytest.mark.parametrize(("algorithm", "symmetric"), WAYS)
+def test_slices_of_outputs_give_the_same_blocks_as_the_whole(
+    algorithm: str, symmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Quantisation(bits=4, block_size=16, symmetric=symmetric, algorithm=algorithm)
+    whole, _ = quantised(settings)
+    monkeypatch.setattr(module, "_SLICE_VALUES", 7 * INPUTS)
+    sliced, _ = quantised(settings)
+    np.testing.assert_array_equal(whole.codes, sliced.codes)
+    np.testing.assert_array_equal(whole.scales, sliced.scales)
+    if not symmetric:
+        np.testing.assert_array_equal(whole.zero_points, sliced.zero_points)  # type: ignore[arg-type]
+
+
+def test_the_scales_have_the_weights_type() -> None:
+    blocks, shape = quantised(Quantisation(bits=4), WEIGHT.astype(np.float16))
+    assert blocks.scales.dtype == np.float16
+    np.testing.assert_allclose(dequantise(blocks, shape), WEIGHT, atol=0.3)
+
+
+def test_blocks_of_nothing_but_zeros_stay_zeros() -> None:
+    for algorithm, symmetric in WAYS:
+        blocks, shape = quantised(
+            Quantisation(bits=4, symmetric=symmetric, algorithm=algorithm), np.zeros((4, 64), np.float32)
+        )
+        np.testing.assert_array_equal(dequantise(blocks, shape), 0)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_refused(wrong: float) -> None:
+    weight = WEIGHT.copy()
+    weight[3, 5] = wrong
+    with pytest.raises(ExportError, match="NaN or infinity"):
+        quantised(Quantisation(bits=4), weight)
+
+
+def test_the_tool_leaves_stdout_and_the_logging_of_others_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    quantised(Quantisation(bits=4, algorithm="k_quant"))
+    assert (list(root.handlers), root.level) == before
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("width", [6, 7])
+def test_packing_is_undone_by_unpacking(width: int) -> None:
+    codes = np.random.default_rng(2).integers(0, 16, (3, width)).astype(np.uint8)
+    np.testing.assert_array_equal(unpacked(packed(codes, 4), 4)[:, :width], codes)
+    np.testing.assert_array_equal(packed(codes, 8), codes)
+
+
+def test_an_answer_of_another_form_is_an_error_and_not_a_wrong_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    from onnxruntime.quantization import matmul_nbits_quantizer as tool
+
+    class Unwilling:
+        def __init__(self, model: Any, **_settings: Any) -> None:
+            self.model = type("Wrapped", (), {"model": model})()
+
+        def process(self) -> None:
+            """Leaves the product as it is."""
+
+    monkeypatch.setattr(tool, "MatMulNBitsQuantizer", Unwilling)
+    with pytest.raises(ExportError, match="answered with MatMul"):
+        quantised(Quantisation(bits=4))

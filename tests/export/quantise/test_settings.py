@@ -1,0 +1,66 @@
+"""Options of quantisation are checked before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.export.quantise import Quantisation
+from topw_deploy.export.request import ExportRequest
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"bits": 3}, "bits is 3"),
+        ({"bits": 4, "block_size": 48}, "block_size is 48"),
+        ({"bits": 4, "accuracy_level": 5}, "accuracy_level is 5"),
+        ({"bits": 4, "algorithm": "hqq"}, "algorithm is 'hqq'"),
+        ({"bits": 4, "algorithm": "k_quant", "symmetric": True}, "never symmetric"),
+    ],
+)
+def test_values_out_of_range_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ParameterError, match=words):
+        Quantisation(**wrong)
+
+
+def test_zero_points_come_with_k_quant_and_on_request() -> None:
+    assert Quantisation(bits=4).is_symmetric
+    assert not Quantisation(bits=4, symmetric=False).is_symmetric
+    assert not Quantisation(bits=4, algorithm="k_quant").is_symmetric
+
+
+@pytest.mark.parametrize(
+    ("width", "settings", "size"),
+    [
+        (64, {"block_size": 32}, 32),
+        (64, {"block_size": 128}, 64),
+        (96, {"block_size": 64}, 32),
+        (64, {"block_size": 64, "symmetric": False}, 32),  # one block is an odd number of zero points
+        (64, {"block_size": 64, "symmetric": False, "bits": 8}, 64),
+        (24, {"block_size": 32}, None),
+        (48, {"block_size": 16, "symmetric": False}, None),
+    ],
+)
+def test_a_tables_rows_are_whole_blocks(width: int, settings: dict[str, Any], size: int | None) -> None:
+    assert Quantisation(**{"bits": 4, **settings}).table_block_size(width) == size
+
+
+def test_patterns_name_nodes_and_weights_as_file_names() -> None:
+    settings = Quantisation(bits=4, exclude=("lm_head*", "node_linear_3"))
+    assert settings.excludes("node_linear_9", "lm_head.weight")
+    assert settings.excludes("node_linear_3", None)
+    assert not settings.excludes("node_linear_30", "model.lm_head.weight")
+
+
+def test_a_request_says_how_to_quantise_only_where_it_quantises() -> None:
+    request = ExportRequest(model="m", output=Path("o"), dtype="int8", block_size=64, symmetric=False)
+    assert request.quantisation == Quantisation(bits=8, block_size=64, symmetric=False)
+    assert ExportRequest(model="m", output=Path("o"), dtype="fp16").quantisation is None
+    with pytest.raises(ParameterError, match="block_size is an option of quantised weights, but dtype is fp32"):
+        ExportRequest(model="m", output=Path("o"), block_size=64)
+    with pytest.raises(ParameterError, match="tensorrt has no operator"):
+        ExportRequest(model="m", output=Path("o"), dtype="int4", target="tensorrt")
