@@ -56,7 +56,7 @@ def _decoder(source: Source, request: ExportRequest, progress: Progress, notices
                     f"already; leave --{name.replace('_', '-')} out or export from the original model."
                 )
         progress(f"Reading the decoder {source.onnx}")
-        return load_decoder(source.onnx, request.tokenizer or source.folder)
+        return load_decoder(source.onnx, request.tokenizer or source.folder, notices)
     from topw_deploy.export.traced_decoder import traced_decoder
 
     decoder = traced_decoder(
