@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from topw_deploy.export.lowering import concat, group_query
+from topw_deploy.export.lowering import concat, group_query, scatter
 from topw_deploy.export.trace import TracedDecoder
 
 
@@ -27,6 +27,9 @@ def lower(decoder: TracedDecoder, *, kv: str | None, target: str, context_length
     if kv == "concat":
         concat.lower(decoder)
         return Lowered()
+    if target == "tensorrt":
+        scatter.lower(decoder)
+        return Lowered("static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP)
     reason = group_query.refusal(decoder)
     if reason is not None:
         concat.lower(decoder)

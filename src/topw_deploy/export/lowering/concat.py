@@ -12,7 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.editor import GraphEditor, find_input
-from topw_deploy.export.trace import MARKER_DOMAIN, TracedDecoder, marker_nodes
+from topw_deploy.export.lowering.layers import attention_layers
+from topw_deploy.export.lowering.standard_attention import attend
+from topw_deploy.export.trace import MARKER_DOMAIN, TracedDecoder
 
 PREFIX = "topw.attention"
 
@@ -28,14 +30,11 @@ def lower(decoder: TracedDecoder) -> None:
     )
     graph.inputs.insert(1, attention_mask)
     masks = _Masks(editor, graph, attention_mask)
-    for node, kv_heads in zip(marker_nodes(graph), decoder.num_kv_heads, strict=True):
-        attention = _capped_attention if node.attributes["softcap"].as_float() else _attention
-        output = attention(editor, node, masks.of(node.attributes["window"].as_int()), kv_heads)
-        # [batch, heads, sequence, dim] -> [batch, sequence, heads, dim], what the marker stood for
-        output = editor.op("Transpose", [output], perm=[0, 2, 1, 3], dtype=node.outputs[0].dtype)
-        output.shape = node.outputs[0].shape
-        ir.convenience.replace_all_uses_with(node.outputs[0], output)
-        graph.remove(node, safe=True)
+    for layer in attention_layers(decoder):
+        _query, keys, values = layer.marker.inputs
+        assert keys is not None
+        assert values is not None
+        attend(editor, layer, keys, values, masks.of(layer.window))
     decoder.model.opset_imports.pop(MARKER_DOMAIN, None)
     editor.finish()
     for value in graph.outputs:
@@ -82,55 +81,3 @@ class _Masks:
         queries = op("Unsqueeze", [own, constant(np.array([1, 3]))])
         near = op("Less", [op("Sub", [queries, keys]), constant(np.int64(window))])
         return op("And", [self._visible, near])
-
-
-def _attention(editor: GraphEditor, marker: ir.Node, mask: ir.Value, _kv_heads: int) -> ir.Value:
-    """The operator of opset 23, with one output only: NVIDIA's parser takes no other form."""
-    query, key, value = marker.inputs
-    scale = marker.attributes["scale"].as_float()
-    return editor.op("Attention", [query, key, value, mask], scale=scale, dtype=marker.outputs[0].dtype)
-
-
-def _capped_attention(editor: GraphEditor, marker: ir.Node, mask: ir.Value, kv_heads: int) -> ir.Value:
-    """Attention with capped scores, cap * tanh(score / cap), spelled out.
-
-    The operator has an attribute for the cap, but its text put the cap after the mask first and before it later, and
-    runtimes followed either. After the mask it would let every query see the future.
-    """
-    op, constant = editor.op, editor.constant
-    query, key, value = marker.inputs  # query [batch, heads, sequence, dim]
-    number = _scalars(query.dtype)
-    scale, cap = marker.attributes["scale"].as_float(), marker.attributes["softcap"].as_float()
-    shape = op("Shape", [query])
-    # The query heads that share a key head become more rows of it, so keys and values are never repeated.
-    grouped = op("Reshape", [query, constant(np.array([0, kv_heads, -1, query.shape[3]]))])
-    keys = op("Transpose", [key], perm=[0, 1, 3, 2])
-    scores = op("MatMul", [op("Mul", [grouped, constant(number(scale / cap))]), keys])
-    scores = op("Mul", [op("Tanh", [scores]), constant(number(cap))])
-    heads_first = op(
-        "Concat",
-        [op("Slice", [shape, constant(np.array([0])), constant(np.array([3]))]), constant(np.array([-1]))],
-        axis=0,
-    )
-    scores = op("Reshape", [scores, heads_first])  # [batch, heads, sequence, past + sequence]
-    lowest = constant(number(np.finfo(number).min))
-    weights = op("Softmax", [op("Where", [mask, scores, lowest])], axis=-1)
-    rows = op("Shape", [grouped])
-    weights = op(
-        "Reshape",
-        [
-            weights,
-            op(
-                "Concat",
-                [op("Slice", [rows, constant(np.array([0])), constant(np.array([3]))]), constant(np.array([-1]))],
-                axis=0,
-            ),
-        ],
-    )
-    output = op("MatMul", [weights, value])  # [batch, kv_heads, group * sequence, dim]
-    return op("Reshape", [output, heads_first], dtype=marker.outputs[0].dtype)
-
-
-def _scalars(dtype: ir.DataType) -> type:
-    """The NumPy scalar type of `dtype`."""
-    return dtype.numpy().type

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from topw_deploy.export.verification.names import LEFT_PADDED
+from topw_deploy.export.verification.names import LEFT_PADDED, RIGHT_PADDED
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.verification.reference import Reference
 from topw_deploy.manifest import Check, DecoderInfo
@@ -36,7 +36,9 @@ def decoder_checks(
     yield check("chunked prefill logits", _chunked(probe, ids, rows, chunks), f"chunks of {chunks}")
     if decoder.left_padding:
         lengths = [len(sequence) for sequence in sequences]
-        yield check(LEFT_PADDED, _padded(probe, sequences, wanted), f"lengths {lengths}")
+        yield check(LEFT_PADDED, _padded(probe, sequences, wanted, left=True), f"lengths {lengths}")
+        if decoder.kv_form == "static":
+            yield check(RIGHT_PADDED, _padded(probe, sequences, wanted, left=False), f"lengths {lengths}")
 
 
 def _chunks(length: int) -> list[int]:
@@ -55,14 +57,14 @@ def _chunked(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, chunks: li
     return differences
 
 
-def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> list[float]:
-    """All sequences as one batch, padded on the left: all but two columns at once, then those one by one."""
+def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.ndarray], *, left: bool) -> list[float]:
+    """All sequences as one batch, padded on a side: all but two columns at once, then those one by one."""
     length = max(len(ids) for ids in sequences)
     ids = np.zeros((len(sequences), length), np.int64)
     mask = np.zeros_like(ids)
     for row, sequence in enumerate(sequences):
-        ids[row, length - len(sequence) :] = sequence
-        mask[row, length - len(sequence) :] = 1
+        place = slice(length - len(sequence), None) if left else slice(0, len(sequence))
+        ids[row, place], mask[row, place] = sequence, 1
     probe.start(len(sequences))
     differences = []
     for start, end in ((0, length - 2), (length - 2, length - 1), (length - 1, length)):
@@ -71,7 +73,7 @@ def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.nda
         found = probe.step(ids[:, start:end], mask[:, :end])
         for row, rows in enumerate(wanted):
             seen = int(mask[row, :end].sum())
-            if seen:
+            if mask[row, start:end].any():
                 differences.append(_difference(found[row], rows[seen - 1]))
     return differences
 

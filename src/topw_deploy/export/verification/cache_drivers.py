@@ -1,0 +1,153 @@
+"""Driving a decoder's session in each form of its cache, with one face: columns of ids and one mask over all of them.
+
+Written for clarity and not shared with the runtime: what is verified here is the file, by an independent hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from topw_deploy.manifest import DecoderInfo
+
+Array = NDArray[np.generic]
+_KV_TYPES = {"float": np.float32, "float16": np.float16}
+_GROWTH = 64  # slots by which a buffer is lengthened; any number
+
+
+class CacheDriver(Protocol):
+    """`start` forgets everything and takes `batch` rows; `step` runs new tokens `ids` [batch, n] behind the earlier
+    ones, attention_mask [batch, past + n] saying which columns are tokens, and returns the logits [batch, vocab]."""
+
+    def start(self, batch: int) -> None: ...
+
+    def step(self, ids: Array, attention_mask: Array) -> Array: ...
+
+
+def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> CacheDriver:
+    """The driver for the form that `decoder` states; `logits`: the output to return."""
+    drivers: dict[str, Callable[[ort.InferenceSession, DecoderInfo, str], CacheDriver]] = {
+        "concat": _Concat,
+        "static": _Static,
+        "shared": _Shared,
+    }
+    return drivers[decoder.kv_form](session, decoder, logits)
+
+
+def _caches(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Array]:
+    """Zeros [batch, kv_heads, length, head_dim] by the names of the inputs."""
+    kind = _KV_TYPES[decoder.kv_dtype]
+    return {
+        f"past_key_values.{layer}.{side}": np.zeros((batch, heads, length, dim), kind)
+        for layer, (heads, dim) in enumerate(zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
+        for side in ("key", "value")
+    }
+
+
+class _Concat:
+    """Past in, past and new tokens out."""
+
+    def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
+        self._session, self._decoder, self._logits = session, decoder, logits
+        self._inputs = {value.name for value in session.get_inputs()}
+        self._outputs = [value.name for value in session.get_outputs()]
+
+    def start(self, batch: int) -> None:
+        self._past = _caches(self._decoder, batch, 0)
+
+    def step(self, ids: Array, attention_mask: Array) -> Array:
+        positions = np.maximum(np.cumsum(attention_mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
+        feeds = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions, **self._past}
+        results = self._session.run(None, {name: feeds[name] for name in self._inputs})
+        named = dict(zip(self._outputs, results, strict=True))
+        self._past = {name: named[_present(name)] for name in self._past}
+        return named[self._logits]
+
+
+def _present(past: str) -> str:
+    return f"present{past.removeprefix('past_key_values')}"
+
+
+class _InPlace:
+    """One buffer for past and present, lengthened as needed, of which a run may see all rows or one."""
+
+    def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
+        self._session, self._decoder, self._logits = session, decoder, logits
+        self._inputs = {value.name for value in session.get_inputs()}
+
+    def start(self, batch: int) -> None:
+        self._used = np.zeros(batch, np.int64)  # tokens in each row's buffer
+        self._buffers = _caches(self._decoder, batch, max(_GROWTH, self._decoder.buffer_least))
+
+    def _hold(self, slots: int) -> None:
+        """Make room for `slots` tokens per row."""
+        have = next(iter(self._buffers.values())).shape[2]
+        if slots > have:
+            longer = _caches(self._decoder, len(self._used), slots + _GROWTH)
+            for name, buffer in self._buffers.items():
+                longer[name][:, :, :have] = buffer
+            self._buffers = longer
+
+    def _run(self, rows: slice, feeds: dict[str, Array]) -> Array:
+        """Logits of the rows, whose parts of the buffers are bound as past and present."""
+        binding = self._session.io_binding()
+        feeds = {name: np.ascontiguousarray(value) for name, value in feeds.items() if name in self._inputs}
+        for name, value in feeds.items():
+            binding.bind_cpu_input(name, value)
+        for name, buffer in self._buffers.items():
+            view = buffer[rows]
+            place = ("cpu", 0, view.dtype.type, view.shape, view.ctypes.data)
+            binding.bind_input(name, *place)
+            binding.bind_output(_present(name), *place)
+        binding.bind_output(self._logits)
+        self._session.run_with_iobinding(binding)
+        return binding.get_outputs()[-1].numpy()
+
+
+class _Static(_InPlace):
+    """Rows without gaps: attended columns move to the left, and each row says how many it has."""
+
+    def step(self, ids: Array, attention_mask: Array) -> Array:
+        attended = attention_mask[:, -ids.shape[1] :].astype(bool)
+        lengths = attended.sum(axis=1)
+        columns = max(1, int(lengths.max()))
+        compact = np.zeros((len(ids), columns), np.int64)
+        for row, seen in enumerate(attended):
+            compact[row, : lengths[row]] = ids[row, seen]
+        # A row without a token takes a column of padding, which the next token overwrites.
+        real = np.maximum(lengths, 1)
+        self._hold(int(self._used.max()) + columns)
+        together = self._decoder.ragged_chunks or len(ids) == 1 or columns == 1 or not self._used.any()
+        if together:
+            logits = self._rows(slice(None), compact, real)
+        else:
+            each = [
+                self._rows(slice(r, r + 1), compact[r : r + 1, : real[r]], real[r : r + 1]) for r in range(len(ids))
+            ]
+            logits = np.concatenate(each)
+        self._used += lengths
+        return logits
+
+    def _rows(self, rows: slice, ids: Array, lengths: Array) -> Array:
+        return self._run(rows, {"input_ids": ids, "write_indices": self._used[rows], "row_lengths": lengths})
+
+
+class _Shared(_InPlace):
+    """Another exporter's GroupQueryAttention: rows of equal lengths, told by the mask."""
+
+    def step(self, ids: Array, attention_mask: Array) -> Array:
+        columns = ids.shape[1]
+        self._hold(attention_mask.shape[1])
+        positions = (np.cumsum(attention_mask, axis=1) - 1)[:, -columns:]
+        feeds = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions}
+        if len(ids) == 1 or columns == 1 or not self._used.any():
+            logits = self._run(slice(None), feeds)
+        else:
+            each = [slice(row, row + 1) for row in range(len(ids))]
+            logits = np.concatenate([self._run(r, {name: value[r] for name, value in feeds.items()}) for r in each])
+        self._used += columns
+        return logits
