@@ -143,6 +143,7 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
         ({"decoder__ragged_chunks": 1}, "ragged_chunks is 1"),
         ({"decoder__attention": None}, "attention is None"),
         ({"decoder__buffer_step": -256}, "buffer_step is -256"),
+        ({"decoder__buffer_least": 0.5}, "buffer_least is 0.5"),
         ({"decoder__target": "tpu"}, "target is 'tpu'"),
         ({"decoder__weights": {"float": "many"}}, "weights float is 'many'"),
         ({"files": {}}, "does not list model.onnx"),
@@ -163,7 +164,7 @@ def test_a_wrong_field_is_refused_by_name(folder: Path, changes: dict[str, objec
 def test_a_manifest_of_format_1_loads_with_the_defaults_of_what_came_later(folder: Path) -> None:
     data = json.loads((folder / m.MANIFEST_NAME).read_text())
     data["format_version"] = 1
-    for name in ("attention", "ragged_chunks", "buffer_step", "target", "weights"):
+    for name in ("attention", "ragged_chunks", "buffer_step", "buffer_least", "target", "weights"):
         del data["decoder"][name]
     (folder / m.MANIFEST_NAME).write_text(json.dumps(data))
     decoder = m.load_manifest(folder).decoder

@@ -56,7 +56,8 @@ class DecoderInfo:
     attention: the operator that reads the cache, for people. ragged_chunks: whether rows of a batch may take several
     tokens each behind a past; if not, they take them into an empty cache, one at a time, or each row alone.
     buffer_step: 0 if a step's cost does not depend on the buffer's length; otherwise the runtime keeps the buffer just
-    above what is needed, at a multiple of this. weights: bytes of initializers by element type.
+    above what is needed, at a multiple of this. buffer_least: fewest tokens that a buffer must hold, 0 for any: an
+    operator that keeps a sliding window in it refuses a shorter one. weights: bytes of initializers by element type.
     """
 
     model_type: str
@@ -71,6 +72,7 @@ class DecoderInfo:
     attention: str = ""  # "GroupQueryAttention" | "Attention" | ""
     ragged_chunks: bool = True
     buffer_step: int = 0
+    buffer_least: int = 0
     target: str = "onnxruntime"  # one of TARGETS
     weights: dict[str, int] = field(default_factory=dict)
 
@@ -295,7 +297,8 @@ def _decoder(data: dict[str, Any]) -> DecoderInfo:
         raise ValueError(f"attention is {data['attention']!r}, not a name")
     if data.get("target", TARGETS[0]) not in TARGETS:
         raise ValueError(f"target is {data['target']!r}, not one of {', '.join(TARGETS)}")
-    _size("buffer_step", data.get("buffer_step", 0))
+    for name in ("buffer_step", "buffer_least"):
+        _size(name, data.get(name, 0))
     for kind, count in data.get("weights", {}).items():
         _size(f"weights {kind}", count)
     return DecoderInfo(**{**data, "num_kv_heads": heads, "head_dim": dims})

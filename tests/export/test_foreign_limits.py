@@ -80,6 +80,16 @@ def test_a_cache_that_only_grouped_query_attention_reads_is_driven_in_place(tmp_
     assert not info.ragged_chunks
 
 
+def test_an_operator_that_keeps_a_window_alone_sets_the_least_length_of_its_buffer(tmp_path: Path) -> None:
+    model = decoder(windows=(16, -1))
+    node = next(node for node in model.graph if node.name == "attention_0")
+    file = written(tmp_path / "made", model)
+    assert load_decoder(file, file.parent).info.buffer_least == 0
+    node.attributes["sliding_window_cache"] = ir.AttrInt64("sliding_window_cache", 1)
+    file = written(tmp_path / "kept", model)
+    assert load_decoder(file, file.parent).info.buffer_least == 16
+
+
 def test_a_cache_that_something_else_reads_too_is_concatenated(tmp_path: Path) -> None:
     model = decoder()
     past = next(value for value in model.graph.inputs if value.name == "past_key_values.1.value")

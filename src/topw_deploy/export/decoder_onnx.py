@@ -144,6 +144,7 @@ def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
         weights_dtype=_weights_dtype(graph),
         attention=next((name for name in _ATTENTION if any(node.op_type == name for node in graph)), ""),
         ragged_chunks=not in_place,
+        buffer_least=max((_kept_window(node) for node in graph), default=0),
     )
 
 
@@ -151,6 +152,12 @@ def _reads_in_place(graph: ir.Graph) -> bool:
     """Whether every cache tensor goes into GroupQueryAttention and nowhere else."""
     caches = [value for value in graph.inputs if _CACHE.fullmatch(value.name or "")]
     return all({node.op_type for node, _ in value.uses()} == {_IN_PLACE} for value in caches)
+
+
+def _kept_window(node: ir.Node) -> int:
+    """The sliding window that `node` may keep alone, so that a shorter buffer is an error; 0 where it keeps all."""
+    keeps = node.attributes.get("sliding_window_cache")
+    return node.attributes["local_window_size"].as_int() if keeps is not None and keeps.as_int() else 0
 
 
 def _cache_type(graph: ir.Graph) -> str:

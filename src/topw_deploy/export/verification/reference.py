@@ -45,12 +45,7 @@ class MakersReference:
 
     def __init__(self, onnx: Path, decoder: DecoderInfo) -> None:
         self._session = open_session(str(onnx.resolve() if onnx.is_symlink() else onnx))
-        kind = np.float16 if decoder.kv_dtype == "float16" else np.float32
-        self._past = {
-            f"past_key_values.{layer}.{side}": np.zeros((1, heads, 0, dim), kind)
-            for layer, (heads, dim) in enumerate(zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
-            for side in ("key", "value")
-        }
+        self._decoder = decoder
         self._inputs = {value.name for value in self._session.get_inputs()}
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
@@ -65,7 +60,18 @@ class MakersReference:
             "input_ids": ids[None],
             "attention_mask": np.ones((1, n), np.int64),
             "position_ids": np.arange(n)[None],
-            **self._past,
+            **self._empty_caches(n),
         }
         (logits,) = self._session.run(["logits"], {name: feeds[name] for name in self._inputs})
         return logits[0].astype(np.float32)
+
+    def _empty_caches(self, tokens: int) -> dict[str, np.ndarray]:
+        """Caches without a token; those that are written in place have room for `tokens`."""
+        decoder = self._decoder
+        kind = np.float16 if decoder.kv_dtype == "float16" else np.float32
+        length = max(tokens, decoder.buffer_least) if decoder.kv_form == "shared" else 0
+        return {
+            f"past_key_values.{layer}.{side}": np.zeros((1, heads, length, dim), kind)
+            for layer, (heads, dim) in enumerate(zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
+            for side in ("key", "value")
+        }

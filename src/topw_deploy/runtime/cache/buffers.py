@@ -128,6 +128,9 @@ class BufferPool:
     ) -> None:
         self._layout, self._device = Layout(decoder), session.device
         self._step, self._limit = decoder.buffer_step, decoder.context_length
+        self._least = decoder.buffer_least
+        if length is not None:
+            length = max(length, self._least)
         self._length, self._rows = length, rows or 1
         self._lock = threading.Lock()
         self._kept: _Block | None = None
@@ -142,6 +145,7 @@ class BufferPool:
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
         """Buffers for `batch` rows that will hold up to `tokens` tokens, and `first` of them soon."""
+        tokens, first = max(tokens, self._least), max(first, self._least)
         capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
         size = self._layout.size(batch, capacity)
         with self._lock:
