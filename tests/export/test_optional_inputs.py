@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -70,3 +71,25 @@ def test_the_runtime_feeds_them_all_the_same(foreign_decoder: Path, with_logits:
 def test_the_manifest_lists_them_like_any_other(with_logits: Path) -> None:
     names = {tensor.name for tensor in load_manifest(with_logits).inputs}
     assert names >= set(SAMPLER_INPUTS)
+
+
+def test_genais_own_configuration_comes_along_where_its_loop_can_run(foreign_decoder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "genai"
+    shutil.copytree(foreign_decoder, folder)
+    text = '{"model": {"decoder": {"filename": "model.onnx"}},   "search": {}}'
+    (folder / "genai_config.json").write_text(text)
+
+    def export(name: str, **options: bool) -> tuple[Path, tuple[str, ...]]:
+        request = ExportRequest(model=str(folder), output=tmp_path / name, verify=False, **options)
+        return tmp_path / name / "genai_config.json", export_model(request).notices
+
+    kept, _ = export("kept", with_logits=True)
+    assert kept.read_text() == text
+    left_out, notices = export("left-out")
+    assert not left_out.exists()
+    assert any("--with-logits" in notice for notice in notices)
+    (folder / "model.onnx").rename(folder / "decoder.onnx")
+    (folder / "genai_config.json").write_text(text.replace("model.onnx", "decoder.onnx"))
+    renamed, notices = export("renamed", with_logits=True)
+    assert not renamed.exists()
+    assert any("names decoder.onnx" in notice for notice in notices)

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of the exported folder."""
+"""config.json and generation_config.json of the exported folder, and its maker's genai_config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 from topw_deploy.export.decoder_onnx import read_json
 from topw_deploy.export.source import Source
+from topw_deploy.export.weights import MODEL_FILE
 
+_GENAI = "genai_config.json"
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -20,7 +22,7 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
     """
     folders = (source.folder, tokenizer_folder)
     genai: dict[str, Any] = next(
-        (data["model"] for f in folders if isinstance((data := read_json(f / "genai_config.json")).get("model"), dict)),
+        (data["model"] for f in folders if isinstance((data := read_json(f / _GENAI)).get("model"), dict)),
         {},
     )
     config = next((data for folder in folders if (data := read_json(folder / "config.json"))), None)
@@ -40,6 +42,23 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
     text = config.get("text_config", config)
     known = {name: value for name in _SPECIAL if (value := text.get(name, genai.get(name))) is not None}
     _write_json(output / "generation_config.json", known)
+
+
+def bring_genai_configuration(source: Source, output: Path, with_logits: bool) -> list[str]:
+    """Copy the genai_config.json of a decoder by onnxruntime-genai's builder, byte for byte, so that its own loop runs
+    the graft; returns what the user should know.
+
+    That loop samples from `logits`: without that output the file would only mislead.
+    """
+    file = source.folder / _GENAI
+    if source.onnx is None or not file.is_file():
+        return []
+    if not with_logits:
+        return ["onnxruntime-genai cannot run this export, which has no output logits; --with-logits keeps it"]
+    if source.onnx.name != MODEL_FILE:
+        return [f"{_GENAI} names {source.onnx.name}, which is {MODEL_FILE} in the export, so it was left out"]
+    shutil.copyfile(file, output / _GENAI)
+    return []
 
 
 def _with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from topw_deploy.errors import ExportError
 from topw_deploy.export.build import Built, build
-from topw_deploy.export.configuration import write_configuration
+from topw_deploy.export.configuration import bring_genai_configuration, write_configuration
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.describe import manifest_of, report_of
 from topw_deploy.export.folder import StagedFolder, bring, check_free, linkable, require_space
@@ -69,6 +69,7 @@ def _write(
         _write_graph(built.decoder, source, folder, request.hard_link, advance)
     built.notices += bring_tokenizer(tokenizer_folder, folder, trust_remote_code=request.trust_remote_code)
     write_configuration(source, tokenizer_folder, folder, request.num_hidden_layers)
+    built.notices += bring_genai_configuration(source, folder, request.with_logits)
     manifest = manifest_of(built, request, source, folder)
     save_manifest(folder, manifest)
     return manifest
