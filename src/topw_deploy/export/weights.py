@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
 
+from topw_deploy.export.data_files import Log, NoLog, Slot, external, file_sizes, lay_out, write_data
 from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.lazy_weight import PART, LazyWeight, transposed
 
 MODEL_FILE = "model.onnx"
-DATA_FILE = "model.onnx_data"
 # Up to here one file is handier to copy and diff. Above it, weights in a file of their own are mapped by the runtime
 # instead of parsed, and the graph can be inspected and edited without reading them. Protobuf itself ends at 2 GiB.
 EXTERNAL_ABOVE = 64 << 20
-_INLINE_BELOW = 1024  # bytes: shapes, axes and scalars stay in the graph, where shape inference looks for them
-_ALIGNMENT = 4096  # a page: mapped tensors start on one
 
 
 def tidy(model: ir.Model, table: ir.Value | None) -> None:
@@ -112,11 +111,10 @@ def external_files(model: ir.Model) -> dict[str, Path]:
     return files
 
 
-def write_model(model: ir.Model, folder: Path, progress: Callable[[int], object] = lambda _bytes: None) -> None:
-    """Write `model` into `folder` as model.onnx, with model.onnx_data beside it above `EXTERNAL_ABOVE`.
+def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]:
+    """Where the weights that are still to be written will lie beside the graph: nowhere for a small model.
 
-    Initializers that lie in data files already keep pointing there by their relative names: bringing those files
-    along is the caller's task. progress: called with the bytes of each tensor written.
+    Initializers that lie in data files already keep pointing there. max_shard_size: see lay_out.
     """
     ours = [
         value
@@ -124,26 +122,48 @@ def write_model(model: ir.Model, folder: Path, progress: Callable[[int], object]
         for value in graph.initializers.values()
         if value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
     ]
-    if sum(value.const_value.nbytes for value in ours) > EXTERNAL_ABOVE:  # type: ignore[union-attr]
-        large = [value for value in ours if value.const_value.nbytes >= _INLINE_BELOW]  # type: ignore[union-attr]
-        name = DATA_FILE if DATA_FILE not in external_files(model) else "model.topw.onnx_data"
-        moved = ir.external_data.convert_tensors_to_external(
-            [value.const_value for value in large if value.const_value is not None],
-            folder,
-            name,
-            callback=lambda tensor, _info: progress(tensor.nbytes),
-            alignment=_ALIGNMENT,
-        )
-        before = [value.const_value for value in large]
-        for value, tensor in zip(large, moved, strict=True):
-            value.const_value = tensor
-        try:
-            ir.save(model, folder / MODEL_FILE)
-        finally:
-            for value, old in zip(large, before, strict=True):
-                value.const_value = old
-    else:
+    inside = EXTERNAL_ABOVE if max_shard_size is None else min(EXTERNAL_ABOVE, max_shard_size)
+    if sum(value.const_value.nbytes for value in ours) <= inside:  # type: ignore[union-attr]
+        return []
+    return lay_out(ours, external_files(model), max_shard_size)
+
+
+def written_sizes(model: ir.Model, slots: list[Slot]) -> dict[str, int]:
+    """Name -> bytes of model.onnx and of the data files that `write_model` makes, whose weights are not read for it."""
+    with _referring(slots, Path()):
+        return {MODEL_FILE: ir.to_proto(model).ByteSize(), **file_sizes(slots)}
+
+
+def write_model(
+    model: ir.Model,
+    folder: Path,
+    progress: Callable[[int], object] = lambda _bytes: None,
+    slots: list[Slot] | None = None,
+    log: Log | None = None,
+) -> None:
+    """Write `model` into `folder` as model.onnx, with data files beside it for its `slots` (those of data_slots).
+
+    Initializers that lie in data files already keep pointing there by their relative names: bringing those files
+    along is the caller's task. progress: called with the bytes of each part written. log: lets an interrupted writing
+    go on (see write_data).
+    """
+    slots = data_slots(model) if slots is None else slots
+    write_data(slots, folder, log or NoLog(), progress)
+    with _referring(slots, folder):
         ir.save(model, folder / MODEL_FILE)
+
+
+@contextlib.contextmanager
+def _referring(slots: list[Slot], folder: Path) -> Iterator[None]:
+    """Within the block the initializers of `slots` refer to their data files."""
+    before = [slot.tensor for slot in slots]
+    for slot in slots:
+        slot.value.const_value = external(slot, folder)
+    try:
+        yield
+    finally:
+        for slot, tensor in zip(slots, before, strict=True):
+            slot.value.const_value = tensor
 
 
 def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
