@@ -108,7 +108,7 @@ class TopW:
 
     def end(self) -> None:
         """Remember which steps were certified."""
-        self.certified += self.generation.recorded("certified", self.row)
+        self.certified += self.generation.record.of("certified", 0, self.row.steps)
         self.generation.close()
 
 
@@ -118,7 +118,7 @@ class ArgMax:
     def __init__(self, manifest: Manifest, session: Either) -> None:
         assert manifest.decoder is not None
         self.session, self.caches = session, Caches(session, manifest.decoder)  # type: ignore[arg-type]
-        self.token, self.alive = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self.token = np.zeros(1, np.int64)
         self.unused = {name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")}
         self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}
         self.unused |= {"edit_ids": np.zeros((1, 0), np.int64), "uniform": np.zeros(1, np.float32)}
@@ -136,7 +136,7 @@ class ArgMax:
 
     def step(self) -> None:
         self.cache.input_ids[0, 0] = self.token[0]
-        self.cache.advance(self.alive)
+        self.cache.advance((0,))
         self.binding.run()
 
     def end(self) -> None:

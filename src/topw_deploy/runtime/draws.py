@@ -37,11 +37,13 @@ class Draws:
     def __init__(self, seeds: Sequence[int], samples: Sequence[int], lengths: Sequence[int]) -> None:
         self._rows = list(zip(seeds, samples, lengths, strict=True))
         self._block = np.empty((_BLOCK, len(self._rows)), np.float32)  # [steps, B]
+        self._numbers = self._block.reshape(-1).data
 
-    def write(self, step: int, out: np.ndarray) -> None:
+    def write(self, step: int, out: memoryview | np.ndarray) -> None:
         """Put the numbers of `step` (steps must come in order, from 0) into `out`, float32 [B]."""
         offset = step % _BLOCK
         if offset == 0:
             for row, (seed, sample, length) in enumerate(self._rows):
                 self._block[:, row] = uniforms(seed, length + step, sample, _BLOCK)
-        out[:] = self._block[offset]
+        start = offset * len(self._rows)
+        out[:] = self._numbers[start : start + len(self._rows)]

@@ -17,12 +17,11 @@ from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.draws import Draws
 from topw_deploy.runtime.edits import NAMES as EDIT_NAMES
 from topw_deploy.runtime.edits import Edits
+from topw_deploy.runtime.record import Record
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.runtime.text import RowText
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
-
-_RECORDED = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "certified": np.bool_, "mass": np.float32}
 
 
 class Row:
@@ -72,18 +71,19 @@ class Generation:
         requests = [row.request for row in rows]
         batch, prompts, budgets = len(rows), [r.prompt for r in requests], [r.budget for r in requests]
         self.active = list(rows)
+        self.going_on = list(range(batch))  # the active rows' numbers
         self.step = 0
-        self.alive = np.ones(batch, np.int64)  # [B] 1 while a row goes on
         self.binding = session.bind()
         self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], [len(p) for p in prompts])
         self.uniform = np.zeros(batch, np.float32)  # [B]
-        self.binding.bind_array("uniform", self.uniform)
+        self.binding.bind_changing("uniform", self.uniform)
+        self.uniform_view = self.uniform.data
         self.temperature = self._bind_parameters(requests)  # [B]
         self.edits = Edits(requests, _fixed_slots(manifest))
         self.edits.bind(self.binding)
-        self.results = self._bind_results(session, max(budgets))
+        self.record = Record(session.outputs, self.binding, batch, max(budgets))
         self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)
-        self.input_ids = self.cache.input_ids  # [B, 1] of a decoding step
+        self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] what the next step feeds
         for row in rows:
             if row.request.budget == 0:
                 row.end("length")
@@ -96,15 +96,11 @@ class Generation:
     def retire(self, row: Row) -> None:
         """Spend no more on the ended `row` than the graph must, which runs it with the others: greedy, no edits."""
         self.active.remove(row)
-        self.alive[row.index] = 0
-        self.input_ids[row.index] = row.request.pad_token_id
+        self.going_on.remove(row.index)
+        self.next_ids[row.index] = row.request.pad_token_id
         self.edits.retire(row.index)
         self.temperature[row.index] = 0.0
         self.binding.refresh("temperature")
-
-    def recorded(self, name: str, row: Row) -> list:
-        """What the graph gave out under `name` for each token of `row`; [] if the graph has no such output."""
-        return self.results[name][1][: row.steps, row.index].tolist() if name in self.results else []
 
     def _bind_parameters(self, requests: Sequence[RowRequest]) -> np.ndarray:
         for name in PARAMETER_NAMES:
@@ -113,15 +109,6 @@ class Generation:
             if name == "temperature":
                 temperature = values
         return temperature
-
-    def _bind_results(self, session: GraphSession, steps: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        results: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        for name, dtype in _RECORDED.items():
-            if name in session.outputs:
-                latest: np.ndarray = np.zeros(len(self.alive), dtype)  # [B], written by every run
-                self.binding.bind_result(name, latest)
-                results[name] = latest, np.empty((steps, len(self.alive)), dtype)  # [steps, B], all of them
-        return results
 
 
 def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
@@ -148,22 +135,19 @@ def prefill(generation: Generation) -> list[int]:
 def decode_one_token(generation: Generation) -> list[int]:
     """Feed every row the token it drew last and draw the next one. [B, 1] -> [B]"""
     g = generation
-    g.cache.advance(g.alive)
+    g.cache.advance(g.going_on)
     return sample(g)
 
 
 def sample(generation: Generation) -> list[int]:
     """Bind what the draw of this step needs, run the graph, and keep what it gives. -> [B]"""
     g = generation
-    g.draws.write(g.step, g.uniform)
-    g.binding.refresh("uniform")
+    g.draws.write(g.step, g.uniform_view)
     if g.edits.active:
         g.edits.prepare(g.binding)
     g.binding.run(g.step)
-    for latest, record in g.results.values():
-        record[g.step] = latest
+    tokens = g.record.keep(g.step)
     g.step += 1
-    tokens: list[int] = g.results["next_token"][0].tolist()
     return tokens
 
 
@@ -181,7 +165,7 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
             )
         gained.append((row, row.take(token)))
         if row.finish_reason is None:
-            g.input_ids[row.index, 0] = token
+            g.next_ids[row.index] = token
         else:
             g.retire(row)
     return gained

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime import loop
@@ -65,15 +66,17 @@ class Run:
         return RowText(IncrementalDecoder(self._decode, request.prompt), request.stop_strings, request.min_new_tokens)
 
     def _result(self, row: loop.Row) -> GenerationResult:
-        recorded = self._generation.recorded
-        tokens = recorded("next_token", row)
+        def recorded(name: str) -> list[Any]:
+            return self._generation.record.of(name, row.index, row.steps)
+
+        tokens = recorded("next_token")
         return GenerationResult(
             text="".join(row.pieces) if row.text is not None else self._whole_text(row, tokens),
             token_ids=tokens,
-            logprobs=recorded("logprob", row),
-            kept=recorded("kept", row),
-            certified=recorded("certified", row),
-            mass=recorded("mass", row) if "mass" in self._session.outputs else None,
+            logprobs=recorded("logprob"),
+            kept=recorded("kept"),
+            certified=recorded("certified"),
+            mass=recorded("mass") if "mass" in self._session.outputs else None,
             seed=row.request.seed,
             sample=row.request.sample,
             finish_reason=str(row.finish_reason),

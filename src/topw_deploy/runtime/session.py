@@ -93,6 +93,7 @@ class Binding:
         self._with_defaults = session.with_defaults
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
+        self._changing: list[str] = []  # inputs that every run copies; none on the host
         self.host_memory = session.device[0] == "cpu"
         self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue): no copy, no Python object
         self.outputs = self._io.get_outputs  # () -> onnxruntime's vector of the last run's, in the order of binding
@@ -104,6 +105,12 @@ class Binding:
             self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
         else:
             self._io.bind_input(name, array)
+
+    def bind_changing(self, name: str, array: np.ndarray) -> None:
+        """Bind a host array as `bind_array` does; every run sees what it holds then."""
+        self.bind_array(name, array)
+        if not self.host_memory and name not in self._changing:
+            self._changing.append(name)
 
     def refresh(self, name: str) -> None:
         """Make the graph see what was written into the bound array of `name` since it was bound."""
@@ -134,6 +141,8 @@ class Binding:
 
     def run(self, step: int | None = None) -> None:
         """Run the graph once. Raises GenerationError with onnxruntime's words; `step` None: a piece of a prompt."""
+        for name in self._changing:
+            self.refresh(name)
         try:
             self._run(self._io, None)
         except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes

@@ -89,7 +89,7 @@ class ArgMaxLoop:
         self._session = cast(GraphSession, _Opened(raw, frozenset(node.name for node in raw.get_inputs())))
         self._caches = Caches(self._session, decoder)
         self._cache: Cache | None = None
-        self._token, self._alive = np.zeros(1, np.int64), np.ones(1, np.int64)
+        self._token = np.zeros(1, np.int64)
 
     def prefill(self, prompt: list[int], capacity: int) -> int:
         """Begin with `prompt`; at most `capacity` tokens, it and all later ones, may follow. Gives the first token."""
@@ -107,6 +107,6 @@ class ArgMaxLoop:
         """Feed the last token, get the next."""
         assert self._cache is not None
         self._cache.input_ids[0, 0] = self._token[0]
-        self._cache.advance(self._alive)
+        self._cache.advance((0,))
         self._binding.run()
         return int(self._token[0])

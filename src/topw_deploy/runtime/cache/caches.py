@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,8 +33,8 @@ class Cache(Protocol):
     def begin_decoding(self) -> None:
         """Bind what a step of one token per row feeds."""
 
-    def advance(self, alive: np.ndarray) -> None:
-        """Make room for one more token per row; a row whose `alive` [B] is 0 writes over its last one where it can."""
+    def advance(self, rows: Iterable[int]) -> None:
+        """Make place for one more token in each of `rows`; the others have ended and write over their last one."""
 
 
 class Caches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -54,23 +54,21 @@ class ConcatCache:
         self._bind(self._binding, ids[:, start:], positions[:, start:], last)
 
     def begin_decoding(self) -> None:
-        self._binding.bind_array("input_ids", self.input_ids)
+        self._binding.bind_changing("input_ids", self.input_ids)
         if self._has_positions:
-            self._binding.bind_array("position_ids", self._position_ids)
+            self._binding.bind_changing("position_ids", self._position_ids)
 
-    def advance(self, alive: np.ndarray) -> None:
+    def advance(self, rows: Iterable[int]) -> None:
         """Make the present of the last run the past of the next one."""
-        binding = self._binding
-        _hand_over(self._names, binding, self._places, binding)
-        binding.refresh("input_ids")
-        self._mask[:, self._width] = alive
+        _hand_over(self._names, self._binding, self._places, self._binding)
+        for row in rows:
+            self._mask[row, self._width] = 1
+            # the others stay where they are: positions must not leave the context while these go on
+            self._position_ids[row, 0] += 1
         self._width += 1
         if self._has_mask:
-            binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, : self._width]))
-        if self._has_positions:
-            # a finished row stays where it is: its positions must not leave the context while others go on
-            self._position_ids[:, 0] += alive
-            binding.refresh("position_ids")
+            mask = np.ascontiguousarray(self._mask[:, : self._width])  # [B, past + new]
+            self._binding.bind_array("attention_mask", mask)
 
     def _padded(self) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and positions of the prompts [B, S]; their columns in the mask are set."""

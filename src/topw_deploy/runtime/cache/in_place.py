@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -53,10 +53,10 @@ class InPlaceCache(ABC):
             self._feed_row_by_row()
 
     def begin_decoding(self) -> None:
-        self._binding.bind_array("input_ids", self.input_ids)
+        self._binding.bind_changing("input_ids", self.input_ids)
 
     @abstractmethod
-    def advance(self, alive: np.ndarray) -> None: ...
+    def advance(self, rows: Iterable[int]) -> None: ...
 
     @property
     @abstractmethod

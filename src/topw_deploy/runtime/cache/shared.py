@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,13 @@ class SharedCache(InPlaceCache):
     def begin_decoding(self) -> None:
         super().begin_decoding()
         if self._has_positions:
-            self._binding.bind_array("position_ids", self._position_ids)
+            self._binding.bind_changing("position_ids", self._position_ids)
 
-    def advance(self, alive: np.ndarray) -> None:  # finished rows go on with the others
+    def advance(self, rows: Iterable[int]) -> None:  # those that have ended go on with the others
         self._width += 1
-        self._binding.refresh("input_ids")
         self._bind_mask(self._binding, len(self._prompts), self._width)
         if self._has_positions:
             self._position_ids += 1
-            self._binding.refresh("position_ids")
 
     @property
     def _takes_ragged_pieces(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from topw_deploy.runtime.cache.in_place import InPlaceCache
@@ -18,20 +20,19 @@ class StaticCache(InPlaceCache):
     def begin_decoding(self) -> None:
         super().begin_decoding()
         self._written = self._lengths - 1  # [B] where each row's last token is
+        self._written_view = self._written.data
         self._columns = int(self._lengths.max())  # that are in use, at most
-        self._binding.bind_array("write_indices", self._written)
+        self._binding.bind_changing("write_indices", self._written)
         self._binding.bind_array("row_lengths", np.ones_like(self._lengths))
 
-    def advance(self, alive: np.ndarray) -> None:
-        # a finished row stays where it is: it must not leave the buffer while others go on
-        self._written += alive
+    def advance(self, rows: Iterable[int]) -> None:
+        # the others stay where they are: they must not leave the buffer while these go on
+        written = self._written_view
+        for row in rows:
+            written[row] += 1
         self._columns += 1
         if self._columns > self._buffers.length:
             self._make_room()
-        binding = self._binding
-        if not binding.host_memory:
-            binding.refresh("input_ids")
-            binding.refresh("write_indices")
 
     @property
     def _takes_ragged_pieces(self) -> bool:
