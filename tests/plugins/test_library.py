@@ -31,7 +31,7 @@ def test_the_library_says_what_it_is(native_library: Path) -> None:
     assert found.instruction_set in ("avx512", "avx2", "neon", "generic")
     assert found.knows("")
     assert found.knows("Gather(axis=0)")
-    assert not found.knows("com.microsoft.GatherBlockQuantized(bits=4)")
+    assert not found.knows("com.microsoft.GatherBlockQuantized(bits=2)")
     assert library.load(native_library) is found
 
 

@@ -20,14 +20,26 @@ from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.sampling.geometry import Geometry
 from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, TopWOptions, TopWParameters, canonical_names
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 COLUMNS = ("temperature", "selection_temperature", "lam", "beta", "init_top_p", "geom_scale", "uniform")
 STAGES = ("invalid", "greedy", "candidates", "pool", "geometry", "literal")
-TABLE_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}  # as ONNX TensorProto.DataType
+TABLE_TYPES = {"float32": 1, "uint8": 2, "float16": 10, "bfloat16": 16, "uint4": 21, "int4": 22}
+"""Names of element types -> ONNX TensorProto.DataType."""
 
 
 class _Options(Structure):
     _fields_ = (("top_m", c_int64), ("alt_iters", c_int64), ("metric", c_int32), ("knn_k", c_int32))
+
+
+class _Blocks(Structure):
+    _fields_ = (
+        ("bits", c_int32),
+        ("block_size", c_int32),
+        ("scale_type", c_int32),
+        ("reserved", c_int32),
+        ("scales", c_void_p),
+        ("zero_points", c_void_p),
+    )
 
 
 class _Table(Structure):
@@ -40,6 +52,7 @@ class _Table(Structure):
         ("mean", c_void_p),
         ("inverse_std", c_void_p),
         ("neighbour_bound", c_void_p),
+        ("blocks", _Blocks),
     )
 
 
@@ -77,10 +90,46 @@ logits, alternations, and pairs of tokens whose distance was computed or, though
 
 
 @dataclass(frozen=True)
+class KernelBlocks:
+    """How a table of codes is quantised: what onnxruntime's GatherBlockQuantized calls by the same names.
+
+    bits: 4 or 8. block_size: coordinates that share a scale. scales: [V, blocks] float32 or float16.
+    zero_points: packed as the codes are, uint8 [V, ceil(blocks * bits / 8)]; for `uint4` and `int4`, which pack without
+    gaps, [ceil(V * blocks / 2)]; None for none. element: type of codes and zero points, uint8, uint4 or int4.
+    Raises ParameterError for other types.
+    """
+
+    bits: int
+    block_size: int
+    scales: NDArray[Any]
+    zero_points: NDArray[np.uint8] | None = None
+    element: str = "uint8"
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.element not in ("uint8", "uint4", "int4"):
+            raise ParameterError(f"blocks are of {self.bits} bits in {self.element}; 4 or 8 in uint8, uint4, int4 are.")
+        if self.scales.dtype not in (np.float32, np.float16) or not self.scales.flags.c_contiguous:
+            raise ParameterError(f"scales are {self.scales.dtype}, but must be float32 or float16, C-contiguous.")
+        zeros = self.zero_points
+        if zeros is not None and (zeros.dtype != np.uint8 or not zeros.flags.c_contiguous):
+            raise ParameterError(f"zero points are {zeros.dtype}, but must be packed in uint8, C-contiguous.")
+
+    def check(self, rows: NDArray[Any], hidden: int) -> None:
+        """Raises ParameterError unless these blocks fit codes `rows` of a table [V, hidden]."""
+        blocks = -(-hidden // self.block_size)
+        if self.scales.shape != (len(rows), blocks):
+            raise ParameterError(f"scales have shape {self.scales.shape}, but must be [{len(rows)}, {blocks}].")
+        packed = -(-len(rows) * blocks // 2) if self.element != "uint8" else len(rows) * -(-blocks * self.bits // 8)
+        if self.zero_points is not None and self.zero_points.size != packed:
+            raise ParameterError(f"there are {self.zero_points.size} bytes of zero points, but must be {packed}.")
+
+
+@dataclass(frozen=True)
 class KernelTable:
     """The input embeddings as the kernel reads them, and their statistics.
 
-    rows: [V, d] float32 or float16, or the bits of bfloat16 as uint16, C-contiguous (a memory map will do).
+    rows: [V, d] float32 or float16, or the bits of bfloat16 as uint16, C-contiguous (a memory map will do). With
+    `blocks` the codes, uint8 [V, d * bits / 8].
     mean, inverse_std: float32 [d], of the metric (`sampling.embedding_statistics`). neighbour_bound: float32 [vocab],
     lower bounds of each token's distance to its nearest other, or None.
     Raises ParameterError for other types and shapes.
@@ -90,18 +139,21 @@ class KernelTable:
     mean: NDArray[np.float32]
     inverse_std: NDArray[np.float32]
     neighbour_bound: NDArray[np.float32] | None = None
+    blocks: KernelBlocks | None = None
 
     def __post_init__(self) -> None:
         if self.rows.ndim != 2 or 0 in self.rows.shape or not self.rows.flags.c_contiguous:
             raise ParameterError(f"the table has shape {self.rows.shape}, but must be [V, d], both >= 1, C-contiguous.")
-        if self.dtype not in TABLE_TYPES:
+        if self.blocks is not None and self.rows.dtype != np.uint8:
+            raise ParameterError(f"the table's codes are {self.rows.dtype}, but must be uint8.")
+        if self.blocks is None and self.dtype not in ("float32", "float16", "bfloat16"):
             raise ParameterError(f"the table is {self.rows.dtype}, but must be float32, float16 or bfloat16 (uint16).")
+        if self.blocks is not None:
+            self.blocks.check(self.rows, self.hidden)
         for name in ("mean", "inverse_std"):
             given = getattr(self, name)
-            if given.shape != (self.rows.shape[1],) or given.dtype != np.float32:
-                raise ParameterError(
-                    f"{name} is {given.dtype} {given.shape}, but must be float32 [{self.rows.shape[1]}]."
-                )
+            if given.shape != (self.hidden,) or given.dtype != np.float32:
+                raise ParameterError(f"{name} is {given.dtype} {given.shape}, but must be float32 [{self.hidden}].")
 
     @classmethod
     def from_geometry(cls, geometry: Geometry, neighbour_bound: ArrayLike | None = None) -> Self | None:
@@ -113,7 +165,15 @@ class KernelTable:
         return cls(rows, geometry.mean.astype(np.float32), geometry.inverse_std.astype(np.float32), bound)
 
     @property
+    def hidden(self) -> int:
+        """Coordinates of a row."""
+        packed = 8 // self.blocks.bits if self.blocks is not None else 1
+        return int(self.rows.shape[1]) * packed
+
+    @property
     def dtype(self) -> str:
+        if self.blocks is not None:
+            return self.blocks.element
         return "bfloat16" if self.rows.dtype == np.uint16 else str(self.rows.dtype)
 
 
@@ -321,7 +381,13 @@ def _edits(
 def _table(table: KernelTable | None) -> _Table | None:
     if table is None:
         return None
+    blocks, described = table.blocks, _Blocks()
+    if blocks is not None:
+        described = _Blocks(
+            blocks.bits, blocks.block_size, TABLE_TYPES[str(blocks.scales.dtype)], 0,
+            _address(blocks.scales), _address(blocks.zero_points),
+        )  # fmt: skip
     return _Table(
-        table.rows.ctypes.data, *table.rows.shape, TABLE_TYPES[table.dtype], 0,
-        *map(_address, (table.mean, table.inverse_std, table.neighbour_bound)),
+        table.rows.ctypes.data, len(table.rows), table.hidden, TABLE_TYPES[table.dtype], 0,
+        *map(_address, (table.mean, table.inverse_std, table.neighbour_bound)), described,
     )  # fmt: skip

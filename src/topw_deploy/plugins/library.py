@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """TOPW_ABI_VERSION of topw.h: what a library must answer to be used."""
 
 LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")

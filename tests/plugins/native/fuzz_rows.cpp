@@ -108,7 +108,11 @@ struct Row {
   bool with_table = false;
   int64_t vocab = 1, hidden = 1, edits = 0;
   std::vector<float> table, mean, inverse_std, bound;
-  std::vector<uint16_t> half;
+  std::vector<uint16_t> half, half_scales;
+  std::vector<uint8_t> codes, zeros;
+  std::vector<float> scales;
+  topw_blocks blocks{};
+  int32_t element = 0;  // of the codes
   std::vector<float> logits, penalty, bias;
   std::vector<int64_t> ids;
   float columns[7] = {};
@@ -144,6 +148,50 @@ struct Row {
     if (in.take<uint8_t>() % 4 == 0) bound = values(in, vocab, true);
     if (in.take<uint8_t>() % 3 == 0)
       for (size_t i = 0; i < table.size(); ++i) half.push_back(static_cast<uint16_t>(mixed(i, 7) >> 16));
+    else if (in.take<uint8_t>() % 3 == 0)
+      read_blocks(in);
+  }
+
+  // Codes in every form, each buffer as large as it must be and no larger.
+  void read_blocks(Bytes &in) {
+    constexpr int32_t kElements[] = {TOPW_UINT8, TOPW_UINT8, TOPW_UINT4, TOPW_INT4}, kSizes[] = {16, 32, 64, 128, 65536};
+    element = in.one_of(kElements);
+    blocks.bits = element == TOPW_UINT8 && in.take<uint8_t>() % 2 ? 8 : 4;
+    blocks.block_size = in.one_of(kSizes);
+    if (element == TOPW_UINT8 && blocks.bits == 4 && hidden % 2) blocks.bits = 8;
+    const int64_t in_row = (hidden + blocks.block_size - 1) / blocks.block_size;
+    const bool joined = element != TOPW_UINT8;  // packed from the first to the last
+    const auto bytes = [&](int64_t per_row) {
+      if (joined) return (vocab * per_row + 1) / 2;
+      return blocks.bits == 8 ? vocab * per_row : vocab * ((per_row + 1) / 2);
+    };
+    const uint64_t seed = in.take<uint32_t>();
+    for (int64_t i = 0; i < bytes(hidden); ++i) codes.push_back(static_cast<uint8_t>(mixed(seed, i)));
+    if (in.take<uint8_t>() % 2)
+      for (int64_t i = 0; i < bytes(in_row); ++i) zeros.push_back(static_cast<uint8_t>(mixed(seed + 1, i)));
+    scales = values(in, vocab * in_row, !(in.take<uint8_t>() & 1));
+    blocks.scale_type = TOPW_FLOAT32;
+    if (in.take<uint8_t>() % 3 == 0) {
+      blocks.scale_type = TOPW_FLOAT16;
+      for (size_t i = 0; i < scales.size(); ++i) half_scales.push_back(static_cast<uint16_t>(mixed(seed + 2, i)));
+    }
+  }
+
+  // The table as the interface takes it; points into this row.
+  topw_table described() const {
+    topw_table made = {table.data(), vocab, hidden, TOPW_FLOAT32, 0, mean.data(), inverse_std.data(),
+                       bound.empty() ? nullptr : bound.data(), {}};
+    if (!half.empty()) {
+      made.rows = half.data();
+      made.dtype = hidden % 2 ? TOPW_FLOAT16 : TOPW_BFLOAT16;
+    } else if (blocks.bits != 0) {
+      made.rows = codes.data();
+      made.dtype = element;
+      made.blocks = blocks;
+      made.blocks.scales = half_scales.empty() ? static_cast<const void *>(scales.data()) : half_scales.data();
+      made.blocks.zero_points = zeros.empty() ? nullptr : zeros.data();
+    }
+    return made;
   }
 
   void read_edits(Bytes &in) {
@@ -187,14 +235,7 @@ Answers sample(const Row &row, size_t copies, topw_workspace *workspace) {
   }
   for (size_t i = 1; i < copies; ++i)
     for (size_t k = 0; k < vocab; ++k) logits[i * vocab + k] = i % 2 ? NAN : -INFINITY;
-  const topw_table table = {row.half.empty() ? static_cast<const void *>(row.table.data()) : row.half.data(),
-                            row.vocab,
-                            row.hidden,
-                            row.half.empty() ? TOPW_FLOAT32 : row.hidden % 2 ? TOPW_FLOAT16 : TOPW_BFLOAT16,
-                            0,
-                            row.mean.data(),
-                            row.inverse_std.data(),
-                            row.bound.empty() ? nullptr : row.bound.data()};
+  const topw_table table = row.described();
   const topw_inputs inputs = {static_cast<int64_t>(copies), row.vocab,         static_cast<int64_t>(edits),
                               logits.data(),                ids.data(),        penalty.data(),
                               bias.data(),                  columns[0].data(), columns[1].data(),

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "ort_abi.h"
+#include "quantised.h"
 #include "topw.h"
 
 #define TRY(call)                                       \
@@ -24,7 +25,7 @@ using ort::Status;
 
 enum Input {
   kLogits, kEditIds, kEditPenalty, kEditBias, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP, kGeomScale,
-  kUniform, kMean, kInverseStd, kNeighbourBound, kTable
+  kUniform, kMean, kInverseStd, kNeighbourBound, kTable, kScales, kZeroPoints
 };  // fmt: skip
 constexpr size_t kWithoutTable = kMean, kWithTable = kTable + 1;
 enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
@@ -156,6 +157,7 @@ struct Kernel {
   topw_options options{};
   topw_table table{};  // sizes and type; the addresses come with each call
   int64_t bounds = 0;  // how many neighbour bounds there are: one per token or none
+  bool has_zero_points = false;
   int mass_at = kNowhere, keep_mask_at = kNowhere;
   Workspaces workspaces;
 
@@ -168,10 +170,8 @@ constexpr struct {
 } kMetrics[] = {{"mahalanobis", TOPW_MAHALANOBIS}, {"unit", TOPW_UNIT}, {"cosine", TOPW_COSINE},
                 {"uniform", TOPW_UNIFORM}};  // fmt: skip
 
-bool knows_table_form(const char *form) { return strcmp(form, "Gather(axis=0)") == 0; }
-
-bool fits_metric(int32_t metric, const char *form) {
-  return metric == TOPW_UNIFORM ? form[0] == '\0' : knows_table_form(form);
+bool fits_metric(int32_t metric, const char *form, topw_blocks *blocks) {
+  return metric == TOPW_UNIFORM ? form[0] == '\0' : topw::read_table_form(form, blocks);
 }
 
 Status *read_string(const Api &api, const ort::KernelInfo *node, const char *name, char *text, size_t room) {
@@ -182,7 +182,7 @@ Status *read_string(const Api &api, const ort::KernelInfo *node, const char *nam
   return api[ort::string_attribute](node, name, text, &size);
 }
 
-Status *read_options(const Api &api, const ort::KernelInfo *node, topw_options *options) {
+Status *read_options(const Api &api, const ort::KernelInfo *node, topw_options *options, topw_blocks *blocks) {
   int64_t neighbours = 0;
   TRY(api[ort::int_attribute](node, "top_m", &options->top_m));
   TRY(api[ort::int_attribute](node, "alt_iters", &options->alt_iters));
@@ -190,14 +190,14 @@ Status *read_options(const Api &api, const ort::KernelInfo *node, topw_options *
   if (options->top_m < 1 || options->alt_iters < 1 || neighbours < 0 || neighbours > INT32_MAX)
     return refuse(api, ort::kInvalidArgument, "top_m, alt_iters or knn_k is out of range");
   options->knn_k = static_cast<int32_t>(neighbours);
-  char text[96] = "";
+  char text[128] = "";
   TRY(read_string(api, node, "metric", text, sizeof text));
   options->metric = kNowhere;
   for (const auto &known : kMetrics)
     if (strcmp(text, known.name) == 0) options->metric = known.metric;
   if (options->metric == kNowhere) return refuse(api, ort::kInvalidArgument, "the metric %s is not known", text);
   TRY(read_string(api, node, "table_form", text, sizeof text));
-  if (!fits_metric(options->metric, text))
+  if (!fits_metric(options->metric, text, blocks))
     return refuse(api, ort::kInvalidArgument, "the table form '%s' is not known", text);
   return nullptr;
 }
@@ -208,10 +208,13 @@ static_assert(sizeof kInputTypes / sizeof kInputTypes[0] == kWithoutTable, "one 
 
 size_t input_rank(size_t index) { return index <= kEditBias ? 2 : 1; }
 
-Status *check_inputs(const Api &api, const ort::KernelInfo *node, bool has_table, int64_t *vocab) {
+Status *check_inputs(const Api &api, const ort::KernelInfo *node, Kernel *kernel, int64_t *vocab) {
   size_t count = 0;
   TRY(api[ort::input_count](node, &count));
-  if (count != (has_table ? kWithTable : kWithoutTable))
+  const bool quantised = kernel->table.blocks.bits != 0;
+  kernel->has_zero_points = quantised && count == kZeroPoints + 1;
+  const size_t with_table = quantised ? kZeroPoints + kernel->has_zero_points : kWithTable;
+  if (count != (kernel->has_table() ? with_table : kWithoutTable))
     return refuse(api, ort::kInvalidArgument, "the node has %zu inputs", count);
   for (size_t index = 0; index < kWithoutTable; ++index) {
     Shape shape;
@@ -224,6 +227,22 @@ Status *check_inputs(const Api &api, const ort::KernelInfo *node, bool has_table
   return nullptr;
 }
 
+// Scales and zero points beside a quantised table, whose own sizes are in `table` already.
+Status *read_blocks(const Api &api, const ort::KernelInfo *node, bool has_zero_points, topw_table *table) {
+  Shape scales, zeros;
+  TRY(declared(api, node, true, kScales, &scales));
+  if (has_zero_points) TRY(declared(api, node, true, kZeroPoints, &zeros));
+  table->blocks.scale_type = scales.type;
+  table->blocks.scales = table;  // there will be some: only that is asked of it here
+  const bool rows = scales.rank == 2 && scales.size[0] == table->tokens && scales.size[1] == topw::blocks_in_row(*table);
+  const bool fits = !has_zero_points || (zeros.type == table->dtype && zeros.rank == 2 &&
+                                         zeros.size[0] == table->tokens &&
+                                         zeros.size[1] == topw::zero_points_in_row(*table));
+  if (!topw::quantised_readable(*table) || !rows || !fits)
+    return refuse(api, ort::kInvalidArgument, "the table's codes, scales and zero points do not fit together");
+  return nullptr;
+}
+
 // The table and what belongs to it lie in the model, so all their sizes are known here.
 Status *read_table(const Api &api, const ort::KernelInfo *node, int64_t vocab, Kernel *kernel) {
   Shape mean, inverse_std, bound, rows;
@@ -231,11 +250,12 @@ Status *read_table(const Api &api, const ort::KernelInfo *node, int64_t vocab, K
   TRY(declared(api, node, true, kInverseStd, &inverse_std));
   TRY(declared(api, node, true, kNeighbourBound, &bound));
   TRY(declared(api, node, true, kTable, &rows));
-  if (rows.type != TOPW_FLOAT32 && rows.type != TOPW_FLOAT16 && rows.type != TOPW_BFLOAT16)
+  const bool quantised = kernel->table.blocks.bits != 0;
+  if (!quantised && rows.type != TOPW_FLOAT32 && rows.type != TOPW_FLOAT16 && rows.type != TOPW_BFLOAT16)
     return refuse(api, ort::kInvalidArgument, "the table's element type %d is not known", rows.type);
   const bool floats = mean.type == ort::kFloat && inverse_std.type == ort::kFloat && bound.type == ort::kFloat;
   const bool ranks = mean.rank == 1 && inverse_std.rank == 1 && bound.rank == 1 && rows.rank == 2;
-  const int64_t hidden_size = rows.size[1];
+  const int64_t hidden_size = rows.size[1] * topw::codes_per_element(rows.type, kernel->table.blocks);
   if (!floats || !ranks || rows.size[0] < 1 || hidden_size < 1 || mean.size[0] != hidden_size ||
       inverse_std.size[0] != hidden_size || bound.size[0] < 0)
     return refuse(api, ort::kInvalidArgument, "the table, its statistics or its bounds are not of the shapes expected");
@@ -246,7 +266,7 @@ Status *read_table(const Api &api, const ort::KernelInfo *node, int64_t vocab, K
   kernel->table.hidden = hidden_size;
   kernel->table.dtype = rows.type;
   kernel->bounds = bound.size[0];
-  return nullptr;
+  return quantised ? read_blocks(api, node, kernel->has_zero_points, &kernel->table) : nullptr;
 }
 
 // Which of the two outputs on request are there: of one, its element type tells.
@@ -270,8 +290,8 @@ Status *read_outputs(const Api &api, const ort::KernelInfo *node, Kernel *kernel
 
 Status *prepare(const ort::KernelInfo *node, Kernel *kernel) {
   int64_t vocab = -1;
-  TRY(read_options(kernel->api, node, &kernel->options));
-  TRY(check_inputs(kernel->api, node, kernel->has_table(), &vocab));
+  TRY(read_options(kernel->api, node, &kernel->options, &kernel->table.blocks));
+  TRY(check_inputs(kernel->api, node, kernel, &vocab));
   if (kernel->has_table()) TRY(read_table(kernel->api, node, vocab, kernel));
   return read_outputs(kernel->api, node, kernel);
 }
@@ -323,6 +343,8 @@ Status *bind_table(Kernel &kernel, const ort::KernelContext *context, Call *call
   TRY(input_data(api, context, kMean, &mean));
   TRY(input_data(api, context, kInverseStd, &inverse_std));
   TRY(input_data(api, context, kTable, &call->table.rows));
+  if (kernel.table.blocks.bits != 0) TRY(input_data(api, context, kScales, &call->table.blocks.scales));
+  if (kernel.has_zero_points) TRY(input_data(api, context, kZeroPoints, &call->table.blocks.zero_points));
   if (kernel.bounds != 0) TRY(input_data(api, context, kNeighbourBound, &bound));
   call->table.mean = static_cast<const float *>(mean);
   call->table.inverse_std = static_cast<const float *>(inverse_std);
@@ -466,5 +488,8 @@ TOPW_EXPORT void topw_ort_show(int shown) { hidden = !shown; }
 TOPW_EXPORT int64_t topw_ort_kernels(void) { return kernels_made; }
 
 // Whether the operator reads tables of this form, the node's attribute `table_form`.
-TOPW_EXPORT int topw_ort_knows_table_form(const char *form) { return knows_table_form(form); }
+TOPW_EXPORT int topw_ort_knows_table_form(const char *form) {
+  topw_blocks blocks;
+  return topw::read_table_form(form, &blocks);
+}
 }

@@ -24,8 +24,7 @@ class Table {
   double norm(const float *row) const;
 
  private:
-  const void *rows_ = nullptr;
-  int32_t dtype_ = 0;
+  topw_table stored_{};
   Normalisation by_{};
 };
 

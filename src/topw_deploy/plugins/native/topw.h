@@ -18,10 +18,10 @@ extern "C" {
 #define TOPW_EXPORT __attribute__((visibility("default")))
 #endif
 
-#define TOPW_ABI_VERSION 1
+#define TOPW_ABI_VERSION 2
 
 enum { TOPW_MAHALANOBIS = 0, TOPW_UNIT = 1, TOPW_COSINE = 2, TOPW_UNIFORM = 3 };     /* metric */
-enum { TOPW_FLOAT32 = 1, TOPW_FLOAT16 = 10, TOPW_BFLOAT16 = 16 };                    /* as ONNX TensorProto.DataType */
+enum { TOPW_FLOAT32 = 1, TOPW_UINT8 = 2, TOPW_FLOAT16 = 10, TOPW_BFLOAT16 = 16, TOPW_UINT4 = 21, TOPW_INT4 = 22 };
 enum { TOPW_INVALID = 0, TOPW_GREEDY = 1, TOPW_CANDIDATES = 2, TOPW_POOL = 3, TOPW_GEOMETRY = 4, TOPW_LITERAL = 5 };
 
 typedef struct {
@@ -30,14 +30,28 @@ typedef struct {
   int32_t knn_k; /* 0: nearest */
 } topw_options;
 
+/* How a table is quantised, as onnxruntime's GatherBlockQuantized(gather_axis=0, quantize_axis=1) reads it: every
+ * block_size coordinates of a row share a scale and a zero point, and are (code - zero point) * scale. Codes and zero
+ * points are of the table's type: TOPW_UINT8 with two of 4 bits to a byte (a row's zero points begin a byte), or one of
+ * 8 bits; TOPW_UINT4 and TOPW_INT4, packed without gaps. Without zero points they are all 2^(bits - 1) for TOPW_UINT8,
+ * 0 for the others. */
+typedef struct {
+  int32_t bits, block_size; /* bits 0: not quantised, all else unused */
+  int32_t scale_type;       /* TOPW_FLOAT32, or TOPW_FLOAT16: then rows are rounded to it */
+  int32_t reserved;
+  const void *scales;      /* [tokens, blocks of a row] */
+  const void *zero_points; /* or NULL */
+} topw_blocks;
+
 /* The input embeddings [tokens, hidden], tokens >= vocab, and the statistics [hidden] of their coordinates. */
 typedef struct {
   const void *rows;
   int64_t tokens, hidden;
-  int32_t dtype;
+  int32_t dtype; /* of the enum above, whose numbers are ONNX's TensorProto.DataType */
   int32_t reserved;
   const float *mean, *inverse_std;
   const float *neighbour_bound; /* [vocab] lower bounds of each token's distance to its nearest other one, or NULL */
+  topw_blocks blocks;
 } topw_table;
 
 /* logits [batch, vocab]; edits [batch, edits]; the rest [batch]. */

@@ -1,0 +1,126 @@
+#include "quantised.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "half.h"
+
+namespace topw {
+namespace {
+
+constexpr char kGather[] = "Gather(axis=0)", kBlockwise[] = "com.microsoft.GatherBlockQuantized(";
+
+// `name=number` at *text, moved past it and past a comma; false if something else stands there.
+bool read_attribute(const char **text, const char *name, long *number) {
+  const size_t length = strlen(name);
+  if (strncmp(*text, name, length) != 0 || (*text)[length] != '=') return false;
+  char *end = nullptr;
+  *number = strtol(*text + length + 1, &end, 10);
+  if (end == *text + length + 1) return false;
+  *text = *end == ',' ? end + 1 : end;
+  return true;
+}
+
+int32_t half_byte(const uint8_t *packed, int64_t index) {
+  return index % 2 ? packed[index / 2] >> 4 : packed[index / 2] & 15;
+}
+
+int32_t signed_half_byte(const uint8_t *packed, int64_t index) {
+  const int32_t found = half_byte(packed, index);
+  return found >= 8 ? found - 16 : found;
+}
+
+// What a code without zero points stands for nothing at: the middle of an uint8, the zero of a 4-bit tensor.
+int32_t middle(const topw_table &table) { return table.dtype == TOPW_UINT8 ? 1 << (table.blocks.bits - 1) : 0; }
+
+float scale(const topw_table &table, int64_t index) {
+  return table.blocks.scale_type == TOPW_FLOAT32 ? static_cast<const float *>(table.blocks.scales)[index]
+                                                 : from_float16(static_cast<const uint16_t *>(table.blocks.scales)[index]);
+}
+
+// `code_at(stored, row, per_row, k)`: element k of a row of codes or zero points as a number.
+template <class CodeAt>
+void dequantise(const topw_table &table, int64_t token, float *room, CodeAt code_at) {
+  const topw_blocks &blocks = table.blocks;
+  const int64_t in_row = blocks_in_row(table), zeros_in_row = zero_points_in_row(table);
+  const int64_t elements = table.hidden / codes_per_element(table.dtype, blocks);
+  const uint8_t *codes = static_cast<const uint8_t *>(table.rows);
+  const uint8_t *zeros = static_cast<const uint8_t *>(blocks.zero_points);
+  for (int64_t block = 0; block < in_row; ++block) {
+    const int32_t zero = zeros ? code_at(zeros, token, zeros_in_row, block) : middle(table);
+    const float step = scale(table, token * in_row + block);
+    const int64_t start = block * blocks.block_size, end = start + blocks.block_size;
+    const int64_t stop = end < table.hidden ? end : table.hidden;
+    for (int64_t k = start; k < stop; ++k)
+      room[k] = static_cast<float>(code_at(codes, token, elements, k) - zero) * step;
+  }
+}
+
+}  // namespace
+
+bool read_table_form(const char *form, topw_blocks *blocks) {
+  *blocks = {};
+  if (strcmp(form, kGather) == 0) return true;
+  if (strncmp(form, kBlockwise, sizeof kBlockwise - 1) != 0) return false;
+  const char *text = form + sizeof kBlockwise - 1;
+  long bits = 4, size = 128, gather_axis = 0, quantise_axis = 1;  // the operator's own defaults
+  read_attribute(&text, "bits", &bits);  // in alphabetical order, any of them left out
+  read_attribute(&text, "block_size", &size);
+  read_attribute(&text, "gather_axis", &gather_axis);
+  read_attribute(&text, "quantize_axis", &quantise_axis);
+  const bool rows = gather_axis == 0 && (quantise_axis == 1 || quantise_axis == -1);
+  const bool sizes = (bits == 4 || bits == 8) && size >= 16 && size <= 65536 && (size & (size - 1)) == 0;
+  if (strcmp(text, ")") != 0 || !rows || !sizes) return false;
+  blocks->bits = static_cast<int32_t>(bits);
+  blocks->block_size = static_cast<int32_t>(size);
+  return true;
+}
+
+int64_t codes_per_element(int32_t dtype, const topw_blocks &blocks) {
+  return dtype == TOPW_UINT8 && blocks.bits == 4 ? 2 : 1;
+}
+
+int64_t blocks_in_row(const topw_table &table) {
+  return (table.hidden + table.blocks.block_size - 1) / table.blocks.block_size;
+}
+
+int64_t zero_points_in_row(const topw_table &table) {
+  const int64_t together = codes_per_element(table.dtype, table.blocks);
+  return (blocks_in_row(table) + together - 1) / together;
+}
+
+bool quantised_readable(const topw_table &table) {
+  const topw_blocks &blocks = table.blocks;
+  const bool four = table.dtype == TOPW_UINT4 || table.dtype == TOPW_INT4;
+  const bool fits = table.dtype == TOPW_UINT8 ? blocks.bits == 4 || blocks.bits == 8 : four && blocks.bits == 4;
+  const bool scales = blocks.scales && (blocks.scale_type == TOPW_FLOAT32 || blocks.scale_type == TOPW_FLOAT16);
+  return fits && scales && blocks.block_size >= 1 && table.hidden % codes_per_element(table.dtype, blocks) == 0;
+}
+
+void dequantise_row(const topw_table &table, int64_t token, float *room) {
+  // An uint8's row begins a byte; a 4-bit tensor is packed from its first element to its last.
+  const auto byte = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) -> int32_t {
+    return stored[row * per_row + k];
+  };
+  const auto pair = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) {
+    return half_byte(stored + row * per_row, k);
+  };
+  const auto packed = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) {
+    return half_byte(stored, row * per_row + k);
+  };
+  const auto packed_signed = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) {
+    return signed_half_byte(stored, row * per_row + k);
+  };
+  if (table.dtype == TOPW_INT4)
+    dequantise(table, token, room, packed_signed);
+  else if (table.dtype == TOPW_UINT4)
+    dequantise(table, token, room, packed);
+  else if (table.blocks.bits == 4)
+    dequantise(table, token, room, pair);
+  else
+    dequantise(table, token, room, byte);
+  if (table.blocks.scale_type == TOPW_FLOAT16)
+    for (int64_t k = 0; k < table.hidden; ++k) room[k] = rounded_to_float16(room[k]);
+}
+
+}  // namespace topw

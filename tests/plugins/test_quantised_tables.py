@@ -1,0 +1,158 @@
+"""The native sampler reads quantised tables: every row bit for bit as onnxruntime's GatherBlockQuantized does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from benchmarks.tail_cases import Case, feeds, random_case
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graft import add_sampler_node, install_function, sampler_inputs
+from topw_deploy.export.tail import EmbeddingForm, TailSpec
+from topw_deploy.plugins.kernel import Kernel, KernelBlocks, KernelTable
+from topw_deploy.plugins.library import load
+from topw_deploy.sampling import Geometry, TopWOptions
+
+from .native_cases import columns, opened
+from .quantised_tables import FORMS, Form, Quantised, quantised_table
+from .sampler_models import open_model, run
+
+VOCAB = 200
+OPTIONS = TopWOptions(top_m=120, metric="unit")
+# Deep enough into the geometry that rows are read: little is certified where every token counts.
+_WIDE = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0}
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return opened(tmp_path_factory.mktemp("native"))
+
+
+def cases(rows: int) -> list[Case]:
+    rng = np.random.default_rng(rows)
+    return [replace(c, parameters=c.parameters | _WIDE) for c in (random_case(rng, VOCAB) for _ in range(rows))]
+
+
+def tables(quantised: Quantised) -> tuple[KernelTable, KernelTable]:
+    """The quantised table, and the float32 one of the rows that onnxruntime reads from it."""
+    plain = KernelTable.from_geometry(Geometry.from_embeddings(quantised.rows(), OPTIONS.metric))
+    assert plain is not None
+    return replace(plain, rows=quantised.codes, blocks=quantised.blocks), plain
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_quantised_table_answers_as_the_rows_that_onnxruntime_reads_from_it(kernel: Kernel, form: Form) -> None:
+    quantised, plain = tables(quantised_table(form, VOCAB, 5))
+    rows = cases(40)
+    logits = np.stack([case.logits for case in rows])
+    found, wanted = (
+        kernel.sample(logits, columns(rows), OPTIONS, table, mass=True, keep_mask=True) for table in (quantised, plain)
+    )
+    assert wanted.reports["distances"].sum() > 1000  # rows were read
+    for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
+
+
+def operator_model(quantised: Quantised) -> onnx.ModelProto:
+    """A sampler-only model over the quantised table."""
+    form = quantised.form
+    held = [ir.from_proto(tensor) for tensor in quantised.tensors]
+    attributes = {"bits": form.bits, "block_size": form.block_size, "gather_axis": 0, "quantize_axis": 1}
+    described = tuple((tensor.dtype, tuple(int(size) for size in tensor.shape)) for tensor in held)
+    embedding = EmbeddingForm("com.microsoft", "GatherBlockQuantized", tuple(attributes.items()), described, 1)
+    spec = TailSpec(
+        options=OPTIONS, vocab_size=VOCAB, embedding=embedding, hidden_size=form.hidden, form="portable", opset=21,
+        with_mass=False, with_keep_mask=True,
+    )  # fmt: skip
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 21, "com.microsoft": 1}, name="sampler")
+    editor = GraphEditor(graph, "toy")
+    inputs = [editor.input("logits", ir.DataType.FLOAT, ["batch", VOCAB]), *sampler_inputs(editor, "batch")]
+    geometry = Geometry.from_embeddings(quantised.rows(), OPTIONS.metric)
+    for name, values in (("mean", geometry.mean), ("inverse_std", geometry.inverse_std), ("bound", np.zeros(0))):
+        inputs.append(editor.constant(np.asarray(values, dtype=np.float32), name))
+    inputs += [editor.initializer(tensor, str(tensor.name)) for tensor in held]
+    graph.outputs.extend(add_sampler_node(graph, spec, inputs, "batch"))
+    model = ir.Model(graph, ir_version=10)
+    install_function(model, spec)
+    return ir.to_proto(model)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_the_operator_takes_the_nodes_own_tensors_and_answers_as_the_function(native_library: Path, form: Form) -> None:
+    quantised = quantised_table(form, VOCAB, 6)
+    model, rows = operator_model(quantised), cases(24)
+    library = load(native_library)
+    before = library.kernels
+    native = run(open_model(model, native_library), feeds(rows))
+    assert library.kernels == before + 1
+    table, _ = tables(quantised)
+    exact = Kernel(native_library).sample(
+        np.stack([case.logits for case in rows]), columns(rows), OPTIONS, table, keep_mask=True
+    )
+    np.testing.assert_array_equal(native["next_token"], exact.next_token)
+    np.testing.assert_array_equal(native["keep_mask"], exact.keep_mask)
+    function = run(open_model(model), feeds(rows))
+    same = (native["keep_mask"] == function["keep_mask"]).all(axis=1)
+    assert same.mean() > 0.9  # the function computes distances in float32, so near ties may fall the other way
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("Gather(axis=0)", True),
+        ("com.microsoft.GatherBlockQuantized(bits=4,block_size=32,gather_axis=0,quantize_axis=1)", True),
+        ("com.microsoft.GatherBlockQuantized(bits=8,block_size=16,gather_axis=0,quantize_axis=-1)", True),
+        ("com.microsoft.GatherBlockQuantized(block_size=32,quantize_axis=1)", True),
+        ("com.microsoft.GatherBlockQuantized()", True),
+        ("com.microsoft.GatherBlockQuantized(bits=2,block_size=32,gather_axis=0,quantize_axis=1)", False),
+        ("com.microsoft.GatherBlockQuantized(bits=4,block_size=33,gather_axis=0,quantize_axis=1)", False),
+        ("com.microsoft.GatherBlockQuantized(bits=4,block_size=32,gather_axis=1,quantize_axis=1)", False),
+        ("com.microsoft.GatherBlockQuantized(bits=4,block_size=32,gather_axis=0,quantize_axis=0)", False),
+        ("com.microsoft.GatherBlockQuantized(bits=4,block_size=32,gather_axis=0,quantize_axis=1,more=1)", False),
+        ("com.microsoft.GatherBlockQuantized(bits=,block_size=32)", False),
+        ("com.microsoft.GatherBlockQuantized(bits=4", False),
+        ("GatherBlockQuantized(bits=4)", False),
+    ],
+)
+def test_forms_are_known_by_their_text(native_library: Path, text: str, known: bool) -> None:
+    assert load(native_library).knows(text) is known
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"scales": np.zeros((8, 3), np.float32)}, "scales have shape"),
+        ({"scales": np.zeros((8, 4))}, "scales are float64"),
+        ({"zero_points": np.zeros((8, 1), np.uint8)}, "bytes of zero points"),
+        ({"zero_points": np.zeros((8, 2), np.int8)}, "zero points are int8"),
+        ({"codes": np.zeros((8, 32), np.int32)}, "codes are int32"),
+        ({"element": "int3"}, "in int3"),
+        ({"bits": 2}, "of 2 bits"),
+    ],
+)
+def test_parts_that_do_not_fit_each_other_are_refused(wrong: dict[str, Any], words: str) -> None:
+    right = {"bits": 4, "block_size": 16, "element": "uint8", "codes": np.zeros((8, 32), np.uint8)}
+    right |= {"scales": np.zeros((8, 4), np.float32), "zero_points": np.zeros((8, 2), np.uint8)}
+    parts = right | wrong
+    codes, mean = parts.pop("codes"), np.zeros(64, np.float32)
+    with pytest.raises(ParameterError, match=words):
+        KernelTable(codes, mean, mean, None, KernelBlocks(**parts))
+
+
+def test_a_node_whose_parts_do_not_fit_is_left_to_the_function(native_library: Path) -> None:
+    model = operator_model(quantised_table(Form(), VOCAB, 7))
+    (scales,) = [tensor for tensor in model.graph.initializer if tensor.name == "scales"]
+    cut = onnx.numpy_helper.to_array(scales)[:, :2]
+    scales.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(cut), "scales"))
+    for value in [*model.graph.value_info]:
+        if value.name == "scales":
+            model.graph.value_info.remove(value)
+    with pytest.raises(Exception, match="do not fit together"):
+        open_model(model, native_library)
