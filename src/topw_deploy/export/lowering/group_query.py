@@ -18,6 +18,7 @@ from topw_deploy.export.lowering.flat import flattened
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.packed_qkv import packed
 from topw_deploy.export.lowering.rotary_tables import RotaryTables
+from topw_deploy.export.lowering.skip_norm import fuse_skip_norms
 from topw_deploy.export.lowering.static import StaticInputs, finish, replace_present
 from topw_deploy.export.trace import TracedDecoder
 
@@ -57,6 +58,7 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
         _lower_layer(editor, layer, [last_slots, longest], tables)
     model.opset_imports[DOMAIN] = 1
     finish(model, editor, inputs)
+    fuse_skip_norms(model)
 
 
 def _lower_layer(editor: GraphEditor, layer: AttentionLayer, lengths: list[ir.Value], tables: RotaryTables) -> None:
