@@ -9,10 +9,11 @@ PYTHON    ?= python3
 PIP_FLAGS ?=
 VENV      := .venv
 WHEELS    := .venv-wheels
+PEERS     := .peers
 BIN       := $(VENV)/bin
 INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test lint fuzz fuzz-native bench wheels clean help
+.PHONY: demo test lint peers fuzz fuzz-native bench wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -27,6 +28,8 @@ test: $(VENV)/dev.stamp     ## install and run the whole test suite
 lint: $(VENV)/dev.stamp     ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+peers: $(PEERS)/folders.stamp  ## folders by optimum, mobius and onnxruntime-genai's builder for `make test` to graft onto
 
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
 	$(BIN)/python -m benchmarks.fuzz_sampler --rows 250000
@@ -52,7 +55,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) out dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) out dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt
@@ -73,4 +76,16 @@ $(VENV)/export.stamp: $(VENV)/torch.stamp pyproject.toml setup.py $(wildcard src
 
 $(VENV)/dev.stamp: $(VENV)/export.stamp
 	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+# Other exporters, every package pinned: optimum in one environment, onnxruntime-genai and mobius in the other. Modules
+# are compiled when they are first used; most never are.
+$(PEERS)/%.stamp: tests/peers/%.txt
+	$(PYTHON) -m venv --clear $(PEERS)/$*
+	$(PEERS)/$*/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $<
+	@touch $@
+
+$(PEERS)/folders.stamp: $(VENV)/dev.stamp $(PEERS)/optimum.stamp $(PEERS)/genai.stamp \
+		tests/peers/models.py tests/peers/make_folders.py tests/peers/run_builders.py
+	$(BIN)/python -m tests.peers.make_folders $(PEERS)
 	@touch $@

@@ -1,0 +1,137 @@
+"""Folders that other exporters really made, and their own tools to run them with (`make peers`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.request import ExportReport
+
+from .models import PEERS, Peer
+
+HERE = Path(__file__).parent
+ROOT = Path(os.environ.get("TOPW_PEERS", HERE.parents[1] / ".peers"))
+_ENVIRONMENTS = {"optimum": "optimum", "genai": "genai", "mobius": "genai"}
+
+
+def pytest_runtest_setup() -> None:
+    """Without the folders these tests are skipped, and fail where they must not be skipped."""
+    for name in PEERS:
+        if not (ROOT / "folders" / name / "model.onnx").is_file():
+            reason = f"{ROOT / 'folders'} lacks {name}; `make peers` makes it"
+            if os.environ.get("CI") == "true":
+                pytest.fail(reason)
+            pytest.skip(reason)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A peer's folder and the checkpoint that it was made from."""
+
+    name: str
+    peer: Peer
+    path: Path
+    checkpoint: Path
+
+
+@dataclass(frozen=True)
+class Grafted:
+    """A graft onto `source`, and what the export said."""
+
+    source: Folder
+    path: Path
+    report: ExportReport
+
+
+@pytest.fixture(scope="session")
+def folder() -> Callable[[str], Folder]:
+    """name -> the folder as its maker wrote it."""
+
+    def find(name: str) -> Folder:
+        peer = PEERS[name]
+        return Folder(name, peer, ROOT / "folders" / name, ROOT / "checkpoints" / peer.checkpoint)
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def grafted(tmp_path_factory: pytest.TempPathFactory, folder: Callable[[str], Folder]) -> Callable[..., Grafted]:
+    """name -> its graft, keeping its maker's logits; `verify` decides whether the export verifies. Made once each."""
+    made: dict[tuple[str, bool], Grafted] = {}
+
+    def make(name: str, *, verify: bool = False) -> Grafted:
+        if (name, verify) not in made:
+            source = folder(name)
+            complete = any((source.path / file).is_file() for file in ("config.json", "genai_config.json"))
+            has_tokenizer = (source.path / "tokenizer.json").is_file()
+            request = ExportRequest(
+                model=str(source.path),
+                output=tmp_path_factory.mktemp("grafted") / name,
+                with_logits=True,
+                verify=verify,
+                tokenizer=None if complete and has_tokenizer else source.checkpoint,
+            )
+            made[name, verify] = Grafted(source, request.output, export_model(request))
+        return made[name, verify]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def own_tool() -> Callable[..., list[list[list[int]]]]:
+    """(maker, folders, prompts, new_tokens) -> greedy tokens per folder and row, by the maker's own loop."""
+
+    def run(maker: str, folders: list[Path], prompts: list[list[int]], new_tokens: int) -> list[list[list[int]]]:
+        environment = _ENVIRONMENTS[maker]
+        tasks = [{"folder": str(path), "prompts": prompts, "new_tokens": new_tokens} for path in folders]
+        done = subprocess.run(
+            [ROOT / environment / "bin" / "python", HERE / f"run_{environment}.py", json.dumps(tasks)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        answer: list[list[list[int]]] = json.loads(done.stdout)
+        return answer
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def torch_logits() -> Callable[[Path, np.ndarray], np.ndarray]:
+    """(checkpoint, ids [n]) -> float32 [n, vocab] of transformers in float32."""
+    models: dict[Path, Any] = {}
+
+    def logits(checkpoint: Path, ids: np.ndarray) -> np.ndarray:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if checkpoint not in models:
+            models[checkpoint] = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        with torch.no_grad():
+            found = models[checkpoint](input_ids=torch.from_numpy(np.asarray(ids))[None], use_cache=False).logits[0]
+        return found.numpy()
+
+    return logits
+
+
+@pytest.fixture(scope="session")
+def torch_greedy(torch_logits: Callable[[Path, np.ndarray], np.ndarray]) -> Callable[[Path, list[int], int], list[int]]:
+    """(checkpoint, prompt, new tokens) -> the tokens that transformers finds likeliest, one after the other."""
+
+    def generate(checkpoint: Path, prompt: list[int], new_tokens: int) -> list[int]:
+        ids = list(prompt)
+        for _ in range(new_tokens):
+            ids.append(int(torch_logits(checkpoint, np.array(ids))[-1].argmax()))
+        return ids[len(prompt) :]
+
+    return generate

@@ -1,0 +1,91 @@
+"""Make the folders of models.py with the real tools: `python -m tests.peers.make_folders .peers`.
+
+The tools' environments are .peers/optimum and .peers/genai (`make peers` makes them from the pinned files beside this
+one), or what --optimum-python and --genai-python name. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.export.tiny_models import write_checkpoint
+
+from .models import CONFIGS, PEERS, Peer
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = {"optimum": "optimum", "genai": "genai", "mobius": "genai"}
+
+
+def command(peer: Peer, checkpoint: Path, folder: Path) -> list[str]:
+    """The words that make `folder`, the first naming the tool."""
+    if peer.maker == "optimum":
+        task = ("--task", "text-generation-with-past", "--framework", "pt")
+        return ["optimum", "--model", str(checkpoint), *task, *peer.options, str(folder)]
+    if peer.maker == "mobius":
+        return ["mobius", "build", "--config", str(checkpoint), str(folder), *peer.options]
+    cache = str(folder.with_name(".cache"))
+    return ["genai", "-m", peer.checkpoint, "-i", str(checkpoint), "-o", str(folder), "-c", cache, *peer.options]
+
+
+def build(python: Path, commands: list[list[str]], log: Path) -> None:
+    """Run `commands` by the tools of `python`; what they print goes to `log`, whose end is shown if they fail."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("w") as out:
+        done = subprocess.run(
+            [python, HERE / "run_builders.py", json.dumps(commands)],
+            stdout=out,
+            stderr=out,
+            env=environment,
+            check=False,
+        )
+    if done.returncode:
+        sys.exit(f"{python} failed:\n{log.read_text()[-3000:]}")
+
+
+def make(root: Path, pythons: dict[str, Path], names: list[str]) -> None:
+    """Checkpoints into root/checkpoints, folders into root/folders, logs beside them."""
+    checkpoints, folders = root / "checkpoints", root / "folders"
+    for name in sorted({PEERS[name].checkpoint for name in names}):
+        shutil.rmtree(checkpoints / name, ignore_errors=True)
+        write_checkpoint(checkpoints / name, CONFIGS[name]())
+    commands: dict[str, list[list[str]]] = {environment: [] for environment in pythons}
+    for name in names:
+        shutil.rmtree(folders / name, ignore_errors=True)
+        peer = PEERS[name]
+        words = command(peer, checkpoints / peer.checkpoint, folders / name)
+        commands[ENVIRONMENTS[peer.maker]].append(words)
+    folders.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        jobs = [
+            pool.submit(build, python, commands[name], root / f"{name}.log")
+            for name, python in pythons.items()
+            if commands[name]
+        ]
+        for job in jobs:
+            job.result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, help="where everything goes")
+    parser.add_argument("--optimum-python", type=Path, help="default: ROOT/optimum/bin/python")
+    parser.add_argument("--genai-python", type=Path, help="default: ROOT/genai/bin/python")
+    parser.add_argument("--only", nargs="*", choices=sorted(PEERS), default=sorted(PEERS), help="these folders alone")
+    given = parser.parse_args()
+    root = given.root.absolute()
+    pythons = {
+        "optimum": given.optimum_python or root / "optimum" / "bin" / "python",
+        "genai": given.genai_python or root / "genai" / "bin" / "python",
+    }
+    make(root, {name: Path(os.path.abspath(python)) for name, python in pythons.items()}, given.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Grafts onto folders that optimum, mobius and onnxruntime-genai's builder really made, run by this project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.manifest import DecoderInfo, load_manifest
+from topw_deploy.runtime import TopWModel
+
+from .models import CONTEXT, PEERS, WINDOW
+
+PROMPT = [5, 9, 30, 44, 61]
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+# Right beside torch for as long as a sequence goes: the rest leave something of their model out, or are quantised.
+FAITHFUL = (
+    "optimum-llama-tied",
+    "optimum-llama-untied",
+    "optimum-mistral",
+    "optimum-gpt2",
+    "mobius-llama-tied",
+    "mobius-llama-untied",
+    "mobius-gemma3",
+    "mobius-cpu-llama-tied",
+    "mobius-cpu-mistral",
+    "genai-llama-tied",
+    "genai-llama-untied",
+    "genai-gemma2",
+)
+VERIFIED = (
+    "optimum-llama-tied",
+    "mobius-llama-untied",
+    "mobius-cpu-mistral",
+    "genai-llama-untied",
+    "genai-gemma2",
+    "genai-mistral",
+    "genai-fp16-llama-tied",
+    "genai-int4-llama-tied",
+    "genai-int4-llama-untied",
+)
+RUNNABLE = sorted(set(PEERS) - {"mobius-static-llama-tied"})
+
+
+def described(path: Path) -> DecoderInfo:
+    decoder = load_manifest(path).decoder
+    assert decoder is not None
+    return decoder
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_a_real_folder_is_grafted_and_verified(grafted: Callable, name: str) -> None:
+    report = grafted(name, verify=True).report
+    assert report.verification.status == "passed"
+    names = {check.name for check in report.verification.checks}
+    assert names >= {"prefill logits", "decode logits", "chunked prefill logits", "sampler kept sets"}
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_the_cache_is_described_as_the_graph_has_it(grafted: Callable, name: str) -> None:
+    graft = grafted(name)
+    decoder = described(graft.path)
+    in_place = name.startswith(("genai", "mobius-cpu"))
+    assert decoder.kv_form == ("shared" if in_place else "concat")
+    assert decoder.ragged_chunks is not in_place
+    operator = {"optimum": "", "mobius": "Attention", "genai": "GroupQueryAttention"}[graft.source.peer.maker]
+    assert decoder.attention == ("GroupQueryAttention" if in_place else operator)
+    assert decoder.kv_dtype == ("float16" if "fp16" in name else "float")
+    assert decoder.buffer_least == (WINDOW if name == "genai-gemma2" else 0)
+    opset = {"optimum": 18, "mobius": 24, "genai": 22}[graft.source.peer.maker]
+    assert load_manifest(graft.path).opset[""] == opset
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_weights_and_configuration_are_the_makers_own(grafted: Callable, name: str) -> None:
+    graft = grafted(name)
+    kept = [*graft.source.path.glob("*.data"), *graft.source.path.glob("genai_config.json")]
+    assert all((graft.path / file.name).read_bytes() == file.read_bytes() for file in kept)
+    assert len(kept) == {"optimum": 0, "mobius": 1, "genai": 2}[graft.source.peer.maker] + name.startswith("mobius-cpu")
+
+
+@pytest.mark.parametrize("name", FAITHFUL)
+def test_greedy_tokens_are_torchs_past_every_window(grafted: Callable, torch_greedy: Callable, name: str) -> None:
+    graft = grafted(name)
+    wanted = torch_greedy(graft.source.checkpoint, PROMPT, 3 * WINDOW)
+    with TopWModel.from_pretrained(graft.path) as model:
+        assert model.generate(PROMPT, max_new_tokens=len(wanted), **GREEDY).token_ids == wanted
+
+
+@pytest.mark.parametrize("name", ["genai-int4-llama-tied", "genai-int4-llama-untied", "genai-fp16-llama-tied"])
+def test_greedy_tokens_of_half_and_quarter_precision_are_their_makers(
+    grafted: Callable, own_tool: Callable, name: str
+) -> None:
+    graft = grafted(name)
+    ((wanted,),) = own_tool("genai", [graft.source.path], [PROMPT], 30)
+    with TopWModel.from_pretrained(graft.path) as model:
+        found = model.generate(PROMPT, max_new_tokens=30, temperature=0.0).token_ids
+    assert found == wanted[: len(found)]
+    assert len(found) == len(wanted) or found[-1] == 2  # the end of a sequence ends ours
+
+
+@pytest.mark.parametrize("name", ["genai-llama-tied", "mobius-cpu-mistral", "genai-gemma2"])
+def test_a_batch_and_pieces_of_a_prompt_draw_the_same_tokens(grafted: Callable, name: str) -> None:
+    """onnxruntime refuses several new tokens behind a past for a batch: the runtime takes the rows one by one."""
+    prompts = [[(7 * i + row) % 300 + 3 for i in range(2 * WINDOW + 5)] for row in range(3)]
+    setting = {"seed": [1, 2, 3], "lam": 0.5, "temperature": 1.5, "ignore_eos": True, "max_new_tokens": 12}
+    path = grafted(name).path
+    with TopWModel.from_pretrained(path) as whole, TopWModel.from_pretrained(path, prefill_chunk=7) as pieces:
+        wanted = [
+            whole.generate(prompt, **{**setting, "seed": seed}).token_ids
+            for prompt, seed in zip(prompts, setting["seed"], strict=True)
+        ]
+        assert [row.token_ids for row in whole.generate(prompts, **setting)] == wanted
+        assert [row.token_ids for row in pieces.generate(prompts, **setting)] == wanted
+
+
+def test_a_window_kept_alone_gets_a_buffer_of_its_size_for_short_requests(
+    grafted: Callable, torch_greedy: Callable
+) -> None:
+    """onnxruntime-genai's own loop refuses a max_length below the window in this graph."""
+    graft = grafted("genai-gemma2")
+    wanted = torch_greedy(graft.source.checkpoint, PROMPT, 3)
+    with TopWModel.from_pretrained(graft.path, max_length=8) as model:
+        assert model.generate(PROMPT, max_new_tokens=3, **GREEDY).token_ids == wanted
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_sequences_end_where_the_graph_does(grafted: Callable, name: str) -> None:
+    graft = grafted(name)
+    ignores_its_window = name in ("genai-mistral", "mobius-mistral")
+    length = described(graft.path).context_length
+    assert length == (WINDOW if ignores_its_window else CONTEXT)
+    notices = " ".join(graft.report.notices)
+    assert ("ignores the model's sliding window" in notices) is ignores_its_window
+    assert ("table of positions has 256 rows" in notices) is name.startswith("mobius-cpu")
+    assert ("leaves out the soft cap" in notices) is (name == "optimum-gemma2")
+    with TopWModel.from_pretrained(graft.path) as model:
+        assert len(model.generate(PROMPT, max_new_tokens=2 * CONTEXT, **GREEDY).token_ids) == length - len(PROMPT)
+
+
+def test_a_cache_in_mobiuss_static_layout_is_refused_by_name(folder: Callable, tmp_path: Path) -> None:
+    static = folder("mobius-static-llama-tied")
+    with pytest.raises(UnsupportedModelError, match="without --static-cache"):
+        export_model(ExportRequest(model=str(static.path), output=tmp_path / "out", tokenizer=static.checkpoint))

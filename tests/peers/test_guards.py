@@ -1,0 +1,41 @@
+"""What the graphs of others cannot do is an error that says so, never another text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from topw_deploy.errors import PromptError
+from topw_deploy.runtime import TopWModel
+
+from .models import CONTEXT, WINDOW
+
+IN_PLACE = ("genai-llama-tied", "genai-int4-llama-untied", "genai-gemma2", "mobius-cpu-mistral")
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_prompts_of_different_lengths_are_refused(grafted: Callable, name: str) -> None:
+    with (
+        TopWModel.from_pretrained(grafted(name).path) as model,
+        pytest.raises(PromptError, match=r"3, 5 tokens.*equal length"),
+    ):
+        model.generate([[5, 6, 7], [5, 6, 7, 8, 9]])
+
+
+@pytest.mark.parametrize("name", ["mobius-cpu-llama-tied", "genai-llama-tied"])
+def test_a_prompt_beyond_the_rotary_table_is_refused(grafted: Callable, name: str) -> None:
+    with (
+        TopWModel.from_pretrained(grafted(name).path) as model,
+        pytest.raises(PromptError, match=f"{CONTEXT + 1} tokens, the model's context holds {CONTEXT}"),
+    ):
+        model.generate([5] * (CONTEXT + 1))
+
+
+@pytest.mark.parametrize("name", ["genai-mistral", "mobius-mistral"])
+def test_a_prompt_past_a_window_that_the_graph_ignores_is_refused(grafted: Callable, name: str) -> None:
+    with (
+        TopWModel.from_pretrained(grafted(name).path) as model,
+        pytest.raises(PromptError, match=f"context holds {WINDOW}"),
+    ):
+        model.generate([5] * (WINDOW + 1))

@@ -1,0 +1,67 @@
+"""A graft that keeps `logits` still runs in its maker's own tool, and says there what it said before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from .models import DIM, HEADS, WINDOW
+
+PROMPTS = [[5, 9, 30, 44], [200, 6, 61, 7]]
+GENAI = (
+    "genai-llama-tied",
+    "genai-llama-untied",
+    "genai-int4-llama-tied",
+    "genai-int4-llama-untied",
+    "genai-fp16-llama-tied",
+    "genai-gemma2",
+    "mobius-cpu-llama-tied",
+    "mobius-cpu-mistral",
+)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_onnxruntime_genai_generates_the_same_tokens_as_before(
+    grafted: Callable, own_tool: Callable, rows: int
+) -> None:
+    grafts = [grafted(name) for name in GENAI]
+    folders = [path for graft in grafts for path in (graft.source.path, graft.path)]
+    answers = own_tool("genai", folders, PROMPTS[:rows], 2 * WINDOW)
+    for graft, before, after in zip(grafts, answers[::2], answers[1::2], strict=True):
+        assert after == before, graft.source.name
+        assert len(before) == rows
+
+
+def test_optimum_generates_the_same_tokens_as_before(grafted: Callable, own_tool: Callable) -> None:
+    grafts = [grafted(f"optimum-{model}") for model in ("llama-tied", "llama-untied", "mistral", "gpt2")]
+    folders = [path for graft in grafts for path in (graft.source.path, graft.path)]
+    answers = own_tool("optimum", folders, PROMPTS, 2 * WINDOW)
+    for graft, before, after in zip(grafts, answers[::2], answers[1::2], strict=True):
+        assert after == before, graft.source.name
+
+
+@pytest.mark.parametrize("name", ["mobius-llama-tied", "mobius-llama-untied", "mobius-gemma3"])
+def test_onnxruntime_alone_gives_the_logits_it_gave_before(grafted: Callable, name: str) -> None:
+    """What mobius's own examples do: a session, fed by hand."""
+    graft = grafted(name)
+    ids = np.array(PROMPTS)
+    before, after = (logits(path, ids) for path in (graft.source.path, graft.path))
+    np.testing.assert_array_equal(after, before)
+
+
+def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
+    """All positions' logits of an empty cache, with nothing fed but a decoder's own inputs."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    session = ort.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    feeds["position_ids"] = np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy()
+    for value in session.get_inputs():
+        if value.name.startswith("past_key_values"):
+            feeds[value.name] = np.zeros((len(ids), HEADS, 0, DIM), np.float32)
+    (found,) = session.run(["logits"], feeds)
+    return np.asarray(found)
