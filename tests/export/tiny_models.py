@@ -42,13 +42,14 @@ _COMMON = {
     "pad_token_id": 0,
 }
 
+# Heads of 16 numbers may be turned inside GroupQueryAttention, heads of 8 may not.
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama_tied": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
-    "llama_untied": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**_COMMON),
+    "llama_untied": lambda: LlamaConfig(**_COMMON, head_dim=16, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**_COMMON, head_dim=16),
     "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
-    "phi3": lambda: Phi3Config(**_COMMON),
-    "mistral": lambda: MistralConfig(**_COMMON, sliding_window=WINDOW),
+    "phi3": lambda: Phi3Config(**_COMMON, head_dim=16),
+    "mistral": lambda: MistralConfig(**_COMMON, head_dim=16, sliding_window=WINDOW),
     "gemma2": lambda: Gemma2Config(
         **_COMMON, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0
     ),

@@ -39,7 +39,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     default=None,
     help="Type of weights and cache; int4, int8: of the weights alone.  [default: fp32]",
 )
-@click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23]")
+@click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23, 24 for tensorrt]")
 @click.option(
     "--kv",
     type=click.Choice(("static", "concat")),

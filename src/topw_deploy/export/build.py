@@ -67,7 +67,7 @@ def _decoder(source: Source, request: ExportRequest, progress: Progress, notices
         trust_remote_code=request.trust_remote_code,
         progress=progress,
         notices=notices,
-        kv=request.kv or "concat",
+        kv=request.kv,
         target=request.target or TARGETS[0],
     )
     if request.quantisation is not None:

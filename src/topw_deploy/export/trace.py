@@ -40,6 +40,7 @@ _HARMLESS = {
     "output_hidden_states",
     "output_router_logits",
 }
+_OPSET = 23  # has operators for norms and rotary embeddings; at 24 the tracer spells both out
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH, _PAST, _NEW = 2, 5, 3  # sizes of the sample inputs: any, but all different and above 1
 
@@ -54,8 +55,8 @@ class TracedDecoder:
     head_dim: tuple[int, ...]
 
 
-def trace(model: PreTrainedModel, opset: int = 23) -> TracedDecoder:
-    """Trace `model` (in evaluation mode, on the CPU) at ONNX opset `opset`.
+def trace(model: PreTrainedModel) -> TracedDecoder:
+    """Trace `model` (in evaluation mode, on the CPU) at ONNX opset 23.
 
     Raises UnsupportedModelError, naming the architecture, for layers that are not plain or sliding-window attention,
     for an architecture that does not use transformers' attention interface, and for one that cannot be traced.
@@ -64,7 +65,7 @@ def trace(model: PreTrainedModel, opset: int = 23) -> TracedDecoder:
     _check_layer_types(model, config)
     with shapes_only(model) as shapes, _marked(model):
         cache = _filled_cache(model, config, shapes)
-        traced = _export(model, cache, opset)
+        traced = _export(model, cache)
     heads = tuple(layer.keys.shape[1] for layer in cache.layers)
     dims = tuple(layer.keys.shape[3] for layer in cache.layers)
     traced = _with_weights(model, traced, shapes)
@@ -140,7 +141,7 @@ def _filled_cache(model: PreTrainedModel, config: Any, shapes: ShapesOnly) -> Dy
     return cache
 
 
-def _export(model: PreTrainedModel, cache: DynamicCache, opset: int) -> ir.Model:
+def _export(model: PreTrainedModel, cache: DynamicCache) -> ir.Model:
     auto = torch.export.Dim.AUTO
     inputs = {
         "input_ids": torch.ones(_BATCH, _NEW, dtype=torch.int64),
@@ -155,7 +156,7 @@ def _export(model: PreTrainedModel, cache: DynamicCache, opset: int) -> ir.Model
     }
     try:
         with _silence():
-            config = OnnxConfig(dynamic_shapes=dynamic_shapes, opset_version=opset, optimize=False)
+            config = OnnxConfig(dynamic_shapes=dynamic_shapes, opset_version=_OPSET, optimize=False)
             return OnnxExporter().export(model, inputs, config).program
     except Exception as error:
         raise _refusal_behind(error) or _untraceable(model, error) from error

@@ -64,11 +64,13 @@ def traced_decoder(
             "proportion to its length times the experts' size: expect that only short prompts fit"
         )
     progress("Tracing")
-    traced = trace(model, opset)
+    traced = trace(model)
     lowered = lower(traced, kv=kv, target=target, context_length=context_length(model.config))
     progress(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)
+    # Traced at 23, where norms and rotary embeddings stay whole operators; 24 takes all of them as they are.
+    traced.model.opset_imports[""] = max(opset, traced.model.opset_imports[""])
     traced.model.ir_version = max(traced.model.ir_version, _IR_VERSION)
     info = DecoderInfo(
         model_type=model.config.model_type,
