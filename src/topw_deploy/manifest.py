@@ -58,6 +58,7 @@ class DecoderInfo:
     buffer_step: 0 if a step's cost does not depend on the buffer's length; otherwise the runtime keeps the buffer just
     above what is needed, at a multiple of this. buffer_least: fewest tokens that a buffer must hold, 0 for any: an
     operator that keeps a sliding window in it refuses a shorter one. weights: bytes of initializers by element type.
+    quantisation: how this package quantised the weights (export.quantise.Quantisation's fields), {} if it did not.
     """
 
     model_type: str
@@ -75,6 +76,7 @@ class DecoderInfo:
     buffer_least: int = 0
     target: str = "onnxruntime"  # one of TARGETS
     weights: dict[str, int] = field(default_factory=dict)
+    quantisation: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +199,15 @@ def check_hashes(folder: str | Path, manifest: Manifest) -> None:
             )
 
 
-def describe_files(folder: str | Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Hash and size of each named file of `folder`, for a new manifest."""
-    folder = Path(folder)
-    return {name: FileEntry(sha256_of(folder / name), (folder / name).stat().st_size) for name in sorted(names)}
+def describe_files(
+    folder: str | Path, names: Iterable[str], known: dict[str, str] | None = None
+) -> dict[str, FileEntry]:
+    """Hash and size of each named file of `folder`, for a new manifest. known: hashes that need not be taken again."""
+    folder, known = Path(folder), known or {}
+    return {
+        name: FileEntry(known.get(name) or sha256_of(folder / name), (folder / name).stat().st_size)
+        for name in sorted(names)
+    }
 
 
 def save_manifest(folder: str | Path, manifest: Manifest) -> None:

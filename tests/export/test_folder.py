@@ -78,7 +78,7 @@ def test_a_rename_that_fails_brings_the_earlier_export_back(tmp_path: Path, monk
     rename = Path.rename
 
     def failing(self: Path, target: Path) -> Path:
-        if ".topw-partial-" in self.name:
+        if ".topw-partial-" in str(self.parent):
             raise OSError(errno.EIO, "Input/output error")
         return rename(self, target)
 
@@ -221,7 +221,7 @@ def test_a_mounted_folder_is_written_from_inside(tmp_path: Path, monkeypatch: py
     out.mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
     with StagedFolder(out) as staged:
-        assert staged.path.parent == out
+        assert staged.path.parent.parent == out
         (staged.path / MANIFEST_NAME).write_text("x")
         staged.commit()
     assert [path.name for path in out.iterdir()] == [MANIFEST_NAME]

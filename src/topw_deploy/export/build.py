@@ -15,6 +15,7 @@ from topw_deploy.export.progress import Bar, Progress
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, ExportRequest
 from topw_deploy.export.source import Source
+from topw_deploy.export.stages import Stages
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.weights import tidy
 from topw_deploy.manifest import TARGETS
@@ -29,27 +30,32 @@ class Built:
     notices: list[str] = field(default_factory=list)
 
 
-def build(request: ExportRequest, source: Source, progress: Progress, bar: Bar) -> Built:
+def build(request: ExportRequest, source: Source, progress: Progress, bar: Bar, stages: Stages | None = None) -> Built:
     """Trace or read the decoder of `source`, set the sampler onto it, tidy what was traced here.
 
+    stages: what an interrupted export may have finished of it.
     Raises UnsupportedModelError and SourceError for what cannot be exported, ParameterError for what was asked of an
     ONNX decoder that exists already.
     """
     notices: list[str] = []
-    decoder = _decoder(source, request, progress, notices)
+    decoder = _decoder(source, request, progress, notices, stages)
     progress(f"Grafting the sampler (top_m {request.options.top_m}, metric {request.options.metric})")
     measure = measure_for(request.neighbour_bound, request.dry_run, progress, bar)
+    if stages is not None and request.neighbour_bound:
+        measure = stages.measured(measure)
     spec = graft(decoder, request.graft, measure)
     if not decoder.foreign:
         tidy(decoder.model, _table(decoder))
     return Built(decoder, spec, notices)
 
 
-def _decoder(source: Source, request: ExportRequest, progress: Progress, notices: list[str]) -> Decoder:
+def _decoder(
+    source: Source, request: ExportRequest, progress: Progress, notices: list[str], stages: Stages | None
+) -> Decoder:
     if source.onnx is not None:
         from topw_deploy.export.decoder_onnx import load_decoder
 
-        for name in ("dtype", "opset", "kv", "target", "num_hidden_layers"):
+        for name in ("dtype", "opset", "kv", "target", "num_hidden_layers", "max_shard_size"):
             if getattr(request, name) is not None:
                 raise ParameterError(
                     f"{name} is {getattr(request, name)!r}, but {source.onnx.name} is an ONNX decoder that exists "
@@ -69,11 +75,13 @@ def _decoder(source: Source, request: ExportRequest, progress: Progress, notices
         notices=notices,
         kv=request.kv,
         target=request.target or TARGETS[0],
+        stages=stages,
     )
     if request.quantisation is not None:
         progress(f"Replacing products and embedding by {request.quantisation.dtype}")
         notices += quantise(decoder.model, request.quantisation)
-        decoder.info = replace(decoder.info, weights_dtype=request.quantisation.dtype)
+        chosen = request.quantisation
+        decoder.info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict())
     return decoder
 
 

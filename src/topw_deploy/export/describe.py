@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from pathlib import Path
 
-import topw_deploy
 from topw_deploy.export.build import Built
+from topw_deploy.export.libraries import library_versions
 from topw_deploy.export.request import ExportReport, ExportRequest
 from topw_deploy.export.source import Source
 from topw_deploy.export.weights import weight_bytes
 from topw_deploy.manifest import Manifest, SamplerInfo, TensorSpec, Verification, describe_files
 
-_LIBRARIES = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 
-
-def manifest_of(built: Built, request: ExportRequest, source: Source, folder: Path) -> Manifest:
-    """The manifest of what lies in `folder`, its verification still to come."""
+def manifest_of(
+    built: Built, request: ExportRequest, source: Source, folder: Path, known: dict[str, str] | None = None
+) -> Manifest:
+    """The manifest of what lies in `folder`, its verification still to come. known: SHA-256 by name, of files whose
+    hash was taken as they were written."""
     decoder, spec = built.decoder, built.spec
     graph = decoder.model.graph
     inputs, outputs = tensor_specs(graph.inputs), tensor_specs(graph.outputs)
@@ -40,7 +40,7 @@ def manifest_of(built: Built, request: ExportRequest, source: Source, folder: Pa
         defaults=request.defaults,
         decoder=decoder.info,
         verification=Verification(status="provisional"),
-        files=describe_files(folder, [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()]),
+        files=describe_files(folder, [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()], known),
     )
 
 
@@ -48,12 +48,12 @@ def report_of(
     built: Built,
     request: ExportRequest,
     started: float,
-    folder: Path | None = None,
+    sizes: dict[str, int],
+    memory: dict[str, int],
     verification: Verification | None = None,
 ) -> ExportReport:
-    """The report on what lies in `folder`, or (None) on what would be written."""
+    """The report on what was written, or would be. sizes: file -> bytes. memory: stage -> bytes."""
     graph = built.decoder.model.graph
-    files = [f for f in folder.rglob("*") if f.is_file()] if folder is not None else []
     return ExportReport(
         output=Path(request.output),
         dry_run=request.dry_run,
@@ -62,12 +62,19 @@ def report_of(
         outputs=tensor_specs(graph.outputs),
         nodes=len(graph),
         weight_bytes=weight_bytes(built.decoder.model),
-        file_bytes=sum(f.stat().st_size for f in files) or weight_bytes(built.decoder.model),
-        files=tuple(sorted(str(f.relative_to(folder)) for f in files)) if folder is not None else (),
+        file_bytes=sum(sizes.values()),
+        files=() if request.dry_run else tuple(sorted(sizes)),
         seconds=time.monotonic() - started,
         verification=verification or Verification(status="skipped"),
         notices=tuple(built.notices),
+        sizes=sizes,
+        memory=memory,
     )
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """Name -> bytes of every file in `folder`."""
+    return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
 
 
 def tensor_specs(values: object) -> tuple[TensorSpec, ...]:
@@ -77,14 +84,3 @@ def tensor_specs(values: object) -> tuple[TensorSpec, ...]:
         shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
         specs.append(TensorSpec(value.name, value.dtype.name.lower(), shape))
     return tuple(specs)
-
-
-def library_versions() -> dict[str, str]:
-    """This package's version and those of the libraries an export depends on, as far as installed."""
-    versions = {"topw_deploy": topw_deploy.__version__}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -1,7 +1,8 @@
 """Writing a folder so that it is there whole or not at all.
 
 Everything is written into a hidden sibling of OUT and renamed at the very end. Whatever happens before (an error, an
-interrupt, a kill), OUT is what it was.
+interrupt, a kill), OUT is what it was. The hidden folder is locked by the process that writes it; one that nobody holds
+was left by a process that died, and is removed by the next export to OUT, or gone on with.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -20,42 +22,73 @@ from typing import Any, Self
 from topw_deploy.errors import ExportError
 from topw_deploy.manifest import MANIFEST_NAME
 
+_locks: Any
+try:
+    import fcntl as _locks
+except ImportError:  # no such locks on Windows: what a killed export leaves stays there
+    _locks = None
+
 Progress = Callable[[int], object]
 
-_SPARE = 16 << 20  # bytes left free beside what is written
+SPARE = 16 << 20
+"""Bytes left free beside what is written."""
 _PARTIAL = ".topw-partial-"  # in the names of folders that are being written
+_LOCK = "lock"
+_UNLOCKED_FOR = 3600  # seconds after which a folder without a lock, of an older version, counts as left behind
 _COPY_PART = 64 << 20
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # another device, or a file system without links
+_INTERRUPTIONS = (KeyboardInterrupt, SystemExit, OSError, MemoryError, ExportError)
 
 
 class StagedFolder:
     """A context manager: write into `.path`, then call `commit()`; leaving without it removes what was written.
 
     output: the folder to make. overwrite: replace an earlier export there, at the end. keep_failed: rename what was
-    written to `OUT.failed` instead of removing it.
+    written to `OUT.failed` instead of removing it. resume: go on in the hidden folder that an interrupted export left,
+    if there is one, and leave it there if this one is interrupted.
+    `.workshop`: the hidden folder around `.path`, for notes on the work; it never gets to OUT.
     Raises ExportError on entering if OUT is not free or cannot be written.
     """
 
-    def __init__(self, output: Path, *, overwrite: bool = False, keep_failed: bool = False) -> None:
+    def __init__(
+        self, output: Path, *, overwrite: bool = False, keep_failed: bool = False, resume: bool = False
+    ) -> None:
         self.output = Path(os.path.abspath(output))
         self.kept: Path | None = None
-        self._overwrite, self._keep_failed = overwrite, keep_failed
+        self._overwrite, self._keep_failed, self._resume = overwrite, keep_failed, resume
         self._committed = False
+        self._lock: int | None = None
         self._old_handler: Any = None
 
     def __enter__(self) -> Self:
         check_free(self.output, self._overwrite)
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            # beside OUT; inside it where a rename could not get there from beside
-            place = self.output if os.path.ismount(self.output) else self.output.parent
-            self.path = Path(tempfile.mkdtemp(prefix=f".{self.output.name}{_PARTIAL}", dir=place))
+            self.workshop = self._taken_over() or self._made()
+            self.path = self.workshop / self.output.name
+            self.path.mkdir(exist_ok=True)
             self.path.chmod(0o755)
         except OSError as error:
             raise write_error(self.output, error) from error
         if threading.current_thread() is threading.main_thread():
             self._old_handler = signal.signal(signal.SIGTERM, _terminate)
         return self
+
+    def _made(self) -> Path:
+        made = Path(tempfile.mkdtemp(prefix=f".{self.output.name}{_PARTIAL}", dir=_place(self.output)))
+        self._lock = _lock(made)
+        return made
+
+    def _taken_over(self) -> Path | None:
+        """The newest folder that an interrupted export to OUT left, if this one is to go on; all others are removed."""
+        found: Path | None = None
+        for workshop, lock in _left_behind(self.output):
+            if self._resume and found is None:
+                found, self._lock = workshop, lock
+            else:
+                shutil.rmtree(workshop, ignore_errors=True)
+                _unlock(lock)
+        return found
 
     def commit(self) -> None:
         """Flush everything to disk and put the folder in OUT's place in one rename; an empty folder that is there
@@ -77,15 +110,55 @@ class StagedFolder:
     ) -> None:
         if self._old_handler is not None:
             signal.signal(signal.SIGTERM, self._old_handler)
-        if self._committed:
-            return
-        if self._keep_failed and isinstance(error, Exception):
-            self.kept = _free_name(self.output)
-            shutil.move(self.path, self.kept)
-        else:
-            shutil.rmtree(self.path, ignore_errors=True)
+        stays = self._resume and not self._committed and isinstance(error, _INTERRUPTIONS)
+        if not stays:
+            if self._keep_failed and not self._committed and isinstance(error, Exception):
+                self.kept = _free_name(self.output)
+                shutil.move(self.path, self.kept)
+            shutil.rmtree(self.workshop, ignore_errors=True)
+        _unlock(self._lock)
         if isinstance(error, OSError):
-            raise write_error(self.output, error) from error
+            raise write_error(self.output, error, stays) from error
+
+
+def _place(output: Path) -> Path:
+    """Where hidden folders of `output` are: beside it, or inside where a rename could not get there from beside."""
+    return output if os.path.ismount(output) else output.parent
+
+
+def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
+    """Hidden folders of `output` whose process is gone, newest first, each locked for the caller."""
+    prefix = f".{output.name}{_PARTIAL}"
+    found = [path for path in _place(output).iterdir() if path.name.startswith(prefix) and path.is_dir()]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        if _locks is None:
+            return
+        if not (path / _LOCK).exists():
+            if time.time() - path.stat().st_mtime > _UNLOCKED_FOR:
+                yield path, None
+            continue
+        try:
+            yield path, _lock(path)
+        except BlockingIOError:  # somebody is at work there
+            continue
+
+
+def _lock(workshop: Path) -> int | None:
+    """Hold the lock of `workshop` until this process ends, however it does; BlockingIOError if another one does."""
+    if _locks is None:
+        return None
+    handle = os.open(workshop / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        _locks.flock(handle, _locks.LOCK_EX | _locks.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _unlock(handle: int | None) -> None:
+    if handle is not None:
+        os.close(handle)
 
 
 def check_free(output: Path, overwrite: bool) -> None:
@@ -127,10 +200,10 @@ def _is_taken(output: Path) -> bool:
 def require_space(folder: Path, needed: int) -> None:
     """Raises ExportError if the disk of `folder` has fewer than `needed` bytes (and a little) free."""
     free = shutil.disk_usage(folder).free
-    if free < needed + _SPARE:
+    if free < needed + SPARE:
         raise ExportError(
             f"the disk of {folder} has {free / 1e9:.2f} GB free, but the export needs "
-            f"{(needed + _SPARE) / 1e9:.2f} GB; make room or choose another output."
+            f"{(needed + SPARE) / 1e9:.2f} GB; make room or choose another output."
         )
 
 
@@ -185,13 +258,15 @@ def linkable(source: Path, folder: Path) -> bool:
     return source.resolve().stat().st_dev == folder.stat().st_dev
 
 
-def write_error(output: Path, error: OSError) -> ExportError:
-    """The user's words for an operating system error while writing `output`."""
-    if error.errno == errno.ENOSPC:
-        return ExportError(f"the disk is full while writing {output}; nothing was kept, make room and export again.")
+def write_error(output: Path, error: OSError, stays: bool = False) -> ExportError:
+    """The user's words for an operating system error while writing `output`; `stays`: what is written is kept."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        rest = "make room and export again with --resume" if stays else "nothing was kept, make room and export again"
+        return ExportError(f"the disk is full while writing {output}; {rest}.")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return ExportError(f"{output} cannot be written ({error.strerror}); choose a folder you may write to.")
-    return ExportError(f"writing {output} failed ({error.strerror or error}); nothing was kept, export again.")
+    rest = "export again with --resume" if stays else "nothing was kept, export again"
+    return ExportError(f"writing {output} failed ({error.strerror or error}); {rest}.")
 
 
 def _replace(staged: Path, output: Path) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from topw_deploy.errors import ExportError
 from topw_deploy.export.build import Built, build
 from topw_deploy.export.configuration import bring_genai_configuration, write_configuration
-from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.describe import manifest_of, report_of
-from topw_deploy.export.folder import StagedFolder, bring, check_free, linkable, require_space
+from topw_deploy.export.describe import manifest_of, report_of, sizes_in
+from topw_deploy.export.folder import StagedFolder, bring, check_free, require_space
+from topw_deploy.export.journal import Journal
+from topw_deploy.export.memory import StageMemory
+from topw_deploy.export.plan import brought_files, plan_of
 from topw_deploy.export.progress import Bar, Progress, no_bar
 from topw_deploy.export.request import ExportReport, ExportRequest
 from topw_deploy.export.source import Source, resolve
+from topw_deploy.export.stages import Stages
+from topw_deploy.export.stamp import stamp_of_source
 from topw_deploy.export.tokenizer_files import bring_tokenizer, check_tokenizer
-from topw_deploy.export.weights import external_files, weight_bytes, write_model
-from topw_deploy.manifest import Manifest, Verification, save_manifest
+from topw_deploy.export.weights import write_model
+from topw_deploy.manifest import MANIFEST_NAME, Manifest, Verification, save_manifest
 
 
 def export_model(request: ExportRequest, progress: Progress = lambda _line: None, bar: Bar = no_bar) -> ExportReport:
@@ -40,17 +45,47 @@ def export_model(request: ExportRequest, progress: Progress = lambda _line: None
     )
     tokenizer_folder = request.tokenizer or source.folder
     check_tokenizer(tokenizer_folder)
-    built = build(request, source, progress, bar)
+    memory = StageMemory()
     if request.dry_run:
-        return report_of(built, request, started)
-    with StagedFolder(request.output, overwrite=request.overwrite, keep_failed=request.keep_failed) as staged:
-        require_space(staged.path.parent, _space_needed(built.decoder, source, staged.path, request.hard_link))
-        manifest = _write(built, request, source, tokenizer_folder, staged.path, progress, bar)
-        verification = _verify(built, request, source, staged.path, progress)
+        return _dry_run(request, source, tokenizer_folder, started, memory, progress, bar)
+    with StagedFolder(
+        request.output, overwrite=request.overwrite, keep_failed=request.keep_failed, resume=request.resume
+    ) as staged:
+        stages = Stages(Journal(staged.workshop, progress), request, stamp_of_source(source, _data_files(source)))
+        with memory.stage("graph"):
+            built = build(request, source, progress, bar, stages)
+        with memory.stage("writing"):
+            manifest = _write(built, request, source, tokenizer_folder, staged.path, stages, progress, bar)
+        verification = _verify(built, request, source, manifest, staged.path, stages, memory, progress)
         save_manifest(staged.path, replace(manifest, decoder=built.decoder.info, verification=verification))
-        report = report_of(built, request, started, staged.path, verification)
+        report = report_of(built, request, started, sizes_in(staged.path), memory.peaks, verification)
+        progress(f"Moving it to {request.output}")
         staged.commit()
     return report
+
+
+def _dry_run(
+    request: ExportRequest,
+    source: Source,
+    tokenizer_folder: Path,
+    started: float,
+    memory: StageMemory,
+    progress: Progress,
+    bar: Bar,
+) -> ExportReport:
+    """The report on an export that is not made: its graph is, so that what follows can be foreseen."""
+    with memory.stage("graph"):
+        built = build(request, source, progress, bar)
+    plan = plan_of(built, source, tokenizer_folder, Path(request.output), request)
+    return report_of(built, request, started, plan.files, {**memory.peaks, **plan.memory})
+
+
+def _data_files(source: Source) -> list[Path]:
+    """The data files of an ONNX decoder."""
+    if source.onnx is None:
+        return []
+    names = source.onnx.name
+    return [path for path in source.onnx.parent.iterdir() if path.is_file() and path.name != names]
 
 
 def _write(
@@ -59,52 +94,65 @@ def _write(
     source: Source,
     tokenizer_folder: Path,
     folder: Path,
+    stages: Stages,
     progress: Progress,
     bar: Bar,
 ) -> Manifest:
     """All files of the export, under a provisional manifest, which does not load."""
-    size = weight_bytes(built.decoder.model)
-    progress(f"Writing {size / 1e6:.1f} MB of weights")
-    with bar(size, "B") as advance:
-        _write_graph(built.decoder, source, folder, request.hard_link, advance)
-    built.notices += bring_tokenizer(tokenizer_folder, folder, trust_remote_code=request.trust_remote_code)
+    plan = plan_of(built, source, tokenizer_folder, folder, request)
+    there = sum(min(size, plan.files.get(name, 0)) for name, size in sizes_in(folder).items())
+    require_space(folder.parent, plan.needed - there)
+    log = stages.log()
+    progress(f"Writing {plan.data / 1e6:.1f} MB of weights")
+    with bar(plan.data, "B") as advance:
+        _bring_data(built, source, folder, request.hard_link, stages, advance)
+        try:
+            write_model(built.decoder.model, folder, advance, plan.slots, log)
+        except (MemoryError, ValueError) as error:
+            raise ExportError(f"the graph cannot be written ({error}); report this model.") from error
+    progress("Bringing tokenizer and configuration")
+    built.notices += stages.small_files(
+        tokenizer_folder,
+        folder,
+        lambda: bring_tokenizer(tokenizer_folder, folder, trust_remote_code=request.trust_remote_code),
+    )
     write_configuration(source, tokenizer_folder, folder, request.num_hidden_layers)
     built.notices += bring_genai_configuration(source, folder, request.with_logits)
-    manifest = manifest_of(built, request, source, folder)
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    manifest = manifest_of(built, request, source, folder, log.hashes)
     save_manifest(folder, manifest)
     return manifest
 
 
-def _write_graph(
-    decoder: Decoder, source: Source, folder: Path, hard_link: bool, advance: Callable[[int], object]
+def _bring_data(
+    built: Built, source: Source, folder: Path, hard_link: bool, stages: Stages, advance: Callable[[int], object]
 ) -> None:
-    """model.onnx, and every data file that its weights lie in already."""
-    if source.onnx is not None:
-        for location in external_files(decoder.model):
-            bring(source.onnx.parent / location, folder / location, hard_link=hard_link, progress=advance)
-    try:
-        write_model(decoder.model, folder, advance)
-    except (MemoryError, ValueError) as error:
-        raise ExportError(f"the graph cannot be written ({error}); report this model.") from error
+    """Every data file that the graph's weights lie in already."""
+    for location, path in brought_files(built, source).items():
+        target = folder / location
+        if not stages.copied(path, target, partial(bring, path, target, hard_link=hard_link, progress=advance)):
+            advance(target.stat().st_size)
 
 
-def _space_needed(decoder: Decoder, source: Source, folder: Path, hard_link: bool) -> int:
-    inside = weight_bytes(decoder.model)
-    if source.onnx is None or not hard_link:
-        return inside
-    outside = [source.onnx.parent / location for location in external_files(decoder.model)]
-    linked = sum(path.resolve().stat().st_size for path in outside if linkable(path, folder))
-    return max(inside - linked, 0)
-
-
-def _verify(built: Built, request: ExportRequest, source: Source, folder: Path, progress: Progress) -> Verification:
+def _verify(
+    built: Built,
+    request: ExportRequest,
+    source: Source,
+    manifest: Manifest,
+    folder: Path,
+    stages: Stages,
+    memory: StageMemory,
+    progress: Progress,
+) -> Verification:
     """Compare the written folder with its source; what it may not do is taken from the decoder's description."""
     verification, may_pad = Verification(status="skipped"), not built.decoder.foreign
     if request.verify:
         from topw_deploy.export.verification import verify_in_subprocess
 
         progress("Verifying")
-        verification, may_pad = verify_in_subprocess(folder, source, request, progress)
+        verification, may_pad = stages.verified(
+            manifest, lambda: verify_in_subprocess(folder, source, request, progress)
+        )
     if built.decoder.info.left_padding and not may_pad:
         built.decoder.info = replace(built.decoder.info, left_padding=False)
         why = "is wrong for rows padded on the left" if request.verify else "was not checked for left padding"

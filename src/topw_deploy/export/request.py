@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "flo
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
 KV_REQUESTS = ("static", "concat")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class ExportRequest:
     quantise.Quantisation; None for its defaults.
     options: baked into the sampler; defaults: parameters of a request that names none.
     neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
+    max_shard_size: bytes of a data file at most, or text such as "2GB" (10^9 each) or "2GiB"; None for one file.
+    resume: go on where an interrupted export of the same folder stopped, and can be gone on with itself.
     hard_link: share the data files of an ONNX decoder with its folder instead of copying them (see folder.bring).
     tokenizer: folder to take tokenizer and configuration from, for a model that comes without.
     Raises ParameterError for a dtype, opset, cache form, target or layer count out of range, for a combination that
@@ -58,7 +63,9 @@ class ExportRequest:
     neighbour_bound: bool = False
     num_hidden_layers: int | None = None
     tokenizer: Path | None = None
+    max_shard_size: int | str | None = None
     hard_link: bool = False
+    resume: bool = False
     dry_run: bool = False
     overwrite: bool = False
     verify: bool = True
@@ -84,11 +91,17 @@ class ExportRequest:
             raise ParameterError(f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.")
 
         check_bound(self.neighbour_bound, self.options)
+        _ = self.shard_bytes
         if self.quantisation is not None and self.target == "tensorrt":
             raise ParameterError(
                 f"dtype is {self.dtype}, but target tensorrt has no operator for quantised weights (MatMulNBits); "
                 "export as fp16 or fp32."
             )
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """max_shard_size in bytes. Raises ParameterError for what is no size."""
+        return None if self.max_shard_size is None else parse_size(self.max_shard_size)
 
     @property
     def quantisation(self) -> Quantisation | None:
@@ -121,6 +134,17 @@ class ExportRequest:
         )
 
 
+def parse_size(size: int | str) -> int:
+    """Bytes of `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30) and the like, or of a number. ParameterError for others."""
+    match = _SIZE.fullmatch(str(size).strip())
+    found = 0 if match is None else round(float(match[1]) * _UNITS[match[2].upper()])
+    if found < 1:
+        raise ParameterError(
+            f"the size is {size!r}, but must be a number of bytes above 0, or like 500MB, 2GB or 2GiB."
+        )
+    return found
+
+
 def check_bound(wanted: bool, options: TopWOptions) -> None:
     """Raises ParameterError for a neighbour bound under the uniform metric, whose distances are all 1."""
     if wanted and options.metric == "uniform":
@@ -141,7 +165,11 @@ def with_preset(
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What was written, or would be (`dry_run`). Sizes in bytes; `notices`: what the user should know."""
+    """What was written, or would be (`dry_run`). Sizes in bytes; `notices`: what the user should know.
+
+    sizes: file -> bytes. memory: stage -> most bytes resident while it ran, measured, or in a dry run foreseen; the
+    stages are graph (until the graph is finished), writing and, in a process of its own, verification.
+    """
 
     output: Path
     dry_run: bool
@@ -155,3 +183,5 @@ class ExportReport:
     seconds: float
     verification: Verification
     notices: tuple[str, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)

@@ -10,11 +10,12 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, VerificationError
-from topw_deploy.export.describe import library_versions, tensor_specs
+from topw_deploy.export.describe import tensor_specs
 from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.embedding_table import embeddings_of_file, embeddings_of_folder
 from topw_deploy.export.folder import StagedFolder, check_free, require_space
 from topw_deploy.export.graft import add_sampler_node, install_function, sampler_inputs
+from topw_deploy.export.libraries import library_versions
 from topw_deploy.export.neighbour_bound import Measure, measure_for, no_bound
 from topw_deploy.export.progress import Bar, Progress, no_bar
 from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, check_bound

@@ -39,10 +39,7 @@ class ShapesOnly:
             weight = self.weights.get(name)
             if weight is None or weight.shape != fake.shape or weight.dtype != fake.dtype:
                 raise ValueError(f"the weight {name} of the graph is no parameter of the model")
-            if isinstance(weight, UnreadTensor):
-                value.const_value = _lazy(weight, name)
-            else:
-                value.const_value = tensor_adapters.TorchTensor(weight, name=name)
+            value.const_value = weight_tensor(weight, name)
 
 
 @contextlib.contextmanager
@@ -71,6 +68,13 @@ def _replace(model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) 
     for name, parameter in parameters.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def weight_tensor(parameter: torch.Tensor, name: str) -> ir.TensorProtocol:
+    """The parameter as an initializer: read when it is asked for, if it is not read yet."""
+    if isinstance(parameter, UnreadTensor):
+        return _lazy(parameter, name)
+    return tensor_adapters.TorchTensor(parameter.detach(), name=name)
 
 
 def _lazy(weight: UnreadTensor, name: str) -> LazyWeight:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from topw_deploy.errors import TokenizerError
 
-_COPIED = (
+COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
 )
+"""Files that are brought along as they are."""
 _CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -49,7 +50,7 @@ def bring_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = Fal
     """
     notices = []
     if (folder / "tokenizer.json").is_file():
-        for name in _COPIED:
+        for name in COPIED:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, output / name)
     else:

@@ -9,11 +9,13 @@ from transformers import PreTrainedModel
 
 from topw_deploy.export.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
 from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.kept_trace import load_trace, save_trace
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.progress import Progress
 from topw_deploy.export.source import Source
+from topw_deploy.export.stages import Stages
 from topw_deploy.export.streamed import streamed
-from topw_deploy.export.trace import has_experts, trace
+from topw_deploy.export.trace import TracedDecoder, has_experts, trace
 from topw_deploy.manifest import DecoderInfo
 
 _IR_VERSION = 11  # the first that knows opset 23
@@ -36,8 +38,12 @@ def traced_decoder(
     notices: list[str],
     kv: str | None = None,
     target: str = "onnxruntime",
+    stages: Stages | None = None,
 ) -> Decoder:
-    """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know."""
+    """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know.
+
+    stages: where the traced graph of an interrupted export may lie, and this one's is kept.
+    """
     progress(f"Loading {source.id} in {dtype}")
     model, read_whole = load_unread(
         source.folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code
@@ -48,7 +54,7 @@ def traced_decoder(
         )
     if dtype == "float16":
         progress("Checking activations for float16 overflow")
-        notices.append(_overflow_notice(model, source.folder))
+        notices.append(_overflow_notice(model, source.folder, stages))
     if dtype == "bfloat16":
         notices.append(
             "bfloat16 graphs cannot run on a CPU: use --dtype fp32 there; its decoder was not run to verify it"
@@ -63,8 +69,7 @@ def traced_decoder(
             "this mixture of experts copies each token's experts to multiply with them, so a prompt takes memory in "
             "proportion to its length times the experts' size: expect that only short prompts fit"
         )
-    progress("Tracing")
-    traced = trace(model)
+    traced = _traced(model, opset, progress, stages)
     lowered = lower(traced, kv=kv, target=target, context_length=context_length(model.config))
     progress(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
@@ -90,9 +95,27 @@ def traced_decoder(
     return Decoder(traced.model, info, foreign=False)
 
 
-def _overflow_notice(model: PreTrainedModel, folder: Path) -> str:
-    with streamed(model):
-        found = overflowing_modules(model, sample_batches(model, folder))
+def _traced(model: PreTrainedModel, opset: int, progress: Progress, stages: Stages | None) -> TracedDecoder:
+    found = None if stages is None else load_trace(model, stages.journal, stages.trace)
+    if found is not None:
+        return found
+    progress("Tracing")
+    traced = trace(model)
+    if stages is not None:
+        save_trace(traced, model, stages.journal, stages.trace)
+    return traced
+
+
+def _overflow_notice(model: PreTrainedModel, folder: Path, stages: Stages | None) -> str:
+    stage = "overflow check"
+    noted = None if stages is None else stages.journal.find(stage, stages.trace)
+    if noted is None:
+        with streamed(model):
+            found = overflowing_modules(model, sample_batches(model, folder))
+        if stages is not None:
+            stages.journal.done(stage, stages.trace, found=found)
+    else:
+        found = noted["found"]
     if not found:
         return "no activation left float16's range on the sample text"
     return (

@@ -1,0 +1,78 @@
+"""What an export will take, from the finished graph and without its weights: bytes on the disk, bytes of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from topw_deploy.export.build import Built
+from topw_deploy.export.data_files import Slot
+from topw_deploy.export.folder import linkable
+from topw_deploy.export.lazy_weight import PART, LazyWeight
+from topw_deploy.export.memory import resident_bytes
+from topw_deploy.export.request import ExportRequest
+from topw_deploy.export.source import Source
+from topw_deploy.export.tokenizer_files import COPIED
+from topw_deploy.export.weights import MODEL_FILE, data_slots, external_files, written_sizes
+
+_MANIFEST = 16 << 10  # bytes of the manifest and the configuration files, about
+
+
+@dataclass(frozen=True)
+class Plan:
+    """files: name -> bytes of all that OUT will hold, but for a few small ones. shared: bytes of them that need no
+    space, being hard links. slots: where the weights that are written here will lie.
+    memory: stage -> most bytes resident."""
+
+    files: dict[str, int]
+    shared: int
+    slots: list[Slot]
+    memory: dict[str, int]
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the disk must have free before the first one is written."""
+        return sum(self.files.values()) - self.shared + _MANIFEST
+
+    @property
+    def data(self) -> int:
+        """Bytes of weights that are copied or written, as a bar counts them."""
+        return sum(size for name, size in self.files.items() if name != MODEL_FILE)
+
+
+def plan_of(built: Built, source: Source, tokenizer_folder: Path, folder: Path, request: ExportRequest) -> Plan:
+    """The plan of writing `built` into `folder` (which need not exist yet)."""
+    model = built.decoder.model
+    slots = data_slots(model, request.shard_bytes)
+    files = written_sizes(model, slots)
+    shared = 0
+    for location, path in brought_files(built, source).items():
+        files[location] = path.resolve().stat().st_size
+        if request.hard_link and linkable(path, _existing(folder)):
+            shared += files[location]
+    for name in COPIED:
+        if (tokenizer_folder / name).is_file():
+            files[name] = (tokenizer_folder / name).stat().st_size
+    writing = resident_bytes() + max((_in_memory(slot.tensor) for slot in slots), default=files[MODEL_FILE])
+    return Plan(files, shared, slots, {"writing": writing})
+
+
+def brought_files(built: Built, source: Source) -> dict[str, Path]:
+    """Data files of an ONNX decoder that come along: as its graph names them -> where they are."""
+    if source.onnx is None:
+        return {}
+    return {location: source.onnx.parent / location for location in external_files(built.decoder.model)}
+
+
+def _in_memory(tensor: ir.TensorProtocol) -> int:
+    """Most bytes that writing `tensor` holds at a time: what it reads, that converted, and the part on its way out."""
+    nbytes = int(tensor.nbytes)
+    if isinstance(tensor, LazyWeight) and tensor.read is not None:
+        return nbytes + 2 * min(nbytes, PART)
+    return 3 * nbytes if isinstance(tensor, ir.LazyTensor) else nbytes
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
