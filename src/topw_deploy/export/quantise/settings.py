@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from topw_deploy.errors import ParameterError
 
@@ -59,6 +60,14 @@ class Quantisation:
     def dtype(self) -> str:
         """`int4` or `int8`."""
         return f"int{self.bits}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the manifest holds; `from_dict` undoes it."""
+        return {**asdict(self), "symmetric": self.is_symmetric, "exclude": list(self.exclude)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        return cls(**{**data, "exclude": tuple(data["exclude"])})
 
     def excludes(self, *names: str | None) -> bool:
         """Whether a pattern names one of `names`."""

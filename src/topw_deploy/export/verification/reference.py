@@ -9,6 +9,7 @@ import numpy as np
 
 from topw_deploy.export.verification.probe import open_session
 from topw_deploy.manifest import DecoderInfo
+from topw_deploy.sampling import Geometry
 
 
 class Reference(Protocol):
@@ -29,13 +30,20 @@ class TorchReference:
         from topw_deploy.export.checkpoint import load_checkpoint
 
         model = load_checkpoint(folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code)
-        self._model = model.float()  # rounded to the exported type first, so the graph's weights are these
+        self.model = model.float()  # rounded to the exported type first, so the graph's weights are these
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         import torch
 
         with torch.no_grad():
-            return self._model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy()
+            return self.model(input_ids=torch.from_numpy(ids)[None]).logits[0].float().numpy()
+
+
+    def geometry(self, metric: str, vocab: int) -> Geometry:
+        """The token geometry over the model's own input embeddings."""
+        if metric == "uniform":
+            return Geometry.uniform()
+        return Geometry.from_embeddings(self.model.get_input_embeddings().weight[:vocab].detach().numpy(), metric)
 
 
 class MakersReference:

@@ -15,9 +15,13 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import TopWError
+from topw_deploy.export.quantise.settings import Quantisation
 from topw_deploy.export.verification.bound_check import bound_check
 from topw_deploy.export.verification.decoder_checks import decoder_checks
+from topw_deploy.export.verification.evaluation_text import evaluation_text
+from topw_deploy.export.verification.exact_products import exact_products
 from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
+from topw_deploy.export.verification.quantised_checks import quantised_checks
 from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
 from topw_deploy.export.verification.sampler_checks import graph_geometry, sampler_checks
 from topw_deploy.manifest import Check, Manifest, load_manifest
@@ -28,7 +32,7 @@ _TEXT = (
     "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "
     "and München lies south of Nürnberg. Return a list of the words in the string, using sep as the delimiter."
 )
-_TORCH_TYPES = {"float": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+_TORCH_TYPES = {"float": "float32", "float16": "float16", "bfloat16": "bfloat16", "int4": "float32", "int8": "float32"}
 _LONGEST = 64  # tokens of the longest sequence, or a few more where a sliding window must be passed
 _LONGEST_WINDOW = 512
 
@@ -48,9 +52,20 @@ def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
     """All checks that can be made here of the folder that `task` names (see parent.py for its keys)."""
     folder = Path(task["folder"])
     manifest = load_manifest(folder)
+    assert manifest.decoder is not None
+    reference = _reference(task, manifest)
+    if manifest.decoder.quantisation and isinstance(reference, TorchReference):
+        yield from _cost_of_quantisation(folder, manifest, reference)
+    with exact_products(folder, manifest) as compared:
+        yield from _checks(task, compared, manifest, reference)
+
+
+def _checks(
+    task: dict[str, Any], folder: Path, manifest: Manifest, reference: Reference | None
+) -> Iterator[Check | dict[str, str]]:
+    """The graph in `folder` against `reference`."""
     decoder = manifest.decoder
     assert decoder is not None
-    reference = _reference(task, manifest)
     sequences = _sequences(folder, manifest)
     geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
     runs_here = decoder.kv_dtype in ("float", "float16")
@@ -78,6 +93,29 @@ def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
         from topw_deploy.export.verification.generation_checks import generation_checks
 
         yield from generation_checks(folder, manifest, reference, geometry, sequences[-1])
+
+
+def _cost_of_quantisation(
+    folder: Path, manifest: Manifest, reference: TorchReference
+) -> Iterator[Check | dict[str, str]]:
+    """The graph as shipped beside the float model; then the weights of `reference` become those of the graph."""
+    from topw_deploy.export.verification.dequantised import dequantise_model
+
+    text = evaluation_text(folder, manifest)
+    if text is None:
+        yield _skip("perplexity", "there is no tokenizer.json")
+    else:
+        sampler = manifest.sampler
+        geometries = (
+            graph_geometry(folder, sampler.options, sampler.vocab_size),
+            reference.geometry(sampler.options.metric, sampler.vocab_size),
+        )
+        assert manifest.decoder is not None
+        probe = LogitsProbe(folder, manifest.decoder)
+        yield from quantised_checks(probe, reference.logits(text.ids), text, manifest, geometries)
+    assert manifest.decoder is not None
+    dequantise_model(reference.model, folder, Quantisation.from_dict(manifest.decoder.quantisation))
+    reference.name = "torch with the dequantised weights"
 
 
 def _native(

@@ -1,0 +1,61 @@
+"""The torch model with the weights that a quantised export holds: rounded by the same quantiser, and back in float32.
+
+A block lies within one output of one weight, so it does not matter that the graph may hold several weights as one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
+from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.table import stored_array
+from topw_deploy.export.weights import MODEL_FILE
+
+_COMPARED = 64  # leading weights of an output that tell it from all others
+
+
+def dequantise_model(model: PreTrainedModel, folder: Path, settings: Quantisation) -> None:
+    """Round the matrices of `model` in place, but for those that the export in `folder` keeps in float."""
+    kept = float_outputs(ir.load(folder / MODEL_FILE).graph)
+    table = model.get_input_embeddings().weight
+    done: set[int] = set()
+    with torch.no_grad():
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter.dim() != 2 or id(parameter) in done:
+                    continue
+                done.add(id(parameter))
+                rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
+                block_size = settings.table_block_size(rows.shape[1]) if parameter is table else settings.block_size
+                if block_size is not None and _key(rows[0].numpy()) not in kept:
+                    rows.copy_(torch.from_numpy(_rounded(rows, block_size, settings)))
+
+
+def float_outputs(graph: ir.Graph) -> set[bytes]:
+    """The beginnings of all outputs of all matrices that `graph` holds in float32, read as rows and as columns."""
+    found: set[bytes] = set()
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and len(tensor.shape) == 2 and tensor.dtype == ir.DataType.FLOAT:
+            array = stored_array(tensor)
+            found |= {_key(row) for row in array[:, :_COMPARED]}
+            found |= {_key(column) for column in array[:_COMPARED].T}
+    return found
+
+
+def _key(output: np.ndarray) -> bytes:
+    return np.ascontiguousarray(output[:_COMPARED], dtype=np.float32).tobytes()
+
+
+def _rounded(rows: torch.Tensor, block_size: int, settings: Quantisation) -> np.ndarray:
+    array = rows.numpy()
+    shape = BlocksShape(*array.shape, settings.bits, block_size, settings.is_symmetric)
+    blocks = quantise_weight(lambda start, stop: array[start:stop], shape, settings, array.dtype)
+    return np.ascontiguousarray(dequantise(blocks, shape))
