@@ -21,7 +21,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
-from topw_deploy.runtime.session import SAMPLER_INPUTS, Binding
+from topw_deploy.runtime.session import SAMPLER_INPUTS, Binding, graph_inputs
 from topw_deploy.sampling import TopWParameters
 
 CHOICE = "argmax"  # a bool, the input that decides
@@ -78,7 +78,8 @@ class Either:
         if native:
             options.register_custom_ops_library(str(library_path()))
         self.raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self.inputs = frozenset(node.name for node in self.raw.get_inputs())
+        self.inputs = frozenset(node.name for node in graph_inputs(self.raw))
+        self.with_defaults = frozenset(node.name for node in self.raw.get_overridable_initializers())
         self.outputs = tuple(node.name for node in self.raw.get_outputs())
 
     def bind(self) -> Binding:

@@ -52,14 +52,14 @@ from topw_deploy.sampling import (
     sample_row,
     uniform_for,
 )
+from toy_graph import HEAD_DIMS, OPSETS, decoder_graph
 
 BOS, EOS, PAD = 0, 1, 2
 SPECIAL = ("<s>", "</s>", "<pad>")
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB = len(SPECIAL) + len(BYTES)  # 259
-HEAD_DIMS = (4, 3)  # layer 0 holds the features, layer 1 their first three columns
+FEATURES = 4
 CONTEXT = 96
-OPSET = 21
 
 Load = Callable[..., TopWModel]
 """The fixture `load`: (toy, **settings of `export`) -> the toy exported and opened."""
@@ -111,8 +111,8 @@ class Toy:
         toy = cls(
             follow=rng.integers(-12, 12, (VOCAB, VOCAB)).astype(np.float32),
             place=rng.integers(-6, 6, (CONTEXT, VOCAB)).astype(np.float32),
-            features=rng.integers(-2, 3, (VOCAB, HEAD_DIMS[0])).astype(np.float32),
-            mix=rng.integers(-2, 3, (HEAD_DIMS[0], VOCAB)).astype(np.float32),
+            features=rng.integers(-2, 3, (VOCAB, FEATURES)).astype(np.float32),
+            mix=rng.integers(-2, 3, (FEATURES, VOCAB)).astype(np.float32),
             embeddings=rng.standard_normal((VOCAB, 8)).astype(np.float32),
         )
         toy.follow[:, [BOS, EOS, PAD]] = -200  # special tokens appear only where a test wants them
@@ -179,18 +179,20 @@ def export(
     tokenizer: Tokenizer | None = None,
     tokenizer_config: Mapping[str, Any] | None = None,
     context_length: int = CONTEXT,
+    form: str = "concat",
+    buffer_step: int = 0,
 ) -> Path:
-    """Write `folder` as the exporter would and return it."""
+    """Write `folder` as the exporter would and return it; `form` as in toy_graph.py."""
     folder.mkdir(parents=True)
     spec = TailSpec(
         options=toy.options,
         vocab_size=VOCAB,
         embedding=None if toy.options.metric == "uniform" else plain_gather(*toy.embeddings.shape),
         hidden_size=None if toy.options.metric == "uniform" else toy.embeddings.shape[1],
-        opset=OPSET,
+        opset=OPSETS[form],
         with_mass=with_mass,
     )
-    model = _decoder_model(toy, spec)
+    model = _decoder_model(toy, spec, form)
     onnx.save(model, folder / "model.onnx")
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config or {"eos_token": "</s>", "pad_token": "<pad>"})
@@ -201,13 +203,15 @@ def export(
         (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     decoder = DecoderInfo(
         model_type="toy",
-        kv_form="concat",
+        kv_form=form if form in ("concat", "shared") else "static",
         num_layers=2,
         num_kv_heads=(1, 1),
-        head_dim=HEAD_DIMS,
+        head_dim=HEAD_DIMS[form],
         kv_dtype="float",
         context_length=context_length,
-        left_padding=left_padding,
+        left_padding=left_padding and form != "shared",
+        ragged_chunks=form in ("concat", "scatter"),
+        buffer_step=buffer_step,
     )
     write_manifest(folder, model, spec, decoder, defaults or TopWParameters())
     return folder
@@ -217,7 +221,11 @@ def export_sampler(folder: Path, toy: Toy, with_mass: bool = False, with_keep_ma
     """Write a sampler-only folder over the toy's vocabulary (uniform metric)."""
     folder.mkdir(parents=True)
     spec = TailSpec(
-        options=toy.options, vocab_size=VOCAB, opset=OPSET, with_mass=with_mass, with_keep_mask=with_keep_mask
+        options=toy.options,
+        vocab_size=VOCAB,
+        opset=OPSETS["concat"],
+        with_mass=with_mass,
+        with_keep_mask=with_keep_mask,
     )
     logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", VOCAB])
     model = _finish([], [logits], [], [], spec)
@@ -236,7 +244,7 @@ def write_manifest(
             kind="sampler" if decoder is None else "decoder",
             source={"id": "toy", "revision": "", "route": "test"},
             libraries={"topw_deploy": "test"},
-            opset={"": OPSET},
+            opset={"": spec.opset},
             inputs=_specs(model.graph.input),
             outputs=_specs(model.graph.output),
             sampler=SamplerInfo(
@@ -270,58 +278,8 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-def _decoder_model(toy: Toy, spec: TailSpec) -> onnx.ModelProto:
-    tables = {
-        "follow": toy.follow,
-        "place": toy.place,
-        "features": toy.features,
-        "mix": toy.mix,
-        "factor": np.float32(toy.factor),
-        "last": np.array(-1, np.int64),
-        "head_axis": np.array([1], np.int64),
-        "mask_axes": np.array([1, 3], np.int64),
-        "sum_axes": np.array([1, 2], np.int64),
-        "first": np.array([0], np.int64),
-        "three": np.array([3], np.int64),
-        "feature_axis": np.array([3], np.int64),
-    }
-    ids = [("input_ids", ["batch", "sequence"]), ("attention_mask", ["batch", "total"])]
-    inputs = [
-        helper.make_tensor_value_info(name, TensorProto.INT64, shape)
-        for name, shape in [*ids, ("position_ids", ["batch", "sequence"])]
-    ]
-    outputs = []
-    make = helper.make_node
-    nodes = [
-        make("Gather", ["features", "input_ids"], ["new_features"]),
-        make("Unsqueeze", ["new_features", "head_axis"], ["new_0"]),  # [B, 1, S, 4]
-        make("Slice", ["new_0", "first", "three", "feature_axis"], ["new_1"]),  # [B, 1, S, 3]
-        make("Cast", ["attention_mask"], ["mask_float"], to=TensorProto.FLOAT),
-        make("Unsqueeze", ["mask_float", "mask_axes"], ["mask"]),  # [B, 1, T, 1]
-    ]
-    for layer, size in enumerate(HEAD_DIMS):
-        for part in ("key", "value"):
-            past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
-            inputs.append(helper.make_tensor_value_info(past, TensorProto.FLOAT, ["batch", 1, "past", size]))
-            outputs.append(helper.make_tensor_value_info(present, TensorProto.FLOAT, ["batch", 1, "total", size]))
-            nodes.append(make("Concat", [past, f"new_{layer}"], [present], axis=2))
-    # three columns come from layer 1's values, the fourth from layer 0's keys
-    nodes += [
-        make("Slice", ["present.0.key", "three", "four", "feature_axis"], ["fourth"]),
-        make("Concat", ["present.1.value", "fourth"], ["gathered"], axis=3),
-        make("Mul", ["gathered", "mask"], ["seen"]),
-        make("ReduceSum", ["seen", "sum_axes"], ["total"], keepdims=0),  # [B, 4]
-        make("MatMul", ["total", "mix"], ["history"]),
-        make("Gather", ["input_ids", "last"], ["last_id"], axis=1),
-        make("Gather", ["follow", "last_id"], ["followers"]),
-        make("Gather", ["position_ids", "last"], ["last_place"], axis=1),
-        make("Gather", ["place", "last_place"], ["placed"]),
-        make("Add", ["followers", "placed"], ["direct"]),
-        make("Add", ["direct", "history"], ["whole"]),
-        make("Mul", ["whole", "factor"], ["logits"]),
-    ]
-    tables["four"] = np.array([4], np.int64)
-    constants = [numpy_helper.from_array(np.asarray(value), name) for name, value in tables.items()]
+def _decoder_model(toy: Toy, spec: TailSpec, form: str) -> onnx.ModelProto:
+    nodes, inputs, outputs, constants = decoder_graph(toy, form)
     if spec.has_geometry:
         mean, inverse = embedding_statistics(toy.embeddings, spec.options.metric)
         geometry = {
@@ -354,5 +312,6 @@ def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: Tai
     )
     graph = helper.make_graph([*nodes, sampler], "toy", inputs, [*results, *outputs], constants)
     function = ir.serde.serialize_function(build_tail(spec))
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
-    return helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10)
+    opsets = {"": spec.opset, DOMAIN: 1, "com.microsoft": 1}
+    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    return helper.make_model(graph, functions=[function], opset_imports=imports, ir_version=10)

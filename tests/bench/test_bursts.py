@@ -12,7 +12,8 @@ from benchmarks.either import CHOICE, write_either
 
 from topw_deploy.bench.process import Worker
 from topw_deploy.sampling import TopWParameters
-from toy_model import HEAD_DIMS, VOCAB, Toy, export
+from toy_graph import FORMS, HEAD_DIMS
+from toy_model import VOCAB, Toy, export
 
 PROMPT = [5, 9, 40, 7]
 
@@ -43,7 +44,7 @@ def feeds(session: ort.InferenceSession, uniform: float) -> dict[str, np.ndarray
     for node in session.get_inputs():
         if node.name.startswith("past_key_values."):
             _, layer, _ = node.name.split(".")
-            given[node.name] = np.zeros((1, node.shape[1], 0, HEAD_DIMS[int(layer)]), np.float32)
+            given[node.name] = np.zeros((1, node.shape[1], 0, HEAD_DIMS["concat"][int(layer)]), np.float32)
     return given
 
 
@@ -66,7 +67,11 @@ def test_either_way_answers_as_the_model_that_has_it_alone(toy: Toy, folder: Pat
     assert max(drawn) < VOCAB
 
 
-def test_a_sweep_times_every_way_and_the_control(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sweep_times_every_way_and_the_control(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    folder = export(tmp_path / "out", toy, form=form)
     monkeypatch.setenv("PYTHONPATH", str(Path(bursts.__file__).parents[1]))
     settings = {"export": str(folder), "either": str(write_either(folder, tmp_path)), "samplers": ["graph"],
                 "threads": 1, "seed": 0}  # fmt: skip

@@ -18,6 +18,7 @@ from topw_deploy.bench.decode.settings import DecodeSettings
 from topw_deploy.bench.workers.decode_topw import start
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.plugins.library import library_path
+from toy_graph import FORMS
 from toy_model import Toy, export
 
 PROMPT = [5, 9, 40, 7]
@@ -41,7 +42,9 @@ def settings(folder: Path) -> DecodeSettings:
 # The yardstick
 
 
-def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, tmp_path: Path, form: str) -> None:
+    folder = export(tmp_path / "out", toy, form=form)
     loop = ArgMaxLoop(with_argmax(folder, tmp_path), folder, ort.SessionOptions())
     tokens = [loop.prefill(PROMPT, 20)]
     tokens += [loop.step() for _ in range(8)]

@@ -75,6 +75,7 @@ class _Opened:
 
     raw: ort.InferenceSession
     inputs: frozenset[str]
+    with_defaults: frozenset[str] = frozenset()
     device: tuple[str, int] = ("cpu", 0)
 
 
