@@ -76,7 +76,7 @@ def quantise_weight(read: ReadRows, shape: BlocksShape, settings: Quantisation, 
             raise ExportError("a weight to be quantised holds NaN or infinity; check the checkpoint, or exclude it.")
         part = _quantised(rows, shape, settings)
         codes[start:stop], scales[start:stop] = part.codes, part.scales
-        if zero_points is not None:
+        if zero_points is not None and part.zero_points is not None:
             zero_points[start:stop] = part.zero_points
     return Blocks(codes, scales, zero_points)
 

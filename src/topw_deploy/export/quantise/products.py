@@ -11,20 +11,20 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 @dataclass(frozen=True)
 class Product:
-    """`output` = data x weight (+ bias), made by `nodes`, the last of them giving it.
+    """data x weight (+ bias), made by `nodes`, the last of them giving it.
 
     weight: the initializer, [outputs, inputs] if by_output, else [inputs, outputs]. bias: an initializer [outputs].
     """
 
     nodes: tuple[ir.Node, ...]
-    data: ir.Value
     weight: ir.Value
     by_output: bool
     bias: ir.Value | None
 
     @property
-    def output(self) -> ir.Value:
-        return self.nodes[-1].outputs[0]
+    def data(self) -> ir.Value | None:
+        """What is multiplied, as the graph stands now."""
+        return self.nodes[0].inputs[0]
 
     @property
     def names(self) -> tuple[str | None, ...]:
@@ -60,21 +60,21 @@ def _of_matmul(node: ir.Node) -> Product | None:
     outputs = _outputs(*weight)
     add = _added_bias(node, outputs)
     if add is None:
-        return Product((node,), node.inputs[0], *weight, None)
-    return Product((node, add[0]), node.inputs[0], *weight, add[1])
+        return Product((node,), *weight, None)
+    return Product((node, add[0]), *weight, add[1])
 
 
 def _of_gemm(node: ir.Node) -> Product | None:
-    data, weight = node.inputs[0], _matrix(node.inputs[1])
-    if data is None or weight is None or _number(node, "transA", 0) or _number(node, "alpha", 1) != 1:
+    weight = _matrix(node.inputs[1])
+    if node.inputs[0] is None or weight is None or _number(node, "transA", 0) or _number(node, "alpha", 1) != 1:
         return None
     by_output = weight[1] != bool(_number(node, "transB", 0))
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if bias is None:
-        return Product((node,), data, weight[0], by_output, None)
+        return Product((node,), weight[0], by_output, None)
     if _number(node, "beta", 1) != 1 or not _is_bias(bias, _outputs(weight[0], by_output)):
         return None
-    return Product((node,), data, weight[0], by_output, bias)
+    return Product((node,), weight[0], by_output, bias)
 
 
 def _matrix(value: ir.Value | None) -> tuple[ir.Value, bool] | None:

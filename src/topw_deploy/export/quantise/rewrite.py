@@ -60,8 +60,9 @@ def quantise(model: ir.Model, settings: Quantisation) -> list[str]:
     _drop_unused(graph)
     model.opset_imports[DOMAIN] = 1
     editor.finish()
-    ours = {scales.scales.name for scales in (*stored.values(), *tables.values())}
-    return _notices(graph, settings, before, ours)
+    known = {scales.scales.name for scales in (*stored.values(), *tables.values())}
+    known |= {product.weight.name for product in products if settings.excludes(*product.names)}
+    return _notices(graph, settings, before, known)
 
 
 def _embedding(graph: ir.Graph) -> EmbeddingNode | None:
@@ -183,7 +184,7 @@ def _float_bytes(graph: ir.Graph) -> int:
     return sum(value.const_value.nbytes for value in graph.initializers.values() if value.const_value is not None)
 
 
-def _notices(graph: ir.Graph, settings: Quantisation, before: int, scales: set[str | None]) -> list[str]:
+def _notices(graph: ir.Graph, settings: Quantisation, before: int, known: set[str | None]) -> list[str]:
     left = [
         value
         for value in graph.initializers.values()
@@ -191,7 +192,7 @@ def _notices(graph: ir.Graph, settings: Quantisation, before: int, scales: set[s
         and value.const_value is not None
         and value.const_value.nbytes > before * _WORTH_SAYING
         and not settings.excludes(value.name)
-        and value.name not in scales
+        and value.name not in known
     ]
     if not left:
         return []

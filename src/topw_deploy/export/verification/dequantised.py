@@ -56,6 +56,7 @@ def _key(output: np.ndarray) -> bytes:
 
 def _rounded(rows: torch.Tensor, block_size: int, settings: Quantisation) -> np.ndarray:
     array = rows.numpy()
-    shape = BlocksShape(*array.shape, settings.bits, block_size, settings.is_symmetric)
+    outputs, inputs = array.shape
+    shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)
     blocks = quantise_weight(lambda start, stop: array[start:stop], shape, settings, array.dtype)
     return np.ascontiguousarray(dequantise(blocks, shape))

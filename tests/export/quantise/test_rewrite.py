@@ -1,0 +1,191 @@
+"""Products and tables are found in the forms that tracing leaves, replaced, and stored once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from topw_deploy.errors import ParameterError, UnsupportedModelError
+from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.embedding_node import find_embedding
+from topw_deploy.export.last_token import last_logits
+from topw_deploy.export.quantise import Quantisation, quantise
+from topw_deploy.export.quantise import weight as weight_module
+from topw_deploy.export.table import EmbeddingTable
+
+VOCAB, HIDDEN, INNER = 40, 64, 96
+RNG = np.random.default_rng(0)
+TABLE = RNG.standard_normal((VOCAB, HIDDEN)).astype(np.float32)
+UP = RNG.standard_normal((HIDDEN, INNER)).astype(np.float32) / 8
+DOWN = RNG.standard_normal((HIDDEN, INNER)).astype(np.float32) / 10
+BIAS = RNG.standard_normal(HIDDEN).astype(np.float32)
+HEAD = RNG.standard_normal((HIDDEN, VOCAB)).astype(np.float32)
+EXACT = {"accuracy_level": 1}
+FLOAT = ir.DataType.FLOAT
+
+
+def toy(*, tied: bool, gemm: bool = False, others: Callable[[GraphEditor, ir.Value], object] | None = None) -> ir.Model:
+    """Embedding, product, product with a bias (or Gemm), head: what every decoder is made of."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
+    editor = GraphEditor(graph, "toy")
+    op = editor.op
+    ids = editor.input("input_ids", ir.DataType.INT64, ["batch", "sequence"])
+    editor.input("attention_mask", ir.DataType.INT64, ["batch", "total"])
+    table = editor.constant(TABLE, "embed.weight")
+    rows = op("Gather", [table, ids], axis=0, dtype=FLOAT, shape=["batch", "sequence", HIDDEN])
+    up = op("MatMul", [rows, editor.constant(UP, "up.weight")], dtype=FLOAT, shape=["batch", "sequence", INNER])
+    active = op("Relu", [up], dtype=FLOAT, shape=["batch", "sequence", INNER])
+    down, bias = editor.constant(DOWN, "down.weight"), editor.constant(BIAS, "down.bias")
+    if gemm:
+        flat = op("Reshape", [active, editor.constant(np.array([-1, INNER]))], dtype=FLOAT)
+        product = op("Gemm", [flat, down, bias], transB=1, dtype=FLOAT)
+        hidden = op("Reshape", [product, op("Shape", [rows])], dtype=FLOAT, shape=["batch", "sequence", HIDDEN])
+    else:
+        product = op("MatMul", [active, op("Transpose", [down], perm=[1, 0])], dtype=FLOAT)
+        hidden = op("Add", [product, bias], dtype=FLOAT, shape=["batch", "sequence", HIDDEN])
+    head = op("Transpose", [table], perm=[1, 0]) if tied else editor.constant(HEAD, "head.weight")
+    logits = op("MatMul", [hidden, head], dtype=FLOAT, shape=["batch", "sequence", VOCAB], name="logits")
+    graph.outputs.append(logits)
+    if others is not None:
+        others(editor, hidden)
+    editor.finish()
+    return ir.Model(graph, ir_version=10)
+
+
+def answers(model: ir.Model, ids: np.ndarray) -> np.ndarray:
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    wanted = {value.name for value in session.get_inputs()}
+    return np.asarray(session.run(["logits"], {name: feeds[name] for name in wanted})[0])
+
+
+def float_stored(model: ir.Model) -> set[str]:
+    """Names of the matrices that are in the model in float32, scales left out."""
+    return {
+        name
+        for name, value in model.graph.initializers.items()
+        if value.const_value is not None
+        and value.const_value.dtype == FLOAT
+        and len(value.const_value.shape) == 2
+        and not name.endswith("_scales")
+    }
+
+
+IDS = np.array([[3, 39, 7], [0, 1, 2]])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("gemm", [True, False])
+def test_a_quantised_decoder_computes_with_quantised_weights_and_nothing_else(
+    bits: int, symmetric: bool, tied: bool, gemm: bool
+) -> None:
+    model = toy(tied=tied, gemm=gemm)
+    wanted = answers(model, IDS)
+    assert quantise(model, Quantisation(bits=bits, block_size=16, symmetric=symmetric, **EXACT)) == []
+    counts = Counter(node.op_type for node in model.graph)
+    assert (counts["MatMulNBits"], counts["GatherBlockQuantized"]) == (3, 1)
+    assert counts["MatMul"] + counts["Gemm"] + counts["Gather"] + counts["Transpose"] + counts["Add"] == 0
+    assert float_stored(model) == set()
+    found = answers(model, IDS)
+    error = np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
+    assert error < (0.25 if bits == 4 else 0.02)  # four roundings in a row, each of a twelfth or a hundredth
+
+
+def test_a_tied_head_multiplies_with_the_table_that_the_embedding_reads() -> None:
+    model = toy(tied=True)
+    quantise(model, Quantisation(bits=4))
+    tables = [name for name, value in model.graph.initializers.items() if value.shape == ir.Shape([VOCAB, HIDDEN // 2])]
+    assert tables == ["embed.weight_Q4"]
+    (head,) = [node for node in model.graph if node.outputs[0].name == "logits"]
+    embedding = find_embedding(model.graph)
+    view = head.inputs[1].producer()  # type: ignore[union-attr]
+    assert view is not None
+    assert view.op_type == "Reshape"
+    assert view.inputs[0] is embedding.data[0]
+    assert head.inputs[2] is embedding.data[1]
+
+
+def test_the_samplers_rows_are_the_dequantised_ones() -> None:
+    model = toy(tied=True)
+    quantise(model, Quantisation(bits=8, symmetric=False))
+    rows = EmbeddingTable(find_embedding(model.graph))[:]
+    assert np.abs(rows - TABLE).max() < 0.03
+    assert not np.array_equal(rows, TABLE)
+
+
+def test_the_last_tokens_logits_are_still_picked_before_the_head() -> None:
+    model = toy(tied=True)
+    quantise(model, Quantisation(bits=4))
+    picked = last_logits(model.graph)
+    node = picked.producer()
+    assert node is not None
+    assert node.op_type == "MatMulNBits"
+    assert node.inputs[0] is not None
+    assert node.inputs[0].producer().op_type == "GatherND"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("exclude", "floats"),
+    [
+        (("up.weight",), {"up.weight"}),
+        (("*.weight",), {"up.weight", "down.weight", "embed.weight", "head.weight"}),
+        (("toy.MatMul_2", "down*"), {"head.weight", "down.weight"}),
+        (("embed*",), {"embed.weight"}),
+    ],
+)
+def test_excluded_nodes_and_weights_stay_as_they_are(exclude: tuple[str, ...], floats: set[str]) -> None:
+    model = toy(tied=False)
+    settings = Quantisation(bits=4, exclude=exclude)
+    if len(floats) == 4:
+        with pytest.raises(UnsupportedModelError, match="no product"):
+            quantise(model, settings)
+        return
+    assert quantise(model, settings) == []
+    assert float_stored(model) == floats
+
+
+def test_a_pattern_that_names_nothing_is_a_mistake() -> None:
+    with pytest.raises(ParameterError, match=r"'lm_haed\*' names no node or weight"):
+        quantise(toy(tied=False), Quantisation(bits=4, exclude=("lm_haed*",)))
+
+
+def test_what_cannot_be_quantised_is_named() -> None:
+    def experts(editor: GraphEditor, hidden: ir.Value) -> None:
+        stacked = editor.constant(RNG.standard_normal((4, HIDDEN, INNER)).astype(np.float32), "experts.weight")
+        editor.graph.outputs.append(editor.op("MatMul", [hidden, stacked], dtype=FLOAT, name="unused"))
+
+    (notice,) = quantise(toy(tied=True, others=experts), Quantisation(bits=4))
+    assert "1 weights" in notice
+    assert "experts.weight" in notice
+
+
+def test_a_table_whose_rows_are_no_whole_blocks_stays_float_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Quantisation, "table_block_size", lambda _self, _width: None)
+    model = toy(tied=False)
+    (notice,) = quantise(model, Quantisation(bits=4))
+    assert "embed.weight" in notice
+    assert float_stored(model) == {"embed.weight"}
+
+
+def test_each_weight_is_quantised_once_while_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    made: list[int] = []
+    plain = weight_module.quantise_weight
+
+    def counted(read: Any, shape: Any, *rest: Any) -> Any:
+        made.append(shape.outputs)
+        return plain(read, shape, *rest)
+
+    monkeypatch.setattr(weight_module, "quantise_weight", counted)
+    model = toy(tied=False)
+    quantise(model, Quantisation(bits=4, symmetric=False))
+    assert made == []  # nothing is computed before it is written
+    ir.save(model, tmp_path / "m.onnx", external_data="m.data", size_threshold_bytes=0)
+    assert sorted(made) == sorted([VOCAB, INNER, HIDDEN, VOCAB])
