@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.export.tiny_models import write_checkpoint
+from transformers.utils import logging
 
 from .models import CONFIGS, PEERS, Peer
 
@@ -51,6 +52,7 @@ def build(python: Path, commands: list[list[str]], log: Path) -> None:
 
 def make(root: Path, pythons: dict[str, Path], names: list[str]) -> None:
     """Checkpoints into root/checkpoints, folders into root/folders, logs beside them."""
+    logging.disable_progress_bar()
     checkpoints, folders = root / "checkpoints", root / "folders"
     for name in sorted({PEERS[name].checkpoint for name in names}):
         shutil.rmtree(checkpoints / name, ignore_errors=True)

@@ -1,0 +1,187 @@
+"""What the graphs of other exporters answer beside torch where a batch is ragged, a prompt comes in pieces, a sequence
+outgrows a sliding window or scores are capped.
+
+    make peers && python -m benchmarks.peers_wrong
+
+Every graph runs in onnxruntime as its maker wrote it, fed by the loop below: `attention_mask` marks the columns that
+are tokens and `position_ids` count them, as transformers does it; caches of GroupQueryAttention are one buffer, bound
+as past and present. This project's export of the same checkpoint gets the same columns. The tables are those of
+docs/grafting.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from benchmarks.common import machine, say, table
+from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.verification.probe import LogitsProbe
+from topw_deploy.manifest import load_manifest
+
+HEADS, DIM, CAPACITY, WINDOW = 2, 16, 64, 16  # of tests/peers/models.py; the buffer is longer than any sequence here
+LONG, LENGTHS = 40, (40, 17, 5)  # tokens; the last two of every row are decoded one at a time
+MAKERS = {
+    "genai": "genai-{}",
+    "mobius": "mobius-{}",
+    "mobius `--ep cpu`": "mobius-cpu-{}",
+    "optimum": "optimum-{}",
+}
+OURS = "this project"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Token ids and which columns are tokens, both [rows, columns], and the columns at which runs end."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    ends: tuple[int, ...]
+
+
+Step = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""(ids [rows, n], mask [rows, past + n]) -> logits [rows, vocab] of each row's last token among the n."""
+
+
+class Graph:
+    """A folder's graph as it came."""
+
+    def __init__(self, folder: Path) -> None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        self._session = ort.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])
+        self._inputs = {value.name: value for value in self._session.get_inputs()}
+        self._in_place = b"GroupQueryAttention" in (folder / "model.onnx").read_bytes()
+
+    def start(self, rows: int) -> None:
+        shape = (rows, HEADS, CAPACITY if self._in_place else 0, DIM)
+        self._past = {name: np.zeros(shape, np.float32) for name in self._inputs if name.startswith("past_key_values")}
+
+    def step(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, -ids.shape[1] :]
+        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        binding = self._session.io_binding()
+        for name in feeds.keys() & self._inputs.keys():
+            binding.bind_cpu_input(name, np.ascontiguousarray(feeds[name]))
+        for name, value in self._past.items():
+            bound = ort.OrtValue.ortvalue_from_numpy(value)
+            binding.bind_ortvalue_input(name, bound)
+            present = name.replace("past_key_values", "present")
+            if self._in_place:
+                binding.bind_ortvalue_output(present, bound)
+            else:
+                binding.bind_output(present)
+        binding.bind_output("logits")
+        self._session.run_with_iobinding(binding)
+        *presents, logits = (value.numpy() for value in binding.get_outputs())
+        if not self._in_place:
+            self._past = dict(zip(self._past, presents, strict=True))
+        new = mask[:, -ids.shape[1] :]
+        last = new.shape[1] - 1 - new[:, ::-1].argmax(axis=1)
+        return logits[np.arange(len(ids)), last]
+
+
+def columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
+    """Rows of `lengths` tokens: prompts padded on `side` in so many pieces, then two steps of a token each."""
+    generator = np.random.default_rng(0)
+    prompt = max(lengths) - 2
+    ids, mask = np.zeros((len(lengths), prompt + 2), np.int64), np.zeros((len(lengths), prompt + 2), np.int64)
+    for row, length in enumerate(lengths):
+        start = prompt - (length - 2) if side == "left" else 0
+        place = [*range(start, start + length - 2), prompt, prompt + 1]
+        ids[row, place], mask[row, place] = generator.integers(3, 320, length), 1
+    ends = [prompt * part // pieces for part in range(1, pieces + 1)]
+    return Columns(ids, mask, (*ends, prompt + 1, prompt + 2))
+
+
+def difference(graph: Graph | LogitsProbe, reference: Any, fed: Columns) -> str:
+    """The largest difference of a logit from torch's, over all runs and rows; or onnxruntime's refusal."""
+    graph.start(len(fed.ids))
+    worst, start = 0.0, 0
+    for end in fed.ends:
+        try:
+            found = graph.step(fed.ids[:, start:end], fed.mask[:, :end])
+        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+            return f"refused: {str(error).split('Status Message: ')[-1].strip()[:90]}"
+        for row in range(len(fed.ids)):
+            if fed.mask[row, start:end].any():
+                wanted = reference(fed.ids[row, :end][fed.mask[row, :end] == 1])
+                worst = max(worst, float(np.abs(found[row] - wanted).max()))
+        start = end
+    return f"{worst:.1e}" if worst < 1e-3 else f"**{worst:.2f}**"
+
+
+def torch_reference(checkpoint: Path) -> Any:
+    """ids [n] -> logits [vocab] after the last of them, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    def logits(ids: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            return model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0, -1].numpy()
+
+    return logits
+
+
+BATCHES = {
+    f"one sequence of {LONG}": columns((LONG,), "left"),
+    f"three rows of {LONG}": columns((LONG,) * 3, "left"),
+    f"three rows of {LONG}, the prompt in three pieces": columns((LONG,) * 3, "left", 3),
+    f"rows of {', '.join(map(str, LENGTHS))}, padded on the left": columns(LENGTHS, "left"),
+    f"rows of {', '.join(map(str, LENGTHS))}, padded on the right": columns(LENGTHS, "right"),
+}
+SEQUENCES = {
+    f"{WINDOW} tokens": columns((WINDOW,), "left"),
+    f"{LONG} tokens": columns((LONG,), "left"),
+    f"rows of {', '.join(map(str, LENGTHS))}, padded on the right": columns(LENGTHS, "right"),
+}
+MODELS = {
+    "mistral": "Mistral: a window of 16 in both layers",
+    "gemma2": "Gemma 2: a window of 16 in one layer of two, scores capped at 2",
+    "gemma3": "Gemma 3: a window of 16 in one layer of two",
+}
+
+
+def rows_of(model: str, fed: dict[str, Columns], root: Path, scratch: Path) -> list[list[str]]:
+    """For each of `fed` its name and the difference of every maker's graph and of ours."""
+    checkpoint = root / "checkpoints" / model
+    reference = torch_reference(checkpoint)
+    say(f"{model}: exporting")
+    ours = scratch / model
+    export_model(ExportRequest(model=str(checkpoint), output=ours, verify=False))
+    decoder = load_manifest(ours).decoder
+    assert decoder is not None
+    sides: list[Graph | LogitsProbe | None] = [
+        Graph(folder) if (folder := root / "folders" / name.format(model)).is_dir() else None
+        for name in MAKERS.values()
+    ]
+    sides.append(LogitsProbe(ours, decoder))
+    return [
+        [name, *(difference(side, reference, batch) if side is not None else "-" for side in sides)]
+        for name, batch in fed.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, default=Path(".peers"), help="what `make peers` made")
+    root = parser.parse_args().peers
+    header = ["fed", *MAKERS, OURS]
+    with tempfile.TemporaryDirectory() as scratch:
+        print(machine(), "\n")
+        print(table(header, rows_of("llama-tied", BATCHES, root, Path(scratch))), "\n")
+        for model, title in MODELS.items():
+            print(f"{title}\n\n{table(header, rows_of(model, SEQUENCES, root, Path(scratch)))}\n")
+
+
+if __name__ == "__main__":
+    main()
