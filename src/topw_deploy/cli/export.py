@@ -21,6 +21,7 @@ from topw_deploy.cli.options import (
     tail_option,
 )
 from topw_deploy.cli.progress import bar, phase
+from topw_deploy.cli.sizes import size_text
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
@@ -67,8 +68,15 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     default=None,
     help="Folder with tokenizer and configuration, for a decoder that comes without.",
 )
+@click.option(
+    "--max-shard-size",
+    metavar="SIZE",
+    default=None,
+    help="Most bytes of one data file, like 500MB, 2GB or 2GiB.  [default: one file]",
+)
 @click.option("--hard-link", is_flag=True, help="Share an ONNX decoder's data files instead of copying them.")
-@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what would be written, and what it would take; write nothing.")
+@click.option("--resume", is_flag=True, help="Go on where an interrupted export to OUT stopped; if interrupted, stay.")
 @click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT, at the very end.")
 @click.option("--no-verify", is_flag=True, help="Skip the comparison with the source.")
 @click.option("--keep-failed", is_flag=True, help="Keep what a failed export wrote as OUT.failed.")
@@ -108,6 +116,10 @@ def command(
             **rest,
         )
         report = export_model(request, *(() if quiet else (phase, bar)))
+    except KeyboardInterrupt:
+        if values["resume"]:
+            click.echo(f"What is finished stays beside {out}; the same command goes on from there.", err=True)
+        raise
     except TopWError as error:
         raise click.ClickException(str(error)) from error
     for notice in report.notices:
@@ -131,12 +143,19 @@ def _as_json(report: Any) -> str:
 def _as_text(report: Any) -> str:
     if not report.dry_run:
         return f"{report.output}"
-    size = f"{report.nodes} nodes, {report.weight_bytes:,} bytes of weights"
-    lines = [f"{report.output} would hold {report.model_type}: {size}"]
+    weights = f"{report.nodes} nodes, {report.weight_bytes:,} bytes of weights"
+    lines = [f"{report.output} would hold {report.model_type}: {weights}"]
     for title, tensors in (("inputs", report.inputs), ("outputs", report.outputs)):
         lines.append(f"{title}:")
         lines += [f"  {t.name}  {t.dtype}  [{', '.join(map(str, t.shape))}]" for t in tensors]
+    lines += ["files:", *_amounts(report.sizes), "peak memory:", *_amounts(report.memory)]
     return "\n".join(lines)
+
+
+def _amounts(amounts: dict[str, int]) -> list[str]:
+    """A line each: name and bytes, for people and exactly."""
+    width = max(map(len, amounts), default=0)
+    return [f"  {name.ljust(width)}  {size_text(size)} ({size:,} bytes)" for name, size in amounts.items()]
 
 
 if __name__ == "__main__":

@@ -9,9 +9,15 @@ from pathlib import Path
 import click
 
 from topw_deploy.cli.options import CONTEXT
-from topw_deploy.manifest import Check, Manifest, TensorSpec, load_manifest
+from topw_deploy.cli.sizes import size_text
+from topw_deploy.manifest import Check, DecoderInfo, Manifest, TensorSpec, load_manifest
 
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_FORMS = {
+    "concat": "past in, past and new tokens out",
+    "static": "one buffer, written in place",
+    "shared": "one buffer, written in place, rows of equal lengths",
+}
+_KV_BYTES = {"float": 4, "float16": 2, "bfloat16": 2}
 
 
 @click.command(name="inspect", context_settings=CONTEXT)
@@ -30,21 +36,7 @@ def _lines(manifest: Manifest) -> Iterator[str]:
     sampler, decoder = manifest.sampler, manifest.decoder
     yield from _section("model", [("kind", manifest.kind), *manifest.source.items()])
     if decoder is not None:
-        heads = sorted(set(zip(decoder.num_kv_heads, decoder.head_dim, strict=True)))
-        yield from _section(
-            "decoder",
-            [
-                ("model type", decoder.model_type),
-                ("layers", decoder.num_layers),
-                (
-                    "cache",
-                    f"{decoder.kv_form}, {decoder.kv_dtype}, {', '.join(f'{n} x {d}' for n, d in heads)} per layer",
-                ),
-                ("weights", decoder.weights_dtype),
-                ("context", f"{decoder.context_length} tokens"),
-                ("left padding", "yes" if decoder.left_padding else "no: prompts of a batch must have equal lengths"),
-            ],
-        )
+        yield from _section("decoder", _decoder(decoder))
     yield from _section(
         "sampler",
         [
@@ -59,11 +51,38 @@ def _lines(manifest: Manifest) -> Iterator[str]:
     yield from _section("defaults", asdict(manifest.defaults).items())
     yield from _section("inputs", map(_tensor, _without_layers(manifest.inputs)))
     yield from _section("outputs", map(_tensor, _without_layers(manifest.outputs)))
-    yield from _section("files", ((name, _size(entry.size)) for name, entry in sorted(manifest.files.items())))
+    yield from _section("files", ((name, size_text(entry.size)) for name, entry in sorted(manifest.files.items())))
     checks = map(_check, manifest.verification.checks)
     yield from _section("verification", [("status", manifest.verification.status), *checks])
     opset = [(f"opset {domain or 'ai.onnx'}", version) for domain, version in manifest.opset.items()]
     yield from _section("written with", [*opset, *manifest.libraries.items()])
+
+
+def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
+    heads = sorted(set(zip(decoder.num_kv_heads, decoder.head_dim, strict=True)))
+    per_layer = sum(n * d for n, d in zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
+    token = 2 * per_layer * _KV_BYTES.get(decoder.kv_dtype, 0)  # a key and a value for each
+    yield "model type", decoder.model_type
+    yield "layers", decoder.num_layers
+    yield "attention", decoder.attention
+    yield "target", decoder.target
+    yield "cache", f"{decoder.kv_form}: {_FORMS.get(decoder.kv_form, '')}"
+    yield "cache layout", f"{decoder.kv_dtype}, {', '.join(f'{n} x {d}' for n, d in heads)} per layer"
+    yield (
+        "cache size",
+        f"{size_text(token)} a token, {size_text(token * decoder.context_length)} for one sequence of the full context",
+    )
+    if decoder.buffer_step:
+        yield "cache grows", f"in steps of {decoder.buffer_step} tokens"
+    if not decoder.ragged_chunks:
+        yield "batches", "continue prompts of several tokens one row at a time"
+    if decoder.weights:
+        total = f"{size_text(sum(decoder.weights.values()))} in all"
+        yield "weights", "; ".join([*(f"{name} {size_text(n)}" for name, n in decoder.weights.items()), total])
+    else:
+        yield "weights", decoder.weights_dtype
+    yield "context", f"{decoder.context_length} tokens"
+    yield "left padding", "yes" if decoder.left_padding else "no: prompts of a batch must have equal lengths"
 
 
 def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:
@@ -91,10 +110,3 @@ def _tensor(spec: TensorSpec) -> tuple[str, str]:
 def _check(check: Check) -> tuple[str, str]:
     verdict = "passed" if check.passed else "FAILED"
     return check.name, f"{verdict}, {check.difference:.3g} (bound {check.bound:.3g}) {check.detail}"
-
-
-def _size(count: float) -> str:
-    unit = 0
-    while count >= 1024 and unit < len(_UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.1f} {_UNITS[unit]}" if unit else f"{count} {_UNITS[0]}"

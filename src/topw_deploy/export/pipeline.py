@@ -22,7 +22,7 @@ from topw_deploy.export.source import Source, resolve
 from topw_deploy.export.stages import Stages
 from topw_deploy.export.stamp import stamp_of_source
 from topw_deploy.export.tokenizer_files import bring_tokenizer, check_tokenizer
-from topw_deploy.export.weights import write_model
+from topw_deploy.export.weights import bytes_by_type, write_model
 from topw_deploy.manifest import MANIFEST_NAME, Manifest, Verification, save_manifest
 
 
@@ -118,6 +118,7 @@ def _write(
     )
     write_configuration(source, tokenizer_folder, folder, request.num_hidden_layers)
     built.notices += bring_genai_configuration(source, folder, request.with_logits)
+    built.decoder.info = replace(built.decoder.info, weights=bytes_by_type(built.decoder.model))
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
     manifest = manifest_of(built, request, source, folder, log.hashes)
     save_manifest(folder, manifest)

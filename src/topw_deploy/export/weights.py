@@ -19,6 +19,8 @@ MODEL_FILE = "model.onnx"
 # instead of parsed, and the graph can be inspected and edited without reading them. Protobuf itself ends at 2 GiB.
 EXTERNAL_ABOVE = 64 << 20
 
+_PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
+
 
 def tidy(model: ir.Model, table: ir.Value | None) -> None:
     """Clean what this package itself traced; the graphs of others stay as they are.
@@ -100,6 +102,26 @@ def _store_transposed(graph: ir.Graph) -> None:
 def weight_bytes(model: ir.Model) -> int:
     """Size of all initializers in bytes, whether in the file or beside it."""
     return sum(tensor.nbytes for tensor in _tensors(model))
+
+
+def bytes_by_type(model: ir.Model) -> dict[str, int]:
+    """Bytes of all initializers by element type, largest first; codes and zero points of block-quantised weights, which
+    are stored as uint8, count as int4 or int8."""
+    found: dict[str, int] = {}
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                name = _quantised_type(value) or value.const_value.dtype.name.lower()
+                found[name] = found.get(name, 0) + int(value.const_value.nbytes)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _quantised_type(value: ir.Value) -> str | None:
+    for node, _ in value.uses():
+        if node.op_type in ("MatMulNBits", "GatherBlockQuantized") and value.const_value is not None:
+            bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
+            return f"int{bits}" if value.const_value.dtype in (ir.DataType.UINT8, *_PACKED) else None
+    return None
 
 
 def external_files(model: ir.Model) -> dict[str, Path]:
