@@ -12,12 +12,34 @@ LAST_NORM = 8.0  # weight of the last norm: it spreads the logits (to a deviatio
 
 
 def llama_50m(vocab_size: int = 32_000) -> Path:
-    """A Hugging Face folder with a random Llama-shaped decoder: 52 M parameters at a vocabulary of 32,000 (tied).
+    """A Hugging Face folder with a random Llama-shaped decoder: 52 M parameters at a vocabulary of 32,000 (tied)."""
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 8192,
+    }
+    return _random_llama(CACHE / f"llama-{vocab_size}", vocab_size, sizes)
 
-    Fresh weights give nearly equal logits, as no trained model does, and then no step can be certified; hence
-    LAST_NORM.
-    """
-    folder = CACHE / f"llama-{vocab_size}"
+
+def llama_small(context: int) -> Path:
+    """A Hugging Face folder with a decoder that takes no time, for sequences of `context` tokens."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": context,
+    }
+    return _random_llama(CACHE / f"llama-small-{context}", 2_000, sizes)
+
+
+def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
+    """Fresh weights give nearly equal logits, as no trained model does, and then no step can be certified; hence
+    LAST_NORM."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch
@@ -26,13 +48,8 @@ def llama_50m(vocab_size: int = 32_000) -> Path:
 
     torch.manual_seed(0)
     config = LlamaConfig(
+        **sizes,
         vocab_size=vocab_size,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=8192,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=None,

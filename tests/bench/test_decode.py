@@ -17,6 +17,7 @@ from topw_deploy.bench.decode.run import run
 from topw_deploy.bench.decode.settings import DecodeSettings
 from topw_deploy.bench.workers.decode_topw import start
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
+from topw_deploy.manifest import load_manifest
 from topw_deploy.plugins.library import library_path
 from toy_graph import FORMS
 from toy_model import Toy, export
@@ -45,7 +46,9 @@ def settings(folder: Path) -> DecodeSettings:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, tmp_path: Path, form: str) -> None:
     folder = export(tmp_path / "out", toy, form=form)
-    loop = ArgMaxLoop(with_argmax(folder, tmp_path), folder, ort.SessionOptions())
+    decoder = load_manifest(folder).decoder
+    assert decoder is not None
+    loop = ArgMaxLoop(with_argmax(folder, tmp_path), decoder, ort.SessionOptions())
     tokens = [loop.prefill(PROMPT, 20)]
     tokens += [loop.step() for _ in range(8)]
     sequence = list(PROMPT)
@@ -55,7 +58,9 @@ def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, t
 
 
 def test_a_second_prompt_starts_afresh(folder: Path, tmp_path: Path) -> None:
-    loop = ArgMaxLoop(with_argmax(folder, tmp_path), folder, ort.SessionOptions())
+    decoder = load_manifest(folder).decoder
+    assert decoder is not None
+    loop = ArgMaxLoop(with_argmax(folder, tmp_path), decoder, ort.SessionOptions())
 
     def decode() -> list[int]:
         return [loop.prefill(PROMPT, 20), *(loop.step() for _ in range(5))]

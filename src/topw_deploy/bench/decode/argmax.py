@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from topw_deploy.errors import BenchmarkError
-from topw_deploy.manifest import load_manifest
+from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache import Cache, Caches
 from topw_deploy.runtime.session import Binding, GraphSession
 
@@ -62,7 +62,7 @@ def with_argmax(export: Path, folder: Path) -> Path:
 
 def share_weights(export: Path, folder: Path) -> None:
     """Put the data files of `export` into `folder`: as hard links, or as copies where there can be none."""
-    for data in export.glob("*.onnx_data*"):
+    for data in (path for pattern in ("*.onnx_data*", "*.onnx.data*") for path in export.glob(pattern)):
         try:
             os.link(data, folder / data.name)
         except OSError:
@@ -80,12 +80,10 @@ class _Opened:
 
 
 class ArgMaxLoop:
-    """Greedy decoding of one sequence on `path`, which `with_argmax` made of `export`."""
+    """Greedy decoding of one sequence on `path`, a graph whose output `next_token` is its ArgMax: `with_argmax` makes
+    one of an export. decoder: what the export's manifest says of its cache."""
 
-    def __init__(self, path: Path, export: Path, options: ort.SessionOptions) -> None:
-        decoder = load_manifest(export).decoder
-        if decoder is None:
-            raise BenchmarkError(f"{export} is a sampler without a decoder; give a folder that topw-export wrote.")
+    def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:
         raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self._session = cast(GraphSession, _Opened(raw, frozenset(node.name for node in raw.get_inputs())))
         self._caches = Caches(self._session, decoder)

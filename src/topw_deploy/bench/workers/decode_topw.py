@@ -39,11 +39,14 @@ def argmax(settings: dict[str, Any]) -> Run:
     import onnxruntime as ort
 
     from topw_deploy.bench.decode.argmax import ArgMaxLoop
+    from topw_deploy.manifest import load_manifest
 
+    decoder = load_manifest(settings["folder"]).decoder
+    assert decoder is not None  # the run has looked
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings["threads"]
     options.log_severity_level = 3
-    loop = ArgMaxLoop(Path(settings["argmax"]), Path(settings["folder"]), options)
+    loop = ArgMaxLoop(Path(settings["argmax"]), decoder, options)
 
     def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
         started = time.perf_counter()

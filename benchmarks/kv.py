@@ -1,0 +1,183 @@
+"""Caches that are written in place: our graphs and loop beside onnxruntime-genai's, on the same weights.
+
+    python -m benchmarks.kv --model HF_FOLDER --genai FOLDER --genai-python PYTHON [--context 128 1024 4096]
+        [--threads 1 2] [--dtype fp32] [--part graphs loop memory]
+
+FOLDER is what genai's builder makes of HF_FOLDER, in an environment of its own:
+
+    python -m onnxruntime_genai.models.builder -i HF_FOLDER -o FOLDER -p fp32 -e cpu
+
+Without --model a random Llama-shaped decoder of 52 M parameters is made (benchmarks/models.py); without --genai only
+our own forms are compared.
+
+graphs: the decoders alone, each ending in ArgMax and driven by the same lines of Python, in turns of a few steps in one
+    process (benchmarks/kv_ways.py); ratios are taken turn by turn, and prefills are those of the same sequences.
+loop: the whole of `TopWModel`, sampling with Top-W, beside genai's own generate loop decoding greedily, run by run.
+memory: resident bytes while one sequence of --tokens tokens is generated, on a small model made on the spot.
+
+What is quoted is a median with its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import machine, say, table
+from benchmarks.models import exported, llama_50m
+from topw_deploy.bench.decode.run import run as bench_decode
+from topw_deploy.bench.decode.settings import DecodeSettings
+from topw_deploy.bench.process import Worker
+from topw_deploy.bench.timing import median_interval, paired
+from topw_deploy.manifest import load_manifest
+
+WAYS, MEMORY = (Path(__file__).with_name(name) for name in ("kv_ways.py", "kv_memory.py"))
+FORMS = {
+    "static": ("--kv", "static"),
+    "scatter": ("--kv", "static", "--target", "tensorrt", "--opset", "24"),
+    "concat": ("--kv", "concat"),
+}
+
+
+def cell(ratios: Sequence[float]) -> str:
+    """0.981 (0.975-0.988)"""
+    low, high = median_interval(ratios)
+    return f"{statistics.median(ratios):.3f} ({low:.3f}-{high:.3f})"
+
+
+def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
+    """Bare loops: a table of steps and one of prefills."""
+    rng = np.random.default_rng(args.seed)
+    steps, prefills = [], []
+    for threads in args.threads:
+        for context in args.context:
+            say(f"graphs: {context} tokens of context, {threads} threads")
+            sweeps = [
+                sweep
+                for number in range(args.sessions)
+                for sweep in _session(ours, threads, context, number, rng, args)
+            ]
+            turns = [turn for sweep in sweeps for turn in sweep["turns"]]
+            differing = sum(len(set(sweep["first"].values())) > 1 for sweep in sweeps)
+            if differing:
+                say(f"  the graphs do not agree on the first token of {differing} in {len(sweeps)} sequences")
+            steps.append((threads, f"{context:,}", *_row(turns, args)))
+            prefills.append((threads, f"{context:,}", *_row([sweep["prefill"] for sweep in sweeps], args)))
+    names = [name for name in args.form if name != args.yardstick]
+    header = ("threads", "context", f"{args.yardstick} ms", *(f"{name} / {args.yardstick}" for name in names))
+    print(f"\nA step of the bare graph\n\n{table(header, steps)}\n\nPrefill\n\n{table(header, prefills)}")
+
+
+def _session(
+    ours: dict[str, Path], threads: int, context: int, number: int, rng: np.random.Generator, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The sweeps of one process, which opens everything anew."""
+    with tempfile.TemporaryDirectory(dir=next(iter(ours.values())).parent, prefix=".kv-") as scratch:
+        settings = {
+            "scratch": scratch,
+            "ours": {name: str(folder) for name, folder in ours.items()},
+            "genai": None if args.genai is None else str(args.genai.absolute()),
+            "threads": threads,
+            "seed": args.seed + number,
+        }
+        with Worker("the graphs", WAYS, settings, threads=threads) as worker:
+            prompts = [[int(token) for token in rng.integers(2, args.vocab, context)] for _ in range(args.sweeps)]
+            return [worker.call("sweep", prompt=prompt, turns=args.turns, steps=args.steps) for prompt in prompts]
+
+
+def _row(turns: Sequence[dict[str, float]], args: argparse.Namespace) -> list[str]:
+    names = [name for name in args.form if name != args.yardstick]
+    base = statistics.median(turn[args.yardstick] for turn in turns) * 1e3
+    return [f"{base:.2f}", *(cell([turn[name] / turn[args.yardstick] for turn in turns]) for name in names)]
+
+
+def loop(export: Path, args: argparse.Namespace) -> None:
+    """`TopWModel` with Top-W beside genai's own loop, greedy and with top-p."""
+    peers = ("topw-native", "genai-greedy", "genai-top-p")
+    rows = []
+    for context in args.context:
+        settings = DecodeSettings(
+            folder=export,
+            prompt_tokens=context,
+            new_tokens=args.new_tokens,
+            threads=args.threads,
+            genai=args.genai,
+            genai_python=args.genai_python,
+            peers=peers,
+            rounds=args.rounds,
+            seed=args.seed,
+        )
+        say(f"loop: {context} tokens of context")
+        for report in bench_decode(settings).runs:
+            per_token = {name: side.per_token for name, side in report.sides.items()}
+            ms = [f"{statistics.median(per_token[name]) * 1e3:.2f}" for name in peers]
+            ratios = [cell(paired(per_token, "topw-native", name)) for name in peers[1:]]
+            certified = statistics.mean(run["certified"] for run in report.sides["topw-native"].runs)
+            rows.append((report.threads, f"{context:,}", *ms, *ratios, f"{certified:.3f}"))
+    header = (
+        "threads",
+        "context",
+        *(f"{name} ms" for name in peers),
+        *(f"ours / {name}" for name in peers[1:]),
+        "certified",
+    )
+    print(f"\nA step of the whole loop, Top-W beside genai's own\n\n{table(header, rows)}")
+
+
+def memory(args: argparse.Namespace) -> None:
+    """Resident memory over one long sequence, by form."""
+    rows = []
+    for form in ("static", "concat"):
+        settings = {"form": list(FORMS[form]), "tokens": args.tokens}
+        with Worker(f"a long sequence, {form}", MEMORY, settings) as worker:
+            found = worker.call("grow")
+        mib = [f"{found[name] / 2**20:.1f}" for name in ("cache", "tenth", "half", "whole")]
+        rows.append((form, f"{args.tokens:,}", *mib))
+    header = ("form", "tokens", "cache", "a tenth of them", "a half", "all")
+    print(f"\nPeak of resident memory over that after 1 % of the tokens, MiB\n\n{table(header, rows)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="Hugging Face folder (default: one made on the spot)")
+    parser.add_argument("--genai", type=Path, help="what genai's builder made of the same folder")
+    parser.add_argument("--genai-python", type=Path, help="interpreter of its environment (default: this one)")
+    parser.add_argument("--dtype", default="fp32", help="of our exports")
+    parser.add_argument("--part", nargs="+", default=["graphs", "loop", "memory"], choices=("graphs", "loop", "memory"))
+    parser.add_argument("--form", nargs="+", default=["static", "scatter"], choices=list(FORMS))
+    parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--sessions", type=int, default=3, help="how often the graphs are opened anew")
+    parser.add_argument("--sweeps", type=int, default=2, help="sequences in a session")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each graph in a sequence")
+    parser.add_argument("--steps", type=int, default=6, help="steps that count in a turn")
+    parser.add_argument("--rounds", type=int, default=15, help="runs of each loop")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of a run")
+    parser.add_argument("--tokens", type=int, default=10_000, help="of the long sequence")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    # the workers import this package too, and are started by the path of their files
+    root = str(Path(__file__).parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    model = args.model or llama_50m()
+    ours = {name: exported(model, "--dtype", args.dtype, *FORMS[name]) for name in args.form}
+    args.vocab = load_manifest(next(iter(ours.values()))).sampler.vocab_size
+    args.yardstick = "genai" if args.genai is not None else args.form[0]
+    print(f"{machine()}; {model}, {args.dtype}")
+    if "graphs" in args.part:
+        graphs(ours, args)
+    if "loop" in args.part and args.genai is not None:
+        loop(ours["static"], args)
+    if "memory" in args.part:
+        memory(args)
+
+
+if __name__ == "__main__":
+    main()
