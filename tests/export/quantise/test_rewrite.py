@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,7 +176,10 @@ def test_a_table_whose_rows_are_no_whole_blocks_stays_float_with_a_notice(monkey
     assert float_stored(model) == {"embed.weight"}
 
 
-def test_each_weight_is_quantised_once_while_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.parametrize("held", [0, 128 << 20])
+def test_each_weight_is_quantised_once_while_it_is_written(
+    held: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made: list[int] = []
     plain = weight_module.quantise_weight
 
@@ -184,8 +188,12 @@ def test_each_weight_is_quantised_once_while_it_is_written(monkeypatch: pytest.M
         return plain(read, shape, *rest)
 
     monkeypatch.setattr(weight_module, "quantise_weight", counted)
+    monkeypatch.setattr(weight_module, "_HELD_BYTES", held)
     model = toy(tied=False)
     quantise(model, Quantisation(bits=4, symmetric=False))
     assert made == []  # nothing is computed before it is written
     ir.save(model, tmp_path / "m.onnx", external_data="m.data", size_threshold_bytes=0)
     assert sorted(made) == sorted([VOCAB, INNER, HIDDEN, VOCAB])
+    if held:
+        ir.save(model, tmp_path / "again.onnx")
+        assert len(made) == 4

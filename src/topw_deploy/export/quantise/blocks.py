@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,11 @@ class BlocksShape:
     @property
     def zero_points(self) -> tuple[int, int]:
         return self.outputs, -(-self.blocks * self.bits // 8)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all three, with scales of float32."""
+        return math.prod(self.codes) + 4 * math.prod(self.scales) + (not self.symmetric) * math.prod(self.zero_points)
 
 
 def quantise_weight(read: ReadRows, shape: BlocksShape, settings: Quantisation, dtype: np.dtype[Any]) -> Blocks:

@@ -13,23 +13,25 @@ from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, quantise_wei
 from topw_deploy.export.quantise.settings import Quantisation
 from topw_deploy.export.table import stored_array
 
+_HELD_BYTES = 128 << 20  # of codes, scales and zero points: all of a small model's, the latest of a large one's
+
 
 class Latest:
-    """The blocks that were asked for last, and no others: a weight's tensors are written one after the other, so each
-    weight is quantised once, and a model of any size in the memory of its largest weight."""
+    """The blocks that were made last. A weight's tensors are written one after the other, so each weight is quantised
+    once and a model of any size in little memory; a small model may be written twice, to see how large it is."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._weight: QuantisedWeight | None = None
-        self._blocks: Blocks | None = None
+        self._made: dict[QuantisedWeight, Blocks] = {}
 
     def of(self, weight: QuantisedWeight) -> Blocks:
         with self._lock:
-            if self._weight is not weight or self._blocks is None:
-                self._weight = self._blocks = None  # before the next one needs the room
-                self._blocks = weight.compute()
-                self._weight = weight
-            return self._blocks
+            if weight not in self._made:
+                room = _HELD_BYTES - weight.shape.nbytes
+                while self._made and sum(made.shape.nbytes for made in self._made) > room:
+                    del self._made[next(iter(self._made))]  # the oldest
+                self._made[weight] = weight.compute()
+            return self._made[weight]
 
 
 class QuantisedWeight:

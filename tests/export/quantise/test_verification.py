@@ -1,0 +1,153 @@
+"""Quantised exports are verified against their dequantised weights, and say what rounding cost; a wrong one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from tiny_models import write_checkpoint
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from topw_deploy.errors import VerificationError
+from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.quantise import Quantisation
+from topw_deploy.export.quantise import weight as weight_module
+from topw_deploy.export.quantise.blocks import Blocks
+from topw_deploy.export.verification.dequantised import dequantise_model
+from topw_deploy.export.verification.exact_products import exact_products
+from topw_deploy.manifest import load_manifest
+from topw_deploy.plugins.library import library_path
+from topw_deploy.runtime import TopWModel
+
+CASES = {
+    "llama_tied": {"dtype": "int4", "block_size": 16, "quantisation_algorithm": "k_quant"},
+    "gpt2": {"dtype": "int8", "symmetric": False},
+    "qwen2": {"dtype": "int4", "kv": "concat", "exclude_nodes": ("node_linear_3",)},
+}
+
+
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
+    """family -> its quantised, verified export."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("quantised") / family
+            export_model(ExportRequest(model=str(checkpoint(family)), output=made[family], **CASES[family]))  # type: ignore[arg-type]
+        return made[family]
+
+    return folder
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_an_export_agrees_with_its_dequantised_weights_and_says_what_rounding_cost(
+    verified: Callable[[str], Path], family: str
+) -> None:
+    manifest = load_manifest(verified(family))
+    assert manifest.decoder is not None
+    assert manifest.decoder.weights_dtype == CASES[family]["dtype"]
+    checks = {check.name: check for check in manifest.verification.checks}
+    assert manifest.verification.status == "passed"
+    assert checks["prefill logits"].difference < 1e-4 * max(1.0, checks["prefill logits"].bound / 1e-4)
+    assert "dequantised" in checks["prefill logits"].detail
+    assert checks["prefill logits"].difference > 0
+    assert "in float32" in checks["perplexity, log of the ratio"].detail
+    assert {"kept sets unlike float32's", "tokens unlike float32's"} <= set(checks)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_quantised_export_samples_natively_as_by_its_function(verified: Callable[[str], Path], family: str) -> None:
+    if library_path() is None:
+        pytest.skip("no native sampler")
+    settings = {"max_new_tokens": 24, "seed": 3, "temperature": 1.5, "lam": 0.5, "ignore_eos": True}
+    with TopWModel.from_pretrained(verified(family), sampler="native") as model:
+        assert model.sampler == "native"
+        native = model.generate([5, 9, 7], **settings).token_ids
+    with TopWModel.from_pretrained(verified(family), sampler="graph") as model:
+        assert native == model.generate([5, 9, 7], **settings).token_ids
+
+
+@pytest.mark.parametrize("tail", ["portable", "onnxruntime", "static"])
+def test_every_form_of_the_sampler_reads_the_quantised_table(
+    tail: str, tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    request = ExportRequest(
+        model=str(checkpoint("llama_tied")), output=tmp_path / tail, dtype="int4", tail=tail, verify=False
+    )
+    export_model(request)
+    settings = {"max_new_tokens": 12, "seed": 3, "temperature": 2.0, "lam": 1.0, "init_top_p": 0.5, "ignore_eos": True}
+    with TopWModel.from_pretrained(tmp_path / tail, sampler="graph") as model:
+        tokens = model.generate([5, 9, 7], **settings).token_ids
+    assert len(tokens) == 12
+    manifest = load_manifest(tmp_path / tail)
+    assert manifest.sampler.table_form.startswith("com.microsoft.GatherBlockQuantized(bits=4,block_size=32")
+
+
+def test_wrong_zero_points_in_one_weight_fail_the_verification(
+    tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = weight_module.quantise_weight
+    seen: list[int] = []
+
+    def wrong(read: object, shape: object, *rest: object) -> Blocks:
+        made = plain(read, shape, *rest)  # type: ignore[arg-type]
+        seen.append(1)
+        if len(seen) == 3:
+            assert made.zero_points is not None
+            made.zero_points[:] ^= 0x11  # each by one, up or down
+        return made
+
+    monkeypatch.setattr(weight_module, "quantise_weight", wrong)
+    request = ExportRequest(model=str(checkpoint("llama_tied")), output=tmp_path / "out", dtype="int4", symmetric=False)
+    with pytest.raises(VerificationError, match="prefill logits"):
+        export_model(request)
+    assert not (tmp_path / "out").exists()
+
+
+def test_products_are_exact_only_beside_the_export(verified: Callable[[str], Path]) -> None:
+    folder = verified("gpt2")
+    manifest = load_manifest(folder)
+
+    def levels(place: Path) -> set[int]:
+        nodes = [node for node in ir.load(place / "model.onnx").graph if node.op_type == "MatMulNBits"]
+        return {node.attributes["accuracy_level"].as_int() for node in nodes}
+
+    with exact_products(folder, manifest) as made:
+        assert made != folder
+        assert levels(made) == {1}
+        load_manifest(made)
+    assert not made.exists()
+    assert levels(folder) == {4}
+
+
+def test_layers_that_the_file_keeps_in_float_are_not_rounded(
+    verified: Callable[[str], Path], checkpoint: Callable[[str], Path]
+) -> None:
+    folder = verified("qwen2")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"))
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    dequantise_model(model, folder, Quantisation(bits=4))
+    same = {name for name, value in model.named_parameters() if np.array_equal(value.detach(), before[name])}
+    matrices = {name for name, value in before.items() if value.dim() == 2}
+    assert same & matrices == {"model.layers.0.self_attn.o_proj.weight"}
+
+
+def test_blocks_of_a_checkpoint_wider_than_a_table_may_have_are_halved(tmp_path: Path) -> None:
+    """hidden_size 96 in blocks of 64: the table takes 32, the products 64 with a half-empty last block."""
+    config = Qwen2Config(
+        vocab_size=320, hidden_size=96, intermediate_size=80, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    write_checkpoint(tmp_path / "model", config)
+    request = ExportRequest(
+        model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", block_size=64, symmetric=False
+    )
+    export_model(request)
+    nodes = {node.op_type: node for node in ir.load(tmp_path / "out" / "model.onnx").graph}
+    assert nodes["GatherBlockQuantized"].attributes["block_size"].as_int() == 16
+    assert nodes["MatMulNBits"].attributes["block_size"].as_int() == 64
