@@ -28,12 +28,14 @@ def decoder_checks(
         worst = float(np.max(differences))  # NaN stays NaN, and passes nothing
         return Check(name, bool(worst <= bound), worst, bound, detail)
 
-    yield check("prefill logits", _chunked(probe, ids, rows, [len(ids)]), f"{len(ids)} tokens, {reference.name}")
+    yield check("prefill logits", _by_runs(probe, ids, rows[-1:], [len(ids)]), f"{len(ids)} tokens, {reference.name}")
     tail = min(4, len(ids) - 1)
     steps = [len(ids) - tail] + [1] * tail
-    yield check("decode logits", _chunked(probe, ids, rows, steps), f"{tail} steps after {len(ids) - tail} tokens")
+    stepped = _by_runs(probe, ids, reference.logits_by_runs(ids, steps), steps)
+    yield check("decode logits", stepped, f"{tail} steps after {len(ids) - tail} tokens")
     chunks = _chunks(len(ids))
-    yield check("chunked prefill logits", _chunked(probe, ids, rows, chunks), f"chunks of {chunks}")
+    chunked = _by_runs(probe, ids, reference.logits_by_runs(ids, chunks), chunks)
+    yield check("chunked prefill logits", chunked, f"chunks of {chunks}")
     if decoder.left_padding:
         lengths = [len(sequence) for sequence in sequences]
         yield check(LEFT_PADDED, _padded(probe, sequences, wanted, left=True), f"lengths {lengths}")
@@ -47,13 +49,14 @@ def _chunks(length: int) -> list[int]:
     return [size for size in (first, second, length - first - second) if size]
 
 
-def _chunked(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, chunks: list[int]) -> list[float]:
+def _by_runs(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list[int]) -> list[float]:
+    """The differences after each of `runs` tokens going in; wanted [runs, vocab]."""
     probe.start(1)
     differences, end = [], 0
-    for size in chunks:
+    for row, size in zip(wanted, runs, strict=True):
         start, end = end, end + size
         found = probe.step(ids[None, start:end], np.ones((1, end), np.int64))
-        differences.append(_difference(found[0], wanted[end - 1]))
+        differences.append(_difference(found[0], row))
     return differences
 
 

@@ -71,7 +71,7 @@ def _compare(
     error = BOUNDS[manifest.decoder.kv_dtype]
     sequence = list(prompt)
     for count, token in enumerate(tokens):
-        logits = reference.logits(np.asarray(sequence, dtype=np.int64))[-1]
+        logits = reference.logits_by_runs(np.asarray(sequence, dtype=np.int64), [len(prompt)] + [1] * count)[-1]
         uniform = uniform_for(SEED, len(sequence))
         wanted = sample_row(logits, parameters, manifest.sampler.options, geometry, uniform)
         if wanted.next_token != token:
