@@ -9,6 +9,7 @@ import pytest
 
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.decoder_onnx import load_decoder
 from topw_deploy.manifest import DecoderInfo, load_manifest
 from topw_deploy.runtime import TopWModel
 
@@ -139,6 +140,18 @@ def test_sequences_end_where_the_graph_does(grafted: Callable, name: str) -> Non
     assert ("leaves out the soft cap" in notices) is (name == "optimum-gemma2")
     with TopWModel.from_pretrained(graft.path) as model:
         assert len(model.generate(PROMPT, max_new_tokens=2 * CONTEXT, **GREEDY).token_ids) == length - len(PROMPT)
+
+
+@pytest.mark.parametrize("name", ["genai-mistral", "genai-gemma2"])
+def test_the_models_own_configuration_says_the_same_of_its_window(
+    folder: Callable, grafted: Callable, name: str
+) -> None:
+    """genai_config.json is all that the builder writes; --tokenizer names a folder with config.json."""
+    source = folder(name)
+    notices: list[str] = []
+    info = load_decoder(source.path / "model.onnx", source.checkpoint, notices).info
+    assert info.context_length == described(grafted(name).path).context_length
+    assert notices == [note for note in grafted(name).report.notices if "window" in note]
 
 
 def test_a_cache_in_mobiuss_static_layout_is_refused_by_name(folder: Callable, tmp_path: Path) -> None:
