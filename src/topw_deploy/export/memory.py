@@ -26,6 +26,17 @@ def peak_bytes() -> int:
     return highest if sys.platform == "darwin" else highest * 1024
 
 
+def available_bytes() -> int:
+    """Memory that this machine can still give without swapping, as Linux sees it; 0 where unknown."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
 class StageMemory:
     """Peaks by stage, in bytes, in the order of the stages."""
 

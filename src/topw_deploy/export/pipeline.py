@@ -11,6 +11,7 @@ from pathlib import Path
 from topw_deploy.errors import ExportError
 from topw_deploy.export.build import Built, build
 from topw_deploy.export.configuration import bring_genai_configuration, write_configuration
+from topw_deploy.export.depth import layers_to_verify, verification_bytes, verify_first_layers
 from topw_deploy.export.describe import manifest_of, report_of, sizes_in
 from topw_deploy.export.folder import StagedFolder, bring, check_free, require_space
 from topw_deploy.export.journal import Journal
@@ -150,10 +151,21 @@ def _verify(
     if request.verify:
         from topw_deploy.export.verification import verify_in_subprocess
 
-        progress("Verifying")
-        verification, may_pad = stages.verified(
-            manifest, lambda: verify_in_subprocess(folder, source, request, progress)
-        )
+        def verify(wanted: ExportRequest, where: Path = folder) -> tuple[Verification, bool]:
+            return verify_in_subprocess(where, source, wanted, progress, memory)
+
+        layers, few = layers_to_verify(built, source), stages.journal.workshop / "first-layers"
+        if layers is None:
+            progress("Verifying")
+            verification, may_pad = stages.verified(manifest, partial(verify, request))
+        else:
+            built.notices.append(
+                f"memory does not suffice to verify all {built.decoder.info.num_layers} layers, which takes about "
+                f"{verification_bytes(built) / 1e9:.0f} GB: the first {layers} were exported alone and verified"
+            )
+            progress(f"Verifying the first {layers} layers")
+            checked = partial(verify_first_layers, request, layers, few, export_model, partial(verify, where=few))
+            verification, may_pad = stages.verified(manifest, checked)
     if built.decoder.info.left_padding and not may_pad:
         built.decoder.info = replace(built.decoder.info, left_padding=False)
         why = "is wrong for rows padded on the left" if request.verify else "was not checked for left padding"

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from topw_deploy.export.build import Built
 from topw_deploy.export.data_files import Slot
+from topw_deploy.export.depth import verification_bytes
 from topw_deploy.export.folder import linkable
 from topw_deploy.export.lazy_weight import PART, LazyWeight
 from topw_deploy.export.memory import resident_bytes
@@ -56,7 +57,10 @@ def plan_of(built: Built, source: Source, tokenizer_folder: Path, folder: Path, 
         if (tokenizer_folder / name).is_file():
             files[name] = (tokenizer_folder / name).stat().st_size
     writing = resident_bytes() + max((_in_memory(slot.tensor) for slot in slots), default=files[MODEL_FILE])
-    return Plan(files, shared, slots, {"writing": writing})
+    memory = {"writing": writing}
+    if request.verify:
+        memory["verification"] = verification_bytes(built)
+    return Plan(files, shared, slots, memory)
 
 
 def brought_files(built: Built, source: Source) -> dict[str, Path]:

@@ -104,6 +104,12 @@ def weight_bytes(model: ir.Model) -> int:
     return sum(tensor.nbytes for tensor in _tensors(model))
 
 
+def parameter_count(model: ir.Model) -> int:
+    """Numbers that the initializers hold, about; the codes of block-quantised weights count each."""
+    per_byte = {"int4": 2.0, "int8": 1.0, "uint8": 1.0, "float16": 0.5, "bfloat16": 0.5, "float": 0.25}
+    return round(sum(per_byte.get(name, 0.25) * size for name, size in bytes_by_type(model).items()))
+
+
 def bytes_by_type(model: ir.Model) -> dict[str, int]:
     """Bytes of all initializers by element type, largest first; codes and zero points of block-quantised weights, which
     are stored as uint8, count as int4 or int8."""

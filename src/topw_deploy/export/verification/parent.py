@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import SourceError, VerificationError
+from topw_deploy.export.memory import StageMemory
 from topw_deploy.export.progress import Progress
 from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.source import Source, resolve
@@ -25,6 +26,7 @@ class VerifyOutcome:
 
     checks: tuple[Check, ...]
     skipped: tuple[tuple[str, str], ...]
+    peak: int = 0  # bytes that checking took at most
 
     @property
     def failed(self) -> tuple[Check, ...]:
@@ -32,7 +34,7 @@ class VerifyOutcome:
 
 
 def verify_in_subprocess(
-    folder: Path, source: Source, request: ExportRequest, progress: Progress
+    folder: Path, source: Source, request: ExportRequest, progress: Progress, memory: StageMemory | None = None
 ) -> tuple[Verification, bool]:
     """Verify the folder being exported; also says whether batches may be padded on the left.
 
@@ -47,6 +49,8 @@ def verify_in_subprocess(
         "trust_remote_code": request.trust_remote_code,
     }
     outcome = run_checks(task, progress)
+    if memory is not None:
+        memory.peaks["verification"] = outcome.peak
     if source.onnx is not None and [check.name for check in outcome.failed] == [LEFT_PADDED]:
         kept = tuple(check for check in outcome.checks if check.passed)
         return Verification(status="passed", checks=kept), False
@@ -92,7 +96,7 @@ def run_checks(task: dict[str, Any], progress: Progress) -> VerifyOutcome:
     """
     checks: list[Check] = []
     skipped: list[tuple[str, str]] = []
-    error = None
+    error, peak = None, 0
     for line in _lines(task):
         if "check" in line:
             checks.append(Check(**line["check"]))
@@ -100,13 +104,15 @@ def run_checks(task: dict[str, Any], progress: Progress) -> VerifyOutcome:
         elif "skipped" in line:
             skipped.append((line["skipped"], line["reason"]))
             progress(f"  -[-] {line['skipped']}: not checked, {line['reason']}")
+        elif "peak" in line:
+            peak = int(line["peak"])
         else:
             error = line["error"]
     if error is not None:
         failed = [check.name for check in checks if not check.passed]
         after = f" after these checks had failed: {', '.join(failed)}" if failed else ""
         raise VerificationError(f"verification stopped{after}: {error}")
-    return VerifyOutcome(tuple(checks), tuple(skipped))
+    return VerifyOutcome(tuple(checks), tuple(skipped), peak)
 
 
 def tick_line(check: Check) -> str:

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import TopWError
+from topw_deploy.export.memory import peak_bytes
+from topw_deploy.export.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.settings import Quantisation
 from topw_deploy.export.verification.bound_check import bound_check
 from topw_deploy.export.verification.decoder_checks import decoder_checks
@@ -38,13 +41,15 @@ _LONGEST_WINDOW = 512
 
 
 def main(argument: str) -> int:
-    """Print a line per check: {"check": ...}, {"skipped": name, "reason": ...} or, at the end, {"error": ...}."""
+    """Print a line per check: {"check": ...}, {"skipped": name, "reason": ...} or, at the end, {"error": ...}; then
+    {"peak": bytes}, the most memory it took."""
     try:
         for result in run(json.loads(argument)):
             _print({"check": asdict(result)} if isinstance(result, Check) else result)
     except TopWError as error:
         _print({"error": str(error)})
         return 1
+    _print({"peak": peak_bytes()})
     return 0
 
 
@@ -55,7 +60,7 @@ def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
     assert manifest.decoder is not None
     reference = _reference(task, manifest)
     if manifest.decoder.quantisation and isinstance(reference, TorchReference):
-        yield from _cost_of_quantisation(folder, manifest, reference)
+        yield from _cost_of_quantisation(task, folder, manifest, reference)
     with exact_products(folder, manifest) as compared:
         yield from _checks(task, compared, manifest, reference)
 
@@ -96,7 +101,7 @@ def _checks(
 
 
 def _cost_of_quantisation(
-    folder: Path, manifest: Manifest, reference: TorchReference
+    task: dict[str, Any], folder: Path, manifest: Manifest, reference: TorchReference
 ) -> Iterator[Check | dict[str, str]]:
     """The graph as shipped beside the float model; then the weights of `reference` become those of the graph."""
     from topw_deploy.export.verification.dequantised import dequantise_model
@@ -114,7 +119,9 @@ def _cost_of_quantisation(
         probe = LogitsProbe(folder, manifest.decoder)
         yield from quantised_checks(probe, reference.logits(text.ids), text, manifest, geometries)
     assert manifest.decoder is not None
-    dequantise_model(reference.model, folder, Quantisation.from_dict(manifest.decoder.quantisation))
+    packed = PackedCheckpoint.of(Path(task["checkpoint"]))
+    rows = PackedRows(packed) if packed is not None else None
+    dequantise_model(reference.model, folder, Quantisation.from_dict(manifest.decoder.quantisation), rows)
     reference.name = "torch with the dequantised weights"
 
 

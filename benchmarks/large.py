@@ -1,0 +1,201 @@
+"""A model beyond 2 GB end to end: exported, grafted, verified by its first layers and run, with what each stage takes.
+
+    python -m benchmarks.large [--billions 3] [--dtypes fp16 int4] [--folder DIR]
+
+Makes a Llama-shaped checkpoint of random float16 weights, shard by shard, and takes it through the exporter in
+processes of their own: a dry run, the export, a graft onto the exported decoder, the verification of its first layers,
+a few tokens. Prints wall time, peak memory and what the dry run foresaw of memory and file sizes. Needs about three
+times the checkpoint's bytes on the disk of DIR (for 3 billion parameters: 18 GB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import machine, say, table
+from topw_deploy.demo import demo_model_path
+
+_EXPORT = """
+import dataclasses, json, sys
+from pathlib import Path
+from topw_deploy.export import ExportRequest, export_model
+settings = json.loads(sys.argv[1])
+settings["output"] = Path(settings["output"])
+report = export_model(ExportRequest(**settings), lambda line: print(line, file=sys.stderr, flush=True))
+print(json.dumps({"seconds": report.seconds, "memory": report.memory, "sizes": report.sizes,
+                  "status": report.verification.status, "notices": report.notices}))
+"""
+_RUN = """
+import json, sys, time
+from topw_deploy.export.memory import peak_bytes
+from topw_deploy.runtime import TopWModel
+started = time.perf_counter()
+model = TopWModel.from_pretrained(sys.argv[1])
+loaded = time.perf_counter() - started
+result = model.generate("The quick brown fox", max_new_tokens=8, seed=1)
+print(json.dumps({"seconds": time.perf_counter() - started, "loaded": loaded, "memory": {"running": peak_bytes()}}))
+"""
+_SHARD = 1 << 30
+_GIB = 2**30
+
+
+def shapes(layers: int, hidden: int, inner: int, kv: int, vocab: int) -> dict[str, tuple[int, ...]]:
+    """Parameter -> shape, in the order of the file."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(layers):
+        start = f"model.layers.{layer}."
+        found |= {f"{start}self_attn.{name}_proj.weight": (kv if name in "kv" else hidden, hidden) for name in "qkvo"}
+        found |= {f"{start}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        found[f"{start}mlp.down_proj.weight"] = (hidden, inner)
+        found |= {f"{start}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
+    return {**found, "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
+
+
+def write_checkpoint(folder: Path, billions: float) -> int:
+    """A Llama of about so many billion random float16 parameters, a shard in memory at a time; returns its bytes."""
+    from safetensors.numpy import save_file
+
+    hidden, inner, kv, vocab = 3072, 8192, 1024, 32000
+    per_layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner
+    layers = max(5, round((billions * 1e9 - 2 * vocab * hidden) / per_layer))
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    shard: dict[str, np.ndarray] = {}
+    places: dict[str, str] = {}
+    total = 0
+
+    def flush() -> None:
+        name = f"model-{len(set(places.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, shape in shapes(layers, hidden, inner, kv, vocab).items():
+        if len(shape) == 1:
+            shard[name] = np.ones(shape, np.float16)
+        else:
+            shard[name] = (0.02 * generator.standard_normal(shape, dtype=np.float32)).astype(np.float16)
+        total += shard[name].nbytes
+        if sum(array.nbytes for array in shard.values()) > _SHARD:
+            flush()
+    flush()
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": hidden // 128,
+        "num_key_value_heads": kv // 128, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "dtype": "float16", "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (demo_model_path() / name).is_file():
+            shutil.copy(demo_model_path() / name, folder)
+    return total
+
+
+def child(code: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that `code` prints, run in a process of its own."""
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return dict(json.loads(result.stdout.strip().splitlines()[-1]))
+
+
+def exported(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
+    say(f"{model.name} -> {out.name} {settings}")
+    return child(_EXPORT, json.dumps({"model": str(model), "output": str(out), "verify": False, **settings}))
+
+
+def decoder_alone(folder: Path, target: Path) -> None:
+    """The decoder of an export as another exporter would have left it: logits of one position, no sampler."""
+    import onnx_ir as ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    target.mkdir()
+    for file in folder.iterdir():
+        if file.name not in ("model.onnx", "topw_manifest.json"):
+            (target / file.name).hardlink_to(file) if "onnx_data" in file.name else shutil.copy(file, target)
+    model = ir.load(folder / "model.onnx")
+    sampler = next(node for node in model.graph if node.op_type == "TopWSample")
+    logits = sampler.inputs[0]
+    assert logits is not None
+    cache = [value for value in model.graph.outputs if (value.name or "").startswith("present.")]
+    shown = ir.node("Unsqueeze", [logits, ir.Value(name="axis", const_value=ir.tensor(np.array([1]), name="axis"))])
+    model.graph.register_initializer(shown.inputs[1])
+    shown.outputs[0].name, shown.outputs[0].type = "logits", ir.TensorType(ir.DataType.FLOAT)
+    shown.outputs[0].shape = ir.Shape(["batch_size", 1, logits.shape[-1] if logits.shape is not None else None])
+    model.graph.append(shown)
+    model.graph.outputs.clear()
+    model.graph.outputs.extend([shown.outputs[0], *cache])
+    RemoveUnusedNodesPass()(model)
+    used = {"input_ids", "attention_mask", "position_ids"}
+    for value in list(model.graph.inputs):
+        if value.name not in used and not (value.name or "").startswith("past_key_values."):
+            model.graph.inputs.remove(value)
+    ir.save(model, target / "model.onnx")
+
+
+def stages_of(work: Path, billions: float, dtypes: list[str]) -> list[tuple[str, ...]]:
+    """A row for each stage: what, seconds, GiB of files, peak GiB, foreseen GiB."""
+    started = time.perf_counter()
+    size = write_checkpoint(work / "model", billions)
+    rows: list[tuple[str, ...]] = []
+    rows.append(("checkpoint, float16", f"{time.perf_counter() - started:.0f}", f"{size / _GIB:.2f}", "", ""))
+
+    def add(what: str, found: dict[str, Any], foreseen: dict[str, Any] | None = None) -> None:
+        for stage, peak in found["memory"].items():
+            before = (foreseen or {}).get("memory", {}).get(stage)
+            first = stage == next(iter(found["memory"]))
+            seconds = f"{found['seconds']:.0f}" if first else ""
+            files = f"{sum(found['sizes'].values()) / _GIB:.3f}" if first and "sizes" in found else ""
+            guess = f"{before / _GIB:.2f}" if before else ""
+            rows.append((f"{what}: {stage}", seconds, files, f"{peak / _GIB:.2f}", guess))
+
+    for dtype in dtypes:
+        settings = {"dtype": dtype, "kv": "concat"} if dtype == "fp16" else {"dtype": dtype}
+        dry = exported(work / "model", work / "none", dry_run=True, **settings)
+        add(f"{dtype} dry run", {**dry, "memory": {"graph": dry["memory"]["graph"]}})
+        out = work / dtype
+        done = exported(work / "model", out, **settings)
+        add(f"{dtype} export", done, dry)
+        wrong = {name: n for name, n in dry["sizes"].items() if done["sizes"].get(name) != n}
+        say(f"sizes foreseen wrongly: {wrong or 'none'}")
+        few = exported(work / "model", work / f"{dtype}-few", num_hidden_layers=4, **{**settings, "verify": True})
+        add(f"{dtype} first 4 layers, {few['status']}", few)
+        if dtype == "fp16":
+            decoder_alone(out, work / "decoder")
+            add("graft onto the fp16 decoder", exported(work / "decoder", work / "graft", hard_link=False))
+            shutil.rmtree(work / "graft")
+            shutil.rmtree(work / "decoder")
+            add("fp16 first 4 layers, 8 tokens", child(_RUN, str(work / "fp16-few")))
+        else:
+            add(f"{dtype} whole, 8 tokens", child(_RUN, str(out)))
+        shutil.rmtree(work / f"{dtype}-few")
+        shutil.rmtree(out)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--billions", type=float, default=3.0, help="parameters")
+    parser.add_argument("--dtypes", nargs="+", default=["fp16", "int4"], choices=("fp16", "fp32", "int4", "int8"))
+    parser.add_argument("--folder", type=Path, default=None, help="where to work")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="large-") as name:
+        rows = stages_of(Path(name), args.billions, args.dtypes)
+    print(f"{machine()}\n")
+    print(table(("stage", "seconds", "files GiB", "peak GiB", "foreseen GiB"), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What a dry run foresees, and data files of limited size."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from tiny_models import write_checkpoint
+from transformers import LlamaConfig
+
+from topw_deploy.errors import ExportError, ParameterError
+from topw_deploy.export import ExportReport, ExportRequest, depth, export_model, weights
+from topw_deploy.export.data_files import file_sizes, lay_out
+from topw_deploy.export.folder import SPARE
+from topw_deploy.export.memory import StageMemory, peak_bytes, resident_bytes
+from topw_deploy.export.request import parse_size
+from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
+
+SHARD = 40_000
+
+
+def export(model: Path, out: Path, **settings: Any) -> ExportReport:
+    return export_model(ExportRequest(model=str(model), output=out, **{"verify": False, **settings}))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> tuple[Path, ExportReport]:
+    """An export whose data files may have `SHARD` bytes each, and its dry run."""
+    out = tmp_path_factory.mktemp("sharded") / "out"
+    settings = {"max_shard_size": SHARD, "dtype": "fp16"}
+    foreseen = export(checkpoint("llama_untied"), out, dry_run=True, **settings)
+    assert not out.exists()
+    export(checkpoint("llama_untied"), out, **settings)
+    return out, foreseen
+
+
+def test_a_dry_run_foresees_every_large_file_to_the_byte(sharded: tuple[Path, ExportReport]) -> None:
+    out, foreseen = sharded
+    found = {path.name: path.stat().st_size for path in out.iterdir()}
+    assert len([name for name in foreseen.sizes if name.endswith(".onnx_data")]) > 1
+    assert {name: found[name] for name in foreseen.sizes} == foreseen.sizes
+    assert set(found) - set(foreseen.sizes) <= {"config.json", "generation_config.json", "topw_manifest.json"}
+
+
+def test_a_dry_run_foresees_the_memory_of_each_stage(sharded: tuple[Path, ExportReport]) -> None:
+    foreseen = sharded[1].memory
+    assert list(foreseen) == ["graph", "writing"]
+    assert foreseen["graph"] > resident_bytes() / 4  # torch at least
+    assert foreseen["writing"] < 2 * foreseen["graph"]
+
+
+def test_no_data_file_is_larger_than_asked_for_and_all_of_them_load(sharded: tuple[Path, ExportReport]) -> None:
+    out = sharded[0]
+    shards = sorted(out.glob("*.onnx_data"))
+    assert [path.name for path in shards] == [
+        f"model-{number:05d}-of-{len(shards):05d}.onnx_data" for number in range(1, len(shards) + 1)
+    ]
+    assert all(path.stat().st_size <= SHARD for path in shards)
+    check_hashes(out, load_manifest(out))  # hashes taken while writing are those of the files
+    ort.InferenceSession(str(out / "model.onnx"))
+
+
+def test_a_weight_larger_than_a_shard_gets_one_of_its_own() -> None:
+    sizes = (300, 300, 5000, 300)
+    values = [ir.Value(name=str(n), const_value=ir.tensor(np.zeros(n, np.float32))) for n in sizes]
+    slots = lay_out(values, max_shard_size=2400)
+    assert list(file_sizes(slots).values()) == [2400, 20_000, 1200]
+    assert [slot.offset for slot in slots] == [0, 1200, 0, 0]
+
+
+def test_large_weights_start_on_a_page() -> None:
+    values = [ir.Value(name=str(n), const_value=ir.tensor(np.zeros(n, np.float32))) for n in (300, 300_000)]
+    assert [slot.offset for slot in lay_out(values)] == [0, 4096]
+    assert {slot.file for slot in lay_out(values, ["model.onnx_data"])} == {"model.topw.onnx_data"}
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"), [("2GB", 2 * 10**9), ("1.5 MiB", 3 << 19), ("500kb", 500_000), (4096, 4096), ("77", 77)]
+)
+def test_sizes_are_read_as_transformers_reads_them(size: int | str, wanted: int) -> None:
+    assert parse_size(size) == wanted
+
+
+@pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "2 gigabytes", 0])
+def test_what_is_no_size_is_refused(tmp_path: Path, size: int | str) -> None:
+    with pytest.raises(ParameterError, match="must be a number of bytes"):
+        ExportRequest(model="demo", output=tmp_path, max_shard_size=size)
+
+
+def test_shards_of_an_existing_decoder_stay_as_its_maker_cut_them(tmp_path: Path, foreign_decoder: Path) -> None:
+    with pytest.raises(ParameterError, match="leave --max-shard-size out"):
+        export(foreign_decoder, tmp_path / "out", max_shard_size="1MB")
+
+
+def test_the_space_asked_for_is_that_of_all_files(
+    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte less than they need is too little; hard links need none."""
+    foreseen = export(foreign_decoder, tmp_path / "out", dry_run=True)
+    enough = sum(foreseen.sizes.values()) + (16 << 10) + SPARE
+
+    def free(count: int) -> None:
+        usage = shutil._ntuple_diskusage(1 << 40, 0, count)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
+
+    free(enough - 1)
+    with pytest.raises(ExportError, match="make room"):
+        export(foreign_decoder, tmp_path / "out")
+    free(enough)
+    export(foreign_decoder, tmp_path / "out")
+    free(enough - foreseen.sizes["model.onnx.data"])
+    export(foreign_decoder, tmp_path / "linked", hard_link=True)
+    shutil.rmtree(tmp_path / "linked")
+
+
+def test_a_stage_has_a_peak_of_its_own() -> None:
+    memory = StageMemory()
+    with memory.stage("large"):
+        block = np.ones(64 << 20, np.uint8)
+        del block
+    with memory.stage("small"):
+        pass
+    assert memory.peaks["large"] - memory.peaks["small"] > 32 << 20
+    assert peak_bytes() >= resident_bytes() > 0
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with more layers than stand for the whole."""
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=depth.LAYERS + 1,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+    )
+    return write_checkpoint(tmp_path_factory.mktemp("deep") / "llama", config)
+
+
+def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
+    tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(depth, "available_bytes", lambda: 1)
+    seen: list[dict[str, Any]] = []
+
+    def verify(folder: Path, _source: object, request: ExportRequest, *_rest: object) -> tuple[Verification, bool]:
+        decoder = load_manifest(folder).decoder
+        assert decoder is not None
+        seen.append({"layers": decoder.num_layers, "asked": request.num_hidden_layers})
+        return Verification(status="passed", checks=(Check("prefill logits", True, 0.0, 1.0, "torch"),)), True
+
+    monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", verify)
+    report = export(deep, tmp_path / "out", verify=True)
+    assert seen == [{"layers": depth.LAYERS, "asked": depth.LAYERS}]
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.decoder is not None
+    assert manifest.decoder.num_layers == depth.LAYERS + 1
+    assert manifest.verification.status == "partial"
+    assert manifest.verification.checks[0].detail == f"torch; first {depth.LAYERS} layers"
+    assert "memory does not suffice to verify all 5 layers" in report.notices[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_manifest_counts_the_weights_by_type(sharded: tuple[Path, ExportReport]) -> None:
+    out = sharded[0]
+    decoder = load_manifest(out).decoder
+    assert decoder is not None
+    found = weights.bytes_by_type(ir.load(out / "model.onnx"))
+    assert decoder.weights == found
+    assert next(iter(found)) == "float16"
+    assert sum(found.values()) == weights.weight_bytes(ir.load(out / "model.onnx"))
