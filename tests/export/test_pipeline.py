@@ -282,7 +282,7 @@ def folder_with(tmp_path: Path, config: dict[str, object], weights: bytes = b"")
     [
         ({"model_type": "nobody-knows"}, "no architecture that this transformers knows"),
         (T5Config().to_dict(), "'t5' is not a causal language model"),
-        (make_config(quantization_config={"quant_method": "gptq", "bits": 4}), "is quantised"),
+        (make_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "is quantised"),
     ],
 )
 def test_an_architecture_that_cannot_be_exported_is_named(

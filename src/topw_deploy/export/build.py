@@ -11,8 +11,10 @@ from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.embedding_node import find_embedding
 from topw_deploy.export.graft import graft
 from topw_deploy.export.neighbour_bound import measure_for
+from topw_deploy.export.packed.checkpoint import PackedCheckpoint
 from topw_deploy.export.progress import Bar, Progress
 from topw_deploy.export.quantise import quantise
+from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, ExportRequest
 from topw_deploy.export.source import Source
 from topw_deploy.export.stages import Stages
@@ -79,7 +81,9 @@ def _decoder(
     )
     if request.quantisation is not None:
         progress(f"Replacing products and embedding by {request.quantisation.dtype}")
-        notices += quantise(decoder.model, request.quantisation)
+        packed = PackedCheckpoint.of(source.folder)
+        rows = PackedRows(packed) if packed is not None else None
+        notices += quantise(decoder.model, request.quantisation, rows)
         chosen = request.quantisation
         decoder.info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict())
     return decoder

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.packed.formats import packed_format
 from topw_deploy.export.safetensors_files import stored_tensors
 
 # RoPE forms that switch frequencies when a sequence outgrows the length trained on: a graph holds the first ones.
@@ -36,10 +38,11 @@ def load_checkpoint(
     if num_hidden_layers is not None:
         _cut_layers(config, num_hidden_layers)
     settings = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
+    packed = PackedCheckpoint.of(folder)
     with _quiet():
         try:
-            if unread:
-                model, info = _unread_model(folder, config, settings)
+            if unread or packed is not None:
+                model, info = _unread_model(folder, config, settings, packed, unread=unread)
             else:
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder, config=config, output_loading_info=True, local_files_only=True, **settings
@@ -73,11 +76,19 @@ def load_unread(
         return load_checkpoint(folder, dtype, **wanted), str(error)  # type: ignore[arg-type]
 
 
-def _unread_model(folder: Path, config: Any, settings: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """As transformers would load it, from tensors that are not read: it takes those under no folder's name."""
+def _unread_model(
+    folder: Path, config: Any, settings: dict[str, Any], packed: PackedCheckpoint | None, *, unread: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """As transformers would load it, from tensors that are not read: it takes those under no folder's name. Packed
+    layers are unpacked as they are read; not `unread`: here."""
     from topw_deploy.export.unread_tensor import UnreadTensor
 
-    tensors = {name: UnreadTensor.of(stored) for name, stored in stored_tensors(folder).items()}
+    if packed is not None:
+        tensors = packed.unread()
+    else:
+        tensors = {name: UnreadTensor.of(stored) for name, stored in stored_tensors(folder).items()}
+    if not unread:
+        tensors = {name: tensor.values().clone() for name, tensor in tensors.items()}
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, **settings)
     return type(empty).from_pretrained(
@@ -103,9 +114,12 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
             "choose a decoder-only model."
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(
-            f"the checkpoint in {folder} is quantised, which cannot be traced; export the unquantised one."
-        )
+        if packed_format(folder) is None:
+            raise UnsupportedModelError(
+                f"the checkpoint in {folder} is quantised in a way that its config.json does not tell; "
+                "export the unquantised one."
+            )
+        del config.quantization_config  # its layers are read as ordinary ones
     return config
 
 

@@ -6,14 +6,16 @@ multiplies with the very bytes that the embedding is looked up in.
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.embedding_node import EmbeddingNode, find_embedding
+from topw_deploy.export.quantise.packed_rows import Origin, PackedRows
 from topw_deploy.export.quantise.products import Product, find_products, is_stored
 from topw_deploy.export.quantise.settings import Quantisation
-from topw_deploy.export.quantise.weight import Latest, QuantisedWeight
+from topw_deploy.export.quantise.weight import Latest, QuantisedWeight, rows_of
 
 DOMAIN = "com.microsoft"
 _WORTH_SAYING = 0.01  # share of the weights' bytes from which on a matrix that stays float is named
@@ -31,10 +33,11 @@ class _Stored:
         self.zero_points = editor.initializer(zeros, f"{name}_zero_points") if zeros is not None else None
 
 
-def quantise(model: ir.Model, settings: Quantisation) -> list[str]:
+def quantise(model: ir.Model, settings: Quantisation, packed: PackedRows | None = None) -> list[str]:
     """Quantise `model` in place; returns what the user should know about weights that keep their type.
 
-    The graph: traced and lowered, before the sampler is set onto it.
+    The graph: traced and lowered, before the sampler is set onto it. packed: the layers of a checkpoint that is
+    quantised already, whose products keep its own codes, scales and zero points.
     Raises ParameterError for a pattern of `settings.exclude` that matches nothing, UnsupportedModelError for a graph
     without a product that could be quantised.
     """
@@ -50,10 +53,17 @@ def quantise(model: ir.Model, settings: Quantisation) -> list[str]:
         if table is not None:
             tables[id(embedding.data[0])] = table
     stored: dict[int, _Stored] = {}
+    kept = 0
     for product in products:
-        if not settings.excludes(*product.names):
+        if settings.excludes(*product.names):
+            continue
+        origin = _origin(product, packed)
+        if origin is not None and packed is not None:
+            _keep_codes(editor, product, settings, latest, packed, origin)
+            kept += 1
+        else:
             _quantise_product(editor, product, settings, latest, tables, stored)
-    if not stored and not tables:
+    if not stored and not tables and not kept:
         raise UnsupportedModelError(
             "the decoder has no product with a constant matrix that could be quantised; export it as --dtype fp32."
         )
@@ -62,7 +72,10 @@ def quantise(model: ir.Model, settings: Quantisation) -> list[str]:
     editor.finish()
     known = {scales.scales.name for scales in (*stored.values(), *tables.values())}
     known |= {product.weight.name for product in products if settings.excludes(*product.names)}
-    return _notices(graph, settings, before, known)
+    notices = _notices(graph, settings, before, known)
+    if packed is not None:
+        notices.append(f"{kept} of {len(products)} products keep the checkpoint's own codes, scales and zero points")
+    return notices
 
 
 def _embedding(graph: ir.Graph) -> EmbeddingNode | None:
@@ -127,10 +140,37 @@ def _quantise_product(
             stored[id(weight)] = _Stored(editor, made, str(weight.name), made.shape.codes)
         shared = stored[id(weight)]
         codes = shared.codes
-    inputs: list[ir.Value | None] = [product.data, codes, shared.scales, shared.zero_points, None, product.bias]
+    _replace_product(product, product.data, codes, shared, settings)
+
+
+def _origin(product: Product, packed: PackedRows | None) -> Origin | None:
+    """Where the product's weight comes from, if all of it is a packed checkpoint's."""
+    tensor = product.weight.const_value
+    if packed is None or tensor is None or tensor.dtype != ir.DataType.FLOAT:
+        return None
+    outputs = int(tensor.shape[0 if product.by_output else 1])
+    return packed.origin(np.asarray(rows_of(tensor, product.by_output)(0, outputs)))
+
+
+def _keep_codes(
+    editor: GraphEditor, product: Product, settings: Quantisation, latest: Latest, packed: PackedRows, origin: Origin
+) -> None:
+    made = QuantisedWeight(origin.shape, ir.DataType.FLOAT, lambda: packed.blocks(origin), latest)
+    stored = _Stored(editor, made, str(product.weight.name), origin.shape.codes)
+    data = product.data
+    if origin.order is not None and data is not None:  # act-order: the inputs of a group are not neighbours
+        order = editor.constant(origin.order, f"{product.weight.name}_order")
+        data = editor.op("Gather", [data, order], axis=-1, dtype=data.dtype, shape=data.shape)
+    _replace_product(product, data, stored.codes, stored, settings)
+
+
+def _replace_product(
+    product: Product, data: ir.Value | None, codes: ir.Value, stored: _Stored, settings: Quantisation
+) -> None:
+    inputs: list[ir.Value | None] = [data, codes, stored.scales, stored.zero_points, None, product.bias]
     while inputs[-1] is None:
         inputs.pop()
-    shape = shared.shape
+    shape = stored.shape
     attributes = {"K": shape.inputs, "N": shape.outputs, "bits": shape.bits, "block_size": shape.block_size}
     if settings.accuracy_level:
         attributes["accuracy_level"] = settings.accuracy_level

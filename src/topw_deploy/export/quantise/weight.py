@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, quantise_weight
+from topw_deploy.export.lazy_weight import LazyWeight
+from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, ReadRows, quantise_weight
 from topw_deploy.export.quantise.settings import Quantisation
 from topw_deploy.export.table import stored_array
 
@@ -32,6 +33,18 @@ class Latest:
                     del self._made[next(iter(self._made))]  # the oldest
                 self._made[weight] = weight.compute()
             return self._made[weight]
+
+
+def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
+    """A reader of the outputs of the weight in `tensor`, a part at a time where it can be read in parts."""
+    read = tensor.read if isinstance(tensor, LazyWeight) else None
+    if read is not None:
+        if by_output:
+            return lambda start, stop: read(slice(start, stop))
+        return lambda start, stop: read((slice(None), slice(start, stop))).T
+    array = stored_array(tensor)
+    rows = array if by_output else array.T
+    return lambda start, stop: rows[start:stop]
 
 
 class QuantisedWeight:
@@ -71,9 +84,7 @@ class QuantisedWeight:
         shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)
 
         def compute() -> Blocks:
-            array = stored_array(tensor)
-            rows = array if by_output else array.T
-            return quantise_weight(lambda start, stop: rows[start:stop], shape, settings, array.dtype)
+            return quantise_weight(rows_of(tensor, by_output), shape, settings, tensor.dtype.numpy())
 
         return cls(shape, tensor.dtype, compute, latest, keep=keep)
 

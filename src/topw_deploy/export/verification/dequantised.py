@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
+from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.settings import Quantisation
 from topw_deploy.export.table import stored_array
 from topw_deploy.export.weights import MODEL_FILE
@@ -21,8 +22,11 @@ from topw_deploy.export.weights import MODEL_FILE
 _COMPARED = 64  # leading weights of an output that tell it from all others
 
 
-def dequantise_model(model: PreTrainedModel, folder: Path, settings: Quantisation) -> None:
-    """Round the matrices of `model` in place, but for those that the export in `folder` keeps in float."""
+def dequantise_model(
+    model: PreTrainedModel, folder: Path, settings: Quantisation, packed: PackedRows | None = None
+) -> None:
+    """Round the matrices of `model` in place, but for those that the export in `folder` keeps in float, and those that
+    are rounded already, `packed` in the checkpoint."""
     kept = float_outputs(ir.load(folder / MODEL_FILE).graph)
     table = model.get_input_embeddings().weight
     done: set[int] = set()
@@ -34,7 +38,8 @@ def dequantise_model(model: PreTrainedModel, folder: Path, settings: Quantisatio
                 done.add(id(parameter))
                 rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
                 block_size = settings.table_block_size(rows.shape[1]) if parameter is table else settings.block_size
-                if block_size is not None and _key(rows[0].numpy()) not in kept:
+                exact = packed is not None and packed.origin(rows.numpy()) is not None
+                if block_size is not None and not exact and _key(rows[0].numpy()) not in kept:
                     rows.copy_(torch.from_numpy(_rounded(rows, block_size, settings)))
 
 

@@ -1,0 +1,110 @@
+"""Finding a checkpoint's own codes again behind the float weights of a graph.
+
+Between checkpoint and graph weights are renamed, transposed and set side by side. But every output of every weight is
+still the row of numbers that the checkpoint's codes stand for, so it is found by its content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from topw_deploy.export.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.packed.formats import PackedMatrix
+from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, packed
+
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a weight's outputs come from: (layer, row) each, and what MatMulNBits makes of them.
+
+    order: inputs sorted by group, int64 [inputs], which the product's data must follow; None where they are already.
+    """
+
+    places: tuple[tuple[str, int], ...]
+    shape: BlocksShape
+    group_size: int
+    order: np.ndarray | None
+
+
+class PackedRows:
+    """The outputs of all packed layers of a checkpoint, by their content."""
+
+    def __init__(self, checkpoint: PackedCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._places: dict[bytes, tuple[str, int]] = {}
+        for prefix, matrix in checkpoint.matrices():
+            for row, values in enumerate(matrix.weight()):
+                self._places.setdefault(_digest(values), (prefix, row))
+
+    def origin(self, weight: np.ndarray) -> Origin | None:
+        """Where `weight` float32 [outputs, inputs] comes from; None if any output is no row of the checkpoint, or if
+        no block size of MatMulNBits gives its groups."""
+        places = []
+        for row in weight:
+            place = self._places.get(_digest(row))
+            if place is None:
+                return None
+            places.append(place)
+        matrices = [self._checkpoint.matrix(prefix) for prefix in dict.fromkeys(prefix for prefix, _ in places)]
+        first = matrices[0]
+        if any(not np.array_equal(other.groups, first.groups) for other in matrices[1:]):
+            return None
+        order, size = _order(first)
+        limit = 2**first.bits
+        if size is None or any(matrix.zeros.min() < 0 or matrix.zeros.max() >= limit for matrix in matrices):
+            return None
+        block_size = _block_size(size, weight.shape[1])
+        if block_size is None:
+            return None
+        symmetric = all((matrix.zeros == limit // 2).all() for matrix in matrices)
+        shape = BlocksShape(weight.shape[0], weight.shape[1], first.bits, block_size, symmetric)
+        return Origin(tuple(places), shape, size, order)
+
+    def blocks(self, origin: Origin) -> Blocks:
+        """The checkpoint's own codes, scales and zero points in MatMulNBits' layout."""
+        shape = origin.shape
+        codes = np.empty((shape.outputs, shape.inputs), np.uint8)
+        scales = np.empty(shape.scales, np.float32)
+        zeros = np.empty(shape.scales, np.uint8)
+        repeats = origin.group_size // shape.block_size
+        for prefix in dict.fromkeys(prefix for prefix, _ in origin.places):
+            matrix = self._checkpoint.matrix(prefix)
+            here = [place for place, (name, _) in enumerate(origin.places) if name == prefix]
+            rows = [origin.places[place][1] for place in here]
+            found = matrix.codes[rows]
+            codes[here] = found if origin.order is None else found[:, origin.order]
+            scales[here] = np.repeat(matrix.scales[rows], repeats, axis=1)
+            zeros[here] = np.repeat(matrix.zeros[rows], repeats, axis=1)
+        return Blocks(
+            packed(codes, shape.bits).reshape(shape.codes),
+            scales,
+            None if shape.symmetric else packed(zeros, shape.bits),
+        )
+
+
+def _digest(values: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(values, dtype=np.float32), digest_size=16).digest()
+
+
+def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
+    """The inputs sorted by group (None if they are) and the size of every group; None for groups of unequal sizes."""
+    counts = np.bincount(matrix.groups, minlength=matrix.scales.shape[1])
+    if not (counts == counts[0]).all():
+        return None, None
+    order = np.argsort(matrix.groups, kind="stable")
+    return (None if np.array_equal(order, np.arange(len(order))) else order), int(counts[0])
+
+
+def _block_size(group_size: int, inputs: int) -> int | None:
+    """The largest block that divides a group: its scale is then repeated."""
+    size = _LARGEST_BLOCK
+    while size >= _SMALLEST_BLOCK:
+        if group_size % size == 0 and inputs % size == 0:
+            return size
+        size //= 2
+    return None

@@ -1,0 +1,123 @@
+"""GPTQ and AWQ checkpoints are read as they are, and their own codes reach the graph unchanged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from packed_checkpoints import Rounded, write_packed
+
+from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.checkpoint import load_checkpoint
+from topw_deploy.export.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.packed.formats import packed_format
+from topw_deploy.export.quantise.blocks import unpacked
+from topw_deploy.manifest import load_manifest
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
+    "gptq": (GPTQ, {"symmetric": True}),
+    "gptq asymmetric": (GPTQ, {"symmetric": False}),
+    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, {"symmetric": False}),
+    "gptq 8 bits": (GPTQ | {"bits": 8}, {"symmetric": True}),
+    "gptq act-order": (GPTQ | {"desc_act": True}, {"symmetric": False, "act_order": True}),
+    "awq": (AWQ, {"symmetric": False}),
+}
+
+
+def written(folder: Path, kind: str, family: str = "llama_untied") -> dict[str, Rounded]:
+    settings, way = KINDS[kind]
+    return write_packed(folder, family, settings, **way)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_read_as_the_weights_that_their_codes_stand_for(kind: str, tmp_path: Path) -> None:
+    layers = written(tmp_path, kind)
+    checkpoint = PackedCheckpoint.of(tmp_path)
+    assert checkpoint is not None
+    assert set(checkpoint.layers) == set(layers)
+    for name, matrix in checkpoint.matrices():
+        np.testing.assert_array_equal(matrix.codes, layers[name].codes.T)
+        np.testing.assert_array_equal(matrix.weight(), layers[name].weight)
+    model = load_checkpoint(tmp_path, "float32")
+    for name, layer in layers.items():
+        np.testing.assert_array_equal(model.get_submodule(name).weight.detach().numpy(), layer.weight)
+
+
+def codes_in(folder: Path) -> set[bytes]:
+    """Each output's codes of every product in the exported graph, act-order undone, block after block."""
+    found: set[bytes] = set()
+    for node in ir.load(folder / "model.onnx").graph:
+        if node.op_type != "MatMulNBits" or node.inputs[1].const_value is None:
+            continue
+        bits = node.attributes["bits"].as_int()
+        packed = node.inputs[1].const_value.numpy()
+        rows = unpacked(packed.reshape(len(packed), -1), bits)[:, : node.attributes["K"].as_int()]
+        gather = node.inputs[0].producer()
+        if gather is not None and gather.op_type == "Gather" and (gather.inputs[1].name or "").endswith("_order"):
+            order = gather.inputs[1].const_value.numpy()
+            rows = rows[:, np.argsort(order)]
+        found |= {row.tobytes() for row in rows}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gptq asymmetric", "gptq act-order", "awq"])
+def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path: Path) -> None:
+    layers = written(tmp_path / "model", kind)
+    report = export_model(
+        ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", verify=kind != "awq")
+    )
+    assert any("keep the checkpoint's own codes" in notice for notice in report.notices)
+    found = codes_in(tmp_path / "out")
+    for name, layer in layers.items():
+        assert {row.astype(np.uint8).tobytes() for row in layer.codes.T} <= found, name
+    if kind != "awq":
+        checks = {check.name: check for check in load_manifest(tmp_path / "out").verification.checks}
+        assert checks["prefill logits"].passed
+
+
+def test_a_packed_checkpoint_may_be_exported_in_float_too(tmp_path: Path) -> None:
+    written(tmp_path / "model", "gptq")
+    export_model(ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", verify=False))
+    operators = {node.op_type for node in ir.load(tmp_path / "out" / "model.onnx").graph}
+    assert "MatMulNBits" not in operators
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 3}, "3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq"),
+        ({}, "an unnamed method"),
+    ],
+)
+def test_other_quantisations_are_refused_by_name(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(UnsupportedModelError, match=words):
+        packed_format(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", ["missing", "groups", "sizes"])
+def test_damaged_layers_are_named_and_not_read(wrong: str, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    written(tmp_path, "gptq")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.self_attn.q_proj"
+    if wrong == "missing":
+        del tensors[f"{name}.scales"]
+    elif wrong == "groups":
+        tensors[f"{name}.g_idx"] = tensors[f"{name}.g_idx"] + 7
+    else:
+        tensors[f"{name}.scales"] = np.ascontiguousarray(tensors[f"{name}.scales"][:, :-8])
+    save_file(tensors, file)
+    with pytest.raises(SourceError, match=r"lacks .*q_proj.scales|is damaged"):
+        PackedCheckpoint.of(tmp_path).matrix(name)  # type: ignore[union-attr]
