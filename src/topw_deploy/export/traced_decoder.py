@@ -42,7 +42,7 @@ def traced_decoder(
 ) -> Decoder:
     """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know.
 
-    stages: where the traced graph of an interrupted export may lie, and this one's is kept.
+    stages: where the traced graph of an interrupted export may lie, and this one's is kept; None for a dry run.
     """
     progress(f"Loading {source.id} in {dtype}")
     model, read_whole = load_unread(
@@ -52,7 +52,7 @@ def traced_decoder(
         notices.append(
             f"the export held all weights in memory, because they could not be left in their files: {read_whole}"
         )
-    if dtype == "float16":
+    if dtype == "float16" and stages is not None:  # a dry run reads no weights
         progress("Checking activations for float16 overflow")
         notices.append(_overflow_notice(model, source.folder, stages))
     if dtype == "bfloat16":
