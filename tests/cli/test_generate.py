@@ -52,6 +52,16 @@ def test_stats_go_to_stderr(invoke: Invoke, random_model: Path) -> None:
         assert part not in result.stdout
 
 
+def test_the_session_can_be_opened_for_so_many_tokens_and_fed_in_pieces(invoke: Invoke, random_model: Path) -> None:
+    settings = ("generate", random_model, "abcdef", "--seed", 5, "--temperature", 2.0, "--max-new-tokens", 9)
+    whole = invoke(*settings).stdout
+    assert invoke(*settings, "--prefill-chunk", 2).stdout == whole
+    ended = invoke(*settings, "--max-context", 10, "--json", "--ignore-eos")
+    assert len(json.loads(ended.stdout)["token_ids"]) == 4
+    with pytest.raises(PromptError, match="has 6 tokens, but the model was opened with max_length 5"):
+        invoke(*settings, "--max-context", 5)
+
+
 def test_every_parameter_reaches_the_model_in_both_spellings(invoke: Invoke, random_model: Path) -> None:
     arguments = {
         "--seed": 3,

@@ -45,6 +45,14 @@ if TYPE_CHECKING:
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
 @click.option("--num-return-sequences", type=click.IntRange(min=1), help="Independent sequences for the prompt.")
+@click.option(
+    "--max-context",
+    type=click.IntRange(min=1),
+    help="Most tokens of prompt and answer together; sets the cache's memory aside. Default: the model's context.",
+)
+@click.option(
+    "--prefill-chunk", type=click.IntRange(min=1), help="Most tokens of the prompt in one run; fewer save memory."
+)
 @click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
 @click.option("--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, ...")
 @click.option(
@@ -64,6 +72,8 @@ def command(
     as_json: bool,
     stats: bool,
     stream: bool,
+    max_context: int | None,
+    prefill_chunk: int | None,
     threads: int | None,
     provider: str,
     sampler: str,
@@ -84,7 +94,13 @@ def command(
     from topw_deploy.runtime import TopWModel
 
     with TopWModel.from_pretrained(
-        folder, provider=provider, intra_op_num_threads=threads, allow_fallback=allow_fallback, sampler=sampler
+        folder,
+        provider=provider,
+        intra_op_num_threads=threads,
+        allow_fallback=allow_fallback,
+        sampler=sampler,
+        max_length=max_context,
+        prefill_chunk=prefill_chunk,
     ) as model:
         show: Show = _json_lines if as_json else _streamed if stream else _whole
         if not chat:
