@@ -25,6 +25,38 @@ def test_inspect_shows_what_the_folder_holds(invoke: Invoke, random_model: Path)
     assert "model.onnx" in shown
 
 
+def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
+    invoke: Invoke, random_model: Path, tmp_path: Path
+) -> None:
+    """Two layers of one head of 3 and 2 dimensions, keys and values, 2 bytes each: 2 x 5 x 2 = 20 bytes a token."""
+    folder = tmp_path / "out"
+    shutil.copytree(random_model, folder)
+    manifest = load_manifest(folder)
+    assert manifest.decoder is not None
+    decoder = replace(
+        manifest.decoder,
+        kv_form="static",
+        attention="GroupQueryAttention",
+        head_dim=(3, 2),
+        kv_dtype="float16",
+        context_length=1024,
+        ragged_chunks=False,
+        buffer_step=256,
+        weights={"int4": 3 << 20, "float16": 1 << 20},
+    )
+    save_manifest(folder, replace(manifest, decoder=decoder))
+    shown = invoke("inspect", folder).stdout
+    for part in (
+        "static: one buffer, written in place",
+        "GroupQueryAttention",
+        "20 bytes a token, 20.0 KiB for one sequence of the full context",
+        "in steps of 256 tokens",
+        "one row at a time",
+        "int4 3.0 MiB; float16 1.0 MiB; 4.0 MiB in all",
+    ):
+        assert part in shown
+
+
 def test_inspect_gives_the_manifest_as_json(invoke: Invoke, random_model: Path) -> None:
     found = json.loads(invoke("inspect", random_model, "--json").stdout)
     assert found == json.loads((random_model / MANIFEST_NAME).read_text())

@@ -148,7 +148,8 @@ def _as_text(report: Any) -> str:
     for title, tensors in (("inputs", report.inputs), ("outputs", report.outputs)):
         lines.append(f"{title}:")
         lines += [f"  {t.name}  {t.dtype}  [{', '.join(map(str, t.shape))}]" for t in tensors]
-    lines += ["files:", *_amounts(report.sizes), "peak memory:", *_amounts(report.memory)]
+    for title, amounts in (("files", report.sizes), ("peak memory", report.memory)):
+        lines += [f"{title}:", *_amounts(amounts)] if amounts else []
     return "\n".join(lines)
 
 
