@@ -34,12 +34,9 @@ class Edits:
         self._bound: np.ndarray | None = None
         self._allocate(_FIRST_SLOTS if fixed is None else fixed)
         self._rows = {index: _RowEdits(self, index, row) for index, row in enumerate(rows) if _wants_edits(row)}
-        if not self._rows and fixed is None:
+        self.active = bool(self._rows)  # whether any row has edits left to make
+        if not self.active and fixed is None:
             self._allocate(0)
-
-    @property
-    def active(self) -> bool:
-        return bool(self._rows)
 
     def bind(self, binding: Binding) -> None:
         arrays: tuple[np.ndarray, ...] = (self.ids, self.penalty, self.bias)
@@ -65,6 +62,7 @@ class Edits:
     def retire(self, index: int) -> None:
         """Row `index` is finished: leave its slots as they are and spend no more time on them."""
         self._rows.pop(index, None)
+        self.active = bool(self._rows)
 
     def grow(self) -> None:
         """Double the slots of every row, keeping what is in them."""

@@ -47,14 +47,19 @@ class Row:
                 self.end("stop", self.text.found)
         if self.finish_reason is None and self.steps == self.request.budget:
             self.end("length")
-        if self.finish_reason is not None and self.text is not None:
-            gained += (
-                self.text.flush()
-            )  # where a stop string may come to light that was held back with half a character
-            if self.finish_reason == "length" and self.text.found is not None:
-                self.end("stop", self.text.found)
-        if gained:
-            self.pieces.append(gained)
+        if self.text is not None:
+            gained += self._last_of(self.text)
+            if gained:
+                self.pieces.append(gained)
+        return gained
+
+    def _last_of(self, text: RowText) -> str:
+        """What `text` held back, once the row has ended."""
+        if self.finish_reason is None:
+            return ""
+        gained = text.flush()  # where a stop string may come to light that was held back with half a character
+        if self.finish_reason == "length" and text.found is not None:
+            self.end("stop", text.found)
         return gained
 
     def end(self, reason: str, stop: int | str | None = None) -> None:
@@ -73,6 +78,7 @@ class Generation:
         self.active = list(rows)
         self.going_on = list(range(batch))  # the active rows' numbers
         self.step = 0
+        self.prefilled_at = 0.0  # time.perf_counter()
         self.binding = session.bind()
         self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], [len(p) for p in prompts])
         self.uniform = np.zeros(batch, np.float32)  # [B]
@@ -112,15 +118,17 @@ class Generation:
 
 
 def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
-    """Run `generation` to its end. After every step, yields the rows that took part with the text they gained."""
+    """Run `generation` to its end. Yields the rows that gained text or ended, with the text, whenever there are any."""
     if not generation.active:
         return
-    tokens = prefill(generation)
+    changed = accept(generation, prefill(generation))
+    generation.prefilled_at = time.perf_counter()
     while True:
-        yield accept(generation, tokens)
-        if not generation.active:
-            return
-        tokens = decode_one_token(generation)
+        if changed:
+            yield changed
+            if not generation.active:
+                return
+        changed = accept(generation, decode_one_token(generation))
 
 
 def prefill(generation: Generation) -> list[int]:
@@ -152,23 +160,26 @@ def sample(generation: Generation) -> list[int]:
 
 
 def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
-    """Take the drawn tokens into their rows, end those that are done, and return the text that each gained."""
+    """Take the drawn tokens into their rows and end those that are done. -> rows that gained text or ended"""
     g = generation
-    g.edits.accept(tokens)
-    gained = []
-    for row in tuple(g.active):
+    if g.edits.active:
+        g.edits.accept(tokens)
+    changed = []
+    for row in g.active:
         token = tokens[row.index]
         if token < 0:
             raise GenerationError(
                 f"row {row.index} is invalid at step {row.steps}: its logits hold NaN or +infinity, or none is finite "
                 "after the edits; check the model with `topw verify`, and the request's penalties, biases and bans."
             )
-        gained.append((row, row.take(token)))
-        if row.finish_reason is None:
-            g.next_ids[row.index] = token
-        else:
+        gained = row.take(token)
+        g.next_ids[row.index] = token
+        if gained or row.finish_reason is not None:
+            changed.append((row, gained))
+    for row, _ in changed:
+        if row.finish_reason is not None:
             g.retire(row)
-    return gained
+    return changed
 
 
 def _fixed_slots(manifest: Manifest) -> int | None:

@@ -42,7 +42,7 @@ class Run:
 
     def pieces(self) -> Iterator[Piece]:
         """Run to the end. The last piece of each row carries its result; rows without new text give no piece."""
-        self._started = self._prefilled = time.perf_counter()
+        self._started = time.perf_counter()
         self._generation = loop.Generation(self._session, self._manifest, self._caches, self._rows)
         try:
             yield from self._steps()
@@ -53,14 +53,9 @@ class Run:
         for row in self._rows:
             if row.finish_reason is not None:  # its prompt fills the context
                 yield Piece("", row.index, self._result(row))
-        for step, gained in enumerate(loop.generate(self._generation)):
-            if step == 0:
-                self._prefilled = time.perf_counter()
-            for row, text in gained:
-                if row.finish_reason is not None:
-                    yield Piece(text, row.index, self._result(row))
-                elif text:
-                    yield Piece(text, row.index)
+        for changed in loop.generate(self._generation):
+            for row, text in changed:
+                yield Piece(text, row.index, None if row.finish_reason is None else self._result(row))
 
     def _text(self, request: RowRequest) -> RowText:
         return RowText(IncrementalDecoder(self._decode, request.prompt), request.stop_strings, request.min_new_tokens)
@@ -70,6 +65,7 @@ class Run:
             return self._generation.record.of(name, row.index, row.steps)
 
         tokens = recorded("next_token")
+        prefilled = self._generation.prefilled_at or self._started  # never, where a prompt fills the context
         return GenerationResult(
             text="".join(row.pieces) if row.text is not None else self._whole_text(row, tokens),
             token_ids=tokens,
@@ -85,8 +81,8 @@ class Run:
             sampler=self._session.sampler,
             timings=Timings(
                 load_seconds=self._load_seconds,
-                prefill_seconds=self._prefilled - self._started,
-                decode_seconds=max(0.0, row.finished_at - self._prefilled),
+                prefill_seconds=prefilled - self._started,
+                decode_seconds=max(0.0, row.finished_at - prefilled),
                 decode_steps=max(0, row.steps - 1),
             ),
         )
