@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
+
 from topw_deploy.export.lowering import concat, group_query, scatter
 from topw_deploy.export.trace import TracedDecoder
 
@@ -24,6 +26,8 @@ def lower(decoder: TracedDecoder, *, kv: str | None, target: str, context_length
 
     kv: `static`, `concat`, or None for static where the decoder can. target: `onnxruntime` or `tensorrt`.
     """
+    # The trace computes equal angles once per use; one value each lets the lowerings see that they are equal.
+    CommonSubexpressionEliminationPass()(decoder.model)
     if kv == "concat":
         concat.lower(decoder)
         return Lowered()

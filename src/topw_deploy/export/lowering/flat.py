@@ -86,3 +86,10 @@ def _swaps_heads(transpose: ir.Node) -> bool:
 
 def _is(value: ir.Value, rank: int, last: int) -> bool:
     return value.shape is not None and len(value.shape) == rank and value.shape[-1] == last
+
+
+def rotary_kind(rotary: ir.Node) -> tuple[int, int]:
+    """Interleaved or not, and the share of a head that is turned (0: all)."""
+    names = ("interleaved", "rotary_embedding_dim")
+    interleaved, width = (rotary.attributes[n].as_int() if n in rotary.attributes else 0 for n in names)
+    return interleaved, width

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from topw_deploy.export.editor import GraphEditor, find_input
-from topw_deploy.export.lowering.flat import Flattened
+from topw_deploy.export.lowering.flat import Flattened, rotary_kind
 from topw_deploy.export.trace import TracedDecoder
 
 # Tables of a long context may take this share of the weights; above it, angles are computed as the trace does.
@@ -47,7 +47,7 @@ class RotaryTables:
         """What the operator needs to turn `query` and `key` itself; None where it could not, or should not."""
         if query.rotary is None or key.rotary is None or head_dim % 16:  # the operator's own condition
             return None
-        if _kind(query.rotary) != _kind(key.rotary):
+        if rotary_kind(query.rotary) != rotary_kind(key.rotary):
             return None
         tables = [self._table(value) for node in (query.rotary, key.rotary) for value in node.inputs[1:]]
         if any(table is None for table in tables) or tables[:2] != tables[2:]:
@@ -55,7 +55,7 @@ class RotaryTables:
         cos, sin = tables[:2]
         assert cos is not None
         assert sin is not None
-        return Turn(cos, sin, _kind(query.rotary)[0])
+        return Turn(cos, sin, rotary_kind(query.rotary)[0])
 
     def _table(self, value: ir.Value | None) -> ir.Value | None:
         """`value` [batch, sequence, n] over all positions, as an initializer [context_length, n]."""
@@ -69,13 +69,6 @@ class RotaryTables:
                 return None
             self._made[key] = self._editor.constant(array, self._editor.unique("rotary_table"))
         return self._made[key]
-
-
-def _kind(rotary: ir.Node) -> tuple[int, int]:
-    """Interleaved or not, and the share of a head that is turned (0: all)."""
-    names = ("interleaved", "rotary_embedding_dim")
-    interleaved, width = (rotary.attributes[n].as_int() if n in rotary.attributes else 0 for n in names)
-    return interleaved, width
 
 
 def _between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] | None:
