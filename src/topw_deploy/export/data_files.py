@@ -47,8 +47,8 @@ class Log(Protocol):
     def written(self, file: str, layout: str, /) -> list[tuple[str, str]]:
         """Names and SHA-256 of the weights at the start of `file`, if it was written with this layout."""
 
-    def began(self, file: str, layout: str, /) -> None:
-        """`file` is being written from its start, with this layout."""
+    def began(self, file: str, layout: str, kept: list[tuple[str, str]], /) -> None:
+        """`file` is being written with this layout, and starts with the weights of `kept`."""
 
     def wrote(self, file: str, name: str, digest: str, /) -> None:
         """The next weight of `file` is written."""
@@ -63,7 +63,7 @@ class NoLog:
     def written(self, _file: str, _layout: str) -> list[tuple[str, str]]:
         return []
 
-    def began(self, _file: str, _layout: str) -> None: ...
+    def began(self, _file: str, _layout: str, _kept: list[tuple[str, str]]) -> None: ...
 
     def wrote(self, _file: str, _name: str, _digest: str) -> None: ...
 
@@ -126,9 +126,7 @@ def _write_file(path: Path, slots: list[Slot], log: Log, advance: Advance) -> No
     with path.open("r+b" if before else "w+b") as stream:
         kept, whole = _kept(stream, slots, before, advance)
         stream.truncate()
-        log.began(path.name, layout)
-        for name, digest in before[:kept]:
-            log.wrote(path.name, name, digest)
+        log.began(path.name, layout, before[:kept])
         for slot in slots[kept:]:
             gap = bytes(slot.offset - stream.tell())
             stream.write(gap)

@@ -6,6 +6,7 @@ first layers are exported once more, by the same steps, options and weights, and
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from topw_deploy.export.build import Built
 from topw_deploy.export.memory import available_bytes
 from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.source import Source
-from topw_deploy.export.weights import parameter_count
+from topw_deploy.export.weights import parameter_count, tensors_of
 from topw_deploy.manifest import Verification
 
 LAYERS = 4
@@ -38,6 +39,14 @@ def layers_to_verify(built: Built, source: Source) -> int | None:
     return LAYERS if few and 0 < free < verification_bytes(built) else None
 
 
+def bytes_beside(built: Built, source: Source, files: int) -> int:
+    """Bytes on the disk that the verification takes beside an export of `files` bytes: those of its first layers."""
+    if layers_to_verify(built, source) is None:
+        return 0
+    tables = 2 * max((int(tensor.nbytes) for tensor in tensors_of(built.decoder.model)), default=0)
+    return min(files, files * LAYERS // built.decoder.info.num_layers + tables)
+
+
 def verify_first_layers(
     request: ExportRequest,
     layers: int,
@@ -49,6 +58,7 @@ def verify_first_layers(
 
     The status is "partial" at best: the whole graph was not run.
     """
+    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
     fewer = replace(request, output=folder, num_hidden_layers=layers, verify=False, resume=False, overwrite=False)
     export(replace(fewer, neighbour_bound=False))
     verification, may_pad = verify(fewer)

@@ -102,11 +102,14 @@ class DataLog:
         if noted["layout"] != stamp_of(self._stamp, layout):
             self._journal._say(f"Starting over: {file} (its source, options or libraries have changed)")
             return []
-        self._journal._say(f"Kept from the interrupted export: {len(noted['weights'])} weights of {file}")
         return [(str(name), str(digest)) for name, digest in noted["weights"]]
 
-    def began(self, file: str, layout: str) -> None:
+    def began(self, file: str, layout: str, kept: list[tuple[str, str]]) -> None:
+        if kept:
+            self._journal._say(f"Kept from the interrupted export: {len(kept)} weights of {file}")
         self._journal._write({"began": file, "layout": stamp_of(self._stamp, layout)})
+        for name, digest in kept:
+            self.wrote(file, name, digest)
 
     def wrote(self, file: str, name: str, digest: str) -> None:
         self._journal._write({"wrote": file, "name": name, "sha256": digest})

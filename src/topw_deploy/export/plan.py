@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from topw_deploy.export.build import Built
 from topw_deploy.export.data_files import Slot
-from topw_deploy.export.depth import verification_bytes
+from topw_deploy.export.depth import bytes_beside, verification_bytes
 from topw_deploy.export.folder import linkable
 from topw_deploy.export.lazy_weight import PART, LazyWeight
 from topw_deploy.export.memory import resident_bytes
@@ -24,18 +24,20 @@ _MANIFEST = 16 << 10  # bytes of the manifest and the configuration files, about
 @dataclass(frozen=True)
 class Plan:
     """files: name -> bytes of all that OUT will hold, but for a few small ones. shared: bytes of them that need no
-    space, being hard links. slots: where the weights that are written here will lie.
+    space, being hard links. beside: bytes that the verification needs for a while. slots: where the weights that are
+    written here will lie.
     memory: stage -> most bytes resident."""
 
     files: dict[str, int]
     shared: int
+    beside: int
     slots: list[Slot]
     memory: dict[str, int]
 
     @property
     def needed(self) -> int:
         """Bytes that the disk must have free before the first one is written."""
-        return sum(self.files.values()) - self.shared + _MANIFEST
+        return sum(self.files.values()) - self.shared + self.beside + _MANIFEST
 
     @property
     def data(self) -> int:
@@ -60,7 +62,8 @@ def plan_of(built: Built, source: Source, tokenizer_folder: Path, folder: Path, 
     memory = {"writing": writing}
     if request.verify:
         memory["verification"] = verification_bytes(built)
-    return Plan(files, shared, slots, memory)
+    beside = bytes_beside(built, source, sum(files.values())) if request.verify else 0
+    return Plan(files, shared, beside, slots, memory)
 
 
 def brought_files(built: Built, source: Source) -> dict[str, Path]:

@@ -101,7 +101,7 @@ def _store_transposed(graph: ir.Graph) -> None:
 
 def weight_bytes(model: ir.Model) -> int:
     """Size of all initializers in bytes, whether in the file or beside it."""
-    return sum(tensor.nbytes for tensor in _tensors(model))
+    return sum(tensor.nbytes for tensor in tensors_of(model))
 
 
 def parameter_count(model: ir.Model) -> int:
@@ -133,7 +133,7 @@ def _quantised_type(value: ir.Value) -> str | None:
 def external_files(model: ir.Model) -> dict[str, Path]:
     """The data files that initializers lie in already: location as the graph names it -> path."""
     files: dict[str, Path] = {}
-    for tensor in _tensors(model):
+    for tensor in tensors_of(model):
         if isinstance(tensor, ir.ExternalTensor):
             files[str(tensor.location)] = Path(tensor.path)
     return files
@@ -194,7 +194,8 @@ def _referring(slots: list[Slot], folder: Path) -> Iterator[None]:
             slot.value.const_value = tensor
 
 
-def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
+def tensors_of(model: ir.Model) -> list[ir.TensorProtocol]:
+    """All initializers, those of subgraphs too."""
     return [
         value.const_value
         for graph in model.graphs()
