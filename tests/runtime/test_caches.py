@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,16 @@ def test_a_stream_holds_its_buffers_until_it_ends_or_is_given_up(opened: Open, f
     del first
     assert model.cache_bytes == kept
     assert tokens(model, "same", max_new_tokens=60) == whole
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_closed_model_has_let_go_of_session_and_memory(opened: Open, form: str) -> None:
+    model = opened(form)
+    tokens(model, "a")
+    session = weakref.ref(model._session)
+    model.close()
+    assert session() is None
+    assert model.cache_bytes == 0
 
 
 @pytest.mark.parametrize("form", IN_PLACE)

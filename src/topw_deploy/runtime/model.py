@@ -64,7 +64,7 @@ class TopWModel:
         self._decoder = decoder
         self._bos = bos_token(folder, self.tokenizer)
         self._template = load_template(folder, self.tokenizer)
-        self._caches = cache.Caches(
+        self._caches: cache.Caches | None = cache.Caches(
             session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
         )
         self._session: GraphSession | None = session
@@ -114,7 +114,7 @@ class TopWModel:
     def cache_bytes(self) -> int:
         """Bytes of the key-value buffers that are set aside or in use; 0 where onnxruntime owns the cache ("concat").
         Those on the host take up memory as far as sequences have written them."""
-        return self._caches.bytes
+        return 0 if self._caches is None else self._caches.bytes
 
     @overload
     def generate(self, prompt: str, **parameters: Any) -> GenerationResult: ...
@@ -172,8 +172,8 @@ class TopWModel:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def close(self) -> None:
-        """Free the session's memory; a generation that is still running keeps it until its end."""
-        self._session = None
+        """Free the memory of session and cache; a generation that is still running keeps it until its end."""
+        self._session = self._caches = None
 
     def __enter__(self) -> TopWModel:
         return self
@@ -230,7 +230,7 @@ class TopWModel:
         return ids or ([] if self._bos is None else [self._bos])
 
     def _run(self, requests: Sequence[RowRequest], skip_special: bool, *, streaming: bool) -> Iterator[Piece]:
-        if self._session is None:
+        if self._session is None or self._caches is None:
             raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
 
         def decode(ids: Sequence[int]) -> str:
