@@ -22,7 +22,7 @@ from toy_model import BOS, CONTEXT, PAD, Toy, byte_ids, export
 IN_PLACE = FORMS[1:]
 RAGGED = FORMS[:3]  # the forms that take prompts of different lengths
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True}
-PROMPTS = ["a", "some much longer prompt than the others", "middle one", "four of them"]
+PROMPTS = ["a", "some much longer prompt than the others", "middle one", "four of them", "b"]
 STEP = 8  # of the buffers that scatter grows: short, so that they grow often
 
 Open = Callable[..., TopWModel]
@@ -62,22 +62,22 @@ def test_every_token_equals_the_reference_in_whatever_pieces_the_prompt_goes_in(
     assert found == [row.next_token for row in expected]
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4, 39])
+@pytest.mark.parametrize("chunk", [None, 1, 4, 40])  # 40: the two rows in the middle share a run
 @pytest.mark.parametrize("form", RAGGED)
 def test_rows_of_different_lengths_are_what_they_are_alone(opened: Open, form: str, chunk: int | None) -> None:
     model = opened(form, prefill_chunk=chunk)
     columns: dict[str, list[Any]] = {
-        "max_new_tokens": [30, 3, 17, 50],  # they end one after the other
-        "seed": [1, 2, 3, 4],
-        "temperature": [0.0, 2.0, 1.0, 3.0],
-        "repetition_penalty": [1.0, 1.3, 1.0, 0.9],
+        "max_new_tokens": [30, 3, 17, 50, 2],  # they end one after the other
+        "seed": [1, 2, 3, 4, 5],
+        "temperature": [0.0, 2.0, 1.0, 3.0, 2.0],
+        "repetition_penalty": [1.0, 1.3, 1.0, 0.9, 1.0],
     }
     together = tokens(model, PROMPTS, **columns)
     for row, prompt in enumerate(PROMPTS):
         assert [together[row]] == tokens(model, prompt, **{name: values[row] for name, values in columns.items()})
 
 
-@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("chunk", [None, 4, 20])
 def test_rows_of_equal_lengths_are_what_they_are_alone_in_a_foreign_graph(opened: Open, chunk: int | None) -> None:
     model = opened("shared", prefill_chunk=chunk)
     prompts = ["ten letter", "other word", "that makes"]

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     help="Most tokens of prompt and answer together; sets the cache's memory aside. Default: the model's context.",
 )
 @click.option(
-    "--prefill-chunk", type=click.IntRange(min=1), help="Most tokens of the prompt in one run; fewer save memory."
+    "--prefill-chunk", type=click.IntRange(min=1), help="Most tokens of prompts in one run; fewer save memory."
 )
 @click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
 @click.option("--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, ...")

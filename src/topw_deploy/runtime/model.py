@@ -91,7 +91,8 @@ class TopWModel:
         max_length: most tokens of any sequence, prompt and answer together, at most the model's context. max_batch:
         most sequences of one call. Together they set the cache's memory aside at once; without them it follows the
         largest call so far, and only the model's context bounds a sequence.
-        prefill_chunk: most tokens of each prompt that one run takes; smaller ones save memory. None: 1,024.
+        prefill_chunk: most tokens of the prompts, all rows together, that one run takes; smaller ones save memory, and
+        a row of a batch feeds one at least. None: 1,024.
         The other options are those of `GraphSession`.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an option out of its bounds.

@@ -77,9 +77,9 @@ class Buffers:
         self.capacity, self.length = capacity, length
         self._starts = layout.starts(batch, length)
 
-    def bind(self, binding: Binding, row: int | None = None) -> None:
-        """Bind every tensor as past and as present at once: all rows, or `row` alone as a batch of one."""
-        count, first = (self.batch, 0) if row is None else (1, row)
+    def bind(self, binding: Binding, rows: range | None = None) -> None:
+        """Bind every tensor as past and as present at once: all rows, or neighbouring ones as a smaller batch."""
+        count, first = (self.batch, 0) if rows is None else (len(rows), rows.start)
         for (past, present, heads, dim), start in zip(self.layout.tensors, self._starts, strict=False):
             pointer = self.block.pointer + start + first * self.length * self.layout.token_bytes(heads, dim)
             shape = [count, heads, self.length, dim]

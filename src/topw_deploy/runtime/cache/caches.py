@@ -15,7 +15,7 @@ from topw_deploy.runtime.cache.shared import SharedCache
 from topw_deploy.runtime.cache.static import StaticCache
 from topw_deploy.runtime.session import Binding, GraphSession
 
-DEFAULT_CHUNK = 1024  # tokens of a row in one run: longer ones take more memory and are no faster
+DEFAULT_CHUNK = 1024  # tokens in one run: longer ones take more memory and are no faster
 
 
 class Cache(Protocol):
@@ -40,8 +40,8 @@ class Cache(Protocol):
 class Caches:
     """The caches of all generations on one session.
 
-    max_length, max_batch: what buffers are set aside for at once, see `BufferPool`. prefill_chunk: most tokens of each
-    row that one run takes.
+    max_length, max_batch: what buffers are set aside for at once, see `BufferPool`. prefill_chunk: most tokens, of
+    all rows together, that one run takes.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class ConcatCache:
     ) -> None:
         self._session, self._decoder, self._binding, self._prompts = session, decoder, binding, prompts
         self._batch, self._width = len(prompts), max(map(len, prompts))  # columns so far
-        self._chunk = chunk if decoder.ragged_chunks or self._batch == 1 else self._width
+        self._chunk = max(1, chunk // self._batch) if decoder.ragged_chunks or self._batch == 1 else self._width
         self.input_ids = np.zeros((self._batch, 1), np.int64)
         self._position_ids = np.array([[len(prompt) - 1] for prompt in prompts], np.int64)  # [B, 1]
         self._mask = np.zeros((self._batch, self._width + new_tokens), np.int64)
@@ -39,7 +39,7 @@ class ConcatCache:
         self._places = self._begin(binding)
 
     def feed_prompts(self) -> None:
-        """[B, S], in runs of at most `chunk` columns."""
+        """[B, S], in runs of some columns each."""
         ids, positions = self._padded()
         *ends, last = [*range(self._chunk, self._width, self._chunk), self._width]
         start = 0

@@ -16,10 +16,11 @@ from topw_deploy.runtime.session import Binding, GraphSession
 class InPlaceCache(ABC):
     """`past_key_values.{i}.key|value` and `present.{i}.key|value` [B, kv_heads, max_length, head_dim], the same memory.
 
-    How prompts go in, each in runs of at most `chunk` tokens per row:
-    - in whole pieces for all rows, padded on the right, where one run takes them all or the graph adds ragged pieces;
-    - else row by row but for their last tokens, which go in together. That is what GroupQueryAttention asks for: behind
-      a past, it takes one token of each row, or several of a single one.
+    How prompts go in, at most `chunk` tokens of all rows in a run:
+    - piece by piece, padded on the right, where one run takes them all or the graph adds ragged pieces;
+    - else first all but the last tokens, of a few rows that fit one run or row by row, and then the last tokens of all
+      rows. That is what GroupQueryAttention asks for: behind a past, it takes one token of each row, or several of a
+      single one.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class InPlaceCache(ABC):
         self._prompts, self._chunk = prompts, chunk
         self._lengths = np.array([len(prompt) for prompt in prompts], np.int64)  # [B]
         width = int(self._lengths.max())
-        self._together = len(prompts) == 1 or width <= chunk or self._takes_ragged_pieces
+        self._piece = max(1, chunk // len(prompts))  # tokens of a row
+        self._together = len(prompts) == 1 or width <= self._piece or self._takes_ragged_pieces
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
         self._buffers = pool.borrow(len(prompts), tokens, width)
@@ -50,7 +52,7 @@ class InPlaceCache(ABC):
         if self._together:
             self._feed_together()
         else:
-            self._feed_row_by_row()
+            self._feed_in_groups()
 
     def begin_decoding(self) -> None:
         self._binding.bind_changing("input_ids", self.input_ids)
@@ -81,21 +83,45 @@ class InPlaceCache(ABC):
         """(ids [B, S], starts [B], lengths [B]) run by run. A row without tokens left repeats its last one where that
         is, so that every run ends in the logits of the last token of every row that ends before or in it."""
         width = int(self._lengths.max())
-        for begin in range(0, width, self._chunk):
+        for begin in range(0, width, self._piece):
             starts = np.minimum(begin, self._lengths - 1)
-            lengths = np.minimum(begin + self._chunk, self._lengths) - starts
-            ids = np.zeros((len(self._prompts), int(lengths.max())), np.int64)
-            for row, prompt in enumerate(self._prompts):
-                ids[row, : lengths[row]] = prompt[starts[row] : starts[row] + lengths[row]]
-            yield ids, starts, lengths
+            lengths = np.minimum(begin + self._piece, self._lengths) - starts
+            ends = zip(self._prompts, starts.tolist(), lengths.tolist(), strict=True)
+            yield _right_padded([prompt[start : start + length] for prompt, start, length in ends]), starts, lengths
 
-    def _feed_row_by_row(self) -> None:
-        reading = neutral_binding(self._session, 1)
-        for row, prompt in enumerate(self._prompts):
-            self._buffers.bind(reading, row)
-            for start in range(0, len(prompt) - 1, self._chunk):
-                piece = np.array([prompt[start : min(start + self._chunk, len(prompt) - 1)]], np.int64)
-                self._bind_piece(reading, piece, np.array([start]), np.array([piece.shape[1]]))
+    def _feed_in_groups(self) -> None:
+        for rows in self._groups():
+            reading = neutral_binding(self._session, len(rows))
+            self._buffers.bind(reading, rows)
+            # a row of one token feeds it here too, as a run adds at least one, and then again in its place
+            bodies = [self._prompts[row][:-1] or self._prompts[row] for row in rows]
+            if len(rows) > 1:
+                lengths = np.array([len(body) for body in bodies], np.int64)
+                self._bind_piece(reading, _right_padded(bodies), np.zeros_like(lengths), lengths)
+                reading.run()
+                continue
+            for start in range(0, len(bodies[0]), self._chunk):
+                ids = _right_padded([bodies[0][start : start + self._chunk]])
+                self._bind_piece(reading, ids, np.array([start]), np.array([ids.shape[1]]))
                 reading.run()
         last = np.array([[prompt[-1]] for prompt in self._prompts], np.int64)
         self._bind_piece(self._binding, last, self._lengths - 1, np.ones_like(self._lengths))
+
+    def _groups(self) -> Iterator[range]:
+        """Neighbouring rows that fit one run together, and rows that do not fit one alone."""
+        first, width = 0, 0
+        for row, prompt in enumerate(self._prompts):
+            wider = max(width, len(prompt) - 1, 1)
+            if row > first and (row - first + 1) * wider > self._chunk:
+                yield range(first, row)
+                first, wider = row, max(len(prompt) - 1, 1)
+            width = wider
+        yield range(first, len(self._prompts))
+
+
+def _right_padded(pieces: Sequence[Sequence[int]]) -> np.ndarray:
+    """[b, s]"""
+    ids = np.zeros((len(pieces), max(map(len, pieces))), np.int64)
+    for row, piece in enumerate(pieces):
+        ids[row, : len(piece)] = piece
+    return ids
