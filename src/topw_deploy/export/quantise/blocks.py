@@ -18,6 +18,8 @@ from topw_deploy.export.quantise.settings import Quantisation
 
 _SLICE_VALUES = 16 << 20  # weights quantised in one go: at most 64 MiB of float32, and k_quant's several copies of it
 
+_LOGGERS = ("onnxruntime.quantization.matmul_nbits_quantizer", "neural_compressor")
+
 ReadRows = Callable[[int, int], np.ndarray]
 """(start, stop) -> the weights [stop - start, inputs] of these outputs."""
 
@@ -167,13 +169,15 @@ def _run_tool(weight: np.ndarray, shape: BlocksShape, settings: Quantisation) ->
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The tool prints to stdout, logs every node, sets up the root logger on import and divides empty blocks by 0."""
-    root, ours = logging.getLogger(), logging.getLogger("onnxruntime.quantization.matmul_nbits_quantizer")
-    handlers, level, our_level = list(root.handlers), root.level, ours.level
-    ours.setLevel(logging.ERROR)
+    root = logging.getLogger()
+    others = [logging.getLogger(name) for name in _LOGGERS]
+    handlers, levels = list(root.handlers), [logger.level for logger in (root, *others)]
+    for logger in others:
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stdout(io.StringIO()), np.errstate(all="ignore"):
             yield
     finally:
         root.handlers[:] = handlers
-        root.setLevel(level)
-        ours.setLevel(our_level)
+        for logger, level in zip((root, *others), levels, strict=True):
+            logger.setLevel(level)

@@ -88,7 +88,7 @@ class PackedRows:
 
 
 def _digest(values: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(values, dtype=np.float32), digest_size=16).digest()
+    return hashlib.blake2b(np.ascontiguousarray(values, dtype=np.float32).tobytes(), digest_size=16).digest()
 
 
 def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
