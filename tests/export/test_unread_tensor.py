@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_model
+from transformers import LlamaConfig
 
 from topw_deploy.errors import SourceError
 from topw_deploy.export.checkpoint import load_checkpoint, load_unread
 from topw_deploy.export.lazy_weight import LazyWeight, parts, transposed
+from topw_deploy.export.memory import StageMemory, resident_bytes
 from topw_deploy.export.safetensors_files import stored_tensors
-from topw_deploy.export.shapes_only import shapes_only
+from topw_deploy.export.shapes_only import shapes_only, weight_tensor
 from topw_deploy.export.streamed import streamed, widen
 from topw_deploy.export.trace import trace
 from topw_deploy.export.unread_tensor import UnreadTensor
@@ -161,6 +164,32 @@ def test_a_weight_is_written_in_parts_as_it_would_be_whole(tmp_path: Path, dtype
     ids = np.array([6, 0, 6])
     assert weight.read is not None
     assert np.array_equal(weight.read(ids).astype(np.float32), tensor.to(dtype)[ids].float().numpy())
+
+
+def test_weights_that_are_not_read_take_no_memory_and_written_ones_a_part_at_a_time(tmp_path: Path) -> None:
+    """A table of 48 MiB in float16: in memory when loaded, a few MiB at most when left in its file and taken out."""
+    config = LlamaConfig(
+        vocab_size=3 << 17,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    make_model(config).save_pretrained(tmp_path)
+    load_checkpoint(tmp_path, "float16", unread=True)  # the imports
+    gc.collect()
+    memory, before = StageMemory(), resident_bytes()
+    with memory.stage("unread"):
+        unread = load_checkpoint(tmp_path, "float16", unread=True)
+    with memory.stage("written"):
+        weight = weight_tensor(parameters(unread)["lm_head.weight"], "lm_head.weight")
+        assert sum(len(part) for part in parts(weight, 1 << 20)) == 48 << 20
+    with memory.stage("read"):
+        load_checkpoint(tmp_path, "float16")
+    assert memory.peaks["read"] - before > 40 << 20
+    assert memory.peaks["unread"] - before < 16 << 20
+    assert memory.peaks["written"] - before < 16 << 20
 
 
 @pytest.mark.parametrize("damage", ["cut", "shape", "type", "index"])
