@@ -53,6 +53,9 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     default=None,
     help="Whose operators the decoder is written in.  [default: onnxruntime]",
 )
+@click.option(
+    "--max-length", type=int, default=None, help="Tokens that the cache for tensorrt holds, a multiple of 64."
+)
 @quantisation_options
 @tail_option
 @baked_options

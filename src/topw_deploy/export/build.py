@@ -57,7 +57,7 @@ def _decoder(
     if source.onnx is not None:
         from topw_deploy.export.decoder_onnx import load_decoder
 
-        for name in ("dtype", "opset", "kv", "target", "num_hidden_layers", "max_shard_size"):
+        for name in ("dtype", "opset", "kv", "target", "max_length", "num_hidden_layers", "max_shard_size"):
             if getattr(request, name) is not None:
                 raise ParameterError(
                     f"{name} is {getattr(request, name)!r}, but {source.onnx.name} is an ONNX decoder that exists "
@@ -77,6 +77,7 @@ def _decoder(
         notices=notices,
         kv=request.kv,
         target=request.target or TARGETS[0],
+        max_length=request.max_length,
         stages=stages,
     )
     if request.quantisation is not None:

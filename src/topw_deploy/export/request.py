@@ -31,6 +31,7 @@ class ExportRequest:
     whose operators the decoder is written in, onnxruntime or tensorrt. None for the defaults (fp32; 23, or 24 for
     tensorrt; static where the decoder can; onnxruntime), the only choice for an ONNX decoder that exists already, as
     is num_hidden_layers.
+    max_length: tokens that a static cache for tensorrt holds, fixed in the graph; None leaves it to the runtime.
     block_size, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8, see
     quantise.Quantisation; None for its defaults.
     options: baked into the sampler; defaults: parameters of a request that names none.
@@ -49,6 +50,7 @@ class ExportRequest:
     opset: int | None = None
     kv: str | None = None
     target: str | None = None
+    max_length: int | None = None
     block_size: int | None = None
     symmetric: bool | None = None
     accuracy_level: int | None = None
@@ -87,6 +89,10 @@ class ExportRequest:
             raise ParameterError(f"target is {self.target!r}, but must be one of {', '.join(TARGETS)}.")
         if self.target == "tensorrt" and self.kv != "concat" and self.opset == 23:
             raise ParameterError("opset is 23, but TensorScatter, tensorrt's cache, needs 24; leave --opset out.")
+        if self.max_length is not None and (self.target != "tensorrt" or self.kv == "concat"):
+            raise ParameterError("max_length fixes the static cache of tensorrt; leave --max-length out for others.")
+        if self.max_length is not None and (self.max_length < 64 or self.max_length % 64):
+            raise ParameterError(f"max_length is {self.max_length}, but must be a multiple of 64.")
         if self.num_hidden_layers is not None and self.num_hidden_layers < 1:
             raise ParameterError(f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.")
 

@@ -38,6 +38,7 @@ def traced_decoder(
     notices: list[str],
     kv: str | None = None,
     target: str = "onnxruntime",
+    max_length: int | None = None,
     stages: Stages | None = None,
 ) -> Decoder:
     """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know.
@@ -70,7 +71,8 @@ def traced_decoder(
             "proportion to its length times the experts' size: expect that only short prompts fit"
         )
     traced = _traced(model, opset, progress, stages)
-    lowered = lower(traced, kv=kv, target=target, context_length=context_length(model.config))
+    context = context_length(model.config)
+    lowered = lower(traced, kv=kv, target=target, context_length=context, max_length=max_length)
     progress(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)
@@ -84,12 +86,13 @@ def traced_decoder(
         num_kv_heads=traced.num_kv_heads,
         head_dim=traced.head_dim,
         kv_dtype=_ONNX_NAMES[dtype],
-        context_length=context_length(model.config),
+        context_length=lowered.context_length or context,
         left_padding=True,
         weights_dtype=_ONNX_NAMES[dtype],
         attention=lowered.attention,
         ragged_chunks=lowered.ragged_chunks,
         buffer_step=lowered.buffer_step,
+        buffer_least=lowered.buffer_least,
         target=target,
     )
     return Decoder(traced.model, info, foreign=False)

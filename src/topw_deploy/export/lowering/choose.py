@@ -12,19 +12,28 @@ from topw_deploy.export.trace import TracedDecoder
 
 @dataclass(frozen=True)
 class Lowered:
-    """How the runtime must drive the result (see manifest.DecoderInfo), and what the user should know."""
+    """How the runtime must drive the result (see manifest.DecoderInfo), and what the user should know.
+
+    context_length: None where it is the model's own.
+    """
 
     kv_form: str = "concat"
     attention: str = "Attention"
     ragged_chunks: bool = True
     buffer_step: int = 0
+    buffer_least: int = 0
+    context_length: int | None = None
     notice: str | None = None
 
 
-def lower(decoder: TracedDecoder, *, kv: str | None, target: str, context_length: int) -> Lowered:
+def lower(
+    decoder: TracedDecoder, *, kv: str | None, target: str, context_length: int, max_length: int | None = None
+) -> Lowered:
     """Replace every marker of `decoder` in place.
 
     kv: `static`, `concat`, or None for static where the decoder can. target: `onnxruntime` or `tensorrt`.
+    context_length: most tokens of a sequence. max_length: slots of the cache, fixed in a graph for tensorrt, a multiple
+    of 64; None leaves them to the runtime.
     """
     # The trace computes equal angles once per use; one value each lets the lowerings see that they are equal.
     CommonSubexpressionEliminationPass()(decoder.model)
@@ -32,11 +41,26 @@ def lower(decoder: TracedDecoder, *, kv: str | None, target: str, context_length
         concat.lower(decoder)
         return Lowered()
     if target == "tensorrt":
-        scatter.lower(decoder)
-        return Lowered("static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP)
+        return _scattered(decoder, context_length, max_length)
     reason = group_query.refusal(decoder)
     if reason is not None:
         concat.lower(decoder)
         return Lowered(notice=f"the cache is copied in every step (--kv concat), because {reason}")
     group_query.lower(decoder, context_length)
     return Lowered("static", group_query.OPERATOR, ragged_chunks=False)
+
+
+def _scattered(decoder: TracedDecoder, context_length: int, max_length: int | None) -> Lowered:
+    scatter.lower(decoder, max_length)
+    if max_length is None:
+        notice = (
+            "NVIDIA's parser wants the cache's length as a number: export with --max-length before building an engine"
+        )
+        return Lowered("static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP, notice=notice)
+    return Lowered(
+        "static",
+        scatter.OPERATOR,
+        buffer_step=max_length,
+        buffer_least=max_length,
+        context_length=min(context_length, max_length),
+    )

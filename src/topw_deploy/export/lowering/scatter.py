@@ -27,8 +27,11 @@ OPSET = 24  # the first with TensorScatter
 BUFFER_STEP = 256
 
 
-def lower(decoder: TracedDecoder) -> None:
-    """Replace every marker of `decoder.model` in place, which becomes a model of opset 24."""
+def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
+    """Replace every marker of `decoder.model` in place, which becomes a model of opset 24.
+
+    max_length: slots of the cache as a number in the graph's signature, which NVIDIA's parser needs; None for a name.
+    """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
     inputs = StaticInputs(editor)
@@ -39,7 +42,7 @@ def lower(decoder: TracedDecoder) -> None:
         # TensorRT has fused attention for half precision only, and refuses to build the operator without it.
         spelled_out = layer.query.dtype == ir.DataType.FLOAT
         attend(editor, layer, keys, values, masks.of(layer.window), spelled_out=spelled_out)
-        replace_present(model.graph, layer, keys, values)
+        replace_present(model.graph, layer, keys, values, max_length or "max_length")
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     finish(model, editor, inputs)
 

@@ -53,7 +53,9 @@ class StaticInputs:
         return self._positions
 
 
-def replace_present(graph: ir.Graph, layer: AttentionLayer, keys: ir.Value, values: ir.Value) -> None:
+def replace_present(
+    graph: ir.Graph, layer: AttentionLayer, keys: ir.Value, values: ir.Value, length: int | str = "max_length"
+) -> None:
     """Make `keys` and `values` [batch, kv_heads, max_length, dim] the layer's presents, of one shape with its pasts."""
     for kind, past, present in (("key", layer.past_key, keys), ("value", layer.past_value, values)):
         name = f"present.{layer.index}.{kind}"
@@ -63,7 +65,7 @@ def replace_present(graph: ir.Graph, layer: AttentionLayer, keys: ir.Value, valu
         dim = layer.head_dim if kind == "key" else layer.value_dim
         present.name, present.type = name, past.type
         for value in (past, present):
-            value.shape = ir.Shape(["batch_size", layer.kv_heads, "max_length", dim])
+            value.shape = ir.Shape(["batch_size", layer.kv_heads, length, dim])
 
 
 def finish(model: ir.Model, editor: GraphEditor, inputs: StaticInputs) -> None:
