@@ -64,6 +64,19 @@ def test_each_row_answers_at_its_last_attended_position(after: str, mask: list[l
     np.testing.assert_allclose(picked, whole[[0, 1], columns], rtol=1e-6)
 
 
+@pytest.mark.parametrize("after", ["nothing", "mixing"])
+def test_each_row_answers_at_its_length_where_the_graph_is_given_one(after: str) -> None:
+    graph = decoder(after)
+    graph.inputs.pop()  # attention_mask
+    GraphEditor(graph, "toy").input("row_lengths", ir.DataType.INT64, ["batch"])
+    last = last_logits(graph)
+    graph.outputs.append(last)
+    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    feeds = {"input_ids": np.array([[1, 2, 3], [4, 5, 6], [2, 2, 2]]), "row_lengths": np.array([3, 1, 2])}
+    whole, picked = ort.InferenceSession(model).run(["logits", last.name], feeds)
+    np.testing.assert_allclose(picked, whole[[0, 1, 2], [2, 0, 1]], rtol=1e-6)
+
+
 @pytest.mark.parametrize(("after", "before_matmul"), [("nothing", 1), ("cap", 1), ("bias", 1), ("mixing", 0)])
 def test_rows_are_picked_before_the_matmul_only_where_that_is_provable(after: str, before_matmul: int) -> None:
     graph = decoder(after)

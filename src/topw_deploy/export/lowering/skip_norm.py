@@ -32,7 +32,7 @@ def _fuse(editor: GraphEditor, add: ir.Node) -> bool:
     epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
     results = editor.outputs(_FUSED[norm.op_type], [*add.inputs, *norm.inputs[1:]], 4, domain=DOMAIN, epsilon=epsilon)
     for old, new in ((norm.outputs[0], results[0]), (total, results[3])):
-        new.type, new.shape = old.type, old.shape
+        new.type, new.shape, new.name, old.name = old.type, old.shape, old.name, None
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     for statistic in results[1:3]:  # mean and deviation, for training
         statistic.name = ""

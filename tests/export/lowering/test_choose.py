@@ -1,0 +1,62 @@
+"""What a lowering cannot serve is copied in every step, and the user is told why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_models import make_model
+from transformers import LlamaConfig
+
+from topw_deploy.export.lowering import lower
+from topw_deploy.export.trace import TracedDecoder, trace
+
+
+def tiny(**changes: object) -> LlamaConfig:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "max_position_embeddings": 64}
+    return LlamaConfig(**{"vocab_size": 50, "num_hidden_layers": 1, **sizes, **changes})
+
+
+@pytest.fixture(scope="module")
+def narrow() -> TracedDecoder:
+    """Heads of 4 numbers, which GroupQueryAttention refuses."""
+    return trace(make_model(tiny()))
+
+
+def copy(decoder: TracedDecoder) -> TracedDecoder:
+    return replace(decoder, model=decoder.model.clone())
+
+
+@pytest.mark.parametrize("kv", [None, "static"])
+def test_a_decoder_that_the_operator_refuses_falls_back_with_the_reason(narrow: TracedDecoder, kv: str | None) -> None:
+    decoder = copy(narrow)
+    form = lower(decoder, kv=kv, target="onnxruntime", context_length=64)
+    assert (form.kv_form, form.attention) == ("concat", "Attention")
+    assert form.notice is not None
+    assert "heads of 4 numbers" in form.notice
+    assert "attention_mask" in [value.name for value in decoder.model.graph.inputs]
+
+
+def test_standard_operators_serve_it_in_place(narrow: TracedDecoder) -> None:
+    form = lower(copy(narrow), kv=None, target="tensorrt", context_length=64)
+    assert (form.kv_form, form.attention, form.buffer_step) == ("static", "Attention", 256)
+    assert form.notice is not None
+    assert "--max-length" in form.notice
+
+
+def test_a_fixed_length_stands_in_the_signature_and_bounds_the_context(narrow: TracedDecoder) -> None:
+    decoder = copy(narrow)
+    form = lower(decoder, kv=None, target="tensorrt", context_length=1000, max_length=128)
+    assert (form.buffer_step, form.buffer_least, form.context_length, form.notice) == (128, 128, 128, None)
+    graph = decoder.model.graph
+    caches = [value for value in (*graph.inputs, *graph.outputs) if "." in (value.name or "")]
+    assert len(caches) == 4
+    assert {value.shape[2] for value in caches} == {128}
+
+
+@pytest.mark.parametrize(("dtype", "operators"), [("float32", 0), ("float16", 1)])
+def test_attention_is_spelled_out_for_tensorrt_where_it_has_no_fused_kernel(dtype: str, operators: int) -> None:
+    decoder = trace(make_model(tiny()).to(dtype=getattr(torch, dtype)))
+    lower(decoder, kv="static", target="tensorrt", context_length=64)
+    assert sum(node.op_type == "Attention" for node in decoder.model.graph) == operators

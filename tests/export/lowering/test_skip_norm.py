@@ -1,0 +1,60 @@
+"""A sum and the norm that reads it become one operator, and nothing changes but the number of passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.lowering.skip_norm import fuse_skip_norms
+
+HIDDEN = 8
+SHAPE: list[int | str | None] = ["batch", "sequence", HIDDEN]
+
+
+def model(norm: str = "RMSNormalization", norms: int = 1, other: list[int | str | None] = SHAPE) -> ir.Model:
+    """a + b -> norm -> out; the sum is an output, too, as the next residual would read it."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
+    editor = GraphEditor(graph, "toy")
+    a, b = editor.input("a", ir.DataType.FLOAT, SHAPE), editor.input("b", ir.DataType.FLOAT, other)
+    total = editor.op("Add", [a, b], dtype=ir.DataType.FLOAT, shape=SHAPE, name="total")
+    graph.outputs.append(total)
+    weights = [editor.constant(np.linspace(0.5, 2, HIDDEN, dtype=np.float32), "scale")]
+    if norm == "LayerNormalization":
+        weights.append(editor.constant(np.linspace(-1, 1, HIDDEN, dtype=np.float32), "bias"))
+    for number in range(norms):
+        out = editor.op(norm, [total, *weights], axis=-1, epsilon=1e-3, dtype=ir.DataType.FLOAT, name=f"out{number}")
+        out.shape = ir.Shape(SHAPE)
+        graph.outputs.append(out)
+    return ir.Model(graph, ir_version=10)
+
+
+def run(model: ir.Model, b_shape: tuple[int, ...] = (2, 3, HIDDEN)) -> list[np.ndarray]:
+    generator = np.random.default_rng(0)
+    feeds = {"a": (2, 3, HIDDEN), "b": b_shape}
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {name: generator.standard_normal(s).astype(np.float32) for name, s in feeds.items()})
+
+
+@pytest.mark.parametrize("norm", ["RMSNormalization", "LayerNormalization"])
+def test_sum_and_norm_keep_their_values_and_names(norm: str) -> None:
+    plain, fused = model(norm), model(norm)
+    assert fuse_skip_norms(fused) == 1
+    assert [node.op_type for node in fused.graph] == [
+        {"RMSNormalization": "SkipSimplifiedLayerNormalization"}.get(norm, "SkipLayerNormalization")
+    ]
+    assert [value.name for value in fused.graph.outputs] == ["total", "out0"]
+    for wanted, found in zip(run(plain), run(fused), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sum_that_two_norms_read_stays_as_it_is() -> None:
+    graph = model(norms=2)
+    assert fuse_skip_norms(graph) == 0
+    assert "com.microsoft" not in graph.opset_imports
+
+
+def test_a_sum_that_broadcasts_stays_as_it_is() -> None:
+    assert fuse_skip_norms(model(other=[HIDDEN])) == 0
