@@ -1,0 +1,108 @@
+"""The block of memory behind in-place caches: cut, grown and lent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime.cache.buffers import BufferPool, Buffers
+
+HEADS, DIMS = (2, 1), (4, 3)
+
+
+@dataclass
+class Device:
+    """All that a pool wants of a session."""
+
+    device: tuple[str, int] = ("cpu", 0)
+
+
+def pool(step: int = 0, least: int = 0, **sizes: int) -> BufferPool:
+    decoder = DecoderInfo(
+        model_type="test",
+        kv_form="static",
+        num_layers=2,
+        num_kv_heads=HEADS,
+        head_dim=DIMS,
+        kv_dtype="float16",
+        context_length=1000,
+        left_padding=False,
+        buffer_step=step,
+        buffer_least=least,
+    )
+    return BufferPool(Device(), decoder, **sizes)  # type: ignore[arg-type]
+
+
+def tensors(buffers: Buffers) -> list[np.ndarray]:
+    """Views of every tensor [batch, heads, length, dim]."""
+    found: list[np.ndarray] = []
+
+    def look(memory: np.ndarray) -> None:
+        starts = buffers.layout.starts(buffers.batch, buffers.length)
+        for (_, _, heads, dim), start in zip(buffers.layout.tensors, starts, strict=False):
+            shape = buffers.batch, heads, buffers.length, dim
+            found.append(memory[start : start + 2 * int(np.prod(shape))].view(np.float16).reshape(shape))
+
+    buffers.block.change(look)
+    return found
+
+
+def test_growing_moves_every_row_of_every_tensor_and_zeroes_what_is_new() -> None:
+    lender = pool(step=8)
+    buffers = lender.borrow(batch=3, tokens=100, first=8)
+    before = []
+    for index, tensor in enumerate(tensors(buffers)):
+        tensor[:] = np.arange(tensor.size).reshape(tensor.shape) % 1000 + index
+        before.append(tensor.copy())
+    for tokens, length in ((9, 16), (40, 40), (99, 104), (104, 104)):
+        lender.make_room(buffers, tokens)
+        assert buffers.length == length
+        for old, new in zip(before, tensors(buffers), strict=True):
+            np.testing.assert_array_equal(new[:, :, :8], old)
+            assert not new[:, :, 8:].any()
+
+
+def test_a_buffer_that_grows_is_zeroed_before_it_is_lent_again() -> None:
+    lender = pool(step=8)
+    buffers = lender.borrow(2, 64, 8)
+    for tensor in tensors(buffers):
+        tensor[:] = np.nan
+    lender.make_room(buffers, 64)
+    lender.give_back(buffers)
+    again = lender.borrow(1, 30, 20)
+    assert not any(tensor.any() for tensor in tensors(again))
+    lender.make_room(again, 30)
+    assert not any(tensor.any() for tensor in tensors(again))
+
+
+def test_tensors_do_not_overlap_and_begin_where_vector_instructions_like_it() -> None:
+    buffers = pool().borrow(3, 70, 70)
+    for index, tensor in enumerate(tensors(buffers)):
+        assert tensor.ctypes.data % 64 == 0
+        tensor[:] = index + 1
+    assert all((tensor == index + 1).all() for index, tensor in enumerate(tensors(buffers)))
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(1, 64), (64, 64), (65, 128), (999, 1000), (1000, 1000)])
+def test_a_length_is_rounded_up_but_not_beyond_the_context(tokens: int, length: int) -> None:
+    assert pool().borrow(1, tokens, 1).length == length
+
+
+@pytest.mark.parametrize("step", [0, 256])
+def test_an_operator_that_needs_a_least_length_has_it_from_the_start(step: int) -> None:
+    assert pool(step=step, least=256).borrow(1, 20, 5).length == 256
+    assert pool(step=step, least=256, length=20).borrow(1, 20, 5).length == 256
+
+
+def test_one_block_is_lent_at_a_time_and_the_larger_one_is_kept() -> None:
+    lender = pool()
+    first, second = lender.borrow(1, 64, 1), lender.borrow(4, 64, 1)
+    both = lender.bytes
+    assert first.block is not second.block
+    lender.give_back(first)
+    lender.give_back(second)
+    assert lender.bytes == second.block.size < both
+    assert lender.borrow(2, 128, 1).block is second.block  # as many tokens, otherwise cut
