@@ -12,6 +12,9 @@ from topw_deploy.runtime.cache.buffers import BufferPool
 from topw_deploy.runtime.cache.neutral import neutral_binding
 from topw_deploy.runtime.session import Binding, GraphSession
 
+Piece = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""ids [b, s], starts [b], lengths [b]: row r adds the first lengths[r] of its ids behind starts[r] tokens."""
+
 
 class InPlaceCache(ABC):
     """`past_key_values.{i}.key|value` and `present.{i}.key|value` [B, kv_heads, max_length, head_dim], the same memory.
@@ -41,18 +44,16 @@ class InPlaceCache(ABC):
         self._together = len(prompts) == 1 or width <= self._piece or self._takes_ragged_pieces
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
-        self._buffers = pool.borrow(len(prompts), tokens, width)
-        self._buffers.bind(binding)
+        self._buffers = pool.borrow(len(prompts), tokens, min(width, self._piece) if self._together else width)
 
     def close(self) -> None:
         """Give the buffers back."""
         self._pool.give_back(self._buffers)
 
     def feed_prompts(self) -> None:
-        if self._together:
-            self._feed_together()
-        else:
-            self._feed_in_groups()
+        piece = self._feed_together() if self._together else self._feed_in_groups()
+        self._buffers.bind(self._binding)
+        self._bind_piece(self._binding, *piece)
 
     def begin_decoding(self) -> None:
         self._binding.bind_changing("input_ids", self.input_ids)
@@ -69,19 +70,30 @@ class InPlaceCache(ABC):
     def _bind_piece(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Feed ids [b, s], of which row r adds the first lengths[r] behind starts[r] tokens."""
 
-    def _feed_together(self) -> None:
+    def _make_room(self, columns: int) -> bool:
+        """Have at least so many columns in the buffers; whether they were moved for it, and must be bound again."""
+        if columns <= self._buffers.length:
+            return False
+        self._pool.make_room(self._buffers, columns)
+        return True
+
+    def _feed_together(self) -> Piece:
+        """All pieces but the last, which is returned."""
         *undrawn, last = self._pieces()
         if undrawn:
             reading = neutral_binding(self._session, len(self._prompts))
             self._buffers.bind(reading)
             for piece in undrawn:
+                if self._make_room(_end(piece)):
+                    self._buffers.bind(reading)
                 self._bind_piece(reading, *piece)
                 reading.run()
-        self._bind_piece(self._binding, *last)
+        self._make_room(_end(last))
+        return last
 
-    def _pieces(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """(ids [B, S], starts [B], lengths [B]) run by run. A row without tokens left repeats its last one where that
-        is, so that every run ends in the logits of the last token of every row that ends before or in it."""
+    def _pieces(self) -> Iterator[Piece]:
+        """The prompts, run by run. A row without tokens left repeats its last one where that is, so that every run ends
+        in the logits of the last token of every row that ends before or in it."""
         width = int(self._lengths.max())
         for begin in range(0, width, self._piece):
             starts = np.minimum(begin, self._lengths - 1)
@@ -89,7 +101,8 @@ class InPlaceCache(ABC):
             ends = zip(self._prompts, starts.tolist(), lengths.tolist(), strict=True)
             yield _right_padded([prompt[start : start + length] for prompt, start, length in ends]), starts, lengths
 
-    def _feed_in_groups(self) -> None:
+    def _feed_in_groups(self) -> Piece:
+        """All but the last tokens, which are returned."""
         for rows in self._groups():
             reading = neutral_binding(self._session, len(rows))
             self._buffers.bind(reading, rows)
@@ -105,7 +118,7 @@ class InPlaceCache(ABC):
                 self._bind_piece(reading, ids, np.array([start]), np.array([ids.shape[1]]))
                 reading.run()
         last = np.array([[prompt[-1]] for prompt in self._prompts], np.int64)
-        self._bind_piece(self._binding, last, self._lengths - 1, np.ones_like(self._lengths))
+        return last, self._lengths - 1, np.ones_like(self._lengths)
 
     def _groups(self) -> Iterator[range]:
         """Neighbouring rows that fit one run together, and rows that do not fit one alone."""
@@ -117,6 +130,12 @@ class InPlaceCache(ABC):
                 first, wider = row, max(len(prompt) - 1, 1)
             width = wider
         yield range(first, len(self._prompts))
+
+
+def _end(piece: Piece) -> int:
+    """Columns of the buffer that a piece needs, with those that its padding is written to."""
+    ids, starts, _ = piece
+    return int(starts.max()) + ids.shape[1]
 
 
 def _right_padded(pieces: Sequence[Sequence[int]]) -> np.ndarray:

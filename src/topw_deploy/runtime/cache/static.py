@@ -32,7 +32,7 @@ class StaticCache(InPlaceCache):
             written[row] += 1
         self._columns += 1
         if self._columns > self._buffers.length:
-            self._make_room()
+            self._grow()
 
     @property
     def _takes_ragged_pieces(self) -> bool:
@@ -43,8 +43,7 @@ class StaticCache(InPlaceCache):
         binding.bind_array("write_indices", starts)
         binding.bind_array("row_lengths", lengths)
 
-    def _make_room(self) -> None:
+    def _grow(self) -> None:
         self._columns = int(self._written.max()) + 1
-        if self._columns > self._buffers.length:
-            self._pool.make_room(self._buffers, self._columns)
+        if self._make_room(self._columns):
             self._buffers.bind(self._binding)
