@@ -135,6 +135,7 @@ def test_forms_are_known_by_their_text(native_library: Path, text: str, known: b
         ({"codes": np.zeros((8, 32), np.int32)}, "codes are int32"),
         ({"element": "int3"}, "in int3"),
         ({"bits": 2}, "of 2 bits"),
+        ({"block_size": 24}, "block_size is 24"),
     ],
 )
 def test_parts_that_do_not_fit_each_other_are_refused(wrong: dict[str, Any], words: str) -> None:

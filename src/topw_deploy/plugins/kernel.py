@@ -108,6 +108,8 @@ class KernelBlocks:
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.element not in ("uint8", "uint4", "int4"):
             raise ParameterError(f"blocks are of {self.bits} bits in {self.element}; 4 or 8 in uint8, uint4, int4 are.")
+        if self.block_size < 16 or self.block_size & (self.block_size - 1):
+            raise ParameterError(f"block_size is {self.block_size}, but must be a power of two, at least 16.")
         if self.scales.dtype not in (np.float32, np.float16) or not self.scales.flags.c_contiguous:
             raise ParameterError(f"scales are {self.scales.dtype}, but must be float32 or float16, C-contiguous.")
         zeros = self.zero_points

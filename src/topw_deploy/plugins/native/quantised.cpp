@@ -56,6 +56,28 @@ void dequantise(const topw_table &table, int64_t token, float *room, CodeAt code
   }
 }
 
+// Two codes of 4 bits to a byte, a row beginning one: what a code stands for is looked up, the same product as above.
+void dequantise_pairs(const topw_table &table, int64_t token, float *room) {
+  const topw_blocks &blocks = table.blocks;
+  const int64_t in_row = blocks_in_row(table), zeros_in_row = zero_points_in_row(table);
+  const uint8_t *codes = static_cast<const uint8_t *>(table.rows) + token * (table.hidden / 2);
+  const uint8_t *zeros = static_cast<const uint8_t *>(blocks.zero_points);
+  if (zeros) zeros += token * zeros_in_row;
+  for (int64_t block = 0; block < in_row; ++block) {
+    const int32_t zero = zeros ? half_byte(zeros, block) : middle(table);
+    const float step = scale(table, token * in_row + block);
+    float meaning[16];
+    for (int32_t code = 0; code < 16; ++code) meaning[code] = static_cast<float>(code - zero) * step;
+    const int64_t start = block * blocks.block_size, end = start + blocks.block_size;
+    const int64_t stop = end < table.hidden ? end : table.hidden;
+    for (int64_t k = start; k < stop; k += 2) {
+      const uint8_t pair = codes[k / 2];
+      room[k] = meaning[pair & 15];
+      room[k + 1] = meaning[pair >> 4];
+    }
+  }
+}
+
 }  // namespace
 
 bool read_table_form(const char *form, topw_blocks *blocks) {
@@ -94,16 +116,14 @@ bool quantised_readable(const topw_table &table) {
   const bool four = table.dtype == TOPW_UINT4 || table.dtype == TOPW_INT4;
   const bool fits = table.dtype == TOPW_UINT8 ? blocks.bits == 4 || blocks.bits == 8 : four && blocks.bits == 4;
   const bool scales = blocks.scales && (blocks.scale_type == TOPW_FLOAT32 || blocks.scale_type == TOPW_FLOAT16);
-  return fits && scales && blocks.block_size >= 1 && table.hidden % codes_per_element(table.dtype, blocks) == 0;
+  const bool even = blocks.block_size >= 2 && blocks.block_size % 2 == 0;  // a pair of codes is of one block
+  return fits && scales && even && table.hidden % codes_per_element(table.dtype, blocks) == 0;
 }
 
 void dequantise_row(const topw_table &table, int64_t token, float *room) {
   // An uint8's row begins a byte; a 4-bit tensor is packed from its first element to its last.
   const auto byte = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) -> int32_t {
     return stored[row * per_row + k];
-  };
-  const auto pair = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) {
-    return half_byte(stored + row * per_row, k);
   };
   const auto packed = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) {
     return half_byte(stored, row * per_row + k);
@@ -116,7 +136,7 @@ void dequantise_row(const topw_table &table, int64_t token, float *room) {
   else if (table.dtype == TOPW_UINT4)
     dequantise(table, token, room, packed);
   else if (table.blocks.bits == 4)
-    dequantise(table, token, room, pair);
+    dequantise_pairs(table, token, room);
   else
     dequantise(table, token, room, byte);
   if (table.blocks.scale_type == TOPW_FLOAT16)
