@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
+import onnxscript.optimizer
+import onnxscript.rewriter.onnx_fusions
 import torch
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.exporters import OnnxConfig, OnnxExporter
@@ -163,13 +165,17 @@ def _export(model: PreTrainedModel, cache: DynamicCache) -> ir.Model:
 
 
 def _with_weights(model: PreTrainedModel, traced: ir.Model, shapes: ShapesOnly) -> ir.Model:
-    """Weights where the trace has none, then torch's own clean-up, which looks at the values of small ones."""
+    """Weights where the trace has none, then torch's own clean-up, which may compute with all constants but them."""
+
+    def may_fold(node: ir.Node) -> bool | None:
+        return False if any(value is not None and value.name in shapes.weights for value in node.inputs) else None
+
     try:
         shapes.attach(traced)
         with _silence():
-            program = torch.onnx.ONNXProgram(traced, None)
-            program.optimize()
-            return program.model
+            onnxscript.optimizer.optimize_ir(traced, should_fold=may_fold)
+            onnxscript.rewriter.onnx_fusions.fuse(traced)
+            return traced
     except Exception as error:
         raise _untraceable(model, error) from error
 
