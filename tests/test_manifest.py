@@ -142,6 +142,7 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
         ({"decoder__left_padding": "yes"}, "left_padding"),
         ({"decoder__ragged_chunks": 1}, "ragged_chunks is 1"),
         ({"decoder__attention": None}, "attention is None"),
+        ({"decoder__quantisation": "int4"}, "quantisation is 'int4'"),
         ({"decoder__buffer_step": -256}, "buffer_step is -256"),
         ({"decoder__buffer_least": 0.5}, "buffer_least is 0.5"),
         ({"decoder__target": "tpu"}, "target is 'tpu'"),

@@ -306,6 +306,8 @@ def _decoder(data: dict[str, Any]) -> DecoderInfo:
         raise ValueError(f"target is {data['target']!r}, not one of {', '.join(TARGETS)}")
     for name in ("buffer_step", "buffer_least"):
         _size(name, data.get(name, 0))
+    if not isinstance(data.get("quantisation", {}), dict):
+        raise ValueError(f"quantisation is {data['quantisation']!r:.60}, not an object")
     for kind, count in data.get("weights", {}).items():
         _size(f"weights {kind}", count)
     return DecoderInfo(**{**data, "num_kv_heads": heads, "head_dim": dims})

@@ -25,6 +25,17 @@ def test_inspect_shows_what_the_folder_holds(invoke: Invoke, random_model: Path)
     assert "model.onnx" in shown
 
 
+def test_inspect_says_how_weights_were_quantised(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(random_model, folder)
+    manifest = load_manifest(folder)
+    assert manifest.decoder is not None
+    how = {"bits": 4, "block_size": 64, "symmetric": True, "accuracy_level": 4, "algorithm": "rtn", "exclude": []}
+    save_manifest(folder, replace(manifest, decoder=replace(manifest.decoder, quantisation=how)))
+    assert "rtn, blocks of 64, symmetric, accuracy level 4" in invoke("inspect", folder).stdout
+    assert "quantised" not in invoke("inspect", random_model).stdout
+
+
 def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
     invoke: Invoke, random_model: Path, tmp_path: Path
 ) -> None:

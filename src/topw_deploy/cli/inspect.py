@@ -81,6 +81,13 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
         yield "weights", "; ".join([*(f"{name} {size_text(n)}" for name, n in decoder.weights.items()), total])
     else:
         yield "weights", decoder.weights_dtype
+    if how := decoder.quantisation:
+        zeros = "symmetric" if how.get("symmetric") else "with zero points"
+        yield (
+            "quantised",
+            f"{how.get('algorithm')}, blocks of {how.get('block_size')}, {zeros}, "
+            f"accuracy level {how.get('accuracy_level')}",
+        )
     yield "context", f"{decoder.context_length} tokens"
     yield "left padding", "yes" if decoder.left_padding else "no: prompts of a batch must have equal lengths"
 
