@@ -54,8 +54,11 @@ def test_an_export_holds_what_its_manifest_says(exported: Callable[[str], Path])
     assert "logits" not in names
 
 
-def test_the_sampler_is_one_node_and_the_decoder_keeps_standard_operators(exported: Callable[[str], Path]) -> None:
-    model = ir.load(exported("gemma3") / "model.onnx")
+def test_the_sampler_is_one_node_and_a_copied_cache_needs_standard_operators_only(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    export(checkpoint("gemma3"), tmp_path / "out", kv="concat")
+    model = ir.load(tmp_path / "out" / "model.onnx")
     assert [node.op_type for node in model.graph if node.domain].count(OP_TYPE) == 1
     assert {node.domain for node in model.graph} == {"", "topw"}
     attention = [node for node in model.graph if node.op_type == "Attention"]
@@ -63,6 +66,27 @@ def test_the_sampler_is_one_node_and_the_decoder_keeps_standard_operators(export
     assert all(len(node.outputs) == 1 and len(node.inputs) == 4 for node in attention)
     assert len({node.inputs[3].name for node in attention}) == 2  # one mask per kind of window
     assert set(model.opset_imports) == {"", "topw"}
+
+
+def test_the_cache_is_written_in_place_unless_told_otherwise(exported: Callable[[str], Path]) -> None:
+    decoder = load_manifest(exported("gemma3")).decoder
+    assert decoder is not None
+    assert (decoder.kv_form, decoder.attention, decoder.target) == ("static", "GroupQueryAttention", "onnxruntime")
+    assert (decoder.ragged_chunks, decoder.buffer_step, decoder.left_padding) == (False, 0, True)
+    model = ir.load(exported("gemma3") / "model.onnx")
+    assert {node.domain for node in model.graph} == {"", "com.microsoft", "topw"}
+
+
+def test_an_export_for_tensorrt_has_standard_operators_and_a_cache_of_the_length_asked_for(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    export(checkpoint("llama_tied"), tmp_path / "out", target="tensorrt", max_length=128, verify=True)
+    manifest = load_manifest(tmp_path / "out")
+    decoder = manifest.decoder
+    assert decoder is not None
+    assert (decoder.target, decoder.buffer_least, decoder.context_length) == ("tensorrt", 128, 128)
+    assert manifest.opset == {"": 24, "topw": 1}
+    assert {spec.shape[2] for spec in (*manifest.inputs, *manifest.outputs) if spec.name.count(".") == 2} == {128}
 
 
 def test_no_trace_of_the_exporting_machine_stays_in_the_graph(exported: Callable[[str], Path]) -> None:
@@ -101,7 +125,7 @@ def test_an_export_with_everything_else_than_the_defaults_verifies(
     manifest = load_manifest(tmp_path / "out")
     assert manifest.verification.status == "passed"
     assert manifest.verification == report.verification
-    assert len([line for line in lines if "[✓]" in line]) == 10
+    assert len([line for line in lines if "[✓]" in line]) == 11
     assert manifest.sampler.options == request.options
     assert manifest.sampler.tail == "static"
     assert manifest.opset[""] == 24
@@ -147,7 +171,7 @@ def test_a_dry_run_describes_and_writes_nothing(tmp_path: Path, checkpoint: Call
     assert report.dry_run
     assert report.nodes > 50
     assert report.weight_bytes > 4 * VOCAB * 32
-    assert [tensor.name for tensor in report.inputs][:3] == ["input_ids", "attention_mask", "position_ids"]
+    assert [tensor.name for tensor in report.inputs][:3] == ["input_ids", "write_indices", "row_lengths"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,9 +262,9 @@ def test_grouped_query_attention_means_no_left_padding(tmp_path: Path) -> None:
     assert not load_decoder(folder / "model.onnx", folder).info.left_padding
 
 
-@pytest.mark.parametrize("name", ["dtype", "opset", "num_hidden_layers"])
+@pytest.mark.parametrize("name", ["dtype", "opset", "kv", "target", "num_hidden_layers"])
 def test_what_an_existing_graph_fixes_cannot_be_asked_for(tmp_path: Path, foreign_decoder: Path, name: str) -> None:
-    value = {"dtype": "fp16", "opset": 24, "num_hidden_layers": 1}[name]
+    value = {"dtype": "fp16", "opset": 24, "kv": "concat", "target": "onnxruntime", "num_hidden_layers": 1}[name]
     with pytest.raises(ParameterError, match=f"leave --{name.replace('_', '-')} out"):
         export(foreign_decoder, tmp_path / "out", **{name: value})
 
@@ -345,7 +369,17 @@ def test_too_many_layers_are_refused(tmp_path: Path, checkpoint: Callable[[str],
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [({"dtype": "int3"}, "dtype is 'int3'"), ({"opset": 17}, "opset is 17"), ({"num_hidden_layers": 0}, "is 0")],
+    [
+        ({"dtype": "int3"}, "dtype is 'int3'"),
+        ({"opset": 17}, "opset is 17"),
+        ({"num_hidden_layers": 0}, "is 0"),
+        ({"kv": "paged"}, "kv is 'paged'"),
+        ({"target": "tpu"}, "target is 'tpu'"),
+        ({"target": "tensorrt", "opset": 23}, "TensorScatter"),
+        ({"max_length": 128}, "static cache of tensorrt"),
+        ({"max_length": 128, "target": "tensorrt", "kv": "concat"}, "static cache of tensorrt"),
+        ({"max_length": 100, "target": "tensorrt"}, "multiple of 64"),
+    ],
 )
 def test_a_request_out_of_range_is_refused(tmp_path: Path, setting: dict[str, object], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
