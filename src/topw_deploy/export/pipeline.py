@@ -78,7 +78,8 @@ def _dry_run(
     with memory.stage("graph"):
         built = build(request, source, progress, bar)
     plan = plan_of(built, source, tokenizer_folder, Path(request.output), request)
-    return report_of(built, request, started, plan.files, {**memory.peaks, **plan.memory})
+    foreseen = {**plan.memory, "graph": max(memory.peaks["graph"], plan.memory.get("graph", 0))}
+    return report_of(built, request, started, plan.files, {"graph": foreseen.pop("graph"), **foreseen})
 
 
 def _data_files(source: Source) -> list[Path]:
