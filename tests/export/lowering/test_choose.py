@@ -58,5 +58,5 @@ def test_a_fixed_length_stands_in_the_signature_and_bounds_the_context(narrow: T
 @pytest.mark.parametrize(("dtype", "operators"), [("float32", 0), ("float16", 1)])
 def test_attention_is_spelled_out_for_tensorrt_where_it_has_no_fused_kernel(dtype: str, operators: int) -> None:
     decoder = trace(make_model(tiny()).to(dtype=getattr(torch, dtype)))
-    lower(decoder, kv="static", target="tensorrt", context_length=64)
+    lower(decoder, kv="static", target="tensorrt", context_length=64, max_length=64)
     assert sum(node.op_type == "Attention" for node in decoder.model.graph) == operators
