@@ -16,11 +16,12 @@ from topw_deploy.export.memory import resident_bytes
 from topw_deploy.export.request import DTYPES, ExportRequest
 from topw_deploy.export.source import Source
 from topw_deploy.export.tokenizer_files import COPIED
-from topw_deploy.export.weights import MODEL_FILE, data_slots, external_files, tensors_of, written_sizes
+from topw_deploy.export.weights import MODEL_FILE, data_slots, external_files, quantised_type, tensors_of, written_sizes
 
 _MANIFEST = 16 << 10  # bytes of the manifest and the configuration files, about
 # Bytes of the overflow check per byte of the largest weight: mapped, in float32 and in its kernel's layout (measured).
 _OVERFLOW_CHECK = 3.5
+_QUANTISING = {"int4": 12.0, "int8": 6.5}  # bytes of quantising a weight per byte of its codes (measured for int4)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def plan_of(built: Built, source: Source, tokenizer_folder: Path, folder: Path, 
     for name in COPIED:
         if (tokenizer_folder / name).is_file():
             files[name] = (tokenizer_folder / name).stat().st_size
-    writing = resident_bytes() + max((_in_memory(slot.tensor) for slot in slots), default=files[MODEL_FILE])
+    writing = resident_bytes() + max((_in_memory(slot) for slot in slots), default=files[MODEL_FILE])
     memory = {"writing": writing}
     if source.onnx is None and DTYPES[request.dtype or "fp32"] == "float16":
         largest = max((int(tensor.nbytes) for tensor in tensors_of(model)), default=0)
@@ -78,12 +79,14 @@ def brought_files(built: Built, source: Source) -> dict[str, Path]:
     return {location: source.onnx.parent / location for location in external_files(built.decoder.model)}
 
 
-def _in_memory(tensor: ir.TensorProtocol) -> int:
-    """Most bytes that writing `tensor` holds at a time: what it reads, that converted, and the part on its way out."""
-    nbytes = int(tensor.nbytes)
+def _in_memory(slot: Slot) -> int:
+    """Most bytes that writing a weight holds at a time: what it reads, that converted, and the part on its way out."""
+    tensor, nbytes = slot.tensor, slot.length
     if isinstance(tensor, LazyWeight) and tensor.read is not None:
         return nbytes + 2 * min(nbytes, PART)
-    return 3 * nbytes if isinstance(tensor, ir.LazyTensor) else nbytes
+    if not isinstance(tensor, ir.LazyTensor):
+        return nbytes
+    return round(_QUANTISING.get(quantised_type(slot.value) or "", 3) * nbytes)
 
 
 def _existing(folder: Path) -> Path:

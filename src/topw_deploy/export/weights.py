@@ -117,12 +117,13 @@ def bytes_by_type(model: ir.Model) -> dict[str, int]:
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:
-                name = _quantised_type(value) or value.const_value.dtype.name.lower()
+                name = quantised_type(value) or value.const_value.dtype.name.lower()
                 found[name] = found.get(name, 0) + int(value.const_value.nbytes)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _quantised_type(value: ir.Value) -> str | None:
+def quantised_type(value: ir.Value) -> str | None:
+    """int4 or int8 for the codes and zero points of a block-quantised weight, None for others."""
     for node, _ in value.uses():
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized") and value.const_value is not None:
             bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
