@@ -8,6 +8,7 @@ from pathlib import Path
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.graft import GraftOptions
 from topw_deploy.manifest import TensorSpec, Verification
+from topw_deploy.sampling import as_float32
 from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -27,7 +28,8 @@ class ExportRequest:
     neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
     hard_link: share the data files of an ONNX decoder with its folder instead of copying them (see folder.bring).
     tokenizer: folder to take tokenizer and configuration from, for a model that comes without.
-    Raises ParameterError for a dtype, opset or layer count out of range, and for a bound under the uniform metric.
+    Raises ParameterError for a dtype, opset or layer count out of range, for defaults that float32 cannot hold, and
+    for a bound under the uniform metric.
     """
 
     model: str
@@ -61,7 +63,7 @@ class ExportRequest:
             raise ParameterError(f"opset is {self.opset}, but must be 23 or 24: older ones have no Attention operator.")
         if self.num_hidden_layers is not None and self.num_hidden_layers < 1:
             raise ParameterError(f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.")
-
+        as_float32(self.defaults)  # what no graph can be handed is no default
         check_bound(self.neighbour_bound, self.options)
 
     @property
