@@ -1,41 +1,25 @@
-"""The export from end to end, and what is left behind when it does not reach its end."""
+"""The export from end to end: what it writes, by tracing a model and by grafting onto somebody's decoder."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 import pytest
-from tiny_models import VOCAB, make_model, write_checkpoint, write_decoder, write_tokenizer
-from transformers import BertConfig, LlamaConfig, MambaConfig, T5Config
+from tiny_models import VOCAB, export, make_model, write_decoder, write_tokenizer
 
 from topw_deploy.errors import (
-    ExportError,
-    ManifestError,
     ParameterError,
-    SourceError,
     TokenizerError,
-    UnsupportedModelError,
-    VerificationError,
 )
-from topw_deploy.export import ExportReport, ExportRequest, export_model, pipeline
+from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.tail import OP_TYPE
-from topw_deploy.manifest import MANIFEST_NAME, Verification, load_manifest
+from topw_deploy.manifest import MANIFEST_NAME, load_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.parameters import TopWOptions
-
-
-def export(model: Path | str, output: Path, **settings: object) -> ExportReport:
-    settings = {"verify": False, **settings}
-    return export_model(ExportRequest(model=str(model), output=output, **settings))  # type: ignore[arg-type]
 
 
 def test_an_export_holds_what_its_manifest_says(exported: Callable[[str], Path]) -> None:
@@ -243,252 +227,3 @@ def test_what_an_existing_graph_fixes_cannot_be_asked_for(tmp_path: Path, foreig
     value = {"dtype": "fp16", "opset": 24, "num_hidden_layers": 1}[name]
     with pytest.raises(ParameterError, match=f"leave --{name.replace('_', '-')} out"):
         export(foreign_decoder, tmp_path / "out", **{name: value})
-
-
-# What bad input gets
-
-
-def test_an_output_in_use_is_refused_before_anything_else(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("x")
-    with pytest.raises(ExportError, match="is not empty"):
-        export("no/model", tmp_path)
-    assert (tmp_path / "mine").read_text() == "x"
-
-
-def test_a_missing_tokenizer_is_said_before_the_weights_are_read(tmp_path: Path) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(make_config()))
-    (folder / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(TokenizerError, match="has no tokenizer"):
-        export(folder, tmp_path / "out")
-
-
-def make_config(**changes: object) -> dict[str, object]:
-    return {**LlamaConfig(num_hidden_layers=1).to_dict(), **changes}
-
-
-def folder_with(tmp_path: Path, config: dict[str, object], weights: bytes = b"") -> Path:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(weights)
-    write_tokenizer(folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "nobody-knows"}, "no architecture that this transformers knows"),
-        (T5Config().to_dict(), "'t5' is not a causal language model"),
-        (make_config(quantization_config={"quant_method": "gptq", "bits": 4}), "is quantised"),
-    ],
-)
-def test_an_architecture_that_cannot_be_exported_is_named(
-    tmp_path: Path, config: dict[str, object], message: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        export(folder_with(tmp_path, config), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4), "MambaForCausalLM"),
-        (BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "BertSelfAttention"),
-    ],
-)
-def test_a_model_without_causal_attention_is_named(tmp_path: Path, config: object, message: str) -> None:
-    folder = write_checkpoint(tmp_path / "in", config)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModelError, match=message):
-        export(folder, tmp_path / "out")
-
-
-def test_damaged_weights_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="cannot be loaded"):
-        export(folder_with(tmp_path, make_config(), b"not weights"), tmp_path / "out")
-
-
-def test_missing_weights_are_never_made_up(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "in"
-    shutil.copytree(checkpoint("llama_tied"), folder)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(SourceError, match=r"lack 1 tensors .*layers\.1\.mlp\.up_proj"):
-        export(folder, tmp_path / "out")
-
-
-def test_a_table_with_too_few_rows_is_refused(tmp_path: Path) -> None:
-    def shorten(model: ir.Model) -> None:
-        table = next(n for n in model.graph if n.op_type == "Gather" and n.inputs[0].const_value is not None).inputs[0]
-        short = ir.tensor(table.const_value.numpy()[: VOCAB - 3].copy(), name="short")
-        value = ir.Value(name="short", const_value=short, shape=ir.Shape(short.shape), type=table.type)
-        model.graph.register_initializer(value)
-        for node, index in list(table.uses()):
-            if node.op_type == "Gather":
-                node.replace_input_with(index, value)
-
-    folder = write_decoder(tmp_path / "in", "llama_tied", shorten)
-    with pytest.raises(UnsupportedModelError, match=f"{VOCAB - 3} rows for logits of width {VOCAB}"):
-        export(folder, tmp_path / "out")
-    export(folder, tmp_path / "out", options=TopWOptions(metric="uniform"))
-
-
-def test_too_many_layers_are_refused(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    with pytest.raises(UnsupportedModelError, match="num_hidden_layers is 9, but the model has 2"):
-        export(checkpoint("llama_tied"), tmp_path / "out", num_hidden_layers=9)
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [({"dtype": "int3"}, "dtype is 'int3'"), ({"opset": 17}, "opset is 17"), ({"num_hidden_layers": 0}, "is 0")],
-)
-def test_a_request_out_of_range_is_refused(tmp_path: Path, setting: dict[str, object], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        export("demo", tmp_path / "out", **setting)
-
-
-def test_foreign_graphs_that_do_not_fit_say_why(tmp_path: Path, foreign_decoder: Path) -> None:
-    def changed(name: str, change: Callable[[ir.Model], None]) -> Path:
-        folder = tmp_path / name
-        shutil.copytree(foreign_decoder, folder)
-        model = ir.load(folder / "model.onnx")
-        change(model)
-        ir.save(model, folder / "model.onnx")
-        return folder
-
-    def rename(model: ir.Model) -> None:
-        next(v for v in model.graph.inputs if v.name == "past_key_values.1.key").name = "past.1.key"
-
-    def lower_opset(model: ir.Model) -> None:
-        model.graph.opset_imports[""] = 17
-
-    with pytest.raises(UnsupportedModelError, match=r"lacks past_key_values\.1\.key"):
-        export(changed("names", rename), tmp_path / "out")
-    with pytest.raises(UnsupportedModelError, match="written in opset 17"):
-        export(changed("opset", lower_opset), tmp_path / "out")
-    folder = changed("data", lambda _model: None)
-    (folder / "model.onnx.data").unlink()
-    with pytest.raises(SourceError, match=r"needs the data file model\.onnx\.data, which is missing"):
-        export(folder, tmp_path / "out")
-    (folder / "model.onnx").write_bytes(b"\xff\xff not a graph")
-    with pytest.raises(SourceError, match="cannot be read as ONNX"):
-        export(folder, tmp_path / "out")
-
-
-# Failing on the way
-
-
-def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
-    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The graph is spoilt after grafting: the subprocess must notice, whatever this process believes."""
-    export(foreign_decoder, tmp_path / "out")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    write = pipeline.write_model
-
-    def spoil(model: ir.Model, folder: Path, *rest: object) -> None:
-        value = next(v for v in model.graph.initializers.values() if v.shape == ir.Shape([48, 32]))
-        value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.5), name=value.name)
-        write(model, folder, *rest)
-
-    monkeypatch.setattr(pipeline, "write_model", spoil)
-    with pytest.raises(VerificationError, match=r"checks failed \(first: prefill logits"):
-        export(foreign_decoder, tmp_path / "out", verify=True, overwrite=True)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
-    with pytest.raises(VerificationError, match="checks failed"):
-        export(foreign_decoder, tmp_path / "new", verify=True, keep_failed=True)
-    assert not (tmp_path / "new").exists()
-    with pytest.raises(ManifestError, match="verification never ended"):
-        TopWModel.from_pretrained(tmp_path / "new.failed")
-
-
-def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = pipeline.write_model
-
-    def spoil(model: ir.Model, folder: Path, *rest: object) -> None:
-        value = model.graph.initializers["topw.embedding_inverse_std"]
-        scale = np.linspace(0.1, 3.0, value.shape[0], dtype=np.float32)
-        value.const_value = ir.tensor(value.const_value.numpy() * scale, name=value.name)
-        write(model, folder, *rest)
-
-    monkeypatch.setattr(pipeline, "write_model", spoil)
-    with pytest.raises(VerificationError, match="first: sampler kept sets"):
-        export(foreign_decoder, tmp_path / "out", verify=True)
-
-
-def test_weights_that_are_not_numbers_fail_at_the_logits(tmp_path: Path) -> None:
-    model = make_model("llama_tied")
-    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = float("nan")
-    model.save_pretrained(tmp_path / "model")
-    write_tokenizer(tmp_path / "model")
-    with pytest.raises(VerificationError, match=r"checks (had )?failed.*prefill logits"):
-        export(tmp_path / "model", tmp_path / "out", verify=True)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_verification_that_dies_is_a_failure(
-    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(VerificationError, match="ended with exit code 1"):
-        export(foreign_decoder, tmp_path / "out", verify=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_is_too_small_is_said_before_writing(
-    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 9, 1))
-    with pytest.raises(ExportError, match="make room"):
-        export(foreign_decoder, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_fills_up_leaves_nothing(
-    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_arguments: object, **_options: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(ir, "save", full)
-    with pytest.raises(ExportError, match="disk is full"):
-        export(foreign_decoder, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decoder: Path) -> None:
-    """SIGKILL while the export is being verified, the latest moment: everything is written, nothing is final."""
-    out = tmp_path / "out"
-    export(foreign_decoder, out)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    code = (
-        "from pathlib import Path\nfrom topw_deploy.export import ExportRequest, export_model\n"
-        f"request = ExportRequest(model={str(foreign_decoder)!r}, output=Path({str(out)!r}), overwrite=True)\n"
-        "export_model(request, lambda line: print(line, flush=True))\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("Verifying"):
-            break
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    time.sleep(0.1)
-    left = [path for path in tmp_path.iterdir() if path != out]
-    assert len(left) == 1  # the hidden folder that nobody could remove
-    with pytest.raises(ManifestError, match="verification never ended"):
-        TopWModel.from_pretrained(left[0])
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_the_verification_is_written_down(tmp_path: Path, foreign_decoder: Path) -> None:
-    report = export(foreign_decoder, tmp_path / "out", verify=True)
-    assert load_manifest(tmp_path / "out").verification == report.verification
-    assert report.verification != Verification(status="skipped")
