@@ -104,20 +104,20 @@ def test_no_second_look_is_taken_at_a_row_too_flat_for_it(kernel: Kernel) -> Non
 
 
 def arranged(kind: str) -> np.ndarray:
-    """float64 [50,000] logits that are not where chance would have thrown them."""
+    """float64 [100,000] logits that are not where chance would have thrown them."""
     rng = np.random.default_rng(3)
-    logits = rng.standard_normal(50_000)
-    if kind == "descending":
-        return -np.sort(-logits)
+    logits = rng.standard_normal(100_000)
+    if kind == "ascending":
+        return np.sort(logits)
     if kind == "one of each block":
         ranked = -np.sort(-logits)
-        spread = np.empty(50_000)
-        spread[np.argsort(np.arange(50_000) % BLOCK, kind="stable")] = ranked
+        spread = np.empty(100_000)
+        spread[np.argsort(np.arange(100_000) % BLOCK, kind="stable")] = ranked
         return spread
     if kind == "most blocks banned":
-        logits[8_000:] = -np.inf
+        logits[16_000:] = -np.inf
     if kind == "fewer finite than the pool":
-        logits[rng.permutation(50_000)[900:]] = -np.inf
+        logits[rng.permutation(100_000)[900:]] = -np.inf
     if kind == "few values":
         logits = np.round(logits * 4) / 4
     if kind == "two values":
@@ -128,7 +128,7 @@ def arranged(kind: str) -> np.ndarray:
 @pytest.mark.parametrize(
     "kind",
     [
-        "descending", "one of each block", "most blocks banned", "fewer finite than the pool", "few values",
+        "ascending", "one of each block", "most blocks banned", "fewer finite than the pool", "few values",
         "two values", "random",
     ],
 )  # fmt: skip
