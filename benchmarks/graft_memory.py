@@ -101,12 +101,16 @@ def main() -> None:
         source = Path(name) / "decoder"
         started = time.perf_counter()
         size = write_decoder(source, arguments.gib, arguments.hidden, arguments.vocab)
-        print(f"decoder: {size / 2**30:.2f} GiB in {len(ir.load(source / 'model.onnx').graph)} nodes, "
-              f"made in {time.perf_counter() - started:.0f} s")
+        print(
+            f"decoder: {size / 2**30:.2f} GiB in {len(ir.load(source / 'model.onnx').graph)} nodes, "
+            f"made in {time.perf_counter() - started:.0f} s"
+        )
         command = [sys.executable, "-c", _CHILD, str(source), str(Path(name) / "out"), str(int(arguments.hard_link))]
         result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(f"graft: {result['seconds']:.1f} s, peak {result['peak_mib']:.0f} MiB "
-              f"({result['imports_mib']:.0f} MiB after imports)")
+        print(
+            f"graft: {result['seconds']:.1f} s, peak {result['peak_mib']:.0f} MiB "
+            f"({result['imports_mib']:.0f} MiB after imports)"
+        )
         for seconds, line in result["phases"]:
             print(f"  {seconds:6.2f} s  {line}")
 

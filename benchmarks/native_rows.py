@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import machine, say
-from benchmarks.parity_released import load_processor
+from benchmarks.common import machine, released_processor, say
 from benchmarks.tail import VOCAB, flat_logits, measure
 from topw_deploy.bench.sampler.problem import likely_logits
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
@@ -142,7 +141,7 @@ def main() -> None:
     if given.rows in ("shapes", "all"):
         print(f"Other shapes, vocabulary {VOCAB:,}:\n\n{shaped_rows(kernel, given.rounds)}\n", flush=True)
     if given.rows in ("uncertified", "all"):
-        processor = load_processor(given.processor) if given.processor else None
+        processor = released_processor(given.processor) if given.processor else None
         title = f"Uncertified rows, vocabulary {GEOMETRY_VOCAB:,}, d = {HIDDEN:,}:"
         print(f"{title}\n\n{uncertified_rows(kernel, processor, max(5, given.rounds // 10))}")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.common import released_processor
 from topw_deploy.demo import demo_model_path
 from topw_deploy.sampling import FLOAT32_TIES, PRESETS, Geometry, Ties, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.reference import SetDistance, first_maximiser, objective, pool, warm_start
@@ -55,16 +55,6 @@ class Row:
     parameters: TopWParameters
     geometry: Geometry
     theirs: frozenset[int]
-
-
-def load_processor(path: Path) -> Any:
-    """The class TopW_LogitsProcessor of the file at `path`."""
-    spec = importlib.util.spec_from_file_location("released_processor", path)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"{path} is not a Python file; give the released logit_processor_w1.py.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.TopW_LogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -230,7 +220,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=960, help="rows per regime (default 960)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    processor = load_processor(arguments.processor)
+    processor = released_processor(arguments.processor)
     for title, sources in (("Synthetic rows", synthetic_sources()), ("Model rows", [model_source(arguments.model)])):
         print(f"{title}:\n")
         show(compare(processor, sources, arguments.rows, arguments.seed))

@@ -10,30 +10,16 @@ framework's. All three decode the same number of tokens after the same prompt; w
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
 import time
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from benchmarks.common import interleave, machine, ratio, table
+from benchmarks.common import interleave, machine, ratio, released_processor, table
 from benchmarks.models import exported, llama_50m
 from topw_deploy.runtime import TopWModel
-
-
-def load_processor(path: Path) -> ModuleType:
-    """The authors' module, quiet."""
-    os.environ |= {"TOPW_PRINT_PARAMS": "0", "TOPW_PRINT_KEPT": "0"}
-    spec = importlib.util.spec_from_file_location("authors_processor", path)
-    if spec is None or spec.loader is None:
-        raise SystemExit(f"{path} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def main() -> None:
@@ -55,7 +41,7 @@ def main() -> None:
     theirs.generation_config = GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None, max_new_tokens=args.tokens
     )
-    released = load_processor(args.processor).TopW_LogitsProcessor(theirs.get_input_embeddings().weight)
+    released = released_processor(args.processor)(theirs.get_input_embeddings().weight)
     ids = np.random.default_rng(0).integers(1, 30_000, args.prompt)
     prompt = torch.from_numpy(ids)[None]
 

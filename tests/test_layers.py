@@ -19,20 +19,23 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 BASE = {"errors", "manifest", "sampling"}
 ALLOWED = {
     "errors": set(),
+    "telemetry": set(),
+    "reports": {"errors"},
     "manifest": {"errors", "sampling"},
     "sampling": {"errors"},
     "plugins": {"errors", "sampling"},
-    "runtime": BASE | {"plugins"},
+    "runtime": BASE | {"telemetry", "plugins"},
     "processors": {"errors", "sampling"},
     "demo": {"errors"},
     "export": BASE | {"runtime", "demo"},
-    "stats": BASE | {"plugins", "runtime", "export"},
-    "bench": BASE | {"plugins", "runtime", "export", "processors"},
-    "cli": BASE | {"plugins", "runtime", "export", "demo", "stats", "bench"},
+    "stats": BASE | {"reports", "plugins", "runtime", "export"},
+    "bench": BASE | {"reports", "plugins", "runtime", "export", "processors"},
+    "cli": BASE | {"telemetry", "reports", "plugins", "runtime", "export", "demo", "stats", "bench"},
     "__main__": {"cli"},
 }
 THIRD_PARTY = {
     "errors": set(),
+    "reports": {"matplotlib"},
     "manifest": set(),
     "sampling": {"numpy"},
     "plugins": {"numpy"},

@@ -109,11 +109,11 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_timed(
         assert done.stdout == done.stderr == ""
 
 
-@pytest.mark.parametrize(("option", "value"), [("--temperature", "1e300"), ("--geom-scale", "-1e39")])
+@pytest.mark.parametrize(("option", "value"), [("--temperature", "1e+300"), ("--geom-scale", "-1e+39")])
 def test_a_number_that_float32_cannot_hold_is_refused(bench: Invoke, option: str, value: str) -> None:
     done = bench("sampler", *SMALL, f"{option}={value}")
     assert isinstance(done.exception, ParameterError)
-    assert re.search(r"is -?inf, but must be", str(done.exception))
+    assert re.search(rf"is {re.escape(value)}, but must be .* in float32 too", str(done.exception))
 
 
 def test_a_group_of_commands_has_a_help_without_heavy_imports(bench: Invoke) -> None:

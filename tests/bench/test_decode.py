@@ -15,6 +15,7 @@ from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, with_argmax
 from topw_deploy.bench.decode.catalogue import choose
 from topw_deploy.bench.decode.run import run
 from topw_deploy.bench.decode.settings import DecodeSettings
+from topw_deploy.bench.process import Worker
 from topw_deploy.bench.workers.decode_topw import start
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.manifest import load_manifest
@@ -198,3 +199,17 @@ def test_more_tokens_than_the_context_are_refused(settings: DecodeSettings) -> N
 def test_a_folder_that_is_no_export_is_refused(settings: DecodeSettings, tmp_path: Path) -> None:
     with pytest.raises(ManifestError):
         run(replace(settings, folder=tmp_path))
+
+
+def test_a_wrong_file_of_the_authors_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Other: ...\n")
+    (tmp_path / "mine.txt").write_text("class TopW_LogitsProcessor: ...\n")
+    wanted = {
+        "mine.py": "has no TopW_LogitsProcessor; give the authors' logit_processor_w1.py.",
+        "mine.txt": "is not a Python file; give the path of the authors' logit_processor_w1.py.",
+    }
+    for name, message in wanted.items():
+        settings = {"library": "transformers", "folder": "nowhere", "processor": str(tmp_path / name), "threads": 1}
+        with pytest.raises(BenchmarkError) as found:
+            Worker("transformers, authors' processor", "decode_generate.py", settings)
+        assert str(found.value) == f"{tmp_path / name} {message}"

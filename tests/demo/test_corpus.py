@@ -25,9 +25,7 @@ from topw_deploy.demo.corpus import (
 def test_another_process_gathers_the_same_text() -> None:
     # A different hash seed would show in any order that comes from a set.
     script = (
-        "from topw_deploy.demo.corpus import *\n"
-        "d = [*topic_sections(), *core_docstrings()]\n"
-        "print(split(d).digest)"
+        "from topw_deploy.demo.corpus import *\nd = [*topic_sections(), *core_docstrings()]\nprint(split(d).digest)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)

@@ -160,6 +160,11 @@ def test_a_request_must_name_one_source(given: dict[str, Any], message: str, tmp
         SamplerRequest(output=tmp_path, **given)
 
 
+def test_defaults_that_float32_cannot_hold_are_refused(npy: Path, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=r"init_top_p is 1e-60, but must be in \(0, 1\] in float32 too"):
+        SamplerRequest(output=tmp_path, embeddings=npy, defaults=TopWParameters(init_top_p=1e-60))
+
+
 def test_a_vocabulary_beyond_the_table_is_refused(npy: Path, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="90 rows"):
         export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, vocab_size=91))

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from topw_deploy.export import ExportReport, ExportRequest, export_model
 from topw_deploy.export.lowering.concat import lower
 from topw_deploy.export.trace import trace
 
@@ -115,3 +116,9 @@ def write_decoder(folder: Path, family: str, change: Callable[[ir.Model], None] 
     model.config.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+def export(model: Path | str, output: Path, **settings: object) -> ExportReport:
+    """Export `model`, unverified unless `settings` (of ExportRequest) say otherwise."""
+    settings = {"verify": False, **settings}
+    return export_model(ExportRequest(model=str(model), output=output, **settings))  # type: ignore[arg-type]

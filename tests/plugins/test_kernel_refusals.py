@@ -202,3 +202,18 @@ def test_a_library_that_is_not_the_sampler_is_refused() -> None:
 
     with pytest.raises(ProviderError, match="is not a native sampler"):
         Kernel(_ctypes.__file__)
+
+
+def test_a_wrong_library_named_by_the_variable_is_told_with_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.so").write_text("no library")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOPW_NATIVE_LIBRARY", "text.so")
+    with pytest.raises(
+        ProviderError, match=r"\); TOPW_NATIVE_LIBRARY='text.so' names it: unset that, or name a library"
+    ):
+        Kernel(tmp_path / "text.so")
+    monkeypatch.delenv("TOPW_NATIVE_LIBRARY")
+    with pytest.raises(ProviderError, match=r"\); build it again\.$"):
+        Kernel(tmp_path / "text.so")

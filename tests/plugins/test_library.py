@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -132,3 +133,14 @@ def test_a_wheel_with_the_library_is_for_one_platform_and_one_without_for_all(
     assert tag == "py3-none-any"
     assert build.LIBRARY_NAME not in files
     assert "library.py" in files
+
+
+def test_the_source_distribution_has_every_file_that_the_library_is_made_from(source_tree: Path) -> None:
+    pytest.importorskip("setuptools", "77")
+    command = [sys.executable, "setup.py", "-q", "sdist"]
+    done = subprocess.run(command, cwd=source_tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (archive,) = (source_tree / "dist").iterdir()
+    with tarfile.open(archive) as files:
+        packed = {Path(name).name for name in files.getnames() if "/plugins/native/" in name}
+    assert packed == {path.name for path in build.SOURCES.iterdir()}

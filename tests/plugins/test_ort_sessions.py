@@ -99,8 +99,8 @@ def foreign(patch: pytest.MonkeyPatch, _: Path) -> None:
         (switched_off, "TOPW_NATIVE=0 switches it off"),
         (not_built, "this installation was built without it"),
         (missing, "TOPW_NATIVE_LIBRARY names .*nowhere.so, which is no file"),
-        (broken, "the native library does not load"),
-        (foreign, "is not a library of topw_deploy"),
+        (broken, r"the native library that TOPW_NATIVE_LIBRARY='.*broken\.so' names does not load"),
+        (foreign, "that TOPW_NATIVE_LIBRARY='.*_ctypes.* names does not load .*is not a library of topw_deploy"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

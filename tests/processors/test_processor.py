@@ -105,6 +105,16 @@ def test_a_source_without_embeddings_or_of_another_metric_is_refused(table):
         TopWLogitsProcessor(TensorGeometry.from_embeddings(table, "unit"), metric="cosine")
 
 
+def test_scores_wider_than_the_embedding_table_are_refused_at_the_first_call(model):
+    topw = TopWLogitsProcessor(model)
+    peaked = torch.zeros(1, VOCAB + 3)
+    peaked[0, 0] = 50.0  # one candidate: no distance is ever asked for
+    with pytest.raises(ParameterError, match=f"logits are {VOCAB + 3} wide, but the embedding table has {VOCAB} rows"):
+        topw(PROMPT, peaked)
+    assert topw(PROMPT, peaked[:, : VOCAB - 3]).isfinite().sum() == 1
+    assert TopWLogitsProcessor(metric="uniform")(PROMPT, peaked).isfinite().sum() == 1
+
+
 def test_a_models_geometry_is_taken_once_until_its_table_changes():
     model = tiny_llama(1)
     first = TopWLogitsProcessor(model).geometry

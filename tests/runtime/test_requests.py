@@ -96,12 +96,12 @@ def test_end_of_sequence_and_padding() -> None:
     [
         ("temperature", -0.1, "temperature is -0.1, but must be a finite number >= 0"),
         ("temperature", float("nan"), "temperature is nan, but must be a finite number"),
-        ("temperature", 1e39, "but must be a finite number"),
+        ("temperature", 1e39, r"temperature is 1e\+39, but must be a finite number in float32 too, which holds"),
         ("temperature", True, "temperature is True"),
         ("temperature", "0.5", "temperature is '0.5'"),
         ("init_top_p", 0, r"init_top_p is 0.0, but must be in \(0, 1\]"),
         ("init_top_p", 1.1, r"must be in \(0, 1\]"),
-        ("init_top_p", 1e-60, "init_top_p is 0.0"),  # nothing is left of it in float32
+        ("init_top_p", 1e-60, r"init_top_p is 1e-60, but must be in \(0, 1\] in float32 too"),
         ("lam", -1, "lam is -1.0"),
         ("lam", 10**400, r"lam is 10{56}\.\.\., but must be a finite number"),
         pytest.param("seed", 10**5000, "seed is an integer of 16610 bits, but must be", id="unprintable"),
@@ -113,7 +113,7 @@ def test_end_of_sequence_and_padding() -> None:
         ("seed", 2**64, "seed is"),
         ("do_sample", 1, "must be True or False"),
         ("repetition_penalty", 0, "must be a finite number > 0"),
-        ("repetition_penalty", 1e-50, "must be a finite number > 0"),
+        ("repetition_penalty", 1e-50, "must be a finite number > 0 in float32 too"),
         ("presence_penalty", float("inf"), "must be a finite number"),
         ("logit_bias", {1: float("inf")}, "below infinity"),
         ("logit_bias", {1: float("nan")}, "below infinity"),

@@ -19,6 +19,8 @@ from topw_deploy.sampling import OPTION_NAMES, PARAMETER_NAMES, TopWOptions, Top
         ("init_top_p", 0, r"in \(0, 1\]"),
         ("init_top_p", 1.01, r"in \(0, 1\]"),
         ("geom_scale", -math.inf, "finite"),
+        ("lam", 10**400, "finite number >= 0"),
+        ("geom_scale", -(10**400), "finite"),
         ("lam", "much", "a number"),
         ("lam", True, "a number"),
         ("lam", np.array([1.0, 2.0]), "a number"),

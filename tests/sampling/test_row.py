@@ -1,6 +1,7 @@
 """One row from logits to token: the graph's inputs are float32, and a row without an answer says so quietly."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -62,6 +63,18 @@ def test_logits_and_parameters_are_rounded_to_float32_first():
     precise = np.array([0.0, 1e-9 - 1.0])
     assert row(precise).logprob == row(precise.astype(np.float32)).logprob
     assert as_float32(TopWParameters(lam=0.1)).lam == float(np.float32(0.1))
+
+
+@pytest.mark.parametrize(("name", "value"), [("lam", 1e300), ("geom_scale", -1e39), ("init_top_p", 1e-60)])
+def test_a_number_beyond_float32_is_named_as_it_was_given(name, value):
+    message = (
+        rf"^{name} is {re.escape(repr(value))}, but must be .* in float32 too, which holds magnitudes from 1.4e-45"
+    )
+    for given in ({name: value}, TopWParameters(**{name: value})):
+        with pytest.raises(ParameterError, match=message):
+            as_float32(given)
+    with pytest.raises(ParameterError, match=r"^lam is inf, but must be a finite number >= 0\.$"):
+        as_float32({"lam": math.inf})
 
 
 def test_half_precision_logits_are_cast_first():

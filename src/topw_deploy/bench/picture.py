@@ -14,6 +14,7 @@ from typing import Any
 
 from topw_deploy.bench.timing import Spread
 from topw_deploy.errors import ParameterError
+from topw_deploy.reports import require_matplotlib
 
 COLOURS = {"ours": "#0072B2", "peer": "#B8BEC6", "yardstick": "#E69F00"}
 NAMES = {"ours": "topw_deploy", "peer": "others", "yardstick": "yardsticks"}
@@ -48,11 +49,10 @@ def draw(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
 
     Raises ParameterError if matplotlib is not installed or `path` cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ParameterError("a picture needs matplotlib; run: pip install matplotlib, or leave --plot out.") from None
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     heights = [_HEAD + _BAR * len(panel.bars) for panel in panels]
     figure = Figure(figsize=(_WIDTH, sum(heights) + _FOOT), dpi=_DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

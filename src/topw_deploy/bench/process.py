@@ -24,6 +24,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 _QUIET = {
     "HF_HUB_OFFLINE": "1",  # a side measures a folder that is there; none may look for newer files
     "TRANSFORMERS_OFFLINE": "1",
+    "ORT_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TOPW_PRINT_PARAMS": "0",  # the authors' processor
     "TOPW_PRINT_KEPT": "0",

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 import click
 
+from topw_deploy import telemetry
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.errors import TopWError
 
@@ -91,6 +92,7 @@ def export_main(args: Sequence[str] | None = None) -> None:
 
 def run(command: click.Command | None, program: str, prefix: str, args: Sequence[str] | None) -> int:
     """Run `command` (None: export) and return the exit code; everything that went wrong is told on stderr."""
+    telemetry.switch_off()
     warnings.showwarning = _show_note
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that knows no emoji shows something else

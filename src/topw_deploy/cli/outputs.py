@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.reports import require_matplotlib
 
 
 def check_output(path: Path | None) -> None:
@@ -23,5 +23,4 @@ def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
     check_output(path)
     if path.suffix.lower() not in endings:
         raise ParameterError(f"the picture {path} must end in {' or '.join(endings)}; choose another name.")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ParameterError("a picture needs matplotlib; run: pip install matplotlib, or leave --plot out.")
+    require_matplotlib()

@@ -85,8 +85,8 @@ def command(
     )
     _write(summaries, folder, values, json_file)
     if plot is not None:
+        from topw_deploy.reports import counted
         from topw_deploy.stats.plot import save_plot
-        from topw_deploy.stats.words import counted
 
         title = f"What Top-W did: {folder.resolve().name}, {counted(len(asked), 'prompt')}, seed {values['seed']}"
         save_plot(summaries, plot, title)

@@ -292,9 +292,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    recipe = Recipe(
-        steps=options.steps, seed=options.seed, precision=options.precision, compiled=options.compile
-    )
+    recipe = Recipe(steps=options.steps, seed=options.seed, precision=options.precision, compiled=options.compile)
     log = run(recipe, gather_corpus(), options.minutes, options.output)
     if options.plot:
         plot_curve(log, options.plot)

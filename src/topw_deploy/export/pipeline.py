@@ -78,8 +78,7 @@ def _dry_run(
     with memory.stage("graph"):
         built = build(request, source, progress, bar)
     plan = plan_of(built, source, tokenizer_folder, Path(request.output), request)
-    foreseen = {**plan.memory, "graph": max(memory.peaks["graph"], plan.memory.get("graph", 0))}
-    return report_of(built, request, started, plan.files, {"graph": foreseen.pop("graph"), **foreseen})
+    return report_of(built, request, started, plan.files, {**memory.peaks, **plan.memory})
 
 
 def _data_files(source: Source) -> list[Path]:

@@ -13,14 +13,12 @@ from topw_deploy.export.depth import bytes_beside, verification_bytes
 from topw_deploy.export.folder import linkable
 from topw_deploy.export.lazy_weight import PART, LazyWeight
 from topw_deploy.export.memory import resident_bytes
-from topw_deploy.export.request import DTYPES, ExportRequest
+from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.source import Source
 from topw_deploy.export.tokenizer_files import COPIED
-from topw_deploy.export.weights import MODEL_FILE, data_slots, external_files, quantised_type, tensors_of, written_sizes
+from topw_deploy.export.weights import MODEL_FILE, data_slots, external_files, quantised_type, written_sizes
 
 _MANIFEST = 16 << 10  # bytes of the manifest and the configuration files, about
-# Bytes of the overflow check per byte of the largest weight: mapped, in float32 and in its kernel's layout (measured).
-_OVERFLOW_CHECK = 3.5
 _QUANTISING = {"int4": 12.0, "int8": 6.5}  # bytes of quantising a weight per byte of its codes (measured for int4)
 
 
@@ -63,9 +61,6 @@ def plan_of(built: Built, source: Source, tokenizer_folder: Path, folder: Path, 
             files[name] = (tokenizer_folder / name).stat().st_size
     writing = resident_bytes() + max((_in_memory(slot) for slot in slots), default=files[MODEL_FILE])
     memory = {"writing": writing}
-    if source.onnx is None and DTYPES[request.dtype or "fp32"] == "float16":
-        largest = max((int(tensor.nbytes) for tensor in tensors_of(model)), default=0)
-        memory["graph"] = resident_bytes() + round(_OVERFLOW_CHECK * largest)
     if request.verify:
         memory["verification"] = verification_bytes(built)
     beside = bytes_beside(built, source, sum(files.values())) if request.verify else 0

@@ -11,6 +11,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.export.graft import GraftOptions
 from topw_deploy.export.quantise.settings import DTYPE_BITS, Quantisation
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
+from topw_deploy.sampling import as_float32
 from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
@@ -41,7 +42,7 @@ class ExportRequest:
     hard_link: share the data files of an ONNX decoder with its folder instead of copying them (see folder.bring).
     tokenizer: folder to take tokenizer and configuration from, for a model that comes without.
     Raises ParameterError for a dtype, opset, cache form, target or layer count out of range, for a combination that
-    does not exist, and for a bound under the uniform metric.
+    does not exist, for defaults that float32 cannot hold, and for a bound under the uniform metric.
     """
 
     model: str
@@ -95,7 +96,7 @@ class ExportRequest:
             raise ParameterError(f"max_length is {self.max_length}, but must be a multiple of 64.")
         if self.num_hidden_layers is not None and self.num_hidden_layers < 1:
             raise ParameterError(f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.")
-
+        as_float32(self.defaults)  # what no graph can be handed is no default
         check_bound(self.neighbour_bound, self.options)
         _ = self.shard_bytes
         if self.quantisation is not None and self.target == "tensorrt":

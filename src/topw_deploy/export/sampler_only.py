@@ -23,7 +23,7 @@ from topw_deploy.export.source import Source, resolve
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TailSpec, plain_gather
 from topw_deploy.export.weights import weight_bytes, write_model
 from topw_deploy.manifest import Manifest, SamplerInfo, Verification, describe_files, save_manifest
-from topw_deploy.sampling import Geometry
+from topw_deploy.sampling import Geometry, as_float32
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 _ROWS_VERIFIED = 4
@@ -40,7 +40,8 @@ class SamplerRequest:
     options: baked; defaults: parameters of a request that names none; tail: form of the function's body; opset: 18-24.
     neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
     verify: compare the written sampler with the reference before the folder appears.
-    Raises ParameterError unless exactly one source of the vocabulary is named, and for a bound under `uniform`.
+    Raises ParameterError unless exactly one source of the vocabulary is named, for defaults that float32 cannot hold,
+    and for a bound under `uniform`.
     """
 
     output: Path
@@ -63,6 +64,7 @@ class SamplerRequest:
     local_files_only: bool = False
 
     def __post_init__(self) -> None:
+        as_float32(self.defaults)  # what no graph can be handed is no default
         check_bound(self.neighbour_bound, self.options)
         if self.model is not None and self.embeddings is not None:
             raise ParameterError("a model and an embeddings file are both given; give the one whose table is meant.")

@@ -89,7 +89,7 @@ def _linker_flags(compiler: Sequence[str]) -> list[str]:
     taken = []
     with tempfile.TemporaryDirectory(prefix="topw-probe-") as scratch:
         probe = Path(scratch) / "probe.cpp"
-        probe.write_text("extern \"C\" int topw_probe() { return 0; }\n", encoding="ascii")
+        probe.write_text('extern "C" int topw_probe() { return 0; }\n', encoding="ascii")
         for flag in _LINUX:
             try:
                 _run([*compiler, *FLAGS, flag, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError, ProviderError
+from topw_deploy.plugins.library import ABI_VERSION, variable_naming
 from topw_deploy.sampling.geometry import Geometry
 from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, TopWOptions, TopWParameters, canonical_names
 
-ABI_VERSION = 2
 COLUMNS = ("temperature", "selection_temperature", "lam", "beta", "init_top_p", "geom_scale", "uniform")
 STAGES = ("invalid", "greedy", "candidates", "pool", "geometry", "literal")
 TABLE_TYPES = {"float32": 1, "uint8": 2, "float16": 10, "bfloat16": 16, "uint4": 21, "int4": 22}
@@ -214,10 +214,10 @@ class Kernel:
             self._library = ctypes.CDLL(str(path))
             self._declare()
         except (OSError, AttributeError) as error:
-            raise ProviderError(f"{path} is not a native sampler that opens here ({error}); build it again.") from error
+            raise ProviderError(f"{path} is not a native sampler that opens here ({error}); {_cure(path)}.") from error
         version = self._library.topw_abi_version()
         if version != ABI_VERSION:
-            raise ProviderError(f"{path} has interface version {version}, but {ABI_VERSION} is needed; build it again.")
+            raise ProviderError(f"{path} has interface version {version}, but {ABI_VERSION} is needed; {_cure(path)}.")
 
     def _declare(self) -> None:
         library = self._library
@@ -333,6 +333,11 @@ class KernelCall:
     def __del__(self) -> None:
         if getattr(self, "_workspace", None):
             self._library.topw_workspace_destroy(self._workspace)
+
+
+def _cure(path: str | Path) -> str:
+    named = variable_naming(Path(path))
+    return f"{named} names it: unset that, or name a library of this topw_deploy" if named else "build it again"
 
 
 def _address(array: NDArray[Any] | None) -> int | None:

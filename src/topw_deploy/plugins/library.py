@@ -40,6 +40,12 @@ def why_absent() -> str:
     return f"this installation was built without it ({PACKAGED.name} is not in {PACKAGED.parent})"
 
 
+def variable_naming(path: Path) -> str:
+    """`TOPW_NATIVE_LIBRARY='...'` where that is why `path` is the library to use, else empty."""
+    given = os.environ.get("TOPW_NATIVE_LIBRARY")
+    return f"TOPW_NATIVE_LIBRARY={given!r}" if given and path.absolute() == _named() else ""
+
+
 def _named() -> Path:
     given = os.environ.get("TOPW_NATIVE_LIBRARY")
     return Path(given).absolute() if given else PACKAGED

@@ -102,7 +102,7 @@ class TopWLogitsProcessor(LogitsProcessor):
         """The scores [B, V], of their type and on their device, with -inf for tokens that are not kept.
 
         Raises GenerationError naming a row whose scores hold NaN or +inf or nothing finite, and ParameterError where
-        `generate` would change the crop (docs/transformers.md).
+        `generate` would change the crop (docs/transformers.md) or the scores are wider than the embedding table.
         """
         any_temperature = self._any_temperature or self.parameters.greedy
         check_company(self, None if any_temperature else self._temperature, caller())

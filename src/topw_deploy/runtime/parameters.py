@@ -15,7 +15,14 @@ import numpy as np
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.draws import SEED_BITS
-from topw_deploy.sampling.parameters import ALIASES, OPTION_NAMES, PARAMETER_NAMES, TopWParameters, unknown_name
+from topw_deploy.sampling.parameters import (
+    ALIASES,
+    IN_FLOAT32,
+    OPTION_NAMES,
+    PARAMETER_NAMES,
+    check_range,
+    unknown_name,
+)
 
 OTHER_SAMPLERS = frozenset({
     "top_p", "top_k", "min_p", "top_a", "top_h", "top_n_sigma", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -52,7 +59,8 @@ def _real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> 
         number = math.inf
     # the graph computes in float32, so the bound must hold there too: 1e-50 is no positive number to it
     if not holds(number) or not holds(_float32(number)):
-        raise ParameterError(f"{name} is {_show(value)}, but must be {bound}.")
+        wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
+        raise ParameterError(f"{name} is {_show(value)}, but must be {wanted}.")
     return number
 
 
@@ -81,8 +89,8 @@ def _finite(name: str, value: Any) -> float:
 
 def _topw(name: str, value: Any) -> float:
     number = _real(name, value, math.isfinite, "a finite number")
-    for seen in (number, _float32(number)):
-        TopWParameters(**{name: seen})  # its range check, with its message
+    check_range(name, number)
+    check_range(name, number, _float32(number))
     return number
 
 

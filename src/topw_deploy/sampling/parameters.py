@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,17 +18,46 @@ GREEDY_BELOW = 9.999999747378752e-06  # 1e-5 as float32 holds it; a temperature 
 ALIASES = {"lambda_geom": "lam", "warm_p": "init_top_p", "m": "top_m"}
 """The names of the authors' released code -> ours."""
 
+IN_FLOAT32 = "in float32 too, which holds magnitudes from 1.4e-45 to 3.4e+38"
+
 
 def _number(name: str, value: object) -> float:
     if not isinstance(value, bool) and hasattr(value, "__float__"):  # numpy's scalars have it, strings do not
         with contextlib.suppress(TypeError, ValueError):  # arrays and tensors have it too, and refuse
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:  # an integer that no float can hold
+                return math.inf if value > 0 else -math.inf  # type: ignore[operator]
     raise ParameterError(f"{name} is {value!r}, but must be a number.")
+
+
+def check_range(name: str, value: float, rounded: float | None = None) -> None:
+    """Raises ParameterError unless the parameter `name` may have this value; or the one `rounded`, where float32 makes
+    that of it."""
+    holds, bound = _RANGES[name]
+    number = _number(name, value)
+    if rounded is not None and holds(number):
+        bound = f"{bound} {IN_FLOAT32}"
+    _require(name, value, holds(number if rounded is None else rounded), bound)
 
 
 def _require(name: str, value: object, holds: bool, bound: str) -> None:
     if not holds:
         raise ParameterError(f"{name} is {value!r}, but must be {bound}.")
+
+
+def _finite_and_not_negative(value: float) -> bool:
+    return 0 <= value < math.inf
+
+
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "lam": (_finite_and_not_negative, "a finite number >= 0"),
+    "beta": (_finite_and_not_negative, "a finite number >= 0"),
+    "temperature": (_finite_and_not_negative, "a finite number >= 0"),
+    "selection_temperature": (_finite_and_not_negative, "a finite number >= 0"),
+    "init_top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
+    "geom_scale": (math.isfinite, "finite"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +82,8 @@ class TopWParameters:
     geom_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("lam", "beta", "temperature", "selection_temperature"):
-            _require(
-                name, getattr(self, name), 0 <= _number(name, getattr(self, name)) < math.inf, "a finite number >= 0"
-            )
-        _require("init_top_p", self.init_top_p, 0 < _number("init_top_p", self.init_top_p) <= 1, "in (0, 1]")
-        _require("geom_scale", self.geom_scale, math.isfinite(_number("geom_scale", self.geom_scale)), "finite")
+        for name in _RANGES:
+            check_range(name, getattr(self, name))
 
     @property
     def greedy(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,7 +13,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.draw import draw
 from topw_deploy.sampling.edits import apply_edits
 from topw_deploy.sampling.geometry import Geometry, Ids
-from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters
+from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters, check_range
 from topw_deploy.sampling.reference import Crop, Ties, crop
 
 
@@ -46,10 +46,15 @@ def as_float32(parameters: TopWParameters | Mapping[str, float]) -> TopWParamete
     A mapping may leave names out (defaults). Raises ParameterError where the rounded value is out of range: 1e-50 is
     a valid init_top_p, but 0 in float32.
     """
-    if isinstance(parameters, TopWParameters):
-        parameters = {f.name: getattr(parameters, f.name) for f in fields(parameters)}
+    given = asdict(parameters) if isinstance(parameters, TopWParameters) else parameters
     with np.errstate(over="ignore"):
-        return TopWParameters(**{name: float(np.float32(value)) for name, value in parameters.items()})
+        rounded = {name: float(np.float32(value)) for name, value in given.items()}
+    try:
+        return TopWParameters(**rounded)
+    except ParameterError:
+        for name, value in rounded.items():
+            check_range(name, given[name], value)  # says what was given, where TopWParameters knows the rounded value
+        raise
 
 
 def sample_row(

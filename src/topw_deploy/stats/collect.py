@@ -25,6 +25,7 @@ from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.weights import MODEL_FILE
 from topw_deploy.manifest import Manifest
+from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, RowRequest, resolve
@@ -32,7 +33,6 @@ from topw_deploy.sampling import Geometry, apply_edits, as_float32
 from topw_deploy.stats.analyse import Lens, Step
 from topw_deploy.stats.prompts import Prompt
 from topw_deploy.stats.settings import Setting
-from topw_deploy.stats.words import counted
 
 
 @dataclass(frozen=True)

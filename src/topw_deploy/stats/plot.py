@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.stats.summary import MovedToken, Place, Spread, Summary
+from topw_deploy.reports import require_matplotlib
+from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 from topw_deploy.stats.table import token_text, verdict
 
 _COLOURS = ("#2a6f97", "#e07a5f", "#3d8b5f", "#8a5a9e", "#c99a2e", "#5c6b73")
@@ -22,14 +23,6 @@ _LEGEND_COLUMNS, _LEGEND_LETTERS = 6, 170  # of the settings: most columns, and 
 _LABEL_LETTERS, _LINE = 28, 0.17  # of a setting beside its bar: letters in a line, and its height in inches
 _TITLE_LETTERS, _XLABEL_LETTERS = 96, 48
 _DPI = 110
-
-
-def require_matplotlib() -> None:
-    """Raises ParameterError where there is no matplotlib, before a long run instead of after it."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ParameterError("a picture needs matplotlib; run: pip install matplotlib") from None
 
 
 def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
@@ -104,7 +97,7 @@ def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
 
 
 def _by_position(
-    axes: Any, summaries: Sequence[Summary], number: Callable[[Place], Spread], *, bands: bool, style: str = "-"
+    axes: Any, summaries: Sequence[Summary], number: Callable[[Place], Distribution], *, bands: bool, style: str = "-"
 ) -> None:
     for summary, colour in zip(summaries, _colours(len(summaries)), strict=False):
         spreads = [number(place) for place in summary.windows]

@@ -17,7 +17,7 @@ _MOST_WINDOWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Distribution:
     """Mean, quantiles and extremes of one number over steps."""
 
     mean: float
@@ -41,10 +41,10 @@ class Place:
     single: int
     certified: int
     changed: int
-    kept: Spread
-    mass: Spread
-    entropy: Spread
-    crop_entropy: Spread
+    kept: Distribution
+    mass: Distribution
+    entropy: Distribution
+    crop_entropy: Distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ def _by_position(seen: Sequence[Seen]) -> list[list[Step]]:
 
 
 def _place(first: int, last: int, steps: Sequence[Step]) -> Place:
-    def spread(number: Callable[[Step], float]) -> Spread:
-        return _spread([number(step) for step in steps])
+    def over(number: Callable[[Step], float]) -> Distribution:
+        return _distribution([number(step) for step in steps])
 
     return Place(
         first=first,
@@ -169,17 +169,17 @@ def _place(first: int, last: int, steps: Sequence[Step]) -> Place:
         single=sum(step.kept == 1 for step in steps),
         certified=sum(step.certified for step in steps),
         changed=sum(step.changed for step in steps),
-        kept=spread(lambda step: step.kept),
-        mass=spread(lambda step: step.mass),
-        entropy=spread(lambda step: step.entropy),
-        crop_entropy=spread(lambda step: step.crop_entropy),
+        kept=over(lambda step: step.kept),
+        mass=over(lambda step: step.mass),
+        entropy=over(lambda step: step.entropy),
+        crop_entropy=over(lambda step: step.crop_entropy),
     )
 
 
-def _spread(values: Sequence[float]) -> Spread:
+def _distribution(values: Sequence[float]) -> Distribution:
     quantiles = np.quantile(values, list(QUANTILES.values())).tolist()
     found = dict(zip(QUANTILES, quantiles, strict=True))
-    return Spread(mean=float(np.mean(values)), least=float(min(values)), most=float(max(values)), **found)
+    return Distribution(mean=float(np.mean(values)), least=float(min(values)), most=float(max(values)), **found)
 
 
 def _moved(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from topw_deploy.stats.summary import MovedToken, Place, Spread, Summary
-from topw_deploy.stats.words import counted
+from topw_deploy.reports import counted
+from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 
 _UNREADABLE = "�"  # what decoders put for bytes that are no character
 
@@ -54,7 +54,7 @@ def _side_by_side(summaries: Sequence[Summary]) -> Iterator[str]:
         shares = (_share(summary.certified, summary.steps), _share(summary.changed, summary.steps))
         numbers = _numbers(whole) if whole is not None else ["-"] * 7
         rows.append([summary.label or "as given", str(summary.steps), *shares, *numbers])
-    yield from table(header, rows)
+    yield from aligned(header, rows)
 
 
 def _numbers(place: Place) -> list[str]:
@@ -89,7 +89,7 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
     header = ("position", "steps", "certified", "geometry acted", "one token", "kept", "mass", "entropy", "of crop")
     assert summary.whole is not None
     places = [*summary.ranges, summary.whole] if len(summary.ranges) > 1 else [summary.whole]
-    yield from table(header, [_place(place, place is summary.whole) for place in places])
+    yield from aligned(header, [_place(place, place is summary.whole) for place in places])
     for title, tokens in (
         ("kept only because of geometry", summary.added),
         ("dropped only because of geometry", summary.dropped),
@@ -105,13 +105,13 @@ def _place(place: Place, whole: bool) -> list[str]:
     name = "all" if whole else f"{place.first}" if place.first == place.last else f"{place.first}-{place.last}"
     shares = [_share(count, place.steps) for count in (place.certified, place.changed, place.single)]
     kept = f"{place.kept.median:g} ({place.kept.p10:g}-{place.kept.p90:g})"
-    others = [_middle(spread) for spread in (place.mass, place.entropy, place.crop_entropy)]
+    others = [_middle(numbers) for numbers in (place.mass, place.entropy, place.crop_entropy)]
     return [name, str(place.steps), *shares, kept, *others]
 
 
-def _middle(spread: Spread) -> str:
+def _middle(numbers: Distribution) -> str:
     """Median and the middle 80 %."""
-    return f"{spread.median:.2f} ({spread.p10:.2f}-{spread.p90:.2f})"
+    return f"{numbers.median:.2f} ({numbers.p10:.2f}-{numbers.p90:.2f})"
 
 
 def _share(count: int, total: int) -> str:
@@ -124,7 +124,7 @@ def _share(count: int, total: int) -> str:
     return f"{share:.1f} %"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Aligned columns, the first to the left and the others to the right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]

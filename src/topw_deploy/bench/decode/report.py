@@ -12,6 +12,7 @@ from topw_deploy.bench.machine import Machine
 from topw_deploy.bench.picture import Bar, Panel
 from topw_deploy.bench.report import comparison, left_out, significant, table
 from topw_deploy.bench.timing import Spread, median_interval, paired
+from topw_deploy.reports import counted
 
 _HEADER = (
     "side",
@@ -88,10 +89,10 @@ class DecodeReport:
     def text(self) -> str:
         """For people: one table per number of threads."""
         s = self.settings
-        lines = [f"{self.machine}; {s.prompt_tokens} + {s.new_tokens} tokens, {s.rounds} round{'s' * (s.rounds > 1)}"]
+        lines = [f"{self.machine}; {s.prompt_tokens} + {s.new_tokens} tokens, {counted(s.rounds, 'round')}"]
         for run in self.runs:
             reference = run.sides[run.reference].label
-            lines += [f"\n{_threads(run.threads)}; the ratio is to {reference}\n"]
+            lines += [f"\n{counted(run.threads, 'thread')}; the ratio is to {reference}\n"]
             lines.append(table(_HEADER, run.rows(s.prompt_tokens)))
             lines += [
                 f"{side.label} ended after {fewest} tokens."
@@ -143,7 +144,9 @@ class DecodeReport:
             spread, ratio = Spread.of(side.per_token), Spread.of(run.ratios(name)).median
             relation = "" if side.kind == "ours" else f"   {ratio:.2f}x ours"
             bars.append(Bar(side.label, spread, side.kind, f"{spread.median * 1e3:.2f} ms{relation}"))
-        subtitle = f"{_threads(run.threads)}, {self.settings.prompt_tokens} + {self.settings.new_tokens} tokens"
+        subtitle = (
+            f"{counted(run.threads, 'thread')}, {self.settings.prompt_tokens} + {self.settings.new_tokens} tokens"
+        )
         return Panel(subtitle, _finding(run), sorted(bars, key=lambda bar: bar.spread.median))
 
 
@@ -156,7 +159,3 @@ def _finding(run: ThreadsReport) -> str:
     known = (("genai-top-p", "onnxruntime-genai with top-p"), ("transformers-authors", "the authors' code"))
     factors = {name: Spread.of(run.ratios(other)).median for other, name in known if other in run.sides}
     return f"{sentence}: {comparison(factors)}" if factors else sentence
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' if count > 1 else ''}"

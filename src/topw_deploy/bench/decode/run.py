@@ -21,6 +21,7 @@ from topw_deploy.bench.progress import Progress, Tick, no_progress
 from topw_deploy.bench.timing import interleave
 from topw_deploy.errors import ManifestError, ParameterError
 from topw_deploy.manifest import Manifest, load_manifest
+from topw_deploy.reports import counted
 
 _WARMUP = 1
 
@@ -71,7 +72,7 @@ def _workers(chosen: Sequence[Side], threads: int, progress: Progress) -> Iterat
     with ExitStack() as stack:
         workers = {}
         for side in chosen:
-            progress.say(f"Loading {side.label}, {threads} thread{'s' if threads > 1 else ''}")
+            progress.say(f"Loading {side.label}, {counted(threads, 'thread')}")
             settings = {**side.settings, "threads": threads}
             worker = Worker(side.label, side.worker, settings, python=side.python, threads=threads)
             workers[side.name] = stack.enter_context(worker)

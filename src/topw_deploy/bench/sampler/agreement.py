@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from topw_deploy.errors import BenchmarkError
+from topw_deploy.reports import counted
 from topw_deploy.sampling.reference import FLOAT32_TIES, Crop
 
 
@@ -51,9 +52,8 @@ def sentence(agreements: Iterable[Agreement], crops: Sequence[Crop]) -> str:
     found = list(agreements)
     certified = sum(crop.certified for crop in crops)
     sizes = sorted(len(crop.kept) for crop in crops)
-    kept = f"{sizes[0]}" if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
-    counted = f"{len(crops)} row{'s' if len(crops) > 1 else ''}, {certified} certified"
-    rows = f"{counted}, {kept} token{'' if sizes[-1] == 1 else 's'} kept"
+    kept = counted(sizes[0], "token") if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]} tokens"
+    rows = f"{counted(len(crops), 'row')}, {certified} certified, {kept} kept"
     equal = [a.side for a in found if a.same == a.rows]
     other = [f"{a.side} on {a.same} of {a.rows}, {a.ties} differ at a tie" for a in found if a.same < a.rows]
     parts = [f"the reference's set on every row: {', '.join(equal)}"] if equal else []

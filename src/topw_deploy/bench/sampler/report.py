@@ -13,6 +13,7 @@ from topw_deploy.bench.report import comparison, duration, left_out, significant
 from topw_deploy.bench.sampler.catalogue import CATALOGUE
 from topw_deploy.bench.sampler.settings import SamplerSettings
 from topw_deploy.bench.timing import Spread, median_interval, paired
+from topw_deploy.reports import counted
 
 _YARDSTICK = "max"
 _KNOWN = (
@@ -59,12 +60,12 @@ class SamplerReport:
         if s.options.metric != "uniform":
             geometry += f", d = {s.hidden:,}" + (", neighbour bound" if s.neighbour_bound else "")
         native = f", native with {self.instruction_set}" if self.instruction_set else ""
-        lines = [f"{self.machine}; {_threads(s.threads)}, {s.rounds} round{'s' * (s.rounds > 1)}{native}"]
+        lines = [f"{self.machine}; {counted(s.threads, 'thread')}, {counted(s.rounds, 'round')}{native}"]
         for found in self.cases:
             batch, vocab = found.case["batch"], found.case["vocab"]
             ours = CATALOGUE[reference_side(found.samples)].label
             lines += [
-                f"\n{found.case['label']}: {vocab:,} tokens, {batch} row{'s' if batch > 1 else ''}, {geometry}",
+                f"\n{found.case['label']}: {vocab:,} tokens, {counted(batch, 'row')}, {geometry}",
                 f"{found.agreement['sentence']}\n",
                 table(("side", "gives", "median (quartiles)", "x numpy.max", f"x {ours}"), found.rows()),
             ]
@@ -146,7 +147,3 @@ def _finding(found: CaseReport) -> str:
 
 def _times(ratio: float) -> str:
     return f"{significant(ratio, 2)}x ours"
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' if count > 1 else ''}"

@@ -1,13 +1,13 @@
 """`generate` of transformers, on a model of transformers or on optimum's ORTModelForCausalLM.
 
-Runs where those are; this project is imported for its own processor alone.
+Runs where those are; this project is imported for processors alone.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +31,11 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """settings: library ("transformers" or "optimum"), folder, search (fields of a GenerationConfig), threads;
     processor (None, "topw", or the path of the authors' file)."""
     torch.set_num_threads(settings["threads"])
+    make_processors = _processors(settings["processor"])  # before the model: a wrong file is told at once
     began = time.perf_counter()
     model = _load(settings)
     took = time.perf_counter() - began
-    processors = _processors(settings["processor"], model)
+    processors = make_processors(model)
     # what the folder's own configuration says must not decide: an end of sequence, or the default top_k of 50
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None, **settings["search"])
 
@@ -72,18 +73,16 @@ def _load(settings: dict[str, Any]) -> Any:
     return AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.float32, local_files_only=True).eval()
 
 
-def _processors(wanted: str | None, model: Any) -> list[Any]:
+def _processors(wanted: str | None) -> Callable[[Any], list[Any]]:
+    """Model -> the processors for its `generate`."""
     if wanted is None:
-        return []
-    embeddings = model.get_input_embeddings().weight
+        return lambda _model: []
     if wanted == "topw":
         from topw_deploy.processors import TopWLogitsProcessor
 
-        return [TopWLogitsProcessor(embeddings)]
-    spec = importlib.util.spec_from_file_location("authors_processor", wanted)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{wanted} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+        return lambda model: [TopWLogitsProcessor(model)]
+    from topw_deploy.bench.authors import load_processor
+
+    theirs = load_processor(Path(wanted))
     # alt_iters and geom_scale as this project's defaults have them
-    return [module.TopW_LogitsProcessor(embeddings, alt_iters=3, geom_scale=1.0)]
+    return lambda model: [theirs(model.get_input_embeddings().weight, alt_iters=3, geom_scale=1.0)]

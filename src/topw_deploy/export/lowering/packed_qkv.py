@@ -61,14 +61,23 @@ def _joined(editor: GraphEditor, parts: Sequence[ir.Value]) -> ir.Value | None:
     sources, weights, biases = zip(*(one for one in linear if one is not None), strict=True)
     if any(source is not sources[0] for source in sources) or len({bias is None for bias in biases}) > 1:
         return None
-    width = sum(int(weight.shape[1]) for weight in weights)
+    turned = {_is_turned(weight) for weight in weights}  # stored as [out, in], with a Transpose in the graph
+    if len(turned) > 1:
+        return None
+    stored = [weight.producer().inputs[0] if turned == {True} else weight for weight in weights]
+    axis = 0 if turned == {True} else 1
+    weight = editor.initializer(
+        side_by_side([value.const_value for value in stored], axis), editor.unique(f"{stored[0].name}.qkv")
+    )
+    width = int(weight.shape[axis])  # type: ignore[arg-type,index]
+    if turned == {True}:
+        weight = editor.op("Transpose", [weight], perm=[1, 0], dtype=parts[0].dtype)
     shape: list[int | str | None] = ["batch_size", "sequence_length", width]
-    stem = weights[0].name
-    weight = editor.initializer(side_by_side([weight.const_value for weight in weights]), f"{stem}.qkv")
     whole = editor.op("MatMul", [sources[0], weight], dtype=parts[0].dtype, shape=shape)
     if biases[0] is None:
         return whole
-    bias = editor.initializer(side_by_side([bias.const_value for bias in biases]), f"{stem}.qkv_bias")
+    joined = side_by_side([bias.const_value for bias in biases])
+    bias = editor.initializer(joined, editor.unique(f"{biases[0].name}.qkv"))
     return editor.op("Add", [whole, bias], dtype=parts[0].dtype, shape=shape)
 
 
@@ -81,12 +90,20 @@ def _linear(value: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None] | Non
             return None
         bias, product = node.inputs[places[0]], node.inputs[1 - places[0]]
         node = product.producer() if product is not None else None
-    if node is None or (node.domain, node.op_type) != ("", "MatMul") or not _stored(node.inputs[1], 2):
+    if node is None or (node.domain, node.op_type) != ("", "MatMul") or node.inputs[1] is None:
+        return None
+    if not _stored(node.inputs[1], 2) and not _is_turned(node.inputs[1]):
         return None
     source, weight = node.inputs
     assert source is not None
     assert weight is not None
     return source, weight, bias
+
+
+def _is_turned(weight: ir.Value) -> bool:
+    """Whether `weight` is a stored matrix, transposed."""
+    node = weight.producer()
+    return node is not None and (node.domain, node.op_type) == ("", "Transpose") and _stored(node.inputs[0], 2)
 
 
 def _stored(value: ir.Value | None, rank: int) -> bool:
@@ -98,12 +115,13 @@ def _stored(value: ir.Value | None, rank: int) -> bool:
     )
 
 
-def side_by_side(tensors: Sequence[ir.TensorProtocol]) -> ir.TensorProtocol:
-    """Their concatenation along the last axis, made when it is written and not before: weights may be large."""
-    shape = [*tensors[0].shape[:-1], sum(int(tensor.shape[-1]) for tensor in tensors)]
+def side_by_side(tensors: Sequence[ir.TensorProtocol], axis: int = -1) -> ir.TensorProtocol:
+    """Their concatenation along `axis`, made when it is written and not before: weights may be large."""
+    shape = [int(size) for size in tensors[0].shape]
+    shape[axis] = sum(int(tensor.shape[axis]) for tensor in tensors)
     dtype = tensors[0].dtype
 
     def evaluate() -> ir.TensorProtocol:
-        return ir.Tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=-1), dtype=dtype)
+        return ir.Tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=axis), dtype=dtype)
 
     return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape))

@@ -53,5 +53,8 @@ def _over_rows(norm: ir.Node) -> bool:
     """Whether the norm is taken over the last axis, with stored weights of that length."""
     axis = norm.attributes["axis"].as_int() if "axis" in norm.attributes else -1
     weights = norm.inputs[1:]
-    stored = all(value is not None and value.const_value is not None for value in weights)
-    return axis in (-1, 2) and stored and all(len(v.const_value.shape) == 1 for v in weights)  # type: ignore[union-attr]
+    return axis in (-1, 2) and all(is_constant(value) and _is_vector(value) for value in weights)
+
+
+def _is_vector(value: ir.Value | None) -> bool:
+    return value is not None and value.shape is not None and len(value.shape) == 1

@@ -8,8 +8,10 @@ namespace topw {
 namespace {
 
 constexpr int64_t kBlocksWithinGap = 192;  // more than this many: the best few instead of all within the gap
-constexpr int64_t kFew = 64;
+constexpr int64_t kFew = 64;        // the best few, and where these leave it open, the best of more
+constexpr int64_t kMore = 640;
 constexpr int64_t kMost = 1024;     // candidates; beyond, ties or a narrow row, which the pool does better
+constexpr int64_t kStride = 64;     // so often it is asked whether those summed up so far settle the row
 constexpr double kRounding = 1e-9;  // of J and of log-weights, in units of max(1, lam, beta): the ties' bound
 constexpr double kNucleusRounding = 1e-12;
 
@@ -41,34 +43,81 @@ bool block_stop(const Prefixes &base, double last_log_weight, const Parameters &
   return t + (base.Phi() - t * base.Gamma()) / X + P.c * log(X) <= base.best() - kRounding * P.unit;
 }
 
+// Certificate without the pool: whether the best prefix is in the warm start, whose mass is at least that of these.
+bool within_warm_start(const Prefixes &base, const Parameters &P) {
+  return base.first_maximiser() == 1 || P.init_top_p >= 1 ||
+         base.mass_before() < P.init_top_p * base.Gamma() * (1 - kNucleusRounding);
+}
+
+struct Candidates {
+  const EditedRow &row;
+  const Parameters &P;
+  int64_t pool;  // its size
+  Sorter &sorter;
+  Ranked &tokens;
+  Prefixes base;
+  double last = 0;   // log-weight of the last token summed up
+  int64_t seen = 0;  // how many the last look found
+
+  Outcome look(float from, bool gap_covers);
+  bool settle(bool gap_covers);
+  bool promising(float from) const;
+};
+
+// Looks at the tokens from this logit on, which are all that can be kept if the gap covers them.
+Outcome Candidates::look(float from, bool gap_covers) {
+  if (!tokens.take_from(row, from, kMost)) return Outcome::out_of_memory;
+  seen = tokens.size;
+  base = Prefixes(P.c);
+  if (seen > kMost) return Outcome::open;
+  if (gap_covers) shrink(tokens, row.top(), P);
+  if (!tokens.rank(sorter)) return Outcome::out_of_memory;
+  return settle(gap_covers) ? Outcome::settled : Outcome::open;
+}
+
+// Sums them up, the best first, until they say what is kept and that it is certified.
+bool Candidates::settle(bool gap_covers) {
+  const int64_t counted = std::min(tokens.size, pool);
+  for (int64_t n = 1; n <= counted; ++n) {
+    last = log_weight(tokens.logit[n - 1], row.top(), P.selection);
+    base.add(weight(last), P.lam * last);
+    if (n < counted && n % kStride != 0) continue;
+    const bool covered = n == pool || (n == counted && gap_covers) || block_stop(base, last, P, pool - n);
+    if (covered && within_warm_start(base, P)) return true;
+  }
+  return false;
+}
+
+// Whether a second look, down to this logit, is likely to settle what the first could not, if it finds kMore tokens and
+// the new ones lie two thirds of the way down. Decides what is tried, not what is answered.
+bool Candidates::promising(float from) const {
+  const double a = log_weight(from, row.top(), P.selection), between = (last + 2 * a) / 3;
+  const double entering = static_cast<double>(kMore - base.size()) * weight(between);
+  Prefixes likely = base;
+  likely.add(entering, P.lam * between);
+  return block_stop(likely, a, P, pool - kMore) && within_warm_start(likely, P);
+}
+
 }  // namespace
 
 Outcome from_candidates(const EditedRow &row, const Parameters &P, int64_t top_m, Sorter &sorter, Ranked &tokens,
                         int64_t &kept, int64_t &seen) {
   const float top = row.top();
   const float edge = P.lam > 0 ? bound_below(top, P, gap(P, static_cast<double>(row.vocab()))) : -INFINITY;
-  const bool all_within_gap = hot().count_from(row.maxima(), row.padded_blocks(), edge) <= kBlocksWithinGap;
-  if (!all_within_gap && row.blocks() < kFew) return Outcome::open;
-  const float from = all_within_gap ? edge : value_reached_by(row.maxima(), row.padded_blocks(), kFew, 2 * kFew);
-  if (!tokens.take_from(row, from)) return Outcome::out_of_memory;
-  seen = tokens.size;
-  if (seen > kMost) return Outcome::open;
-  if (all_within_gap) shrink(tokens, top, P);
-  if (!tokens.rank(sorter)) return Outcome::out_of_memory;
+  const bool gap_covers = hot().count_from(row.maxima(), row.padded_blocks(), edge) <= kBlocksWithinGap;
+  if (!gap_covers && row.blocks() < kFew) return Outcome::open;
 
-  const int64_t counted = std::min(tokens.size, top_m);
-  Prefixes base(P.c);
-  double a = 0;
-  for (int64_t i = 0; i < counted; ++i) {
-    a = log_weight(tokens.logit[i], top, P.selection);
-    base.add(weight(a), P.lam * a);
+  Candidates few{row, P, std::min(top_m, row.vocab()), sorter, tokens, Prefixes(P.c)};
+  const float from = gap_covers ? edge : value_reached_by(row.maxima(), row.padded_blocks(), kFew, 2 * kFew);
+  Outcome outcome = few.look(from, gap_covers);
+  const int64_t summed = few.base.size();
+  if (outcome == Outcome::open && !gap_covers && summed > 0 && summed < kMore && kMore < few.pool) {
+    const float further = value_reached_by_tokens(row, kMore);
+    if (further > -INFINITY && few.promising(further)) outcome = few.look(further, false);
   }
-  const int64_t further = std::min(top_m, row.vocab()) - counted;
-  if (!all_within_gap && further > 0 && !block_stop(base, a, P, further)) return Outcome::open;
-  kept = base.first_maximiser();
-  const bool within_warm_start = kept == 1 || P.init_top_p >= 1 ||
-                                 base.mass_before() < P.init_top_p * base.Gamma() * (1 - kNucleusRounding);
-  return within_warm_start ? Outcome::settled : Outcome::open;
+  seen = few.seen;
+  kept = few.base.first_maximiser();
+  return outcome;
 }
 
 }  // namespace topw

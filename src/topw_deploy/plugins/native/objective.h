@@ -17,23 +17,21 @@ inline double log_weight(float logit, float top, double temperature) {
 
 inline double weight(double log_weight) { return exp(std::max(log_weight, kSmallestLogWeight)); }
 
-// J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, and the first largest of them. For c <= 0 it never
-// rises, so the first is taken, whatever rounding says.
+// J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, and the first largest of them. Tokens come with phi
+// descending. For c <= 0 J never rises, so the first is taken, whatever rounding says.
+//
+// The mean Phi_k / Gamma_k only falls, so once J is below the best, it stays so until c log Gamma has made up for that:
+// up to that mass no logarithm is taken.
 class Prefixes {
  public:
   explicit Prefixes(double c) : c_(c) {}
 
   void add(double p, double phi) {
-    const double before = Gamma_;
+    before_ = Gamma_;
     Gamma_ += p;
     Phi_ += p * phi;
     ++size_;
-    const double J = Phi_ / Gamma_ + c_ * log(Gamma_);
-    if (size_ == 1 || (c_ > 0 && J > best_)) {
-      best_ = J;
-      first_maximiser_ = size_;
-      mass_before_ = before;
-    }
+    if (Gamma_ > hopeless_up_to_) compare();
   }
 
   int64_t size() const { return size_; }
@@ -44,7 +42,23 @@ class Prefixes {
   double Phi() const { return Phi_; }
 
  private:
-  double c_, Gamma_ = 0, Phi_ = 0, best_ = 0, mass_before_ = 0;
+  static constexpr double kRounding = 1e-9;  // of J: the ties' bound
+  static constexpr double kWorthwhile = 8;   // tokens that save their logarithms for one exponential
+
+  void compare() {
+    const double mean = Phi_ / Gamma_, J = mean + c_ * log(Gamma_);
+    if (size_ == 1 || (c_ > 0 && J > best_)) {
+      best_ = J;
+      first_maximiser_ = size_;
+      mass_before_ = before_;
+      if (c_ <= 0) hopeless_up_to_ = INFINITY;
+      return;
+    }
+    const double lacking = best_ - J - kRounding * (1 + c_ + fabs(best_) + fabs(mean));
+    if (lacking * Gamma_ > kWorthwhile * c_ * (Gamma_ - before_)) hopeless_up_to_ = Gamma_ * exp(lacking / c_);
+  }
+
+  double c_, Gamma_ = 0, Phi_ = 0, best_ = 0, before_ = 0, mass_before_ = 0, hopeless_up_to_ = 0;
   int64_t size_ = 0, first_maximiser_ = 0;
 };
 

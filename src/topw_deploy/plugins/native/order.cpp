@@ -1,7 +1,5 @@
 #include "order.h"
 
-#include <string.h>
-
 namespace topw {
 namespace {
 
@@ -18,27 +16,6 @@ void insert(Sorter::Entry *entries, int64_t count) {
 
 }  // namespace
 
-uint64_t descending(double value) {
-  value += 0.0;  // -0 becomes 0
-  uint64_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits >> 63 ? bits : bits ^ 0x7fffffffffffffffu;
-}
-
-uint64_t descending(float value) {
-  value += 0.0f;
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits >> 31 ? bits : bits ^ 0x7fffffffu;
-}
-
-float value_of(uint64_t descending_float) {
-  const uint32_t key = static_cast<uint32_t>(descending_float), bits = key >> 31 ? key : key ^ 0x7fffffffu;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
 const Sorter::Entry *Sorter::sort(int64_t count) {
   Entry *from = entries_.data(), *to = spare_.data();
   if (count <= kShort) {
@@ -49,11 +26,11 @@ const Sorter::Entry *Sorter::sort(int64_t count) {
   for (int64_t i = 1; i < count; ++i) same &= ~(from[i].key ^ first);
   for (int shift = 0; shift < 64; shift += 8) {
     if (((same >> shift) & 255) == 255) continue;
-    int64_t starts[256] = {};
+    int32_t starts[256] = {};
     for (int64_t i = 0; i < count; ++i) ++starts[(from[i].key >> shift) & 255];
-    int64_t start = 0;
-    for (int64_t &bucket : starts) {
-      const int64_t size = bucket;
+    int32_t start = 0;
+    for (int32_t &bucket : starts) {
+      const int32_t size = bucket;
       bucket = start;
       start += size;
     }

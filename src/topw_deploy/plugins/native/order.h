@@ -3,15 +3,33 @@
 #define TOPW_ORDER_H
 
 #include <stdint.h>
+#include <string.h>
 
 #include "array.h"
 
 namespace topw {
 
 // A key by which ascending unsigned order is descending order of the value; -0 and 0 have the same key.
-uint64_t descending(double value);
-uint64_t descending(float value);
-float value_of(uint64_t descending_float);
+inline uint64_t descending(double value) {
+  value += 0.0;  // -0 becomes 0
+  uint64_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits >> 63 ? bits : bits ^ 0x7fffffffffffffffu;
+}
+
+inline uint64_t descending(float value) {
+  value += 0.0f;
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits >> 31 ? bits : bits ^ 0x7fffffffu;
+}
+
+inline float value_of(uint64_t descending_float) {
+  const uint32_t key = static_cast<uint32_t>(descending_float), bits = key >> 31 ? key : key ^ 0x7fffffffu;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
 
 class Sorter {
  public:

@@ -5,17 +5,32 @@
 #include "objective.h"
 
 namespace topw {
+namespace {
+
+constexpr int64_t kSorted = 2;  // times the pool's size: beyond, it is cut out before it is sorted
+constexpr int64_t kSpare = 12;  // one more for so many tokens: how many there are varies
+
+}  // namespace
 
 bool Pool::fill(const EditedRow &row, const Parameters &P, int64_t top_m, Sorter &sorter) {
   const int64_t size = std::min(top_m, row.vocab());
-  if (!take_best(row, size) || !tokens.rank(sorter)) return false;
+  if (!take_some(row, size)) return false;
+  if (tokens.size > kSorted * size && !tokens.cut(size)) return false;
+  if (!tokens.rank(sorter)) return false;
+  tokens.size = std::min(tokens.size, size);
   if (!a.reserve(tokens.size) || !p.reserve(tokens.size)) return false;
   weigh(row.top(), P);
   return true;
 }
 
-// Where the `size`-th largest of many small groups' maxima lies, at least `size` tokens lie above.
-bool Pool::take_best(const EditedRow &row, int64_t size) {
+// The `size` best among some more. First from where they lie if chance has thrown the tokens into the blocks. If it has
+// not, from where the `size`-th largest of many small groups' maxima lies: at least `size` tokens lie above.
+bool Pool::take_some(const EditedRow &row, int64_t size) {
+  const float likely = value_reached_by_tokens(row, size + size / kSpare);
+  if (likely > -INFINITY) {
+    if (!tokens.take_from(row, likely, kSorted * size)) return false;
+    if (tokens.size >= size && tokens.size <= kSorted * size) return true;
+  }
   float bound = -FLT_MAX;
   const int64_t columns = row.blocks() * kColumns;
   if (columns > 2 * size) {
@@ -23,7 +38,7 @@ bool Pool::take_best(const EditedRow &row, int64_t size) {
     for (int64_t b = 0; b < row.blocks(); ++b) hot().column_maxima(row.block(b), &columns_[b * kColumns]);
     bound = value_reached_by(columns_.data(), columns, size, size + size / 4);
   }
-  return tokens.take_from(row, bound) && tokens.cut(size);
+  return tokens.take_from(row, bound);
 }
 
 void Pool::weigh(float top, const Parameters &P) {

@@ -23,15 +23,20 @@ float at_place(int32_t place) {
   return value;
 }
 
+constexpr double kCrowded = 3;                    // tokens to a block
+constexpr int64_t kFirstStep = int64_t{1} << 22;  // half of the floats between two powers of 2
+constexpr int64_t kEveryFloat = int64_t{1} << 32;
+
 int64_t padded(int64_t size) { return (size + 15) / 16 * 16; }
 
 }  // namespace
 
-// Bisection over the floats between, of which there are at most 2^32.
+// Bisection over the floats between, of which there are at most 2^32. From the largest value down the steps double at
+// first, for what is looked for is near it, and half of all floats are nearer to 0 than any logit.
 float value_reached_by(const float *values, int64_t size, int64_t count, int64_t enough) {
   int64_t low = place(-FLT_MAX), high = place(hot().highest_of(values, size));
-  while (low < high) {
-    const int64_t middle = low + (high - low + 1) / 2;
+  for (int64_t step = kFirstStep; low < high; step = std::min(2 * step, kEveryFloat)) {
+    const int64_t middle = std::max(low + (high - low + 1) / 2, high - step);
     const int64_t reached = hot().count_from(values, size, at_place(static_cast<int32_t>(middle)));
     if (reached >= count)
       low = middle;
@@ -42,13 +47,20 @@ float value_reached_by(const float *values, int64_t size, int64_t count, int64_t
   return at_place(static_cast<int32_t>(low));
 }
 
-bool Ranked::take_from(const EditedRow &row, float bound) {
+float value_reached_by_tokens(const EditedRow &row, int64_t count) {
+  const double blocks = static_cast<double>(row.blocks()), to_each = static_cast<double>(count) / blocks;
+  if (to_each > kCrowded) return -INFINITY;
+  const int64_t hit = std::max<int64_t>(1, static_cast<int64_t>(blocks * (1 - exp(-to_each))));
+  return value_reached_by(row.maxima(), row.padded_blocks(), hit, hit + hit / 16);
+}
+
+bool Ranked::take_from(const EditedRow &row, float bound, int64_t most) {
   const float from = std::max(bound, -FLT_MAX);
   if (!blocks_.reserve(row.padded_blocks() + 16) || !maxima_.reserve(row.padded_blocks() + 16)) return false;
   const int64_t found = hot().take_from(row.maxima(), row.padded_blocks(), 0, from, maxima_.data(), blocks_.data());
   if (!id.reserve(found * kBlock + 16) || !logit.reserve(found * kBlock + 16)) return false;
   size = 0;
-  for (int64_t i = 0; i < found; ++i) {
+  for (int64_t i = 0; i < found && size <= most; ++i) {
     const int32_t b = blocks_[i], first = b * static_cast<int32_t>(kBlock);
     size += hot().take_from(row.block(b), kBlock, first, from, logit.data() + size, id.data() + size);
   }

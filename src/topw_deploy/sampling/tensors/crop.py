@@ -90,14 +90,19 @@ def crop_rows(
     distance to any other token is not below; it saves distances and never changes the answer.
     Equal to `reference.crop` wherever rounding decides nothing, and no row depends on another. Where candidates settle
     every row, the device is waited for once, for one truth value; no logits are copied to the host in any case.
-    Raises ParameterError for shapes, for numbers out of range, for a geometry of another metric, and for a NaN bound
-    or a missing embedding where one is needed.
+    Raises ParameterError for shapes, for numbers out of range, for a geometry of another metric or of fewer tokens
+    than the logits have, and for a NaN bound where one is needed.
     """
     options = TopWOptions() if options is None else options
     geometry = _geometry_for(options, geometry)
     if logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
         kind = f"{str(logits.dtype).removeprefix('torch.')} {tuple(logits.shape)}"
         raise ParameterError(f"logits are {kind}, but must be floating point [B, V], both >= 1.")
+    if geometry.table is not None and len(geometry.table) < logits.shape[1]:
+        raise ParameterError(
+            f"the logits are {logits.shape[1]} wide, but the embedding table has {len(geometry.table)} rows and every "
+            "token needs one; cut the logits, or give the table that belongs to them."
+        )
     if neighbour_bound is not None:
         _check_bound(neighbour_bound, logits.shape[1])
     row_logits = logits.to(torch.float32)

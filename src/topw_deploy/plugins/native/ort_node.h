@@ -1,0 +1,42 @@
+// What a graph says about one node of the operator, read and checked when its session opens.
+#ifndef TOPW_ORT_NODE_H
+#define TOPW_ORT_NODE_H
+
+#include "ort_abi.h"
+#include "topw.h"
+
+namespace topw {
+
+enum Input {
+  kLogits, kEditIds, kEditPenalty, kEditBias, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP, kGeomScale,
+  kUniform, kMean, kInverseStd, kNeighbourBound, kTable, kScales, kZeroPoints
+};  // fmt: skip
+constexpr size_t kWithoutTable = kMean, kWithTable = kTable + 1;
+enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
+constexpr size_t kMostOutputs = kFirstOnRequest + 2;
+constexpr int kNowhere = -1;
+
+// The element types of the inputs that every node has, and how many dimensions each of them has.
+constexpr int kInputTypes[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
+                               ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};  // fmt: skip
+static_assert(sizeof kInputTypes / sizeof kInputTypes[0] == kWithoutTable, "one for each input of every node");
+
+inline size_t input_rank(size_t index) { return index <= kEditBias ? 2 : 1; }
+
+struct Node {
+  topw_options options{};
+  topw_table table{};  // sizes and type; the addresses come with each call
+  int64_t bounds = 0;  // how many neighbour bounds there are: one per token or none
+  bool has_zero_points = false;
+  int mass_at = kNowhere, keep_mask_at = kNowhere;
+
+  bool has_table() const { return options.metric != TOPW_UNIFORM; }
+  bool quantised() const { return table.blocks.bits != 0; }
+};
+
+// An error for a node that the operator cannot answer.
+ort::Status *read_node(const ort::Api &api, const ort::KernelInfo *info, Node *node);
+
+}  // namespace topw
+
+#endif

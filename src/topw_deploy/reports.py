@@ -1,0 +1,18 @@
+"""What the reports of `stats` and `bench` share: numbers in sentences, and the library that draws their pictures."""
+
+from __future__ import annotations
+
+from topw_deploy.errors import ParameterError
+
+
+def counted(number: int, word: str) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def require_matplotlib() -> None:
+    """Raises ParameterError where there is no matplotlib: called before a long run, not after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ParameterError("a picture needs matplotlib; run: pip install matplotlib, or leave --plot out.") from None

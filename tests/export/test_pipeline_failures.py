@@ -1,0 +1,135 @@
+"""What an export leaves behind when it does not reach its end: nothing that loads."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from tiny_models import export, make_model, write_tokenizer
+
+from topw_deploy.errors import (
+    ExportError,
+    ManifestError,
+    VerificationError,
+)
+from topw_deploy.export import pipeline
+from topw_deploy.manifest import Verification, load_manifest
+from topw_deploy.runtime import TopWModel
+
+
+def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
+    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is spoilt after grafting: the subprocess must notice, whatever this process believes."""
+    export(foreign_decoder, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    write = pipeline.write_model
+
+    def spoil(model: ir.Model, folder: Path, *rest: object) -> None:
+        value = next(v for v in model.graph.initializers.values() if v.shape == ir.Shape([48, 32]))
+        value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.5), name=value.name)
+        write(model, folder, *rest)
+
+    monkeypatch.setattr(pipeline, "write_model", spoil)
+    with pytest.raises(VerificationError, match=r"checks failed \(first: prefill logits"):
+        export(foreign_decoder, tmp_path / "out", verify=True, overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    with pytest.raises(VerificationError, match="checks failed"):
+        export(foreign_decoder, tmp_path / "new", verify=True, keep_failed=True)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ManifestError, match="verification never ended"):
+        TopWModel.from_pretrained(tmp_path / "new.failed")
+
+
+def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = pipeline.write_model
+
+    def spoil(model: ir.Model, folder: Path, *rest: object) -> None:
+        value = model.graph.initializers["topw.embedding_inverse_std"]
+        scale = np.linspace(0.1, 3.0, value.shape[0], dtype=np.float32)
+        value.const_value = ir.tensor(value.const_value.numpy() * scale, name=value.name)
+        write(model, folder, *rest)
+
+    monkeypatch.setattr(pipeline, "write_model", spoil)
+    with pytest.raises(VerificationError, match="first: sampler kept sets"):
+        export(foreign_decoder, tmp_path / "out", verify=True)
+
+
+def test_weights_that_are_not_numbers_fail_at_the_logits(tmp_path: Path) -> None:
+    model = make_model("llama_tied")
+    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    with pytest.raises(VerificationError, match=r"checks (had )?failed.*prefill logits"):
+        export(tmp_path / "model", tmp_path / "out", verify=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_verification_that_dies_is_a_failure(
+    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(VerificationError, match="ended with exit code 1"):
+        export(foreign_decoder, tmp_path / "out", verify=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_too_small_is_said_before_writing(
+    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(ExportError, match="make room"):
+        export(foreign_decoder, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_nothing(
+    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ir, "save", full)
+    with pytest.raises(ExportError, match="disk is full"):
+        export(foreign_decoder, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decoder: Path) -> None:
+    """SIGKILL while the export is being verified, the latest moment: everything is written, nothing is final."""
+    out = tmp_path / "out"
+    export(foreign_decoder, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    code = (
+        "from pathlib import Path\nfrom topw_deploy.export import ExportRequest, export_model\n"
+        f"request = ExportRequest(model={str(foreign_decoder)!r}, output=Path({str(out)!r}), overwrite=True)\n"
+        "export_model(request, lambda line: print(line, flush=True))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("Verifying"):
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    time.sleep(0.1)
+    left = [path for path in tmp_path.iterdir() if path != out]
+    assert len(left) == 1  # the hidden folder that nobody could remove
+    with pytest.raises(ManifestError, match="verification never ended"):
+        TopWModel.from_pretrained(left[0] / "out")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_the_verification_is_written_down(tmp_path: Path, foreign_decoder: Path) -> None:
+    report = export(foreign_decoder, tmp_path / "out", verify=True)
+    assert load_manifest(tmp_path / "out").verification == report.verification
+    assert report.verification != Verification(status="skipped")

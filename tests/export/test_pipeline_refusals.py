@@ -1,0 +1,165 @@
+"""What cannot be exported is refused, by name, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+from tiny_models import VOCAB, export, write_checkpoint, write_decoder, write_tokenizer
+from transformers import BertConfig, LlamaConfig, MambaConfig, T5Config
+
+from topw_deploy.errors import (
+    ExportError,
+    ParameterError,
+    SourceError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+
+
+def test_an_output_in_use_is_refused_before_anything_else(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(ExportError, match="is not empty"):
+        export("no/model", tmp_path)
+    assert (tmp_path / "mine").read_text() == "x"
+
+
+def test_a_missing_tokenizer_is_said_before_the_weights_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(make_config()))
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(TokenizerError, match="has no tokenizer"):
+        export(folder, tmp_path / "out")
+
+
+def make_config(**changes: object) -> dict[str, object]:
+    return {**LlamaConfig(num_hidden_layers=1).to_dict(), **changes}
+
+
+def folder_with(tmp_path: Path, config: dict[str, object], weights: bytes = b"") -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(weights)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "nobody-knows"}, "no architecture that this transformers knows"),
+        (T5Config().to_dict(), "'t5' is not a causal language model"),
+        (make_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "is quantised"),
+    ],
+)
+def test_an_architecture_that_cannot_be_exported_is_named(
+    tmp_path: Path, config: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        export(folder_with(tmp_path, config), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4), "MambaForCausalLM"),
+        (BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "BertSelfAttention"),
+    ],
+)
+def test_a_model_without_causal_attention_is_named(tmp_path: Path, config: object, message: str) -> None:
+    folder = write_checkpoint(tmp_path / "in", config)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=message):
+        export(folder, tmp_path / "out")
+
+
+def test_damaged_weights_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="cannot be loaded"):
+        export(folder_with(tmp_path, make_config(), b"not weights"), tmp_path / "out")
+
+
+def test_missing_weights_are_never_made_up(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "in"
+    shutil.copytree(checkpoint("llama_tied"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=r"lack 1 tensors .*layers\.1\.mlp\.up_proj"):
+        export(folder, tmp_path / "out")
+
+
+def test_a_table_with_too_few_rows_is_refused(tmp_path: Path) -> None:
+    def shorten(model: ir.Model) -> None:
+        table = next(n for n in model.graph if n.op_type == "Gather" and n.inputs[0].const_value is not None).inputs[0]
+        short = ir.tensor(table.const_value.numpy()[: VOCAB - 3].copy(), name="short")
+        value = ir.Value(name="short", const_value=short, shape=ir.Shape(short.shape), type=table.type)
+        model.graph.register_initializer(value)
+        for node, index in list(table.uses()):
+            if node.op_type == "Gather":
+                node.replace_input_with(index, value)
+
+    folder = write_decoder(tmp_path / "in", "llama_tied", shorten)
+    with pytest.raises(UnsupportedModelError, match=f"{VOCAB - 3} rows for logits of width {VOCAB}"):
+        export(folder, tmp_path / "out")
+    export(folder, tmp_path / "out", options=TopWOptions(metric="uniform"))
+
+
+def test_too_many_layers_are_refused(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="num_hidden_layers is 9, but the model has 2"):
+        export(checkpoint("llama_tied"), tmp_path / "out", num_hidden_layers=9)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"dtype": "int3"}, "dtype is 'int3'"),
+        ({"opset": 17}, "opset is 17"),
+        ({"num_hidden_layers": 0}, "is 0"),
+        ({"kv": "paged"}, "kv is 'paged'"),
+        ({"target": "tpu"}, "target is 'tpu'"),
+        ({"target": "tensorrt", "opset": 23}, "TensorScatter"),
+        ({"max_length": 128}, "static cache of tensorrt"),
+        ({"max_length": 128, "target": "tensorrt", "kv": "concat"}, "static cache of tensorrt"),
+        ({"max_length": 100, "target": "tensorrt"}, "multiple of 64"),
+        ({"defaults": TopWParameters(lam=1e300)}, r"lam is 1e\+300, but must be .* in float32 too"),
+    ],
+)
+def test_a_request_out_of_range_is_refused(tmp_path: Path, setting: dict[str, object], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        export("demo", tmp_path / "out", **setting)
+
+
+def test_foreign_graphs_that_do_not_fit_say_why(tmp_path: Path, foreign_decoder: Path) -> None:
+    def changed(name: str, change: Callable[[ir.Model], None]) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(foreign_decoder, folder)
+        model = ir.load(folder / "model.onnx")
+        change(model)
+        ir.save(model, folder / "model.onnx")
+        return folder
+
+    def rename(model: ir.Model) -> None:
+        next(v for v in model.graph.inputs if v.name == "past_key_values.1.key").name = "past.1.key"
+
+    def lower_opset(model: ir.Model) -> None:
+        model.graph.opset_imports[""] = 17
+
+    with pytest.raises(UnsupportedModelError, match=r"lacks past_key_values\.1\.key"):
+        export(changed("names", rename), tmp_path / "out")
+    with pytest.raises(UnsupportedModelError, match="written in opset 17"):
+        export(changed("opset", lower_opset), tmp_path / "out")
+    folder = changed("data", lambda _model: None)
+    (folder / "model.onnx.data").unlink()
+    with pytest.raises(SourceError, match=r"needs the data file model\.onnx\.data, which is missing"):
+        export(folder, tmp_path / "out")
+    (folder / "model.onnx").write_bytes(b"\xff\xff not a graph")
+    with pytest.raises(SourceError, match="cannot be read as ONNX"):
+        export(folder, tmp_path / "out")

@@ -1,0 +1,141 @@
+"""Where the native sampler stops looking: after a few candidates, after some hundreds, or at the pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from benchmarks.tail_cases import Case
+from tests.plugins.native_cases import differences, opened, sampled
+
+from topw_deploy.plugins.kernel import STAGES, Kernel
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
+
+OPTIONS = TopWOptions(metric="uniform")
+BLOCK = 128  # logits that share a maximum
+FIRST_LOOK = 200  # more candidates than a first look finds where no logits are equal
+SECOND_LOOK = 640  # candidates that the second look is after
+LAM, FLAT_VOCAB = 2.2, 80_000
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    return opened(tmp_path_factory.mktemp("native"))
+
+
+def case(logits: np.ndarray, **parameters: float) -> Case:
+    named = {name: getattr(TopWParameters(), name) for name in TopWParameters.__slots__}
+    return Case(logits.astype(np.float32), named | parameters, 0.5, "stages")
+
+
+def unlike_the_reference(kernel: Kernel, cases: list[Case]) -> list[str]:
+    return differences(kernel, cases, OPTIONS, Geometry.uniform(), None)
+
+
+def stages(kernel: Kernel, cases: list[Case]) -> list[str]:
+    return [STAGES[number] for number in sampled(kernel, cases, OPTIONS, None).reports["stage"]]
+
+
+def base_objective(log_weights: np.ndarray, beta: float) -> np.ndarray:
+    """J without potential over every prefix."""
+    weights = np.exp(log_weights)
+    masses = weights.cumsum()
+    return (LAM * log_weights * weights).cumsum() / masses + (beta - LAM) * np.log(masses)
+
+
+def shelf_below_the_second_look(best: int) -> np.ndarray:
+    """float64 [FLAT_VOCAB]: `best` large logits, then just as many as the second look finds, and right under the last
+    of these a shelf of equal ones that fills the pool: the block stop's worst case."""
+    blocks = FLAT_VOCAB // BLOCK
+    reached = int(blocks * (1 - np.exp(-SECOND_LOOK / blocks))) + 6
+    place = np.random.default_rng(best).permutation(SECOND_LOOK)
+    found = place % reached * BLOCK + place // reached * 3
+    slope = np.linspace(-1.0, -1.5, SECOND_LOOK - 40 - best)
+    logits = np.full(FLAT_VOCAB, -30.0)
+    logits[np.setdiff1d(np.arange(FLAT_VOCAB), found)[:3000]] = -1.5 - 2e-6
+    logits[found] = np.concatenate([np.linspace(0.0, -0.1, best), slope, np.full(40, -1.5)])
+    return logits
+
+
+def beta_at_the_tie(logits: np.ndarray) -> float:
+    """The beta for which the whole pool is as good as the best prefix of what the second look finds."""
+    pool = np.sort(logits.astype(np.float32).astype(np.float64))[::-1][: OPTIONS.top_m]
+    low, high = LAM + 1e-3, LAM + 3
+    for _ in range(60):
+        beta = (low + high) / 2
+        objective = base_objective(pool, beta)
+        low, high = (low, beta) if objective[-1] > objective[:SECOND_LOOK].max() else (beta, high)
+    return low
+
+
+@pytest.mark.parametrize("init_top_p", [0.999, 1.0])
+@pytest.mark.parametrize("best", [8, 20, 50])
+def test_a_second_look_settles_up_to_the_tie_with_the_whole_pool_and_not_beyond(
+    kernel: Kernel, best: int, init_top_p: float
+) -> None:
+    logits = shelf_below_the_second_look(best)
+    tie = beta_at_the_tie(logits)
+    below, above = (
+        [case(logits, lam=LAM, beta=tie * (1 + sign * by), init_top_p=init_top_p) for by in (1e-6, 1e-5, 1e-3)]
+        for sign in (-1, 1)
+    )
+    assert unlike_the_reference(kernel, below + above) == []
+    assert stages(kernel, below) == ["candidates"] * 3
+    assert "candidates" not in stages(kernel, above)
+    assert (sampled(kernel, below, OPTIONS, None).kept == best).all()
+    if init_top_p == 1:
+        assert (sampled(kernel, above, OPTIONS, None).kept == OPTIONS.top_m).all()
+
+
+@pytest.mark.parametrize("width", [1.6, 2.0])
+def test_a_wide_bell_is_settled_by_some_hundred_candidates(kernel: Kernel, width: float) -> None:
+    bell = np.random.default_rng(0).standard_normal((4, 151_936))
+    cases = [case(width * row, temperature=2.0) for row in bell]
+    assert unlike_the_reference(kernel, cases) == []
+    reports = sampled(kernel, cases, OPTIONS, None).reports
+    second = (reports["stage"] == STAGES.index("candidates")) & (reports["candidates"] > FIRST_LOOK)
+    assert second.sum() >= 2
+    assert (reports["candidates"][second] < 1.2 * SECOND_LOOK).all()
+
+
+def test_no_second_look_is_taken_at_a_row_too_flat_for_it(kernel: Kernel) -> None:
+    row = case(np.random.default_rng(0).standard_normal(151_936), temperature=2.0)
+    assert unlike_the_reference(kernel, [row]) == []
+    assert stages(kernel, [row]) == ["geometry"]
+
+
+def arranged(kind: str) -> np.ndarray:
+    """float64 [100,000] logits that are not where chance would have thrown them."""
+    rng = np.random.default_rng(3)
+    logits = rng.standard_normal(100_000)
+    if kind == "ascending":
+        return np.sort(logits)
+    if kind == "one of each block":
+        ranked = -np.sort(-logits)
+        spread = np.empty(100_000)
+        spread[np.argsort(np.arange(100_000) % BLOCK, kind="stable")] = ranked
+        return spread
+    if kind == "most blocks banned":
+        logits[16_000:] = -np.inf
+    if kind == "fewer finite than the pool":
+        logits[rng.permutation(100_000)[900:]] = -np.inf
+    if kind == "few values":
+        logits = np.round(logits * 4) / 4
+    if kind == "two values":
+        logits = np.where(logits > 1.9, 1.0, 0.5)
+    return logits
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ascending", "one of each block", "most blocks banned", "fewer finite than the pool", "few values",
+        "two values", "random",
+    ],
+)  # fmt: skip
+def test_the_pool_is_the_best_wherever_they_lie(kernel: Kernel, kind: str) -> None:
+    """With everything as warm start, beta decides how much of the pool is kept: all of it, to its last tokens."""
+    logits = arranged(kind)
+    cases = [case(logits, temperature=2.0, beta=beta, init_top_p=1.0) for beta in (2.8, 4.0, 9.0)]
+    assert unlike_the_reference(kernel, cases) == []
+    kept = sampled(kernel, cases, OPTIONS, None).kept
+    assert kept.max() == min(OPTIONS.top_m, np.isfinite(logits).sum())

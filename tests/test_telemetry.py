@@ -1,0 +1,32 @@
+"""onnxruntime sends nothing and leaves nothing behind, unless somebody wants it to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from topw_deploy import telemetry
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import topw_deploy.runtime",
+        "from topw_deploy.cli.main import run, topw; assert run(topw, 'topw', 'TOPW', ['doctor']) == 0",
+    ],
+)
+def test_onnxruntime_leaves_no_file_in_the_temporary_folder(tmp_path: Path, statement: str) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    subprocess.run([sys.executable, "-c", statement], env=environment, check=True, capture_output=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_wants_telemetry_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "0")
+    telemetry.switch_off()
+    assert os.environ["ORT_DISABLE_TELEMETRY"] == "0"
