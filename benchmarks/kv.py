@@ -99,7 +99,10 @@ def _row(turns: Sequence[dict[str, float]], args: argparse.Namespace) -> list[st
 
 
 def loop(export: Path, args: argparse.Namespace) -> None:
-    """`TopWModel` with Top-W beside genai's own loop, greedy and with top-p."""
+    """`TopWModel` with Top-W beside genai's own loop, greedy and with top-p.
+
+    Every session opens all of them anew: where a process finds its weights in memory decides some per cent of a step.
+    """
     peers = ("topw-native", "genai-greedy", "genai-top-p")
     rows = []
     for context in args.context:
@@ -115,12 +118,9 @@ def loop(export: Path, args: argparse.Namespace) -> None:
             seed=args.seed,
         )
         say(f"loop: {context} tokens of context")
-        for report in bench_decode(settings).runs:
-            per_token = {name: side.per_token for name, side in report.sides.items()}
-            ms = [f"{statistics.median(per_token[name]) * 1e3:.2f}" for name in peers]
-            ratios = [cell(paired(per_token, "topw-native", name)) for name in peers[1:]]
-            certified = statistics.mean(run["certified"] for run in report.sides["topw-native"].runs)
-            rows.append((report.threads, f"{context:,}", *ms, *ratios, f"{certified:.3f}"))
+        sessions = [bench_decode(settings).runs for _ in range(args.sessions)]
+        for reports in zip(*sessions, strict=True):  # one of each session, with the same threads
+            rows.append((reports[0].threads, f"{context:,}", *_loop_row(reports, peers)))
     header = (
         "threads",
         "context",
@@ -129,6 +129,26 @@ def loop(export: Path, args: argparse.Namespace) -> None:
         "certified",
     )
     print(f"\nA step of the whole loop, Top-W beside genai's own\n\n{table(header, rows)}")
+
+
+def _loop_row(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
+    """Medians over all runs, ratios run by run; behind them the sessions' smallest and largest median."""
+    ours = peers[0]
+    times: dict[str, list[float]] = {name: [] for name in peers}
+    ratios: dict[str, list[list[float]]] = {name: [] for name in peers[1:]}
+    certified = []
+    for report in reports:
+        per_token = {name: side.per_token for name, side in report.sides.items()}
+        for name in peers:
+            times[name] += per_token[name]
+        for name in peers[1:]:
+            ratios[name].append(paired(per_token, ours, name))
+        certified += [run["certified"] for run in report.sides[ours].runs]
+    cells = [f"{statistics.median(times[name]) * 1e3:.2f}" for name in peers]
+    for every in ratios.values():
+        medians = [statistics.median(one) for one in every]
+        cells.append(f"{cell([r for one in every for r in one])[:-1]}; sessions {min(medians):.3f}-{max(medians):.3f})")
+    return [*cells, f"{statistics.mean(certified):.3f}"]
 
 
 def memory(args: argparse.Namespace) -> None:
@@ -154,11 +174,11 @@ def main() -> None:
     parser.add_argument("--form", nargs="+", default=["static", "scatter"], choices=list(FORMS))
     parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--sessions", type=int, default=3, help="how often the graphs are opened anew")
+    parser.add_argument("--sessions", type=int, default=3, help="how often everything is opened anew")
     parser.add_argument("--sweeps", type=int, default=2, help="sequences in a session")
     parser.add_argument("--turns", type=int, default=12, help="turns of each graph in a sequence")
     parser.add_argument("--steps", type=int, default=6, help="steps that count in a turn")
-    parser.add_argument("--rounds", type=int, default=15, help="runs of each loop")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each loop in a session")
     parser.add_argument("--new-tokens", type=int, default=64, help="of a run")
     parser.add_argument("--tokens", type=int, default=10_000, help="of the long sequence")
     parser.add_argument("--seed", type=int, default=0)

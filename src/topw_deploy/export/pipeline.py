@@ -104,7 +104,7 @@ def _write(
     there = sum(min(size, plan.files.get(name, 0)) for name, size in sizes_in(folder).items())
     require_space(folder.parent, plan.needed - there)
     log = stages.log()
-    progress(f"Writing {plan.data / 1e6:.1f} MB of weights")
+    progress(f"Writing {sum(plan.files.values()) / 1e6:.1f} MB")
     with bar(plan.data, "B") as advance:
         _bring_data(built, source, folder, request.hard_link, stages, advance)
         try:

@@ -42,8 +42,8 @@ class Plan:
 
     @property
     def data(self) -> int:
-        """Bytes of weights that are copied or written, as a bar counts them."""
-        return sum(size for name, size in self.files.items() if name != MODEL_FILE)
+        """Bytes of data files that are copied or written, as a bar counts them."""
+        return sum(size for name, size in self.files.items() if name not in (MODEL_FILE, *COPIED))
 
 
 def plan_of(built: Built, source: Source, tokenizer_folder: Path, folder: Path, request: ExportRequest) -> Plan:
