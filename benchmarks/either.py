@@ -16,7 +16,7 @@ import onnxruntime as ort
 from topw_deploy.bench.decode.argmax import share_weights
 from topw_deploy.export.tail import OP_TYPE
 from topw_deploy.manifest import Manifest
-from topw_deploy.plugins.library import library_path
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.folder import ModelFolder

@@ -25,7 +25,7 @@ from benchmarks.tail_cases import (
     graph,
     random_case,
 )
-from topw_deploy.plugins.library import library_path, why_absent
+from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 

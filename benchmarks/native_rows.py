@@ -1,6 +1,6 @@
 """What one row costs in the native sampler, called through ctypes with everything bound, on one thread.
 
-    python -m benchmarks.native_rows [--library PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
+    python -m benchmarks.native_rows [--native PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
 
 Certified rows stand beside numpy.max over the same logits, ten calls in a row, caches warm. Uncertified ones (lam 1,
 init_top_p 0.5, T = 2, logits of a bell and nothing above it) stand beside the authors' released processor where its
@@ -21,7 +21,7 @@ from benchmarks.common import machine, released_processor, say
 from benchmarks.tail import VOCAB, flat_logits, measure
 from topw_deploy.bench.sampler.problem import likely_logits
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
-from topw_deploy.plugins.library import library_path, why_absent
+from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling import Geometry, TopWOptions
 
 HIDDEN, GEOMETRY_VOCAB = 2_048, 32_000
@@ -122,14 +122,14 @@ def uncertified_rows(kernel: Kernel, processor: Any, rounds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", type=Path, help="default: the package's")
+    parser.add_argument("--native", type=Path, help="default: the package's")
     parser.add_argument("--processor", type=Path, help="the authors' logit_processor_w1.py")
     parser.add_argument("--instruction-set", help="default: the best")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--rows", choices=("certified", "shapes", "uncertified", "all"), default="all")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    path = given.library or library_path()
+    path = given.native or library_path()
     if path is None:
         raise SystemExit(f"there is no native sampler: {why_absent()}.")
     kernel = Kernel(path)

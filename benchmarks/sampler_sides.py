@@ -93,7 +93,7 @@ def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
 def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
     """The kernel of the native library through ctypes, the rows as one batch; it draws."""
     from topw_deploy.plugins.kernel import STAGES, Kernel, KernelTable
-    from topw_deploy.plugins.library import library_path, why_absent
+    from topw_deploy.plugins.shared_library import library_path, why_absent
 
     path = library_path()
     if path is None:

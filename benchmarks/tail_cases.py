@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
-from topw_deploy.plugins.library import library_path
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TieBounds, draw, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 

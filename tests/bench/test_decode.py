@@ -19,7 +19,7 @@ from topw_deploy.bench.process import Worker
 from topw_deploy.bench.workers.decode_topw import start
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.manifest import load_manifest
-from topw_deploy.plugins.library import library_path
+from topw_deploy.plugins.shared_library import library_path
 from toy_graph import FORMS
 from toy_model import Toy, export
 

@@ -27,7 +27,7 @@ from topw_deploy.bench.sampler.problem import (
 from topw_deploy.bench.sampler.run import run
 from topw_deploy.bench.sampler.settings import SamplerSettings
 from topw_deploy.errors import BenchmarkError, ParameterError
-from topw_deploy.plugins.library import library_path
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import METRICS, Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.sampling.fast import FastCrop, fast_crop
 

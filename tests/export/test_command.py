@@ -13,7 +13,7 @@ from tiny_models import VOCAB
 from topw_deploy.cli.export import command as export_command
 from topw_deploy.cli.verify import command as verify_command
 from topw_deploy.manifest import load_manifest
-from topw_deploy.plugins.library import why_absent
+from topw_deploy.plugins.shared_library import why_absent
 
 
 def run(*arguments: object) -> Result:

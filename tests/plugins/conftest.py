@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import library
+from topw_deploy.plugins import shared_library as library
 
 
 @pytest.fixture(scope="session")

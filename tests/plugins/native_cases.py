@@ -10,7 +10,8 @@ import pytest
 from benchmarks.tail_cases import Case, Scenario, embedding_table, random_case
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.plugins import build, library
+from topw_deploy.plugins import build
+from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TopWOptions, sample_row
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import build, library
+from topw_deploy.plugins import build
+from topw_deploy.plugins import shared_library as library
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,7 +133,7 @@ def test_a_wheel_with_the_library_is_for_one_platform_and_one_without_for_all(
     tag, files = wheel_of(source_tree)
     assert tag == "py3-none-any"
     assert build.LIBRARY_NAME not in files
-    assert "library.py" in files
+    assert "shared_library.py" in files
 
 
 def test_the_source_distribution_has_every_file_that_the_library_is_made_from(source_tree: Path) -> None:

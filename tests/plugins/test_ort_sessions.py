@@ -17,7 +17,7 @@ from benchmarks.tail_cases import feeds, random_case
 
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import MANIFEST_NAME, Manifest, describe_files, load_manifest, save_manifest
-from topw_deploy.plugins import library
+from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel, TopWSampler, native, session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.sampling import TopWOptions

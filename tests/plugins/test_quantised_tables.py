@@ -17,7 +17,7 @@ from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.graft import add_sampler_node, install_function, sampler_inputs
 from topw_deploy.export.tail import EmbeddingForm, TailSpec
 from topw_deploy.plugins.kernel import Kernel, KernelBlocks, KernelTable
-from topw_deploy.plugins.library import load
+from topw_deploy.plugins.shared_library import load
 from topw_deploy.sampling import Geometry, TopWOptions
 
 from .native_cases import columns, opened

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from topw_deploy.plugins import library
+from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 from toy_model import Load, Toy, export

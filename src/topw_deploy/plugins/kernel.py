@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError, ProviderError
-from topw_deploy.plugins.library import ABI_VERSION, variable_naming
+from topw_deploy.plugins.shared_library import ABI_VERSION, variable_naming
 from topw_deploy.sampling.geometry import Geometry
 from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, TopWOptions, TopWParameters, canonical_names
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import onnxruntime as ort
 
 from topw_deploy.errors import ParameterError, ProviderError
-from topw_deploy.plugins import library
+from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import providers
 
 Sampler: TypeAlias = Literal["native", "graph"]

@@ -19,7 +19,7 @@ from topw_deploy.export.quantise.blocks import Blocks
 from topw_deploy.export.verification.dequantised import dequantise_model
 from topw_deploy.export.verification.exact_products import exact_products
 from topw_deploy.manifest import load_manifest
-from topw_deploy.plugins.library import library_path
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 
 CASES = {

@@ -75,7 +75,7 @@ def _named(side: Side, names: Sequence[str]) -> bool:
 
 
 def _ours(given: DecodeSettings) -> Iterator[Side]:
-    from topw_deploy.plugins.library import library_path, why_absent
+    from topw_deploy.plugins.shared_library import library_path, why_absent
 
     folder = str(given.folder)
     absent = None if library_path() is not None else f"not here: {why_absent()}"

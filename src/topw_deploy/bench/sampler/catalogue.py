@@ -105,7 +105,7 @@ def _absence(entry: Entry, authors: Path | None, genai_python: Path | None) -> s
         if not installed("onnx"):
             return f"not to be driven without onnx: {EXPORT}"
     if entry.name in ("native", "native-op"):
-        from topw_deploy.plugins.library import library_path, why_absent
+        from topw_deploy.plugins.shared_library import library_path, why_absent
 
         if library_path() is None:
             return f"not here: {why_absent().rstrip('.')}"

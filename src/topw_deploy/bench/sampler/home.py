@@ -121,7 +121,7 @@ class Home:
         if not {"native", "native-op"} & set(self.sides):
             return None
         from topw_deploy.plugins.kernel import Kernel
-        from topw_deploy.plugins.library import library_path
+        from topw_deploy.plugins.shared_library import library_path
 
         path = library_path()
         return None if path is None else Kernel(path).instruction_set

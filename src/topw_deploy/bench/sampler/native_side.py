@@ -11,7 +11,7 @@ from topw_deploy.bench.sampler.problem import Case, Logits, Problem
 from topw_deploy.bench.sampler.side import Call
 from topw_deploy.errors import ProviderError
 from topw_deploy.plugins.kernel import Kernel, KernelCall, KernelTable
-from topw_deploy.plugins.library import library_path, why_absent
+from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 
