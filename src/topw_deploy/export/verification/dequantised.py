@@ -40,7 +40,7 @@ def dequantise_model(
                 block_size = settings.table_block_size(rows.shape[1]) if parameter is table else settings.block_size
                 exact = packed is not None and packed.origin(rows.numpy()) is not None
                 if block_size is not None and not exact and _key(rows[0].numpy()) not in kept:
-                    rows.copy_(torch.from_numpy(_rounded(rows, block_size, settings)))
+                    rows.copy_(torch.from_numpy(rounded(rows, block_size, settings)))
 
 
 def float_outputs(graph: ir.Graph) -> set[bytes]:
@@ -59,7 +59,8 @@ def _key(output: np.ndarray) -> bytes:
     return np.ascontiguousarray(output[:_COMPARED], dtype=np.float32).tobytes()
 
 
-def _rounded(rows: torch.Tensor, block_size: int, settings: Quantisation) -> np.ndarray:
+def rounded(rows: torch.Tensor, block_size: int, settings: Quantisation) -> np.ndarray:
+    """`rows` [outputs, inputs] as their blocks hold them, float32."""
     array = rows.numpy()
     outputs, inputs = array.shape
     shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)
