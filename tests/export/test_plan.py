@@ -19,6 +19,7 @@ from topw_deploy.export import ExportReport, ExportRequest, depth, export_model,
 from topw_deploy.export.data_files import file_sizes, lay_out
 from topw_deploy.export.folder import SPARE
 from topw_deploy.export.memory import StageMemory, peak_bytes, resident_bytes
+from topw_deploy.export.plan import Plan
 from topw_deploy.export.request import parse_size
 from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
 
@@ -176,3 +177,12 @@ def test_the_manifest_counts_the_weights_by_type(sharded: tuple[Path, ExportRepo
     assert decoder.weights == found
     assert next(iter(found)) == "float16"
     assert sum(found.values()) == weights.weight_bytes(ir.load(out / "model.onnx"))
+
+
+def test_the_disk_must_hold_all_files_but_hard_links_and_what_the_verification_writes_beside() -> None:
+    def needed(shared: int, beside: int) -> int:
+        return Plan({"model.onnx": 100, "model.onnx_data": 1000}, shared, beside, [], {}).needed
+
+    assert needed(0, 0) > 1100
+    assert needed(400, 0) == needed(0, 0) - 400
+    assert needed(0, 70) == needed(0, 0) + 70
