@@ -38,17 +38,19 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     **{f"int4 default, blocks of {size}": {"bits": 4, "block_size": size} for size in (16, 64, 128)},
     **{f"int8 default, blocks of {size}": {"bits": 8, "block_size": size} for size in (32, 128)},
 }
-# argv: a graph, and the native sampler's library or nothing
+# argv: a graph, and the native sampler's library or nothing. Nothing else is imported: it would be memory to reuse.
 _OPEN = """
-import sys, onnxruntime
-from topw_deploy.export.memory import resident_bytes
+import os, sys, onnxruntime
+def resident():
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 options = onnxruntime.SessionOptions()
 options.intra_op_num_threads, options.log_severity_level = 1, 3
 if sys.argv[2]:
     options.register_custom_ops_library(sys.argv[2])
-before = resident_bytes()
+before = resident()
 session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-print(resident_bytes() - before)
+print(resident() - before)
 """
 
 
