@@ -115,11 +115,12 @@ def test_inputs_outputs_and_attributes_are_those_of_the_contract() -> None:
     assert tail_outputs(full) == ("next_token", "logprob", "kept", "certified", "mass", "keep_mask")
     assert tail_attributes(full) == {
         "plugin_namespace": "topw", "plugin_version": "1", "top_m": 1200, "alt_iters": 3, "metric": "mahalanobis",
-        "knn_k": 3, "table_form": "Gather(axis=0)",
+        "knn_k": 3, "table_form": "Gather(axis=0)", "with_mass": 1, "with_keep_mask": 1,
     }  # fmt: skip
     uniform = TailSpec(options=TopWOptions(metric="uniform"), vocab_size=9)
     assert tail_inputs(uniform) == TAIL_INPUTS
     assert tail_attributes(uniform)["table_form"] == ""
+    assert tail_attributes(uniform)["with_mass"] == tail_attributes(uniform)["with_keep_mask"] == 0
     function = build_tail(full)
     assert tuple(value.name for value in function.inputs) == tail_inputs(full)
     assert tuple(value.name for value in function.outputs) == tail_outputs(full)

@@ -114,7 +114,8 @@ def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
     """Attributes of the node: what a native kernel must know, the function's body has it built in.
 
     `plugin_namespace` and `plugin_version` are how TensorRT finds a plugin; `knn_k` is 0 for `nearest`;
-    `table_form` is empty for the `uniform` metric.
+    `table_form` is empty for the `uniform` metric; `with_mass` and `with_keep_mask` (0 or 1) say which outputs there
+    are, since TensorRT asks a plugin for their number and tells it nothing but attributes and inputs.
     """
     return {
         "plugin_namespace": DOMAIN,
@@ -124,4 +125,6 @@ def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
         "metric": spec.options.metric,
         "knn_k": spec.options.neighbours,
         "table_form": spec.embedding.form if spec.has_geometry and spec.embedding is not None else "",
+        "with_mass": int(spec.with_mass),
+        "with_keep_mask": int(spec.with_keep_mask),
     }
