@@ -43,6 +43,10 @@ class ProviderError(TopWError):
     """The execution provider asked for is not the one that would run."""
 
 
+class PluginError(TopWError):
+    """A native library cannot be built, or does not fit this machine."""
+
+
 class GenerationError(TopWError):
     """The graph answered that a row is invalid (NaN or infinite logits); names row and step."""
 

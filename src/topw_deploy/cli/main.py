@@ -29,6 +29,7 @@ COMMANDS = {
     "inspect": "Show what an exported folder holds.",
     "verify": "Check an exported folder again.",
     "bench": "Measure a sampling step or a decoding loop here, beside others.",
+    "plugins": "Build the native libraries for GPUs, and show which there are.",
     "doctor": "Show versions, providers and what is missing.",
 }
 """Name -> what `topw --help` says about it; the module is `topw_deploy.cli.<name>`."""

@@ -52,13 +52,13 @@ def _build(output: Path) -> None:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="topw-build-") as scratch:
         made = Path(scratch) / output.name
-        _run([*compiler, *FLAGS, *_linker_flags(compiler), "-shared", *sources, "-lm", "-o", str(made)])
+        run([*compiler, *FLAGS, *linker_flags(compiler), "-shared", *sources, "-lm", "-o", str(made)])
         if not made.is_file() or not made.stat().st_size:
             raise NotBuiltError(f"{compiler[0]} said nothing and wrote no library")
-        _put(made, output)
+        put(made, output)
 
 
-def _put(made: Path, output: Path) -> None:
+def put(made: Path, output: Path) -> None:
     """In one piece, and as a new file: a process that has the old one loaded keeps it."""
     beside = output.with_name(f".{output.name}.{os.getpid()}")
     try:
@@ -82,7 +82,7 @@ def find_compiler() -> list[str]:
     raise NotBuiltError("there is no C++ compiler (install one, or name it with CXX)")
 
 
-def _linker_flags(compiler: Sequence[str]) -> list[str]:
+def linker_flags(compiler: Sequence[str]) -> list[str]:
     """Those of the linker's flags that this compiler takes."""
     if sys.platform != "linux":
         return []
@@ -92,14 +92,15 @@ def _linker_flags(compiler: Sequence[str]) -> list[str]:
         probe.write_text('extern "C" int topw_probe() { return 0; }\n', encoding="ascii")
         for flag in _LINUX:
             try:
-                _run([*compiler, *FLAGS, flag, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])
+                run([*compiler, *FLAGS, flag, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])
                 taken.append(flag)
             except NotBuiltError:
                 continue
     return taken
 
 
-def _run(command: Sequence[str]) -> None:
+def run(command: Sequence[str]) -> None:
+    """Run a compiler. Raises NotBuiltError with the first line of what it complained of."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LONGEST)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
