@@ -21,7 +21,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
-from topw_deploy.runtime.session import SAMPLER_INPUTS, Binding, graph_inputs
+from topw_deploy.runtime.session import SAMPLER_INPUTS, OpenGraph
 from topw_deploy.sampling import TopWParameters
 
 CHOICE = "argmax"  # a bool, the input that decides
@@ -66,10 +66,8 @@ def write_either(export: Path, folder: Path) -> Path:
     return folder / FILE
 
 
-class Either:
+class Either(OpenGraph):
     """A session over such a file, as the runtime's loop and bindings want one. native: with the native operator."""
-
-    provider, sampler, why_graph, device = "CPUExecutionProvider", "either", "", ("cpu", 0)
 
     def __init__(self, path: Path, *, native: bool) -> None:
         options = ort.SessionOptions()
@@ -77,13 +75,7 @@ class Either:
         options.log_severity_level = 3
         if native:
             options.register_custom_ops_library(str(library_path()))
-        self.raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self.inputs = frozenset(node.name for node in graph_inputs(self.raw))
-        self.with_defaults = frozenset(node.name for node in self.raw.get_overridable_initializers())
-        self.outputs = tuple(node.name for node in self.raw.get_outputs())
-
-    def bind(self) -> Binding:
-        return Binding(self)  # type: ignore[arg-type]
+        super().__init__(ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
 
 
 class TopW:
@@ -91,7 +83,7 @@ class TopW:
 
     def __init__(self, export: Path, session: Either) -> None:
         self.session = session
-        self.model = TopWModel(ModelFolder(export, "decoder"), session, time.perf_counter())  # type: ignore[arg-type]
+        self.model = TopWModel(ModelFolder(export, "decoder"), session, time.perf_counter())
         self.choice = np.array(False)
         self.certified: list[bool] = []
 
@@ -100,7 +92,7 @@ class TopW:
         requests, _, _ = self.model._requests([prompt], settings)
         self.row = Row(0, requests[0], None)
         model = self.model
-        self.generation = Generation(self.session, model.manifest, model._caches, [self.row])  # type: ignore[arg-type]
+        self.generation = Generation(self.session, model._caches, [self.row])
         self.generation.binding.bind_array(CHOICE, self.choice)
         accept(self.generation, prefill(self.generation))
 

@@ -47,6 +47,10 @@ class PluginError(TopWError):
     """A native library cannot be built, or does not fit this machine."""
 
 
+class EngineError(TopWError):
+    """A TensorRT engine cannot be built, or the one that is there does not fit this machine or folder."""
+
+
 class GenerationError(TopWError):
     """The graph answered that a row is invalid (NaN or infinite logits); names row and step."""
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import BufferPool, Buffers
+from topw_deploy.runtime.memory import HostMemory
 
 HEADS, DIMS = (2, 1), (4, 3)
 
 
-@dataclass
-class Device:
+class Host:
     """All that a pool wants of a session."""
 
-    device: tuple[str, int] = ("cpu", 0)
+    memory = HostMemory
 
 
 def pool(step: int = 0, least: int = 0, **sizes: int) -> BufferPool:
@@ -33,7 +31,7 @@ def pool(step: int = 0, least: int = 0, **sizes: int) -> BufferPool:
         buffer_step=step,
         buffer_least=least,
     )
-    return BufferPool(Device(), decoder, **sizes)  # type: ignore[arg-type]
+    return BufferPool(Host(), decoder, **sizes)  # type: ignore[arg-type]
 
 
 def tensors(buffers: Buffers) -> list[np.ndarray]:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.face import Binding
 from topw_deploy.runtime.request import RowRequest
-from topw_deploy.runtime.session import Binding
 
 NAMES = ("edit_ids", "edit_penalty", "edit_bias")
 _FIRST_SLOTS = 16
@@ -24,15 +24,15 @@ _LARGEST = float(np.finfo(np.float32).max)
 class Edits:
     """The edit inputs of one batch: `bind` once, then per step `prepare` before the run and `accept` after it.
 
-    fixed: the number of slots where the graph was exported with a fixed one, else None.
+    fixed: the number of slots where the graph was exported with a fixed one, else None. most: what they may grow to.
     Rows without any edit cost nothing, and a batch without any binds empty inputs once.
     """
 
-    def __init__(self, rows: Sequence[RowRequest], fixed: int | None = None) -> None:
-        self._fixed = fixed
+    def __init__(self, rows: Sequence[RowRequest], fixed: int | None = None, most: int | None = None) -> None:
+        self._fixed, self._most = fixed, most
         self._batch = len(rows)
         self._bound: np.ndarray | None = None
-        self._allocate(_FIRST_SLOTS if fixed is None else fixed)
+        self._allocate(min(_FIRST_SLOTS, most or _FIRST_SLOTS) if fixed is None else fixed)
         self._rows = {index: _RowEdits(self, index, row) for index, row in enumerate(rows) if _wants_edits(row)}
         self.active = bool(self._rows)  # whether any row has edits left to make
         if not self.active and fixed is None:
@@ -71,8 +71,13 @@ class Edits:
                 f"the request edits more than {self._fixed} tokens, which is what this graph was exported for; "
                 "use fewer penalties, biases or bans, or export with more slots."
             )
+        if self.slots == self._most:
+            raise ParameterError(
+                f"the request edits more than {self._most} tokens of a row, which is what this engine was built for; "
+                "use fewer penalties, biases or bans, or build it with a higher --max-edits."
+            )
         slots, ids, penalty, bias = self.slots, self.ids, self.penalty, self.bias
-        self._allocate(2 * slots)
+        self._allocate(min(2 * slots, self._most or 2 * slots))
         self.ids[:, :slots], self.penalty[:, :slots], self.bias[:, :slots] = ids, penalty, bias
 
     def _allocate(self, slots: int) -> None:

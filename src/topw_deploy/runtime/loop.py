@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from topw_deploy.errors import GenerationError
-from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.draws import Draws
-from topw_deploy.runtime.edits import NAMES as EDIT_NAMES
 from topw_deploy.runtime.edits import Edits
+from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.record import Record
 from topw_deploy.runtime.request import RowRequest
-from topw_deploy.runtime.session import GraphSession
 from topw_deploy.runtime.text import RowText
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
@@ -72,7 +70,7 @@ class Generation:
     Shapes below: B rows, S tokens of the longest prompt. To be closed when it has ended or is given up.
     """
 
-    def __init__(self, session: GraphSession, manifest: Manifest, caches: Caches, rows: Sequence[Row]) -> None:
+    def __init__(self, session: Session, caches: Caches, rows: Sequence[Row]) -> None:
         requests = [row.request for row in rows]
         batch, prompts, budgets = len(rows), [r.prompt for r in requests], [r.budget for r in requests]
         self.active = list(rows)
@@ -85,7 +83,7 @@ class Generation:
         self.binding.bind_changing("uniform", self.uniform)
         self.uniform_view = self.uniform.data
         self.temperature = self._bind_parameters(requests)  # [B]
-        self.edits = Edits(requests, _fixed_slots(manifest))
+        self.edits = Edits(requests, session.fixed_edits, session.most_edits)
         self.edits.bind(self.binding)
         self.record = Record(session.outputs, self.binding, batch, max(budgets))
         self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)
@@ -96,8 +94,9 @@ class Generation:
                 self.retire(row)
 
     def close(self) -> None:
-        """Let go of the cache."""
+        """Let go of the cache and of the bindings."""
         self.caches.close(self.cache)
+        self.binding.close()
 
     def retire(self, row: Row) -> None:
         """Spend no more on the ended `row` than the graph must, which runs it with the others: greedy, no edits."""
@@ -180,11 +179,3 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
         if row.finish_reason is not None:
             g.retire(row)
     return changed
-
-
-def _fixed_slots(manifest: Manifest) -> int | None:
-    """The width of the edit inputs where the graph fixes it."""
-    for spec in manifest.inputs:
-        if spec.name == EDIT_NAMES[0]:
-            return spec.shape[1] if isinstance(spec.shape[1], int) else None
-    return None

@@ -15,6 +15,7 @@ from topw_deploy.manifest import Manifest
 from topw_deploy.runtime import cache
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.defaults import bos_token, model_defaults
+from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.providers import short_name
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
@@ -43,7 +44,7 @@ class TopWModel:
     def __init__(
         self,
         folder: ModelFolder,
-        session: GraphSession,
+        session: Session,
         started: float,
         *,
         max_length: int | None = None,
@@ -67,7 +68,7 @@ class TopWModel:
         self._caches: cache.Caches | None = cache.Caches(
             session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
         )
-        self._session: GraphSession | None = session
+        self._session: Session | None = session
         self.load_seconds = time.perf_counter() - started
 
     @classmethod
@@ -237,9 +238,7 @@ class TopWModel:
         def decode(ids: Sequence[int]) -> str:
             return self.tokenizer.decode(ids, skip_special)
 
-        return Run(
-            self._session, self.manifest, self._caches, requests, decode, self.load_seconds, streaming=streaming
-        ).pieces()
+        return Run(self._session, self._caches, requests, decode, self.load_seconds, streaming=streaming).pieces()
 
 
 def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None) -> Limits:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import onnxruntime as ort
 
 from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import providers
+from topw_deploy.runtime.face import Sampler
 
-Sampler: TypeAlias = Literal["native", "graph"]
 SAMPLERS = ("auto", "native", "graph")
 
 

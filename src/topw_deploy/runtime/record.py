@@ -1,4 +1,4 @@
-"""What the runs of a generation gave out: written by onnxruntime into one place, and kept step by step."""
+"""What the runs of a generation gave out: written by every run into one place, and kept step by step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.runtime.session import Binding
+from topw_deploy.runtime.face import Binding
 
 # By the size of an element, so that each array is aligned behind the one before it.
 _RECORDED: dict[str, type[Any]] = {

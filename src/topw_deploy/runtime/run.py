@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from topw_deploy.manifest import Manifest
 from topw_deploy.runtime import loop
 from topw_deploy.runtime.cache import Caches
+from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Piece, Timings
-from topw_deploy.runtime.session import GraphSession
 from topw_deploy.runtime.text import IncrementalDecoder, RowText
 
 
@@ -24,8 +23,7 @@ class Run:
 
     def __init__(
         self,
-        session: GraphSession,
-        manifest: Manifest,
+        session: Session,
         caches: Caches,
         requests: Sequence[RowRequest],
         decode: Callable[[Sequence[int]], str],
@@ -33,7 +31,7 @@ class Run:
         *,
         streaming: bool,
     ) -> None:
-        self._session, self._manifest, self._caches, self._decode = session, manifest, caches, decode
+        self._session, self._caches, self._decode = session, caches, decode
         self._load_seconds = load_seconds
         self._rows = [
             loop.Row(index, request, self._text(request) if streaming or request.stop_strings else None)
@@ -43,7 +41,7 @@ class Run:
     def pieces(self) -> Iterator[Piece]:
         """Run to the end. The last piece of each row carries its result; rows without new text give no piece."""
         self._started = time.perf_counter()
-        self._generation = loop.Generation(self._session, self._manifest, self._caches, self._rows)
+        self._generation = loop.Generation(self._session, self._caches, self._rows)
         try:
             yield from self._steps()
         finally:

@@ -12,7 +12,9 @@ import onnxruntime as ort
 from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import TensorSpec
 from topw_deploy.runtime import native, providers
+from topw_deploy.runtime.face import Memory, Sampler
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.memory import DeviceMemory, HostMemory
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias")
@@ -24,7 +26,36 @@ _MOST_THREADS = 1024  # onnxruntime would start as many as it is told and never 
 ELEMENT_TYPES = {"float": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "bfloat16": 16}
 
 
-class GraphSession:
+class OpenGraph:
+    """onnxruntime's session `raw` with the face that the loop wants (runtime/face.py). device: the kind and number of
+    where its tensors live, as onnxruntime names them."""
+
+    provider = providers.CPU
+    sampler: Sampler = "graph"
+    why_graph = ""
+    most_rows: int | None = None  # these three: a graph runs with whatever shapes it is given
+    most_columns: int | None = None
+    most_edits: int | None = None
+
+    def __init__(self, raw: ort.InferenceSession, device: tuple[str, int] = ("cpu", 0)) -> None:
+        self.raw, self.device = raw, device
+        nodes = graph_inputs(raw)
+        self.inputs = frozenset(node.name for node in nodes)
+        self.with_defaults = frozenset(node.name for node in raw.get_overridable_initializers())
+        self.outputs = tuple(node.name for node in raw.get_outputs())
+        slots = next((node.shape[1] for node in nodes if node.name == "edit_ids"), None)
+        self.fixed_edits = slots if isinstance(slots, int) else None
+
+    def bind(self) -> Binding:
+        """A new set of bindings: what one generation owns, so that several may run on one session at once."""
+        return Binding(self)
+
+    def memory(self, size: int) -> Memory:
+        """Zeroed memory of the session's device."""
+        return HostMemory(size) if self.device[0] == "cpu" else DeviceMemory(size, self.device)
+
+
+class GraphSession(OpenGraph):
     """An open session: `raw` (the InferenceSession), the `provider` in use, the `device` (kind, number) that its
     tensors live on, and the `sampler` that answers its node ("native" or "graph", then `why_graph` says why).
 
@@ -59,9 +90,8 @@ class GraphSession:
         wanted = asked if providers.short_name(asked) in providers.available() else providers.CPU
         auto = provider == "auto"
         opened = _open(folder, wanted, provider_options, options, allow_fallback or auto, sampler)
-        self.raw, self.sampler, self.why_graph = opened.raw, opened.sampler, opened.why_graph
-        self.provider = providers.check_used(wanted, self.raw, allow_fallback or auto)
-        self.device = (providers.device_of(self.provider), int((provider_options or {}).get("device_id", 0)))
+        self.sampler, self.why_graph = opened.sampler, opened.why_graph
+        self.provider = providers.check_used(wanted, opened.raw, allow_fallback or auto)
         if self.provider != asked:
             warnings.warn(
                 f"{providers.short_name(asked)} could not start, running on {providers.short_name(self.provider)}; "
@@ -69,14 +99,9 @@ class GraphSession:
                 RuntimeWarning,
                 stacklevel=4,
             )
-        _check_io(folder, self.raw)
-        self.inputs = frozenset(i.name for i in graph_inputs(self.raw))
-        self.with_defaults = frozenset(i.name for i in self.raw.get_overridable_initializers())
-        self.outputs = tuple(o.name for o in self.raw.get_outputs())
-
-    def bind(self) -> Binding:
-        """A new set of bindings: what one generation owns, so that several may run on one session at once."""
-        return Binding(self)
+        _check_io(folder, opened.raw)
+        device = providers.device_of(self.provider), int((provider_options or {}).get("device_id", 0))
+        super().__init__(opened.raw, device)
 
 
 class Binding:
@@ -86,7 +111,8 @@ class Binding:
     provider with memory of its own a host input is copied when it is bound, so a changed array is bound again.
     """
 
-    def __init__(self, session: GraphSession) -> None:
+    def __init__(self, session: OpenGraph) -> None:
+        self._session = session
         self._io = ort.SessionIOBinding(session.raw._sess)
         self._run = session.raw._sess.run_with_iobinding
         self._device = ort.OrtDevice.make(*session.device)._get_c_device()
@@ -138,6 +164,13 @@ class Binding:
     def bind_fresh_again(self, name: str) -> None:
         """Let go of the value of `name` that the last run made: the next run allocates another."""
         self._io.bind_output(name, self._device)
+
+    def another(self) -> Binding:
+        """One with nothing bound."""
+        return Binding(self._session)
+
+    def close(self) -> None:
+        """Nothing is kept for one generation but what its arrays hold."""
 
     def run(self, step: int | None = None) -> None:
         """Run the graph once. Raises GenerationError with onnxruntime's words; `step` None: a piece of a prompt."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import onnxruntime as ort
@@ -18,7 +16,7 @@ import onnxruntime as ort
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache import Cache, Caches
-from topw_deploy.runtime.session import Binding, GraphSession
+from topw_deploy.runtime.session import OpenGraph
 
 FILE = "argmax.onnx"
 
@@ -69,23 +67,13 @@ def share_weights(export: Path, folder: Path) -> None:
             shutil.copyfile(data, folder / data.name)
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """What `Binding` and `Caches` want of a session."""
-
-    raw: ort.InferenceSession
-    inputs: frozenset[str]
-    with_defaults: frozenset[str] = frozenset()
-    device: tuple[str, int] = ("cpu", 0)
-
-
 class ArgMaxLoop:
     """Greedy decoding of one sequence on `path`, a graph whose output `next_token` is its ArgMax: `with_argmax` makes
     one of an export. decoder: what the export's manifest says of its cache."""
 
     def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:
         raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self._session = cast(GraphSession, _Opened(raw, frozenset(node.name for node in raw.get_inputs())))
+        self._session = OpenGraph(raw)
         self._caches = Caches(self._session, decoder)
         self._cache: Cache | None = None
         self._token = np.zeros(1, np.int64)
@@ -94,7 +82,7 @@ class ArgMaxLoop:
         """Begin with `prompt`; at most `capacity` tokens, it and all later ones, may follow. Gives the first token."""
         if self._cache is not None:
             self._caches.close(self._cache)
-        self._binding = Binding(self._session)
+        self._binding = self._session.bind()
         self._binding.bind_result("next_token", self._token)
         self._cache = self._caches.open(self._binding, [prompt], [capacity - len(prompt)])
         self._cache.feed_prompts()

@@ -7,16 +7,15 @@ system hands out zeroed pages when they are first written, so the length that no
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
-import onnxruntime as ort
 
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.names import tensors
-from topw_deploy.runtime.session import ELEMENT_TYPES, Binding, GraphSession
+from topw_deploy.runtime.face import Binding, Memory, Session
+from topw_deploy.runtime.memory import ALIGNMENT
+from topw_deploy.runtime.session import ELEMENT_TYPES
 
-_ALIGNMENT = 64  # bytes: what onnxruntime's own allocator gives vectorised kernels
 _ROUND = 64  # tokens that a buffer's length is a multiple of
 _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
 
@@ -37,42 +36,17 @@ class Layout:
         """Byte offsets of the tensors, and after them the size of the whole."""
         offsets = [0]
         for _, _, heads, dim in self.tensors:
-            offsets.append(offsets[-1] + _round_up(batch * length * self.token_bytes(heads, dim), _ALIGNMENT))
+            offsets.append(offsets[-1] + _round_up(batch * length * self.token_bytes(heads, dim), ALIGNMENT))
         return offsets
 
     def size(self, batch: int, length: int) -> int:
         return self.starts(batch, length)[-1]
 
 
-class _Block:
-    """Zeroed bytes at `pointer`: on the host, or on the device that the session computes on."""
-
-    def __init__(self, size: int, device: tuple[str, int]) -> None:
-        self.size = size
-        self._value: ort.OrtValue | None = None
-        if device[0] == "cpu":
-            memory = np.zeros(size + _ALIGNMENT, np.uint8)
-            start = -memory.ctypes.data % _ALIGNMENT
-            self._array = memory[start : start + size]
-            self.pointer: int = self._array.ctypes.data
-        else:
-            self._value = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), *device)
-            self.pointer = self._value.data_ptr()
-
-    def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        """Let `edit` write into the bytes; those of a device come to the host and go back."""
-        if self._value is None:
-            edit(self._array)
-            return
-        host = self._value.numpy()
-        edit(host)
-        self._value.update_inplace(host)
-
-
 class Buffers:
     """A cache of `batch` rows and `length` tokens, cut from a block that holds `capacity` tokens of so many rows."""
 
-    def __init__(self, layout: Layout, block: _Block, batch: int, capacity: int, length: int) -> None:
+    def __init__(self, layout: Layout, block: Memory, batch: int, capacity: int, length: int) -> None:
         self.layout, self.block, self.batch = layout, block, batch
         self.capacity, self.length = capacity, length
         self._starts = layout.starts(batch, length)
@@ -87,12 +61,7 @@ class Buffers:
 
     def clear(self) -> None:
         """Zero the buffers: an operator that multiplies what it has masked must not meet an earlier request's NaN."""
-        size = self._starts[-1]
-
-        def zero(memory: np.ndarray) -> None:
-            memory[:size] = 0
-
-        self.block.change(zero)
+        self.block.clear(self._starts[-1])
 
     def grow(self, length: int) -> None:
         """Give every row `length` tokens, moving what is there and zeroing the rest; they must be bound again."""
@@ -121,19 +90,19 @@ class BufferPool:
 
     def __init__(
         self,
-        session: GraphSession,
+        session: Session,
         decoder: DecoderInfo,
         length: int | None = None,
         rows: int | None = None,
     ) -> None:
-        self._layout, self._device = Layout(decoder), session.device
+        self._layout, self._memory = Layout(decoder), session.memory
         self._step, self._limit = decoder.buffer_step, decoder.context_length
         self._least = decoder.buffer_least
         if length is not None:
             length = max(length, self._least)
         self._length, self._rows = length, rows or 1
         self._lock = threading.Lock()
-        self._kept: _Block | None = None
+        self._kept: Memory | None = None
         self._lent = 0  # bytes
         if length is not None:
             self._kept = self._new(self._rows, length)
@@ -172,8 +141,8 @@ class BufferPool:
         """Grow `buffers` to hold `tokens` tokens per row."""
         buffers.grow(min(_round_up(tokens, self._step), buffers.capacity))
 
-    def _new(self, batch: int, length: int) -> _Block:
-        return _Block(self._layout.size(batch, length), self._device)
+    def _new(self, batch: int, length: int) -> Memory:
+        return self._memory(self._layout.size(batch, length))
 
 
 def _round_up(value: int, multiple: int) -> int:

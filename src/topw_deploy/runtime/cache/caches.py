@@ -13,7 +13,9 @@ from topw_deploy.runtime.cache.concat import ConcatCache
 from topw_deploy.runtime.cache.in_place import InPlaceCache
 from topw_deploy.runtime.cache.shared import SharedCache
 from topw_deploy.runtime.cache.static import StaticCache
-from topw_deploy.runtime.session import Binding, GraphSession
+from topw_deploy.runtime.face import Binding, Session
+from topw_deploy.runtime.session import Binding as GraphBinding
+from topw_deploy.runtime.session import OpenGraph
 
 DEFAULT_CHUNK = 1024  # tokens in one run: longer ones take more memory and are no faster
 
@@ -46,7 +48,7 @@ class Caches:
 
     def __init__(
         self,
-        session: GraphSession,
+        session: Session,
         decoder: DecoderInfo,
         *,
         max_length: int | None = None,
@@ -66,7 +68,9 @@ class Caches:
 
     def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
         """A cache for one row per prompt with up to so many tokens after it; to be closed."""
-        if self._pool is None:
+        if self._pool is None:  # whose caches are onnxruntime's own values
+            assert isinstance(self._session, OpenGraph)
+            assert isinstance(binding, GraphBinding)
             return ConcatCache(self._session, binding, self._decoder, prompts, max(budgets), self._chunk)
         form = StaticCache if self._decoder.kv_form == "static" else SharedCache
         return form(self._session, binding, self._decoder, self._pool, prompts, budgets, self._chunk)

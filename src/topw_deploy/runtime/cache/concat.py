@@ -8,8 +8,8 @@ import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.names import tensors
-from topw_deploy.runtime.cache.neutral import neutral_binding
-from topw_deploy.runtime.session import Binding, GraphSession, empty_value
+from topw_deploy.runtime.cache.neutral import neutral
+from topw_deploy.runtime.session import Binding, OpenGraph, empty_value
 
 
 class ConcatCache:
@@ -21,7 +21,7 @@ class ConcatCache:
 
     def __init__(
         self,
-        session: GraphSession,
+        session: OpenGraph,
         binding: Binding,
         decoder: DecoderInfo,
         prompts: Sequence[Sequence[int]],
@@ -44,7 +44,7 @@ class ConcatCache:
         *ends, last = [*range(self._chunk, self._width, self._chunk), self._width]
         start = 0
         if ends:
-            reading = neutral_binding(self._session, self._batch)
+            reading = neutral(self._session, self._binding.another(), self._batch)
             places = self._begin(reading)
             for end in ends:
                 self._bind(reading, ids[:, start:end], positions[:, start:end], end)

@@ -9,8 +9,8 @@ import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import BufferPool
-from topw_deploy.runtime.cache.neutral import neutral_binding
-from topw_deploy.runtime.session import Binding, GraphSession
+from topw_deploy.runtime.cache.neutral import neutral
+from topw_deploy.runtime.face import Binding, Session
 
 Piece = tuple[np.ndarray, np.ndarray, np.ndarray]
 """ids [b, s], starts [b], lengths [b]: row r adds the first lengths[r] of its ids behind starts[r] tokens."""
@@ -28,7 +28,7 @@ class InPlaceCache(ABC):
 
     def __init__(
         self,
-        session: GraphSession,
+        session: Session,
         binding: Binding,
         decoder: DecoderInfo,
         pool: BufferPool,
@@ -40,7 +40,7 @@ class InPlaceCache(ABC):
         self._prompts, self._chunk = prompts, chunk
         self._lengths = np.array([len(prompt) for prompt in prompts], np.int64)  # [B]
         width = int(self._lengths.max())
-        self._piece = max(1, chunk // len(prompts))  # tokens of a row
+        self._piece = max(1, min(chunk // len(prompts), session.most_columns or chunk))  # tokens of a row
         self._together = len(prompts) == 1 or width <= self._piece or self._takes_ragged_pieces
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
@@ -81,7 +81,7 @@ class InPlaceCache(ABC):
         """All pieces but the last, which is returned."""
         *undrawn, last = self._pieces()
         if undrawn:
-            reading = neutral_binding(self._session, len(self._prompts))
+            reading = neutral(self._session, self._binding.another(), len(self._prompts))
             self._buffers.bind(reading)
             for piece in undrawn:
                 if self._make_room(_end(piece)):
@@ -104,7 +104,7 @@ class InPlaceCache(ABC):
     def _feed_in_groups(self) -> Piece:
         """All but the last tokens, which are returned."""
         for rows in self._groups():
-            reading = neutral_binding(self._session, len(rows))
+            reading = neutral(self._session, self._binding.another(), len(rows))
             self._buffers.bind(reading, rows)
             # a row of one token feeds it here too, as a run adds at least one, and then again in its place
             bodies = [self._prompts[row][:-1] or self._prompts[row] for row in rows]

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 
-from topw_deploy.runtime.session import Binding, GraphSession, graph_inputs
+from topw_deploy.runtime.face import Binding, Session
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 
 _NO_EDIT = {"edit_ids": (np.int64, -1), "edit_penalty": (np.float32, 1), "edit_bias": (np.float32, 0)}
+AnyBinding = TypeVar("AnyBinding", bound=Binding)
 
 
-def neutral_binding(session: GraphSession, batch: int) -> Binding:
-    """A binding whose sampler is greedy and edits nothing, which is what costs it least, and whose draw nobody gets.
+def neutral(session: Session, binding: AnyBinding, batch: int) -> AnyBinding:
+    """Make the sampler of `binding` greedy and without edits, which is what costs it least; nobody gets its draw.
 
     A row's own parameters have no place here: they are meant for the logits after its whole prompt.
     """
-    binding = Binding(session)
     greedy = TopWParameters(temperature=0.0)
-    values = {name: getattr(greedy, name) for name in PARAMETER_NAMES} | {"uniform": 0.0}
-    for node in graph_inputs(session.raw):
-        if node.name in values:
-            binding.bind_array(node.name, np.full(batch, values[node.name], np.float32))
-        elif node.name in _NO_EDIT:
-            dtype, value = _NO_EDIT[node.name]
-            slots = node.shape[1] if isinstance(node.shape[1], int) else 0
-            binding.bind_array(node.name, np.full((batch, slots), value, dtype))
+    for name in (*PARAMETER_NAMES, "uniform"):
+        if name in session.inputs:
+            binding.bind_array(name, np.full(batch, getattr(greedy, name, 0.0), np.float32))
+    for name, (dtype, value) in _NO_EDIT.items():
+        if name in session.inputs:
+            binding.bind_array(name, np.full((batch, session.fixed_edits or 0), value, dtype))
     return binding

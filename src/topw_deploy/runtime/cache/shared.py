@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.runtime.cache.in_place import InPlaceCache
-from topw_deploy.runtime.session import Binding
+from topw_deploy.runtime.face import Binding
 
 
 class SharedCache(InPlaceCache):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from topw_deploy.runtime.cache.in_place import InPlaceCache
-from topw_deploy.runtime.session import Binding
+from topw_deploy.runtime.face import Binding
 
 
 class StaticCache(InPlaceCache):

@@ -1,0 +1,47 @@
+"""Memory for the caches of onnxruntime's sessions: the host's, or a device's through onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnxruntime as ort
+
+ALIGNMENT = 64  # bytes: what onnxruntime's own allocator gives vectorised kernels
+
+
+class HostMemory:
+    """Zeroed bytes of the host. The operating system hands pages out when they are first written."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        memory = np.zeros(size + ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        self._array = memory[start : start + size]
+        self.pointer: int = self._array.ctypes.data
+
+    def clear(self, size: int) -> None:
+        self._array[:size] = 0
+
+    def change(self, edit: Callable[[np.ndarray], None]) -> None:
+        edit(self._array)
+
+
+class DeviceMemory:
+    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, which onnxruntime allocates."""
+
+    def __init__(self, size: int, device: tuple[str, int]) -> None:
+        self.size = size
+        self._value = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), *device)
+        self.pointer: int = self._value.data_ptr()
+
+    def clear(self, size: int) -> None:
+        def zero(memory: np.ndarray) -> None:
+            memory[:size] = 0
+
+        self.change(zero)
+
+    def change(self, edit: Callable[[np.ndarray], None]) -> None:
+        host = self._value.numpy()
+        edit(host)
+        self._value.update_inplace(host)
