@@ -6,18 +6,20 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "host_device.h"
+
 namespace topw {
 
-inline float float_of_bits(uint32_t bits) {
+TOPW_SHARED_CODE inline float float_of_bits(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline float from_bfloat16(uint16_t bits) { return float_of_bits(static_cast<uint32_t>(bits) << 16); }
+TOPW_SHARED_CODE inline float from_bfloat16(uint16_t bits) { return float_of_bits(static_cast<uint32_t>(bits) << 16); }
 
 // IEEE binary16: the exponent is rebiased by a multiplication, which is exact and takes subnormals along.
-inline float from_float16(uint16_t bits) {
+TOPW_SHARED_CODE inline float from_float16(uint16_t bits) {
   const uint32_t sign = (bits & 0x8000u) << 16, rest = (bits & 0x7fffu) << 13;
   const bool finite = (bits & 0x7c00u) != 0x7c00u;
   const float magnitude = finite ? float_of_bits(rest) * 0x1p112f : float_of_bits(rest | 0x7f800000u);
@@ -25,7 +27,7 @@ inline float from_float16(uint16_t bits) {
 }
 
 // The nearest number that binary16 has, ties to even, as a float32: what a value is after it was stored in 16 bits.
-inline float rounded_to_float16(float value) {
+TOPW_SHARED_CODE inline float rounded_to_float16(float value) {
   const float magnitude = fabsf(value);
   if (!(magnitude < 65520.0f)) return magnitude == magnitude ? copysignf(INFINITY, value) : value;
   // Adding this leaves the last bit that binary16 has at the place of float32's last one; 2^-14 is where its subnormals

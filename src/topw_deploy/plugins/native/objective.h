@@ -5,17 +5,19 @@
 #include <math.h>
 #include <stdint.h>
 
-#include <algorithm>
+#include "host_device.h"
 
 namespace topw {
 
 constexpr double kSmallestLogWeight = -60.0;  // a weight under e^-60 counts as that
 
-inline double log_weight(float logit, float top, double temperature) {
+TOPW_SHARED_CODE inline double log_weight(float logit, float top, double temperature) {
   return (static_cast<double>(logit) - static_cast<double>(top)) / temperature;
 }
 
-inline double weight(double log_weight) { return exp(std::max(log_weight, kSmallestLogWeight)); }
+TOPW_SHARED_CODE inline double weight(double log_weight) {
+  return exp(log_weight < kSmallestLogWeight ? kSmallestLogWeight : log_weight);
+}
 
 // J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, and the first largest of them. Tokens come with phi
 // descending. For c <= 0 J never rises, so the first is taken, whatever rounding says.
@@ -24,9 +26,9 @@ inline double weight(double log_weight) { return exp(std::max(log_weight, kSmall
 // up to that mass no logarithm is taken.
 class Prefixes {
  public:
-  explicit Prefixes(double c) : c_(c) {}
+  TOPW_SHARED_CODE explicit Prefixes(double c) : c_(c) {}
 
-  void add(double p, double phi) {
+  TOPW_SHARED_CODE void add(double p, double phi) {
     before_ = Gamma_;
     Gamma_ += p;
     Phi_ += p * phi;
@@ -34,18 +36,18 @@ class Prefixes {
     if (Gamma_ > hopeless_up_to_) compare();
   }
 
-  int64_t size() const { return size_; }
-  int64_t first_maximiser() const { return first_maximiser_; }
-  double best() const { return best_; }
-  double mass_before() const { return mass_before_; }  // of the best prefix without its last token
-  double Gamma() const { return Gamma_; }
-  double Phi() const { return Phi_; }
+  TOPW_SHARED_CODE int64_t size() const { return size_; }
+  TOPW_SHARED_CODE int64_t first_maximiser() const { return first_maximiser_; }
+  TOPW_SHARED_CODE double best() const { return best_; }
+  TOPW_SHARED_CODE double mass_before() const { return mass_before_; }  // of the best prefix without its last token
+  TOPW_SHARED_CODE double Gamma() const { return Gamma_; }
+  TOPW_SHARED_CODE double Phi() const { return Phi_; }
 
  private:
   static constexpr double kRounding = 1e-9;  // of J: the ties' bound
   static constexpr double kWorthwhile = 8;   // tokens that save their logarithms for one exponential
 
-  void compare() {
+  TOPW_SHARED_CODE void compare() {
     const double mean = Phi_ / Gamma_, J = mean + c_ * log(Gamma_);
     if (size_ == 1 || (c_ > 0 && J > best_)) {
       best_ = J;

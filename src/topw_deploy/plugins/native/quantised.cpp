@@ -21,23 +21,6 @@ bool read_attribute(const char **text, const char *name, long *number) {
   return true;
 }
 
-int32_t half_byte(const uint8_t *packed, int64_t index) {
-  return index % 2 ? packed[index / 2] >> 4 : packed[index / 2] & 15;
-}
-
-int32_t signed_half_byte(const uint8_t *packed, int64_t index) {
-  const int32_t found = half_byte(packed, index);
-  return found >= 8 ? found - 16 : found;
-}
-
-// What a code without zero points stands for nothing at: the middle of an uint8, the zero of a 4-bit tensor.
-int32_t middle(const topw_table &table) { return table.dtype == TOPW_UINT8 ? 1 << (table.blocks.bits - 1) : 0; }
-
-float scale(const topw_table &table, int64_t index) {
-  return table.blocks.scale_type == TOPW_FLOAT32 ? static_cast<const float *>(table.blocks.scales)[index]
-                                                 : from_float16(static_cast<const uint16_t *>(table.blocks.scales)[index]);
-}
-
 // `code_at(stored, row, per_row, k)`: element k of a row of codes or zero points as a number.
 template <class CodeAt>
 void dequantise(const topw_table &table, int64_t token, float *room, CodeAt code_at) {
@@ -47,8 +30,8 @@ void dequantise(const topw_table &table, int64_t token, float *room, CodeAt code
   const uint8_t *codes = static_cast<const uint8_t *>(table.rows);
   const uint8_t *zeros = static_cast<const uint8_t *>(blocks.zero_points);
   for (int64_t block = 0; block < in_row; ++block) {
-    const int32_t zero = zeros ? code_at(zeros, token, zeros_in_row, block) : middle(table);
-    const float step = scale(table, token * in_row + block);
+    const int32_t zero = zeros ? code_at(zeros, token, zeros_in_row, block) : middle(table.dtype, blocks);
+    const float step = scale_at(blocks, token * in_row + block);
     const int64_t start = block * blocks.block_size, end = start + blocks.block_size;
     const int64_t stop = end < table.hidden ? end : table.hidden;
     for (int64_t k = start; k < stop; ++k)
@@ -64,8 +47,8 @@ void dequantise_pairs(const topw_table &table, int64_t token, float *room) {
   const uint8_t *zeros = static_cast<const uint8_t *>(blocks.zero_points);
   if (zeros) zeros += token * zeros_in_row;
   for (int64_t block = 0; block < in_row; ++block) {
-    const int32_t zero = zeros ? half_byte(zeros, block) : middle(table);
-    const float step = scale(table, token * in_row + block);
+    const int32_t zero = zeros ? half_byte(zeros, block) : middle(table.dtype, blocks);
+    const float step = scale_at(blocks, token * in_row + block);
     float meaning[16];
     for (int32_t code = 0; code < 16; ++code) meaning[code] = static_cast<float>(code - zero) * step;
     const int64_t start = block * blocks.block_size, end = start + blocks.block_size;
@@ -96,19 +79,6 @@ bool read_table_form(const char *form, topw_blocks *blocks) {
   blocks->bits = static_cast<int32_t>(bits);
   blocks->block_size = static_cast<int32_t>(size);
   return true;
-}
-
-int64_t codes_per_element(int32_t dtype, const topw_blocks &blocks) {
-  return dtype == TOPW_UINT8 && blocks.bits == 4 ? 2 : 1;
-}
-
-int64_t blocks_in_row(const topw_table &table) {
-  return (table.hidden + table.blocks.block_size - 1) / table.blocks.block_size;
-}
-
-int64_t zero_points_in_row(const topw_table &table) {
-  const int64_t together = codes_per_element(table.dtype, table.blocks);
-  return (blocks_in_row(table) + together - 1) / together;
 }
 
 bool quantised_readable(const topw_table &table) {

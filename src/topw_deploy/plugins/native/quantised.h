@@ -4,6 +4,8 @@
 
 #include <stddef.h>
 
+#include "half.h"
+#include "host_device.h"
 #include "topw.h"
 
 namespace topw {
@@ -13,11 +15,48 @@ namespace topw {
 bool read_table_form(const char *form, topw_blocks *blocks);
 
 // How many codes there are in a stored element: two of 4 bits to an uint8, one in all other types.
-int64_t codes_per_element(int32_t dtype, const topw_blocks &blocks);
+TOPW_SHARED_CODE inline int64_t codes_per_element(int32_t dtype, const topw_blocks &blocks) {
+  return dtype == TOPW_UINT8 && blocks.bits == 4 ? 2 : 1;
+}
 
 // Blocks in a row, and the stored elements that the zero points of a row take.
-int64_t blocks_in_row(const topw_table &table);
-int64_t zero_points_in_row(const topw_table &table);
+TOPW_SHARED_CODE inline int64_t blocks_in_row(const topw_table &table) {
+  return (table.hidden + table.blocks.block_size - 1) / table.blocks.block_size;
+}
+
+TOPW_SHARED_CODE inline int64_t zero_points_in_row(const topw_table &table) {
+  const int64_t together = codes_per_element(table.dtype, table.blocks);
+  return (blocks_in_row(table) + together - 1) / together;
+}
+
+TOPW_SHARED_CODE inline int32_t half_byte(const uint8_t *packed, int64_t index) {
+  return index % 2 ? packed[index / 2] >> 4 : packed[index / 2] & 15;
+}
+
+TOPW_SHARED_CODE inline int32_t signed_half_byte(const uint8_t *packed, int64_t index) {
+  const int32_t found = half_byte(packed, index);
+  return found >= 8 ? found - 16 : found;
+}
+
+// What a code without zero points stands for nothing at: the middle of an uint8, the zero of a 4-bit tensor.
+TOPW_SHARED_CODE inline int32_t middle(int32_t dtype, const topw_blocks &blocks) {
+  return dtype == TOPW_UINT8 ? 1 << (blocks.bits - 1) : 0;
+}
+
+TOPW_SHARED_CODE inline float scale_at(const topw_blocks &blocks, int64_t index) {
+  return blocks.scale_type == TOPW_FLOAT32 ? static_cast<const float *>(blocks.scales)[index]
+                                           : from_float16(static_cast<const uint16_t *>(blocks.scales)[index]);
+}
+
+// Element k of a row of codes or of zero points, of which a row has `elements` stored elements.
+TOPW_SHARED_CODE inline int32_t code_at(const topw_table &table, const void *stored, int64_t row, int64_t elements,
+                                        int64_t k) {
+  const uint8_t *bytes = static_cast<const uint8_t *>(stored);
+  if (table.dtype == TOPW_INT4) return signed_half_byte(bytes, row * elements + k);
+  if (table.dtype == TOPW_UINT4) return half_byte(bytes, row * elements + k);
+  if (table.blocks.bits == 4) return half_byte(bytes + row * elements, k);
+  return bytes[row * elements + k];
+}
 
 // Whether the sizes and types of a quantised table fit together.
 bool quantised_readable(const topw_table &table);

@@ -1,0 +1,281 @@
+// What the threads of a block do together: reductions, prefix sums, sorting, selection.
+//
+// Every function is called by all threads of the block, whose number is a multiple of 32, up to 1024. It begins with no
+// barrier unless it says so, and returns after one: all threads see the result, and the scratch is free again. Results
+// do not depend on the number of threads, prefix sums of doubles included.
+#ifndef TOPW_CUDA_BLOCK_H
+#define TOPW_CUDA_BLOCK_H
+
+#include <math.h>
+
+#include "platform.h"
+
+namespace topw {
+
+constexpr int kMostWarps = 32;
+constexpr int32_t kMostScanned = 4096;
+
+struct BlockScratch {  // in shared memory
+  double totals[2][kMostScanned / kWarp];
+  double values[kMostWarps];
+  int32_t places[kMostWarps];
+  uint32_t bins[256];
+  uint32_t chosen[4];
+};
+
+__device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x) % kWarp; }
+__device__ __forceinline__ int warp_index() { return static_cast<int>(threadIdx.x) / kWarp; }
+__device__ __forceinline__ int warps() { return static_cast<int>(blockDim.x) / kWarp; }
+__device__ __forceinline__ int32_t own_index() { return static_cast<int32_t>(threadIdx.x); }
+__device__ __forceinline__ int32_t block_size() { return static_cast<int32_t>(blockDim.x); }
+
+struct Larger {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a > b ? a : b;
+  }
+};
+struct Smaller {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a < b ? a : b;
+  }
+};
+struct Plus {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+// Of all lanes, in every lane. `width` a power of 2: of each so many neighbours apart.
+template <class T, class Operation>
+__device__ __forceinline__ T warp_reduce(T value, Operation operation, int width = kWarp) {
+  for (int step = width / 2; step > 0; step /= 2) value = operation(value, __shfl_xor_sync(kEveryLane, value, step));
+  return value;
+}
+
+// Inclusive prefix sum over the lanes.
+template <class T>
+__device__ __forceinline__ T warp_scan(T value) {
+  for (int step = 1; step < kWarp; step *= 2) {
+    const T before = __shfl_up_sync(kEveryLane, value, step);
+    if (lane_index() >= step) value += before;
+  }
+  return value;
+}
+
+// Of all threads, in every thread. For operations whose order does not matter: not for sums of floats. T of at most 8
+// bytes.
+template <class T, class Operation>
+__device__ __forceinline__ T block_reduce(T value, Operation operation, BlockScratch &scratch) {
+  T *const of_warp = reinterpret_cast<T *>(scratch.values);
+  value = warp_reduce(value, operation);
+  if (lane_index() == 0) of_warp[warp_index()] = value;
+  __syncthreads();
+  value = of_warp[0];
+  for (int i = 1; i < warps(); ++i) value = operation(value, of_warp[i]);
+  __syncthreads();
+  return value;
+}
+
+// The largest value and, among equal ones, the lowest place.
+struct Best {
+  double value;
+  int32_t place;
+};
+
+__device__ __forceinline__ Best better(Best a, Best b) {
+  return b.value > a.value || (b.value == a.value && b.place < a.place) ? b : a;
+}
+
+__device__ __forceinline__ Best block_best(Best best, BlockScratch &scratch) {
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    const Best other = {__shfl_xor_sync(kEveryLane, best.value, step), __shfl_xor_sync(kEveryLane, best.place, step)};
+    best = better(best, other);
+  }
+  if (lane_index() == 0) {
+    scratch.values[warp_index()] = best.value;
+    scratch.places[warp_index()] = best.place;
+  }
+  __syncthreads();
+  best = {scratch.values[0], scratch.places[0]};
+  for (int i = 1; i < warps(); ++i) best = better(best, {scratch.values[i], scratch.places[i]});
+  __syncthreads();
+  return best;
+}
+
+namespace scanning {
+
+// Sums within each 32 elements, in place, and their totals.
+__device__ __forceinline__ void tiles(double *values, int32_t count, double *totals) {
+  for (int32_t first = warp_index() * kWarp; first < count; first += block_size()) {
+    const int32_t i = first + lane_index();
+    const double sum = warp_scan(i < count ? values[i] : 0.0);
+    if (i < count) values[i] = sum;
+    if (lane_index() == kWarp - 1) totals[first / kWarp] = sum;
+  }
+}
+
+// By one warp: each total becomes the sum of those before it.
+__device__ __forceinline__ void carries(double *totals, int32_t count) {
+  double carry = 0;
+  for (int32_t first = 0; first < count; first += kWarp) {
+    const int32_t i = first + lane_index();
+    const double sum = warp_scan(i < count ? totals[i] : 0.0);
+    const double before = __shfl_up_sync(kEveryLane, sum, 1);
+    if (i < count) totals[i] = lane_index() == 0 ? carry : carry + before;
+    carry += __shfl_sync(kEveryLane, sum, kWarp - 1);
+  }
+}
+
+}  // namespace scanning
+
+// Inclusive prefix sums, in place, of one or two arrays [count] in shared or global memory; count at most kMostScanned.
+// The order of additions depends on `count` alone. Needs no barrier before it if each thread wrote the elements
+// own_index() + n * block_size().
+__device__ __forceinline__ void block_scan(double *first, double *second, int32_t count, BlockScratch &scratch) {
+  const int32_t tiles = (count + kWarp - 1) / kWarp;
+  scanning::tiles(first, count, scratch.totals[0]);
+  if (second) scanning::tiles(second, count, scratch.totals[1]);
+  __syncthreads();
+  if (tiles == 1) return;
+  if (warp_index() == 0) scanning::carries(scratch.totals[0], tiles);
+  if (warp_index() == (warps() > 1 ? 1 : 0) && second) scanning::carries(scratch.totals[1], tiles);
+  __syncthreads();
+  for (int32_t i = kWarp + own_index(); i < count; i += block_size()) {
+    first[i] += scratch.totals[0][i / kWarp];
+    if (second) second[i] += scratch.totals[1][i / kWarp];
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ int32_t power_of_two_from(int32_t count) {
+  int32_t size = 2;
+  while (size < count) size *= 2;
+  return size;
+}
+
+// Sorts entries by (key, item) ascending, in place: bitonic. `size` is a power of 2, at least 2; fill up with the
+// largest key. `items` may be NULL where keys are distinct. In shared memory; begins with a barrier.
+__device__ __forceinline__ void block_sort(uint64_t *keys, uint32_t *items, int32_t size) {
+  __syncthreads();
+  for (int32_t run = 2; run <= size; run *= 2) {
+    for (int32_t step = run / 2; step > 0; step /= 2) {
+      for (int32_t pair = own_index(); pair < size / 2; pair += block_size()) {
+        const int32_t low = 2 * pair - (pair & (step - 1)), high = low + step;
+        const bool ascending = (low & run) == 0;
+        const uint64_t a = keys[low], b = keys[high];
+        const bool greater = a != b ? a > b : items && items[low] > items[high];
+        if (greater == ascending && (a != b || items)) {
+          keys[low] = b;
+          keys[high] = a;
+          if (items) {
+            const uint32_t item = items[low];
+            items[low] = items[high];
+            items[high] = item;
+          }
+        }
+      }
+      // Up to a step of 32 the 64 entries that a warp works on are nobody else's.
+      const int32_t next = step > 1 ? step / 2 : run;
+      if (step > kWarp || next > kWarp)
+        __syncthreads();
+      else
+        __syncwarp();
+    }
+  }
+  __syncthreads();
+}
+
+// Distinct keys into ascending order, each thread counting the keys under its own: the fastest for up to a few hundred.
+// keys and sorted [count], in shared memory, apart. Begins with a barrier.
+__device__ __forceinline__ void block_rank_sort(const uint64_t *keys, int32_t count, uint64_t *sorted) {
+  __syncthreads();
+  for (int32_t i = own_index(); i < count; i += block_size()) {
+    const uint64_t key = keys[i];
+    int32_t rank = 0;
+#pragma unroll 8
+    for (int32_t j = 0; j < count; ++j) rank += keys[j] < key;
+    sorted[rank] = key;
+  }
+  __syncthreads();
+}
+
+// emit(i, place) for every i < count with keep(i), place = 0, 1, ... in the order of i; how many.
+template <class Keep, class Emit>
+__device__ __forceinline__ int32_t block_compact(int32_t count, Keep keep, Emit emit, BlockScratch &scratch) {
+  int32_t before = 0;
+  for (int32_t first = 0; first < count; first += block_size()) {
+    const int32_t i = first + own_index();
+    const bool kept = i < count && keep(i);
+    const unsigned votes = __ballot_sync(kEveryLane, kept);
+    if (lane_index() == 0) scratch.places[warp_index()] = __popc(votes);
+    __syncthreads();
+    int32_t place = before + __popc(votes & ((1u << lane_index()) - 1));
+    for (int w = 0; w < warps(); ++w) {
+      if (w < warp_index()) place += scratch.places[w];
+      before += scratch.places[w];
+    }
+    __syncthreads();
+    if (kept) emit(i, place);
+  }
+  __syncthreads();
+  return before;
+}
+
+// A bound that at least `wanted` of the keys key(0 .. count) do not exceed, and at most `enough` if ties allow that;
+// for enough = wanted the `wanted`-th smallest. 1 <= wanted <= count; wanted <= enough. Radix select: a pass over the
+// keys for every 8 bits in which they differ.
+template <class Key>
+__device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t wanted, int32_t enough,
+                                                 BlockScratch &scratch) {
+  uint32_t lowest = 0xffffffffu, highest = 0;
+  for (int32_t i = own_index(); i < count; i += block_size()) {
+    const uint32_t k = key(i);
+    lowest = k < lowest ? k : lowest;
+    highest = k > highest ? k : highest;
+  }
+  lowest = block_reduce(lowest, Smaller(), scratch);
+  highest = block_reduce(highest, Larger(), scratch);
+  if (lowest == highest) return lowest;
+
+  int shift = 32 - __clz(static_cast<int>(lowest ^ highest)) - 8, width = 8;  // a bin's number: so many bits from there
+  if (shift < 0) shift = 0;
+  uint64_t prefix = static_cast<uint64_t>(lowest) >> (shift + width);  // of the key looked for
+  uint32_t below = 0;  // keys under all with this prefix
+  for (;;) {
+    for (int32_t b = own_index(); b < 256; b += block_size()) scratch.bins[b] = 0;
+    __syncthreads();
+    for (int32_t i = own_index(); i < count; i += block_size()) {
+      const uint64_t k = key(i);
+      if (k >> (shift + width) == prefix) atomicAdd(&scratch.bins[(k >> shift) & ((1u << width) - 1)], 1u);
+    }
+    __syncthreads();
+    if (warp_index() == 0) {  // a lane has eight neighbouring bins
+      const int first = 8 * lane_index();
+      uint32_t sum = 0;
+      for (int b = first; b < first + 8; ++b) sum += scratch.bins[b];
+      uint32_t reached = below + warp_scan(sum) - sum;
+      if (reached < static_cast<uint32_t>(wanted) && reached + sum >= static_cast<uint32_t>(wanted)) {
+        int bin = first;
+        for (; reached + scratch.bins[bin] < static_cast<uint32_t>(wanted); ++bin) reached += scratch.bins[bin];
+        scratch.chosen[0] = static_cast<uint32_t>(bin);
+        scratch.chosen[1] = reached;
+        scratch.chosen[2] = reached + scratch.bins[bin];
+      }
+    }
+    __syncthreads();
+    prefix = prefix << width | scratch.chosen[0];
+    below = scratch.chosen[1];
+    const bool done = shift == 0 || scratch.chosen[2] <= static_cast<uint32_t>(enough);
+    __syncthreads();
+    const uint64_t last = (prefix + 1) << shift;  // the first key behind the bin
+    if (done) return static_cast<uint32_t>(last - 1);
+    width = shift < 8 ? shift : 8;
+    shift -= width;
+  }
+}
+
+}  // namespace topw
+#endif

@@ -1,0 +1,385 @@
+// The fibres behind emulator.h: stacks, switching, barriers, and who runs next.
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "platform.h"
+
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
+
+#if !defined(__x86_64__) || !defined(__ELF__)
+#include <ucontext.h>
+#endif
+
+namespace topw {
+namespace emulator {
+
+Thread *current = nullptr;
+Settings settings;
+
+namespace {
+
+constexpr size_t kStack = 128 * 1024;
+constexpr unsigned kMostThreads = 1024;
+constexpr uint64_t kPatience = 20000;  // pauses of each live thread during which nothing else happens
+
+// Saving a context and going on with another. glibc's swapcontext makes two system calls for signal masks; this makes
+// none, and a launch switches millions of times.
+#if defined(__x86_64__) && defined(__ELF__)
+struct Context {
+  void *stack_pointer = nullptr;
+};
+
+extern "C" void topw_switch(void **saved, void *next);
+asm(R"(
+.text
+.hidden topw_switch
+.globl topw_switch
+.type topw_switch, @function
+topw_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size topw_switch, .-topw_switch
+)");
+
+void switch_to(Context &from, const Context &to) { topw_switch(&from.stack_pointer, to.stack_pointer); }
+
+void prepare(Context &context, unsigned char *stack, void (*entry)()) {
+  void **top = reinterpret_cast<void **>(stack + kStack) - 2;  // at entry the stack is 8 off a multiple of 16
+  *top = nullptr;                                              // where `entry` would return to
+  *--top = reinterpret_cast<void *>(entry);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  context.stack_pointer = top;
+}
+#else
+struct Context {
+  ucontext_t context;
+};
+
+void switch_to(Context &from, const Context &to) { swapcontext(&from.context, &to.context); }
+
+void prepare(Context &context, unsigned char *stack, void (*entry)()) {
+  getcontext(&context.context);
+  context.context.uc_stack.ss_sp = stack;
+  context.context.uc_stack.ss_size = kStack;
+  context.context.uc_link = nullptr;
+  makecontext(&context.context, entry, 0);
+}
+#endif
+
+struct Block;
+
+struct Fibre : Thread {
+  Context context;
+  Block *block = nullptr;
+  Place place = {"", 0};
+};
+
+// Lanes that wait at a warp function. What they deposit is kept in turn in two places, for a fast lane can be at the
+// next function while a slow one still has to read the results of this one, but not further.
+struct Warp {
+  unsigned arrived = 0;
+  Place place = {"", 0};
+  uint64_t turn = 0;
+  uint64_t values[2][32] = {};
+  Fibre *waiting[32] = {};
+};
+
+struct Block {
+  std::vector<Fibre *> waiting;  // at the barrier
+  std::vector<Warp> warps;
+  unsigned threads = 0;
+  int votes = 0, verdict = 0;
+  std::vector<unsigned char> memory;  // shared, aligned by `shared`
+  unsigned char *shared = nullptr;
+  size_t dynamic = 0, used = 0;
+  std::vector<std::pair<const void *, size_t>> variables;  // tag and offset
+};
+
+std::vector<std::unique_ptr<Fibre>> fibres;
+std::vector<unsigned char *> stacks;
+std::vector<Fibre *> ready;
+std::vector<std::unique_ptr<Block>> blocks;
+Context outside;
+const std::function<void()> *body = nullptr;
+std::string failure;
+uint64_t live = 0, pauses = 0, state = 1;
+std::map<const void *, size_t> allowances;
+const void *kernel_now = nullptr;
+
+uint64_t draw() {
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return state;
+}
+
+Fibre *self() { return static_cast<Fibre *>(current); }
+
+std::string written(const Place &place) {
+  const std::string file = place.file;
+  return file.substr(file.find_last_of('/') + 1) + ":" + std::to_string(place.line);
+}
+
+// Leaves the launch for good: no fibre of it runs again.
+[[noreturn]] void fail(const std::string &why) {
+  if (failure.empty()) failure = why;
+  Fibre *const me = self();
+  current = nullptr;
+  switch_to(me->context, outside);
+  abort();
+}
+
+std::string deadlock() {
+  std::map<std::string, unsigned> places;
+  for (const auto &block : blocks) {
+    for (const Fibre *fibre : block->waiting) ++places["the barrier at " + written(fibre->place)];
+    for (const Warp &warp : block->warps)
+      if (warp.arrived) places["the warp function at " + written(warp.place)] +=
+          static_cast<unsigned>(__builtin_popcount(warp.arrived));
+  }
+  std::string text = std::to_string(live) + " threads wait for others that never come:";
+  for (const auto &[place, count] : places) text += " " + std::to_string(count) + " at " + place + ";";
+  return text;
+}
+
+// Runs another thread until this one is made ready again.
+void wait() {
+  Fibre *const me = self();
+  if (ready.empty()) fail(deadlock());
+  const size_t chosen = ready.size() == 1 ? 0 : draw() % ready.size();
+  Fibre *const next = ready[chosen];
+  ready[chosen] = ready.back();
+  ready.pop_back();
+  if (next == me) return;
+  current = next;
+  switch_to(me->context, next->context);
+}
+
+// A thread from its first line to its last; its fibre is used again by the next launch.
+void entry() {
+  (*body)();
+  --live;
+  pauses = 0;
+  Fibre *const me = self();
+  if (live == 0) {
+    current = nullptr;
+    switch_to(me->context, outside);
+  }
+  wait();
+  abort();
+}
+
+bool same(const Place &a, const Place &b) { return a.line == b.line && strcmp(a.file, b.file) == 0; }
+
+void join_warp(const Place &place, unsigned mask, Warp &warp) {
+  Fibre *const me = self();
+  if (mask != kEveryLane) fail("a warp function at " + written(place) + " is called for a part of the warp");
+  if (warp.arrived != 0 && !same(warp.place, place))
+    fail("lanes of a warp meet at " + written(warp.place) + " and " + written(place));
+  warp.place = place;
+  warp.arrived |= 1u << lane();
+  if (warp.arrived != kEveryLane) {
+    warp.waiting[lane()] = me;
+    wait();
+    return;
+  }
+  pauses = 0;
+  for (int i = 0; i < 32; ++i)
+    if (i != lane()) ready.push_back(warp.waiting[i]);
+  warp.arrived = 0;
+  ++warp.turn;
+}
+
+Warp &own_warp() { return self()->block->warps[current->threadIdx.x / 32]; }
+
+unsigned char *stack_of(size_t index) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  while (stacks.size() <= index) {  // a page that cannot be written lies under each
+    void *const memory = mmap(nullptr, kStack + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    mprotect(memory, page, PROT_NONE);
+    stacks.push_back(static_cast<unsigned char *>(memory) + page);
+  }
+  return stacks[index];
+}
+
+bool start_block(const Launch &how, unsigned number) {
+  blocks.push_back(std::make_unique<Block>());
+  Block &block = *blocks.back();
+  block.threads = how.threads;
+  block.dynamic = how.shared;
+  block.warps.resize(how.threads / 32);
+  block.memory.resize(how.shared + kSharedByDefault + 256);
+  for (unsigned char &byte : block.memory) byte = static_cast<unsigned char>(draw());  // no one may rely on it
+  block.shared = block.memory.data() + (256 - reinterpret_cast<uintptr_t>(block.memory.data()) % 256);
+  block.used = (how.shared + 15) / 16 * 16;
+  for (unsigned t = 0; t < how.threads; ++t) {
+    const size_t index = live;
+    if (fibres.size() <= index) fibres.push_back(std::make_unique<Fibre>());
+    unsigned char *const stack = stack_of(index);
+    if (!stack) return false;
+    Fibre &fibre = *fibres[index];
+    fibre.threadIdx = {t, 0, 0};
+    fibre.blockIdx = {number, 0, 0};
+    fibre.blockDim = {how.threads, 1, 1};
+    fibre.gridDim = {how.blocks, 1, 1};
+    fibre.block = &block;
+    prepare(fibre.context, stack, entry);
+    ready.push_back(&fibre);
+    ++live;
+  }
+  return true;
+}
+
+// Runs all threads that were started.
+void run_started() {
+  pauses = 0;
+  const size_t chosen = draw() % ready.size();
+  Fibre *const first = ready[chosen];
+  ready[chosen] = ready.back();
+  ready.pop_back();
+  current = first;
+  switch_to(outside, first->context);
+  current = nullptr;
+  ready.clear();
+  blocks.clear();
+  live = 0;
+}
+
+std::string unfit(const Launch &how) {
+  if (how.threads == 0 || how.threads % 32 != 0 || how.threads > kMostThreads)
+    return "a block of " + std::to_string(how.threads) + " threads";
+  if (how.blocks == 0) return "a launch of no blocks";
+  if (how.shared > allowed_shared(kernel_now))
+    return std::to_string(how.shared) + " bytes of dynamic shared memory, but " +
+           std::to_string(allowed_shared(kernel_now)) + " are allowed";
+  if (how.cooperative && how.blocks > settings.blocks)
+    return std::to_string(how.blocks) + " cooperative blocks, but " + std::to_string(settings.blocks) + " are resident";
+  return "";
+}
+
+}  // namespace
+
+int barrier(const Place &place, int predicate, Vote vote) {
+  Fibre *const me = self();
+  Block &block = *me->block;
+  me->place = place;
+  if (!block.waiting.empty() && !same(block.waiting.front()->place, place))
+    fail("threads of a block wait at different barriers: " + written(block.waiting.front()->place) + " and " +
+         written(place));
+  if (block.waiting.empty()) block.votes = 0;
+  block.votes += predicate != 0;
+  block.waiting.push_back(me);
+  if (block.waiting.size() == block.threads) {
+    const int all = static_cast<int>(block.threads);
+    block.verdict = vote == Vote::any ? block.votes > 0 : vote == Vote::all ? block.votes == all : block.votes;
+    pauses = 0;
+    ready.insert(ready.end(), block.waiting.begin(), block.waiting.end());
+    block.waiting.clear();
+  }
+  wait();
+  return block.verdict;  // the next one cannot be complete before this thread has come to it
+}
+
+void warp_barrier(const Place &place, unsigned mask) { join_warp(place, mask, own_warp()); }
+
+uint64_t exchange(const Place &place, unsigned mask, uint64_t value, int from) {
+  Warp &warp = own_warp();
+  uint64_t(&values)[32] = warp.values[warp.turn & 1];
+  values[lane()] = value;
+  join_warp(place, mask, warp);
+  return values[from & 31];
+}
+
+unsigned ballot(const Place &place, unsigned mask, bool vote) {
+  Warp &warp = own_warp();
+  uint64_t(&values)[32] = warp.values[warp.turn & 1];
+  values[lane()] = vote;
+  join_warp(place, mask, warp);
+  unsigned votes = 0;
+  for (unsigned i = 0; i < 32; ++i) votes |= static_cast<unsigned>(values[i]) << i;
+  return votes;
+}
+
+void *shared_variable(const void *tag, size_t bytes, size_t alignment) {
+  Block &block = *self()->block;
+  for (const auto &[known, offset] : block.variables)
+    if (known == tag) return block.shared + offset;
+  const size_t offset = (block.used + alignment - 1) / alignment * alignment;
+  const size_t fixed = offset + bytes - (block.dynamic + 15) / 16 * 16, all = offset + bytes;
+  const size_t limit = block.dynamic > 0 && allowed_shared(kernel_now) > kSharedByDefault ? kSharedOnRequest
+                                                                                         : kSharedByDefault;
+  if (fixed > kSharedByDefault || all > limit)
+    fail("a block needs " + std::to_string(all) + " bytes of shared memory, but " + std::to_string(limit) +
+         " are allowed");
+  block.used = offset + bytes;
+  block.variables.emplace_back(tag, offset);
+  return block.shared + offset;
+}
+
+unsigned char *dynamic_shared() { return self()->block->shared; }
+
+void yield() {
+  if (++pauses > kPatience * live) fail("all threads that could run wait for memory that no one writes");
+  ready.push_back(self());
+  wait();
+}
+
+void set_kernel(const void *kernel) { kernel_now = kernel; }
+void allow_shared(const void *kernel, size_t bytes) { allowances[kernel] = bytes; }
+
+size_t allowed_shared(const void *kernel) {
+  const auto found = allowances.find(kernel);
+  return found == allowances.end() ? kSharedByDefault : found->second;
+}
+
+const char *error() { return failure.c_str(); }
+
+int run(const Launch &how, const std::function<void()> &kernel) {
+  failure = unfit(how);
+  if (!failure.empty()) return 1;
+  body = &kernel;
+  state = settings.seed * 0x9e3779b97f4a7c15u + 1;
+  state = state ? state : 1;
+  for (int i = 0; i < 4; ++i) draw();
+  std::vector<unsigned> order(how.blocks);
+  for (unsigned b = 0; b < how.blocks; ++b) order[b] = b;
+  for (unsigned b = how.blocks; b > 1; --b) std::swap(order[b - 1], order[draw() % b]);
+  for (const unsigned number : order) {
+    if (!start_block(how, number)) failure = "there is no memory for the stacks of the threads";
+    if (!how.cooperative && failure.empty()) run_started();
+    if (!failure.empty()) break;
+  }
+  if (how.cooperative && failure.empty()) run_started();
+  ready.clear();
+  blocks.clear();
+  live = 0;
+  return failure.empty() ? 0 : 1;
+}
+
+}  // namespace emulator
+}  // namespace topw

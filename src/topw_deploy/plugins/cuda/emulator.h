@@ -1,0 +1,215 @@
+// CUDA's words on a CPU, for running the kernels without a device: every thread of a block is a fibre.
+//
+// Fibres run until they have to wait: at a barrier, at a warp function, or while they poll memory (`pause`). Which of
+// those that could run goes on is drawn by a seed, so a missing barrier shows as a result that changes with it. What is
+// wrong on a device is an error here, with the place in the source: a barrier that some threads do not reach, or reach
+// elsewhere; a warp function without all lanes; more shared memory than was asked for. After an error the launch is
+// abandoned. One launch at a time in a process.
+//
+// Not emulated: time, caches, and the order in which other blocks see writes. A missing __threadfence does not show.
+#ifndef TOPW_CUDA_EMULATOR_H
+#define TOPW_CUDA_EMULATOR_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <functional>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct dim3 {
+  unsigned x, y, z;
+};
+
+namespace topw {
+namespace emulator {
+
+// Where in the source a thread waits.
+struct Place {
+  const char *file;
+  int line;
+};
+
+struct Thread {
+  dim3 threadIdx, blockIdx, blockDim, gridDim;
+};
+
+extern Thread *current;  // the running thread
+
+enum class Vote { none, any, all, count };
+
+int barrier(const Place &, int predicate, Vote);
+void warp_barrier(const Place &, unsigned mask);
+// Deposits `value`, waits for the warp, and returns what `lane` deposited.
+uint64_t exchange(const Place &, unsigned mask, uint64_t value, int lane);
+unsigned ballot(const Place &, unsigned mask, bool vote);
+void *shared_variable(const void *tag, size_t bytes, size_t alignment);
+unsigned char *dynamic_shared();
+void yield();
+
+// Runs a kernel; 0, or 1 and error() says why.
+int run(const Launch &, const std::function<void()> &kernel);
+const char *error();
+
+// A kernel's limit of dynamic shared memory, as cudaFuncSetAttribute sets it.
+void allow_shared(const void *kernel, size_t bytes);
+size_t allowed_shared(const void *kernel);
+void set_kernel(const void *kernel);
+
+// What topw_emulate chose.
+struct Settings {
+  uint64_t seed = 1;
+  unsigned threads = 0;  // to a block; 0: as many as on a device
+  unsigned blocks = 4;   // resident at once
+};
+extern Settings settings;
+
+template <class T>
+uint64_t to_bits(T value) {
+  static_assert(sizeof(T) <= sizeof(uint64_t), "a warp function takes at most 8 bytes");
+  uint64_t bits = 0;
+  memcpy(&bits, &value, sizeof value);
+  return bits;
+}
+
+template <class T>
+T from_bits(uint64_t bits) {
+  T value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline int lane() { return static_cast<int>(current->threadIdx.x % 32); }
+
+template <class T>
+T shuffle(const Place &place, unsigned mask, T value, int lane) {
+  return from_bits<T>(exchange(place, mask, to_bits(value), lane));
+}
+
+}  // namespace emulator
+
+inline unsigned char *dynamic_shared() { return emulator::dynamic_shared(); }
+inline void pause() { emulator::yield(); }
+
+template <class... Parameters, class... Arguments>
+int launch(const Launch &how, void (*kernel)(Parameters...), const Arguments &...arguments) {
+  emulator::set_kernel(reinterpret_cast<const void *>(kernel));
+  return emulator::run(how, [&] { kernel(arguments...); });
+}
+
+}  // namespace topw
+
+#define TOPW_PLACE (::topw::emulator::Place{__FILE__, __LINE__})
+#define TOPW_SHARED(Type, name)    \
+  static const char name##_tag = 0; \
+  Type &name = *static_cast<Type *>(::topw::emulator::shared_variable(&name##_tag, sizeof(Type), alignof(Type)))
+
+#define threadIdx (::topw::emulator::current->threadIdx)
+#define blockIdx (::topw::emulator::current->blockIdx)
+#define blockDim (::topw::emulator::current->blockDim)
+#define gridDim (::topw::emulator::current->gridDim)
+
+#define __syncthreads() static_cast<void>(::topw::emulator::barrier(TOPW_PLACE, 0, ::topw::emulator::Vote::none))
+#define __syncthreads_or(p) ::topw::emulator::barrier(TOPW_PLACE, (p), ::topw::emulator::Vote::any)
+#define __syncthreads_and(p) ::topw::emulator::barrier(TOPW_PLACE, (p), ::topw::emulator::Vote::all)
+#define __syncthreads_count(p) ::topw::emulator::barrier(TOPW_PLACE, (p), ::topw::emulator::Vote::count)
+#define __syncwarp(...) ::topw::emulator::warp_barrier(TOPW_PLACE, ::topw::kEveryLane)
+#define __shfl_sync(mask, value, from) ::topw::emulator::shuffle(TOPW_PLACE, mask, value, (from) & 31)
+#define __shfl_xor_sync(mask, value, bits) \
+  ::topw::emulator::shuffle(TOPW_PLACE, mask, value, ::topw::emulator::lane() ^ (bits))
+#define __shfl_up_sync(mask, value, by) ::topw::emulator::shuffle_up(TOPW_PLACE, mask, value, static_cast<int>(by))
+#define __shfl_down_sync(mask, value, by) ::topw::emulator::shuffle_down(TOPW_PLACE, mask, value, static_cast<int>(by))
+#define __ballot_sync(mask, vote) ::topw::emulator::ballot(TOPW_PLACE, mask, static_cast<bool>(vote))
+#define __any_sync(mask, vote) static_cast<int>(__ballot_sync(mask, vote) != 0)
+#define __all_sync(mask, vote) static_cast<int>(__ballot_sync(mask, vote) == (mask))
+
+namespace topw {
+namespace emulator {
+
+template <class T>
+T shuffle_up(const Place &place, unsigned mask, T value, int by) {
+  return shuffle(place, mask, value, lane() >= by ? lane() - by : lane());
+}
+
+template <class T>
+T shuffle_down(const Place &place, unsigned mask, T value, int by) {
+  return shuffle(place, mask, value, lane() + by < 32 ? lane() + by : lane());
+}
+
+}  // namespace emulator
+}  // namespace topw
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(static_cast<unsigned>(bits)); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+
+template <class T>
+T __ldcg(const T *address) {
+  return *address;
+}
+template <class T>
+T __ldg(const T *address) {
+  return *address;
+}
+
+template <class T>
+T atomicAdd(T *address, T value) {
+  const T before = *address;
+  *address = before + value;
+  return before;
+}
+template <class T>
+T atomicMin(T *address, T value) {
+  const T before = *address;
+  if (value < before) *address = value;
+  return before;
+}
+template <class T>
+T atomicMax(T *address, T value) {
+  const T before = *address;
+  if (value > before) *address = value;
+  return before;
+}
+template <class T>
+T atomicOr(T *address, T value) {
+  const T before = *address;
+  *address = before | value;
+  return before;
+}
+template <class T>
+T atomicExch(T *address, T value) {
+  const T before = *address;
+  *address = value;
+  return before;
+}
+template <class T>
+T atomicCAS(T *address, T expected, T value) {
+  const T before = *address;
+  if (before == expected) *address = value;
+  return before;
+}
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+
+#endif

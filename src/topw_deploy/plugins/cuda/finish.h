@@ -1,0 +1,77 @@
+// The end of every row: the draw from its crop, and its outputs (docs/graph.md, section 5).
+#ifndef TOPW_CUDA_FINISH_H
+#define TOPW_CUDA_FINISH_H
+
+#include "../native/objective.h"
+#include "block.h"
+#include "logits.h"
+
+namespace topw {
+
+// What a row keeps: `size` tokens by (logit descending, id ascending), as token_key makes them, in shared memory or in
+// global memory that this block wrote.
+struct Kept {
+  const uint64_t *keys;
+  int32_t size;
+  bool certified;
+};
+
+// The place of the drawn token and the log of its probability. `G` [size]: inclusive sums of the weights at the drawing
+// temperature, in units of the largest kept one.
+struct Drawn {
+  int32_t place;
+  double logprob;
+};
+
+__device__ inline Drawn draw(const Parameters &P, const Kept &kept, const double *G, BlockScratch &scratch) {
+  const double total = G[kept.size - 1], reached = P.uniform * total;
+  int32_t first = kept.size - 1;
+  for (int32_t i = own_index(); i < first; i += block_size())
+    if (G[i] - reached > 0) first = i;
+  const int32_t place = block_reduce(first, Smaller(), scratch);
+  return {place, log_weight(logit_of(kept.keys[place]), logit_of(kept.keys[0]), P.temperature) - log(total)};
+}
+
+// The weights of the crop at one temperature, unbounded below, as inclusive sums in `room`.
+__device__ inline void sum_weights(const Kept &kept, float top, double temperature, double *room,
+                                   BlockScratch &scratch) {
+  for (int32_t i = own_index(); i < kept.size; i += block_size())
+    room[i] = exp(log_weight(logit_of(kept.keys[i]), top, temperature));
+  block_scan(room, nullptr, kept.size, scratch);
+}
+
+__device__ inline void write_outputs(const Call &call, int64_t row, const Kept &kept, const Drawn &drawn,
+                                     const topw_report &report) {
+  const topw_outputs &out = call.outputs;
+  if (out.keep_mask)
+    for (int32_t i = own_index(); i < kept.size; i += block_size())
+      out.keep_mask[row * call.inputs.vocab + id_of(kept.keys[i])] = 1;
+  if (own_index() != 0) return;
+  out.next_token[row] = id_of(kept.keys[drawn.place]);
+  out.logprob[row] = static_cast<float>(drawn.logprob);
+  out.kept[row] = kept.size;
+  out.certified[row] = kept.certified;
+  if (out.reports) out.reports[row] = report;
+}
+
+// Draws, and writes all outputs of the row but `mass`, for which it leaves the crop's weight in the row's state. Called
+// by all threads of one block with the same arguments, a barrier after `kept.keys` was written. `room` [kept.size]
+// doubles, shared or global, that are nobody else's. `top` is the row's largest logit; with a negative geom_scale it
+// may not be in the crop.
+__device__ inline void finish_row(const Call &call, int64_t row, const Parameters &P, float top, const Kept &kept,
+                                  const topw_report &report, double *room, BlockScratch &scratch) {
+  Drawn drawn = {0, 0};
+  if (!P.greedy) {
+    sum_weights(kept, logit_of(kept.keys[0]), P.temperature, room, scratch);
+    drawn = draw(P, kept, room, scratch);
+  }
+  write_outputs(call, row, kept, drawn, report);
+  if (!call.outputs.mass || P.certain_selection) return;
+  __syncthreads();
+  sum_weights(kept, top, P.selection, room, scratch);
+  if (own_index() == 0) call.workspace.rows[row].kept_weight = room[kept.size - 1];
+  __syncthreads();
+}
+
+}  // namespace topw
+#endif

@@ -1,0 +1,84 @@
+// A row of edited logits on the device: the caller's logits where no edit touches them, patches where one does.
+#ifndef TOPW_CUDA_LOGITS_H
+#define TOPW_CUDA_LOGITS_H
+
+#include "../native/half.h"
+#include "workspace.h"
+
+namespace topw {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(Float16 value) { return from_float16(value.bits); }
+__device__ __forceinline__ float to_float(Bfloat16 value) { return from_bfloat16(value.bits); }
+
+__device__ __forceinline__ uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// A key by which ascending unsigned order is descending order of the value; -0 and 0 have the same key.
+__device__ __forceinline__ uint32_t descending_key(float value) {
+  const uint32_t bits = bits_of(value + 0.0f);
+  return bits >> 31 ? bits : bits ^ 0x7fffffffu;
+}
+
+__device__ __forceinline__ float value_of_key(uint32_t key) { return float_of_bits(key >> 31 ? key : key ^ 0x7fffffffu); }
+
+// (logit descending, id ascending) as one number, ascending.
+__device__ __forceinline__ uint64_t token_key(float logit, int32_t id) {
+  return static_cast<uint64_t>(descending_key(logit)) << 32 | static_cast<uint32_t>(id);
+}
+__device__ __forceinline__ float logit_of(uint64_t key) { return value_of_key(static_cast<uint32_t>(key >> 32)); }
+__device__ __forceinline__ int32_t id_of(uint64_t key) { return static_cast<int32_t>(key & 0xffffffffu); }
+
+// For everything that comes after the pass over all logits. Any type of logits.
+class LogitRow {
+ public:
+  __device__ LogitRow(const Call &call, int64_t row)
+      : type_(call.logits_type),
+        raw_(static_cast<const unsigned char *>(static_cast<const void *>(call.inputs.logits)) +
+             row * call.inputs.vocab * (call.logits_type == TOPW_FLOAT32 ? 4 : 2)),
+        patch_of_(call.inputs.edits > 0 ? call.workspace.patch_of + row * call.groups : nullptr),
+        patches_(call.workspace.patches + row * call.patch_slots * kGroup),
+        maxima_(call.workspace.maxima + row * call.padded_groups),
+        vocab_(static_cast<int32_t>(call.inputs.vocab)),
+        groups_(static_cast<int32_t>(call.groups)) {}
+
+  __device__ int32_t vocab() const { return vocab_; }
+  __device__ int32_t groups() const { return groups_; }
+
+  // The largest logit of a group. [groups()]
+  __device__ float maximum(int32_t group) const { return __ldcg(maxima_ + group); }
+
+  // The logit of a token; -inf behind the last, up to the end of its group.
+  __device__ float at(int32_t id) const {
+    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + id / kGroup) : -1;
+    if (slot >= 0) return __ldcg(patches_ + static_cast<int64_t>(slot) * kGroup + id % kGroup);
+    return id < vocab_ ? raw(id) : -static_cast<float>(INFINITY);
+  }
+
+  // As it came, without edits.
+  __device__ float raw(int32_t id) const {
+    if (type_ == TOPW_FLOAT32) return reinterpret_cast<const float *>(raw_)[id];
+    const uint16_t bits = reinterpret_cast<const uint16_t *>(raw_)[id];
+    return type_ == TOPW_FLOAT16 ? from_float16(bits) : from_bfloat16(bits);
+  }
+
+ private:
+  int32_t type_;
+  const unsigned char *raw_;
+  const int32_t *patch_of_;
+  const float *patches_, *maxima_;
+  int32_t vocab_, groups_;
+};
+
+}  // namespace topw
+#endif

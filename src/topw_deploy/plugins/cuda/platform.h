@@ -1,0 +1,71 @@
+// The words of CUDA that the kernels use. With TOPW_EMULATE they mean the emulator's, and the same source is C++.
+//
+// What is written differently because of that:
+//   TOPW_SHARED(Type, name);        a variable in shared memory, of a plain type
+//   dynamic_shared()                where the dynamic shared memory begins, aligned to 16 bytes
+//   pause()                         in every loop that waits for another block: on a CPU nothing else runs meanwhile
+//   launch(Launch{...}, kernel, arguments...)   instead of <<<>>>
+// Warp functions take kEveryLane only: no part of a warp goes its own way where they are called.
+#ifndef TOPW_CUDA_PLATFORM_H
+#define TOPW_CUDA_PLATFORM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace topw {
+
+// How a kernel is launched.
+struct Launch {
+  unsigned blocks, threads;
+  size_t shared;     // dynamic bytes
+  bool cooperative;  // all blocks are resident at once
+  void *stream;
+};
+
+constexpr int kWarp = 32;
+constexpr unsigned kEveryLane = 0xffffffffu;
+constexpr size_t kSharedByDefault = 48 * 1024;  // what a block has without asking
+constexpr size_t kSharedOnRequest = 99 * 1024;  // what it has on every device from sm_86 on if launch.cu asks; sm_75: 64
+
+}  // namespace topw
+
+#if defined(TOPW_EMULATE)
+#include "emulator.h"
+#else
+
+#include <cuda_runtime.h>
+
+#define TOPW_SHARED(Type, name) __shared__ Type name
+
+namespace topw {
+
+__device__ __forceinline__ unsigned char *dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char topw_dynamic_shared[];
+  return topw_dynamic_shared;
+}
+
+__device__ __forceinline__ void pause() {
+#if defined(__CUDA_ARCH__)
+  __nanosleep(20);
+#endif
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(const Launch &how, void (*kernel)(Parameters...), const Arguments &...arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(how.blocks);
+  config.blockDim = dim3(how.threads);
+  config.dynamicSmemBytes = how.shared;
+  config.stream = static_cast<cudaStream_t>(how.stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  config.attrs = &attribute;
+  config.numAttrs = how.cooperative ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+}  // namespace topw
+
+#endif
+#endif

@@ -1,0 +1,122 @@
+// What the kernels of one step share: the call itself, and scratch memory in the device's global memory.
+//
+// Two launches answer a batch. `certify` (certify.cuh) reads all logits and answers every row that it can certify, and
+// the invalid ones; the others it appends to `open_rows`. `geometry` (geometry.cuh) takes those. A third, `mass`, comes
+// only where the caller asks for that output.
+//
+// What certify leaves for an open row, before its number is in open_rows[0 .. control->open_count):
+//   rows[row]             parameters (valid, not greedy), the largest logit `top`
+//   maxima[row][group]    the largest of each 64 logits, edited; finite or -inf
+//   LogitRow (logits.h)   the edited logits, through patch_of and patches
+// and all of keep_mask[row] is 0. open_rows is in no particular order.
+//
+// geometry.cuh has, for launch.cu:
+//   constexpr unsigned kGeometryThreads;                          threads of a block; the emulation may use fewer
+//   __global__ void geometry(Call call);                          launched cooperatively, with as many blocks as fit
+//   inline size_t geometry_shared_bytes(const topw_cuda_shape &); dynamic, at most kSharedOnRequest
+// and team_scratch.h what a team needs in global memory. geometry returns at once where open_count is 0.
+//
+// What geometry leaves: every open row answered through finish_row (finish.h), and open_count, geometry_ticket and its
+// teams' words 0 again.
+#ifndef TOPW_CUDA_WORKSPACE_H
+#define TOPW_CUDA_WORKSPACE_H
+
+#include "../native/parameters.h"
+#include "platform.h"
+#include "team_scratch.h"
+#include "topw_cuda.h"
+
+namespace topw {
+
+constexpr int kGroup = 64;            // logits that share a maximum
+constexpr int64_t kMostVocab = 524288;
+constexpr int64_t kMostHidden = 8192;
+constexpr int64_t kMostPool = 4096;
+constexpr int64_t kMostNeighbours = 16;
+constexpr int64_t kMassUnit = 1024;   // logits whose weights are summed up apart, for `mass`
+
+// Zero between steps: the first bytes of the workspace.
+struct Control {
+  uint32_t open_count;       // rows that certify left open
+  uint32_t geometry_ticket;  // geometry's own: its last block to leave puts this and open_count back to 0
+  uint32_t reserved[62];
+  uint32_t teams[kTeams][kTeamWords];  // geometry's own, for its barriers
+};
+
+// What is known of a row once certify has gone over it.
+struct RowState {
+  Parameters parameters;
+  float top;           // the largest logit
+  int32_t valid;       // 0: answered as invalid
+  double kept_weight;  // of its crop, by the selection temperature, in units of the largest: the numerator of `mass`
+};
+
+struct Workspace {
+  Control *control;
+  uint32_t *tickets;   // [batch] zero between launches
+  int32_t *open_rows;  // [batch]
+  RowState *rows;      // [batch]
+  float *maxima;       // [batch, padded_groups]
+  int32_t *patch_of;   // [batch, groups] the slot of a group that edits touch, or -1; NULL without edits
+  float *patches;      // [batch, patch_slots, kGroup]
+  double *masses;      // [batch, mass_units]
+  unsigned char *team_scratch;  // [kTeams, team_bytes]
+  int64_t team_bytes;
+};
+
+// One step as the kernels get it, by value.
+struct Call {
+  topw_options options;  // top_m at most vocab
+  topw_table table;
+  topw_inputs inputs;
+  topw_outputs outputs;
+  Workspace workspace;
+  int64_t groups, padded_groups;  // of kGroup logits in a row; padded to a multiple of 4
+  int64_t patch_slots;
+  int32_t logits_type;
+  int32_t chunk_groups, chunks;  // certify: a block's share of a row
+};
+
+inline int64_t groups_of(int64_t vocab) { return (vocab + kGroup - 1) / kGroup; }
+inline int64_t padded_groups_of(int64_t vocab) { return (groups_of(vocab) + 3) / 4 * 4; }
+inline int64_t mass_units_of(int64_t vocab) { return (vocab + kMassUnit - 1) / kMassUnit; }
+// A patch lies at the lowest number of an edit that touches its group, or at the group's where those are fewer.
+inline int64_t patch_slots_of(int64_t vocab, int64_t edits) {
+  return edits < groups_of(vocab) ? edits : groups_of(vocab);
+}
+
+inline int64_t control_bytes(const topw_cuda_shape &shape) {
+  const int64_t bytes = static_cast<int64_t>(sizeof(Control) + sizeof(uint32_t) * shape.batch);
+  return (bytes + 255) / 256 * 256;
+}
+
+// Where everything lies behind `memory`, which may be NULL to ask for `bytes` only.
+inline Workspace lay_out(const topw_cuda_shape &shape, void *memory, int64_t *bytes) {
+  unsigned char *const start = static_cast<unsigned char *>(memory);
+  int64_t at = 0;
+  const auto take = [&](int64_t size) {
+    unsigned char *const here = start ? start + at : nullptr;
+    at += (size + 255) / 256 * 256;
+    return here;
+  };
+  const int64_t batch = shape.batch, floats = sizeof(float);
+  Workspace w = {};
+  unsigned char *const control = take(control_bytes(shape));
+  w.control = reinterpret_cast<Control *>(control);
+  w.tickets = control ? reinterpret_cast<uint32_t *>(control + sizeof(Control)) : nullptr;
+  w.open_rows = reinterpret_cast<int32_t *>(take(batch * floats));
+  w.rows = reinterpret_cast<RowState *>(take(batch * static_cast<int64_t>(sizeof(RowState))));
+  w.maxima = reinterpret_cast<float *>(take(batch * padded_groups_of(shape.vocab) * floats));
+  if (shape.edits > 0) {
+    w.patch_of = reinterpret_cast<int32_t *>(take(batch * groups_of(shape.vocab) * floats));
+    w.patches = reinterpret_cast<float *>(take(batch * patch_slots_of(shape.vocab, shape.edits) * kGroup * floats));
+  }
+  w.masses = reinterpret_cast<double *>(take(batch * mass_units_of(shape.vocab) * static_cast<int64_t>(sizeof(double))));
+  w.team_bytes = (team_scratch_bytes(shape) + 255) / 256 * 256;
+  w.team_scratch = take(kTeams * w.team_bytes);
+  *bytes = at;
+  return w;
+}
+
+}  // namespace topw
+#endif

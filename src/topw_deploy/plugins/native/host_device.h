@@ -1,0 +1,11 @@
+// What a processor and a CUDA device share is marked so; elsewhere the mark is nothing.
+#ifndef TOPW_HOST_DEVICE_H
+#define TOPW_HOST_DEVICE_H
+
+#if defined(__CUDACC__)
+#define TOPW_SHARED_CODE __host__ __device__
+#else
+#define TOPW_SHARED_CODE
+#endif
+
+#endif
