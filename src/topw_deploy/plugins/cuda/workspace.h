@@ -60,8 +60,7 @@ struct Workspace {
   int32_t *patch_of;   // [batch, groups] the slot of a group that edits touch, or -1; NULL without edits
   float *patches;      // [batch, patch_slots, kGroup]
   double *masses;      // [batch, mass_units]
-  unsigned char *team_scratch;  // [kTeams, team_bytes]
-  int64_t team_bytes;
+  unsigned char *team_scratch;  // as team_scratch.h lays it out
 };
 
 // One step as the kernels get it, by value.
@@ -112,8 +111,7 @@ inline Workspace lay_out(const topw_cuda_shape &shape, void *memory, int64_t *by
     w.patches = reinterpret_cast<float *>(take(batch * patch_slots_of(shape.vocab, shape.edits) * kGroup * floats));
   }
   w.masses = reinterpret_cast<double *>(take(batch * mass_units_of(shape.vocab) * static_cast<int64_t>(sizeof(double))));
-  w.team_bytes = (team_scratch_bytes(shape) + 255) / 256 * 256;
-  w.team_scratch = take(kTeams * w.team_bytes);
+  w.team_scratch = take(team_scratch_bytes(shape));
   *bytes = at;
   return w;
 }
