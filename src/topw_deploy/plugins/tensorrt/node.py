@@ -1,0 +1,163 @@
+"""What a TensorRT graph says of one node: its attributes, and the types and sizes of its inputs (docs/graph.md, section
+8). Plain Python, so that it can be read and tested without TensorRT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Self
+
+from topw_deploy.errors import PluginError
+from topw_deploy.plugins.kernel import COLUMNS
+from topw_deploy.sampling.parameters import METRICS
+
+TABLE_FORM = "Gather(axis=0)"
+"""The one table form that the kernels read where TensorRT runs: its parser has no others."""
+
+EDITS = ("edit_ids", "edit_penalty", "edit_bias")
+INPUTS = ("logits", *EDITS, *COLUMNS)
+"""Inputs of a node with the `uniform` metric."""
+TABLE_INPUTS = ("mean", "inverse_std", "neighbour_bound", "table")
+"""What follows under every other metric."""
+
+OUTPUT_TYPES = {
+    "next_token": "int64",
+    "logprob": "float32",
+    "kept": "int32",
+    "certified": "bool",
+    "mass": "float32",
+    "keep_mask": "bool",
+}
+"""Outputs in their order; the last two on request."""
+
+FLOATS = ("float32", "float16", "bfloat16")
+_NUMBERS = ("top_m", "alt_iters", "knn_k", "with_mass", "with_keep_mask")
+_TEXTS = ("metric", "table_form")
+FIELDS = (*_NUMBERS, *_TEXTS)
+"""Attributes that a plugin reads, in the order in which an engine keeps them; the C++ plugin keeps the same."""
+_MOST = 2**31 - 1  # an int32 in the engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings:
+    """The node's attributes. Raises PluginError for those that the kernels cannot serve, naming value and bound."""
+
+    top_m: int
+    alt_iters: int
+    metric: str
+    knn_k: int = 0
+    table_form: str = ""
+    with_mass: int = 0
+    with_keep_mask: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("top_m", 1, _MOST), ("alt_iters", 1, _MOST), ("knn_k", 0, _MOST),
+            ("with_mass", 0, 1), ("with_keep_mask", 0, 1),
+        ):  # fmt: skip
+            if not least <= getattr(self, name) <= most:
+                raise PluginError(f"the node's {name} is {getattr(self, name)}, but must be in [{least}, {most}].")
+        if self.metric not in METRICS:
+            raise PluginError(f"the node's metric is {self.metric!r}, but must be one of {', '.join(METRICS)}.")
+        wanted = TABLE_FORM if self.has_table else ""
+        if self.table_form != wanted:
+            raise PluginError(
+                f"the node's table form is {self.table_form!r}, but the plugin reads {wanted!r}; without the plugin "
+                "TensorRT inlines the node's function."
+            )
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, int | str]) -> Self:
+        """From attributes or an engine's fields by name; what else is among them is left alone.
+
+        Raises PluginError for absent ones and for those of another type.
+        """
+        known: dict[str, int | str] = {name: fields[name] for name in FIELDS if name in fields}
+        for name, value in known.items():
+            if isinstance(value, str) != (name in _TEXTS):
+                raise PluginError(f"the node's {name} is {value!r}, which is not of its type; export the model again.")
+        try:
+            return cls(**known)  # type: ignore[arg-type]
+        except TypeError:
+            missing = [name for name in ("top_m", "alt_iters", "metric") if name not in known]
+            raise PluginError(f"the node has no {', '.join(missing)}; export the model again.") from None
+
+    def to_fields(self) -> dict[str, int | str]:
+        """By name, in the order of FIELDS: what an engine keeps."""
+        values = asdict(self)
+        return {name: values[name] for name in FIELDS}
+
+    @property
+    def has_table(self) -> bool:
+        return self.metric != "uniform"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs in their order."""
+        return (*INPUTS, *TABLE_INPUTS) if self.has_table else INPUTS
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs in their order."""
+        wanted = {"mass": self.with_mass, "keep_mask": self.with_keep_mask}
+        return tuple(name for name in OUTPUT_TYPES if wanted.get(name, 1))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Element type, by NumPy's name or `bfloat16`, and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallShape:
+    """What a call is to the kernels: topw_cuda_shape of topw_cuda.h. tokens and hidden are 0 without a table."""
+
+    settings: NodeSettings
+    batch: int
+    vocab: int
+    edits: int
+    logits_type: str
+    tokens: int = 0
+    hidden: int = 0
+    table_type: str = "float32"
+    bounds: int = 0
+
+
+def describe(settings: NodeSettings, tensors: Sequence[Tensor]) -> CallShape:
+    """The call that inputs of these types and shapes make.
+
+    Raises PluginError where they are not the inputs of such a node or do not fit each other.
+    """
+    if len(tensors) != len(settings.inputs):
+        raise PluginError(f"the node has {len(tensors)} inputs, but a node like it has {len(settings.inputs)}.")
+    given = dict(zip(settings.inputs, tensors, strict=True))
+    batch, vocab = _matrix("logits", given["logits"])
+    _, edits = _matrix("edit_ids", given["edit_ids"])
+    for name, shape in {**dict.fromkeys(EDITS, (batch, edits)), **dict.fromkeys(COLUMNS, (batch,))}.items():
+        _require(name, given[name], shape)
+    call = CallShape(settings=settings, batch=batch, vocab=vocab, edits=edits, logits_type=given["logits"].dtype)
+    if not settings.has_table:
+        return call
+    tokens, hidden = _matrix("table", given["table"])
+    if tokens < vocab:
+        raise PluginError(f"the table has {tokens} rows, but needs one for each of {vocab} tokens.")
+    _require("mean", given["mean"], (hidden,))
+    _require("inverse_std", given["inverse_std"], (hidden,))
+    bounds = given["neighbour_bound"].shape
+    if bounds != (0,):
+        _require("neighbour_bound", given["neighbour_bound"], (vocab,))
+    return replace(call, tokens=tokens, hidden=hidden, table_type=given["table"].dtype, bounds=bounds[0])
+
+
+def _matrix(name: str, tensor: Tensor) -> tuple[int, ...]:
+    if len(tensor.shape) != 2:
+        raise PluginError(f"{name} has shape {list(tensor.shape)}, but must have two dimensions.")
+    return tensor.shape
+
+
+def _require(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise PluginError(f"{name} has shape {list(tensor.shape)}, but must be {list(shape)}.")

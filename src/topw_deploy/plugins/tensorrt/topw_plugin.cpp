@@ -1,0 +1,398 @@
+// TensorRT's plugin for the node topw::TopWSample (docs/graph.md, section 8), for hosts in C++ and for trtexec.
+//
+// Compiled with the CUDA kernels and the CUDA runtime into one library, against the headers of the TensorRT that will
+// load it. Nothing of TensorRT is linked: its plugin registry opens the library and calls getCreators. plugin.py is the
+// same plugin for Python; both write the same fields into an engine, so either reads what the other built.
+
+#include <NvInferRuntime.h>
+#include <cuda_runtime_api.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <atomic>
+#include <new>
+
+#include "topw_cuda.h"
+
+#if NV_TENSORRT_MAJOR < 10 || (NV_TENSORRT_MAJOR == 10 && NV_TENSORRT_MINOR < 3)
+#error "this plugin needs the headers of TensorRT 10.3 or newer"
+#endif
+
+namespace {
+
+using nvinfer1::DataType;
+using nvinfer1::PluginField;
+using nvinfer1::PluginFieldType;
+
+constexpr char kName[] = "TopWSample", kVersion[] = "1", kNamespace[] = "topw", kTableForm[] = "Gather(axis=0)";
+
+enum Input {
+  kLogits, kEditIds, kEditPenalty, kEditBias, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP, kGeomScale,
+  kUniform, kMean, kInverseStd, kNeighbourBound, kTable
+};  // fmt: skip
+constexpr int32_t kWithoutTable = kMean, kWithTable = kTable + 1;
+enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
+
+// ---- messages
+
+std::atomic<nvinfer1::ILoggerFinder *> logger_finder{nullptr};
+
+void complain(const char *format, ...) {
+  char message[512] = "TopWSample: ";
+  const size_t start = strlen(message);
+  va_list values;
+  va_start(values, format);
+  vsnprintf(message + start, sizeof message - start, format, values);
+  va_end(values);
+  nvinfer1::ILoggerFinder *finder = logger_finder.load();
+  nvinfer1::ILogger *logger = finder ? finder->findLogger() : nullptr;
+  if (logger)
+    logger->log(nvinfer1::ILogger::Severity::kERROR, message);
+  else
+    fprintf(stderr, "%s\n", message);
+}
+
+// ---- the node's attributes, which are also what an engine keeps of it
+
+struct Settings {
+  int32_t top_m = 0, alt_iters = 0, knn_k = 0, with_mass = 0, with_keep_mask = 0;
+  char metric[16] = "", table_form[128] = "";
+
+  int32_t metric_number() const {
+    constexpr const char *names[] = {"mahalanobis", "unit", "cosine", "uniform"};
+    for (int32_t number = TOPW_MAHALANOBIS; number <= TOPW_UNIFORM; ++number)
+      if (strcmp(metric, names[number]) == 0) return number;
+    return -1;
+  }
+  bool has_table() const { return metric_number() != TOPW_UNIFORM; }
+  int32_t inputs() const { return has_table() ? kWithTable : kWithoutTable; }
+  int32_t outputs() const { return kFirstOnRequest + with_mass + with_keep_mask; }
+};
+
+struct Number {
+  const char *name;
+  int32_t Settings::*place;
+  int32_t least, most;
+};
+constexpr Number kNumbers[] = {{"top_m", &Settings::top_m, 1, INT32_MAX},
+                               {"alt_iters", &Settings::alt_iters, 1, INT32_MAX},
+                               {"knn_k", &Settings::knn_k, 0, INT32_MAX},
+                               {"with_mass", &Settings::with_mass, 0, 1},
+                               {"with_keep_mask", &Settings::with_keep_mask, 0, 1}};
+constexpr int32_t kFields = sizeof kNumbers / sizeof kNumbers[0] + 2;
+
+bool read_number(const PluginField &field, const Number &number, Settings *settings) {
+  int64_t value = -1;
+  if (field.length == 1 && field.data && field.type == PluginFieldType::kINT32)
+    value = *static_cast<const int32_t *>(field.data);
+  else if (field.length == 1 && field.data && field.type == PluginFieldType::kINT64)
+    value = *static_cast<const int64_t *>(field.data);
+  if (value < number.least || value > number.most) return false;
+  settings->*number.place = static_cast<int32_t>(value);
+  return true;
+}
+
+// A text of up to room - 1 characters, with or without its final zero.
+bool read_text(const PluginField &field, char *text, size_t room) {
+  if (field.type != PluginFieldType::kCHAR || field.length < 0 || (field.length > 0 && !field.data)) return false;
+  const size_t length = field.length ? strnlen(static_cast<const char *>(field.data), field.length) : 0;
+  if (length >= room) return false;
+  if (length) memcpy(text, field.data, length);
+  text[length] = '\0';
+  return true;
+}
+
+bool read_field(const PluginField &field, Settings *settings) {
+  if (strcmp(field.name, "metric") == 0) return read_text(field, settings->metric, sizeof settings->metric);
+  if (strcmp(field.name, "table_form") == 0)
+    return read_text(field, settings->table_form, sizeof settings->table_form);
+  for (const Number &number : kNumbers)
+    if (strcmp(field.name, number.name) == 0) return read_number(field, number, settings);
+  return true;  // how the plugin was found, or what a later version knows
+}
+
+bool read_settings(const nvinfer1::PluginFieldCollection &fields, Settings *settings) {
+  for (int32_t index = 0; index < fields.nbFields; ++index)
+    if (!read_field(fields.fields[index], settings)) {
+      complain("the attribute %s is of the wrong type or out of range", fields.fields[index].name);
+      return false;
+    }
+  if (settings->top_m < 1 || settings->alt_iters < 1 || settings->metric_number() < 0) {
+    complain("top_m, alt_iters or metric is missing or unknown (metric is '%s')", settings->metric);
+    return false;
+  }
+  if (settings->has_table() ? strcmp(settings->table_form, kTableForm) != 0 : settings->table_form[0] != '\0') {
+    complain("the table form '%s' is not one that the kernels read; let the parser inline the function",
+             settings->table_form);
+    return false;
+  }
+  return true;
+}
+
+// The fields in a collection that points into `settings`.
+nvinfer1::PluginFieldCollection written(const Settings &settings, PluginField (&fields)[kFields]) {
+  int32_t count = 0;
+  for (const Number &number : kNumbers)
+    fields[count++] = PluginField(number.name, &(settings.*number.place), PluginFieldType::kINT32, 1);
+  const auto text = [&](const char *name, const char *value) {
+    fields[count++] = PluginField(name, value, PluginFieldType::kCHAR, static_cast<int32_t>(strlen(value)) + 1);
+  };
+  text("metric", settings.metric);
+  text("table_form", settings.table_form);
+  return {count, fields};
+}
+
+// ---- types and sizes
+
+int32_t onnx_type(DataType type) {
+  return type == DataType::kFLOAT  ? TOPW_FLOAT32
+         : type == DataType::kHALF ? TOPW_FLOAT16
+         : type == DataType::kBF16 ? TOPW_BFLOAT16
+                                   : 0;
+}
+
+struct Tensor {
+  nvinfer1::Dims dims;
+  DataType type;
+};
+
+bool is_shape(const Tensor &tensor, int32_t rank, int64_t first, int64_t second = 0) {
+  return tensor.dims.nbDims == rank && tensor.dims.d[0] == first && (rank == 1 || tensor.dims.d[1] == second);
+}
+
+// What a call with these inputs is to the kernels; NULL, or why they do not fit together, a clause.
+const char *describe(const Settings &settings, const Tensor *in, topw_cuda_shape *shape) {
+  *shape = {};
+  shape->options = {settings.top_m, settings.alt_iters, settings.metric_number(), settings.knn_k};
+  if (in[kLogits].dims.nbDims != 2 || in[kEditIds].dims.nbDims != 2) return "logits or edits are not matrices";
+  shape->batch = in[kLogits].dims.d[0];
+  shape->vocab = in[kLogits].dims.d[1];
+  shape->edits = in[kEditIds].dims.d[1];
+  shape->logits_type = onnx_type(in[kLogits].type);
+  for (int32_t index = kEditIds; index <= kEditBias; ++index)
+    if (!is_shape(in[index], 2, shape->batch, shape->edits)) return "the edits' shapes differ";
+  for (int32_t index = kTemperature; index <= kUniform; ++index)
+    if (!is_shape(in[index], 1, shape->batch)) return "a parameter is not one number per row";
+  if (!settings.has_table()) return nullptr;
+  if (in[kTable].dims.nbDims != 2 || in[kTable].dims.d[0] < shape->vocab) return "the table has not a row per token";
+  const int64_t bounds = in[kNeighbourBound].dims.d[0];
+  shape->table.tokens = in[kTable].dims.d[0];
+  shape->table.hidden = in[kTable].dims.d[1];
+  shape->table.dtype = onnx_type(in[kTable].type);
+  if (!is_shape(in[kMean], 1, shape->table.hidden) || !is_shape(in[kInverseStd], 1, shape->table.hidden) ||
+      in[kNeighbourBound].dims.nbDims != 1 || (bounds != 0 && bounds != shape->vocab))
+    return "the table's statistics or bounds are not of its size";
+  return nullptr;
+}
+
+class Plugin final : public nvinfer1::IPluginV3,
+                     public nvinfer1::IPluginV3OneCore,
+                     public nvinfer1::IPluginV3OneBuild,
+                     public nvinfer1::IPluginV3OneRuntime {
+ public:
+  explicit Plugin(const Settings &settings) : settings_(settings) {}
+
+  nvinfer1::IPluginCapability *getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override {
+    switch (type) {
+      case nvinfer1::PluginCapabilityType::kCORE: return static_cast<IPluginV3OneCore *>(this);
+      case nvinfer1::PluginCapabilityType::kBUILD: return static_cast<IPluginV3OneBuild *>(this);
+      case nvinfer1::PluginCapabilityType::kRUNTIME: return static_cast<IPluginV3OneRuntime *>(this);
+    }
+    return nullptr;
+  }
+
+  nvinfer1::IPluginV3 *clone() noexcept override {
+    Plugin *copy = new (std::nothrow) Plugin(settings_);
+    if (copy) {
+      copy->logits_type_ = logits_type_;
+      copy->table_type_ = table_type_;
+    }
+    return copy;
+  }
+
+  const char *getPluginName() const noexcept override { return kName; }
+  const char *getPluginVersion() const noexcept override { return kVersion; }
+  const char *getPluginNamespace() const noexcept override { return kNamespace; }
+
+  int32_t getNbOutputs() const noexcept override { return settings_.outputs(); }
+
+  int32_t getOutputDataTypes(DataType *types, int32_t, const DataType *inputs, int32_t count) const noexcept override {
+    if (!takes(count)) return -1;
+    logits_type_ = inputs[kLogits];
+    if (settings_.has_table()) table_type_ = inputs[kTable];
+    for (int32_t index = 0; index < settings_.outputs(); ++index) types[index] = output_type(index);
+    return 0;
+  }
+
+  int32_t getOutputShapes(const nvinfer1::DimsExprs *inputs, int32_t count, const nvinfer1::DimsExprs *, int32_t,
+                          nvinfer1::DimsExprs *outputs, int32_t, nvinfer1::IExprBuilder &) noexcept override {
+    if (!takes(count) || inputs[kLogits].nbDims != 2) return -1;
+    for (int32_t index = 0; index < settings_.outputs(); ++index) {
+      outputs[index].nbDims = is_keep_mask(index) ? 2 : 1;
+      outputs[index].d[0] = inputs[kLogits].d[0];
+      if (is_keep_mask(index)) outputs[index].d[1] = inputs[kLogits].d[1];
+    }
+    return 0;
+  }
+
+  // Every tensor in the one type that the graph gives it: a builder free to choose may not round logits for speed.
+  bool supportsFormatCombination(int32_t place, const nvinfer1::DynamicPluginTensorDesc *tensors, int32_t inputs,
+                                 int32_t) noexcept override {
+    const nvinfer1::PluginTensorDesc &tensor = tensors[place].desc;
+    if (tensor.format != nvinfer1::TensorFormat::kLINEAR) return false;
+    if (place >= inputs) return tensor.type == output_type(place - inputs);
+    switch (place) {
+      case kLogits: return onnx_type(tensor.type) && tensor.type == logits_type_;
+      case kEditIds: return tensor.type == DataType::kINT64;
+      case kTable: return onnx_type(tensor.type) && tensor.type == table_type_;
+      default: return tensor.type == DataType::kFLOAT;
+    }
+  }
+
+  int32_t configurePlugin(const nvinfer1::DynamicPluginTensorDesc *in, int32_t count,
+                          const nvinfer1::DynamicPluginTensorDesc *, int32_t) noexcept override {
+    topw_cuda_shape shape;
+    return takes(count) && largest(in, &shape) ? 0 : -1;
+  }
+
+  size_t getWorkspaceSize(const nvinfer1::DynamicPluginTensorDesc *in, int32_t count,
+                          const nvinfer1::DynamicPluginTensorDesc *, int32_t) const noexcept override {
+    topw_cuda_shape shape;
+    return takes(count) && largest(in, &shape) ? static_cast<size_t>(topw_cuda_workspace_bytes(&shape)) : 0;
+  }
+
+  int32_t onShapeChange(const nvinfer1::PluginTensorDesc *in, int32_t count, const nvinfer1::PluginTensorDesc *,
+                        int32_t) noexcept override {
+    topw_cuda_shape shape;
+    return takes(count) && actual(in, &shape) ? 0 : -1;
+  }
+
+  // TensorRT hands out workspace with whatever other layers left in it, so the control bytes are zeroed each time. That
+  // and the kernels are all that is enqueued: no synchronisation, no allocation, so a CUDA graph may record it.
+  int32_t enqueue(const nvinfer1::PluginTensorDesc *in, const nvinfer1::PluginTensorDesc *, const void *const *inputs,
+                  void *const *outputs, void *workspace, cudaStream_t stream) noexcept override {
+    topw_cuda_shape shape;
+    if (!actual(in, &shape)) return -1;
+    const topw_inputs arguments = bound_inputs(shape, inputs);
+    const topw_outputs results = bound_outputs(outputs);
+    topw_table table = shape.table;
+    if (settings_.has_table()) {
+      table.rows = inputs[kTable];
+      table.mean = static_cast<const float *>(inputs[kMean]);
+      table.inverse_std = static_cast<const float *>(inputs[kInverseStd]);
+      table.neighbour_bound =
+          in[kNeighbourBound].dims.d[0] ? static_cast<const float *>(inputs[kNeighbourBound]) : nullptr;
+    }
+    int failed = cudaMemsetAsync(workspace, 0, static_cast<size_t>(topw_cuda_control_bytes(&shape)), stream);
+    if (!failed)
+      failed =
+          topw_cuda_launch(&shape, settings_.has_table() ? &table : nullptr, &arguments, &results, workspace, stream);
+    if (failed) complain("CUDA answers %s", topw_cuda_error(failed));
+    return failed ? -1 : 0;
+  }
+
+  nvinfer1::IPluginV3 *attachToContext(nvinfer1::IPluginResourceContext *) noexcept override { return clone(); }
+
+  const nvinfer1::PluginFieldCollection *getFieldsToSerialize() noexcept override {
+    written_ = written(settings_, fields_);
+    return &written_;
+  }
+
+ private:
+  bool takes(int32_t inputs) const {
+    if (inputs != settings_.inputs()) complain("the node has %d inputs, not %d", inputs, settings_.inputs());
+    return inputs == settings_.inputs();
+  }
+
+  bool is_keep_mask(int32_t output) const { return settings_.with_keep_mask && output == settings_.outputs() - 1; }
+
+  DataType output_type(int32_t index) const {
+    constexpr DataType types[] = {DataType::kINT64, DataType::kFLOAT, DataType::kINT32, DataType::kBOOL};
+    return index < kFirstOnRequest ? types[index] : is_keep_mask(index) ? DataType::kBOOL : DataType::kFLOAT;
+  }
+
+  bool fits(const Tensor *tensors, topw_cuda_shape *shape) const {
+    const char *reason = describe(settings_, tensors, shape);
+    if (!reason) reason = topw_cuda_refusal(shape);
+    if (reason) complain("%s", reason);
+    return !reason;
+  }
+
+  bool largest(const nvinfer1::DynamicPluginTensorDesc *in, topw_cuda_shape *shape) const {
+    Tensor tensors[kWithTable];
+    for (int32_t index = 0; index < settings_.inputs(); ++index) tensors[index] = {in[index].max, in[index].desc.type};
+    return fits(tensors, shape);
+  }
+
+  bool actual(const nvinfer1::PluginTensorDesc *in, topw_cuda_shape *shape) const {
+    Tensor tensors[kWithTable];
+    for (int32_t index = 0; index < settings_.inputs(); ++index) tensors[index] = {in[index].dims, in[index].type};
+    return fits(tensors, shape);
+  }
+
+  static topw_inputs bound_inputs(const topw_cuda_shape &shape, const void *const *inputs) {
+    topw_inputs bound{};
+    bound.batch = shape.batch;
+    bound.vocab = shape.vocab;
+    bound.edits = shape.edits;
+    bound.logits = static_cast<const float *>(inputs[kLogits]);  // of shape.logits_type
+    bound.edit_ids = static_cast<const int64_t *>(inputs[kEditIds]);
+    const float **columns[] = {&bound.edit_penalty, &bound.edit_bias, &bound.temperature, &bound.selection_temperature,
+                               &bound.lam, &bound.beta, &bound.init_top_p, &bound.geom_scale,
+                               &bound.uniform};  // fmt: skip
+    for (int32_t index = kEditPenalty; index <= kUniform; ++index)
+      *columns[index - kEditPenalty] = static_cast<const float *>(inputs[index]);
+    return bound;
+  }
+
+  topw_outputs bound_outputs(void *const *outputs) const {
+    topw_outputs bound{};
+    bound.next_token = static_cast<int64_t *>(outputs[kNextToken]);
+    bound.logprob = static_cast<float *>(outputs[kLogprob]);
+    bound.kept = static_cast<int32_t *>(outputs[kKept]);
+    bound.certified = static_cast<uint8_t *>(outputs[kCertified]);
+    if (settings_.with_mass) bound.mass = static_cast<float *>(outputs[kFirstOnRequest]);
+    if (settings_.with_keep_mask) bound.keep_mask = static_cast<uint8_t *>(outputs[settings_.outputs() - 1]);
+    return bound;
+  }
+
+  const Settings settings_;
+  // The types that the graph gives to logits and table, noted where TensorRT tells them; float32 until then.
+  mutable DataType logits_type_ = DataType::kFLOAT, table_type_ = DataType::kFLOAT;
+  PluginField fields_[kFields];
+  nvinfer1::PluginFieldCollection written_{};
+};
+
+class Creator final : public nvinfer1::IPluginCreatorV3One {
+ public:
+  Creator() : names_(written(known_, fields_)) {}
+
+  nvinfer1::IPluginV3 *createPlugin(const char *, const nvinfer1::PluginFieldCollection *fields,
+                                    nvinfer1::TensorRTPhase) noexcept override {
+    Settings settings;
+    return fields && read_settings(*fields, &settings) ? new (std::nothrow) Plugin(settings) : nullptr;
+  }
+
+  const nvinfer1::PluginFieldCollection *getFieldNames() noexcept override { return &names_; }
+  const char *getPluginName() const noexcept override { return kName; }
+  const char *getPluginVersion() const noexcept override { return kVersion; }
+  const char *getPluginNamespace() const noexcept override { return kNamespace; }
+
+ private:
+  Settings known_;
+  PluginField fields_[kFields];
+  nvinfer1::PluginFieldCollection names_;
+};
+
+}  // namespace
+
+// What TensorRT's registry looks for in a library (IPluginRegistry::loadLibrary, trtexec --dynamicPlugins).
+extern "C" TOPW_EXPORT nvinfer1::IPluginCreatorInterface *const *getCreators(int32_t &count) {
+  static Creator creator;
+  static nvinfer1::IPluginCreatorInterface *const creators[] = {&creator};
+  count = 1;
+  return creators;
+}
+
+extern "C" TOPW_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder *finder) { logger_finder.store(finder); }
