@@ -350,7 +350,10 @@ void yield() {
 }
 
 void set_kernel(const void *kernel) { kernel_now = kernel; }
-void allow_shared(const void *kernel, size_t bytes) { allowances[kernel] = bytes; }
+
+void allow_shared(const void *kernel, size_t bytes) {
+  allowances[kernel] = bytes <= kSharedByDefault ? kSharedByDefault : bytes < kSharedOnRequest ? bytes : kSharedOnRequest;
+}
 
 size_t allowed_shared(const void *kernel) {
   const auto found = allowances.find(kernel);
@@ -361,7 +364,7 @@ const char *error() { return failure.c_str(); }
 
 int run(const Launch &how, const std::function<void()> &kernel) {
   failure = unfit(how);
-  if (!failure.empty()) return 1;
+  if (!failure.empty()) return kUnlaunchable;
   body = &kernel;
   state = settings.seed * 0x9e3779b97f4a7c15u + 1;
   state = state ? state : 1;
@@ -378,7 +381,7 @@ int run(const Launch &how, const std::function<void()> &kernel) {
   ready.clear();
   blocks.clear();
   live = 0;
-  return failure.empty() ? 0 : 1;
+  return failure.empty() ? 0 : kUnlaunchable;
 }
 
 }  // namespace emulator

@@ -53,11 +53,11 @@ void *shared_variable(const void *tag, size_t bytes, size_t alignment);
 unsigned char *dynamic_shared();
 void yield();
 
-// Runs a kernel; 0, or 1 and error() says why.
+// Runs a kernel; 0, or kUnlaunchable and error() says why.
 int run(const Launch &, const std::function<void()> &kernel);
 const char *error();
 
-// A kernel's limit of dynamic shared memory, as cudaFuncSetAttribute sets it.
+// A kernel's limit of dynamic shared memory, kSharedByDefault unless raised; kSharedOnRequest is the most.
 void allow_shared(const void *kernel, size_t bytes);
 size_t allowed_shared(const void *kernel);
 void set_kernel(const void *kernel);
@@ -102,6 +102,27 @@ int launch(const Launch &how, void (*kernel)(Parameters...), const Arguments &..
   emulator::set_kernel(reinterpret_cast<const void *>(kernel));
   return emulator::run(how, [&] { kernel(arguments...); });
 }
+
+inline int multiprocessors() { return static_cast<int>(emulator::settings.blocks); }
+
+template <class Kernel>
+int allow_shared(Kernel *kernel, size_t bytes) {
+  emulator::allow_shared(reinterpret_cast<const void *>(kernel), bytes);
+  return 0;
+}
+
+template <class Kernel>
+int resident_blocks(Kernel *, unsigned, size_t) {
+  return static_cast<int>(emulator::settings.blocks);
+}
+
+// A kernel's threads, or as many as topw_emulate asks for.
+inline unsigned threads_of_block(unsigned threads) {
+  return emulator::settings.threads ? emulator::settings.threads : threads;
+}
+inline const char *error_text(int code) { return code == 0 ? "no error" : emulator::error(); }
+inline int last_error() { return 0; }
+inline int device_count() { return 1; }
 
 }  // namespace topw
 

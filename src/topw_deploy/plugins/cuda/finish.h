@@ -56,13 +56,14 @@ __device__ inline void write_outputs(const Call &call, int64_t row, const Kept &
 
 // Draws, and writes all outputs of the row but `mass`, for which it leaves the crop's weight in the row's state. Called
 // by all threads of one block with the same arguments, a barrier after `kept.keys` was written. `room` [kept.size]
-// doubles, shared or global, that are nobody else's. `top` is the row's largest logit; with a negative geom_scale it
-// may not be in the crop.
+// doubles, shared or global, that are nobody else's; `weighed` if it holds what sum_weights would write for the drawing
+// temperature. `top` is the row's largest logit; with a negative geom_scale it may not be in the crop.
 __device__ inline void finish_row(const Call &call, int64_t row, const Parameters &P, float top, const Kept &kept,
-                                  const topw_report &report, double *room, BlockScratch &scratch) {
+                                  const topw_report &report, double *room, BlockScratch &scratch,
+                                  bool weighed = false) {
   Drawn drawn = {0, 0};
   if (!P.greedy) {
-    sum_weights(kept, logit_of(kept.keys[0]), P.temperature, room, scratch);
+    if (!weighed) sum_weights(kept, logit_of(kept.keys[0]), P.temperature, room, scratch);
     drawn = draw(P, kept, room, scratch);
   }
   write_outputs(call, row, kept, drawn, report);

@@ -24,6 +24,7 @@ struct Launch {
 
 constexpr int kWarp = 32;
 constexpr unsigned kEveryLane = 0xffffffffu;
+constexpr int kUnlaunchable = 1;   // cudaErrorInvalidValue
 constexpr size_t kSharedByDefault = 48 * 1024;  // what a block has without asking
 constexpr size_t kSharedOnRequest = 99 * 1024;  // what it has on every device from sm_86 on if launch.cu asks; sm_75: 64
 
@@ -63,6 +64,39 @@ cudaError_t launch(const Launch &how, void (*kernel)(Parameters...), const Argum
   config.attrs = &attribute;
   config.numAttrs = how.cooperative ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 1;
+  if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+template <class Kernel>
+cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
+  if (bytes <= kSharedByDefault) return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
+// How many blocks of a kernel the device holds at once; 0 if not even one.
+template <class Kernel>
+int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
+  int of_each = 0;
+  if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, static_cast<int>(threads), shared) != cudaSuccess)
+    return 0;
+  return of_each * multiprocessors();
+}
+
+inline unsigned threads_of_block(unsigned threads) { return threads; }
+inline const char *error_text(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+inline int last_error() { return cudaGetLastError(); }  // and forgets it
+
+inline int device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();
+  return 0;
 }
 
 }  // namespace topw

@@ -73,7 +73,9 @@ struct Call {
   int64_t groups, padded_groups;  // of kGroup logits in a row; padded to a multiple of 4
   int64_t patch_slots;
   int32_t logits_type;
-  int32_t chunk_groups, chunks;  // certify: a block's share of a row
+  int32_t chunk_groups, chunks;   // certify: a block's share of a row, and how many there are
+  int32_t best_groups, reserved;  // certify: its look at the best tokens begins where so many maxima lie; 0: no look
+  double log_vocab;
 };
 
 inline int64_t groups_of(int64_t vocab) { return (vocab + kGroup - 1) / kGroup; }

@@ -1,0 +1,175 @@
+// A crop and its certificate from a few candidates, without the pool (docs/theory.md, section 4), by one block: what
+// native/candidates.cpp does, with the same slacks.
+#ifndef TOPW_CUDA_CANDIDATES_CUH
+#define TOPW_CUDA_CANDIDATES_CUH
+
+#include "finish.h"
+
+namespace topw {
+
+constexpr int32_t kMostCandidates = 1024;  // beyond, ties or a narrow row, which the pool does better
+constexpr int32_t kGroupsWithinGap = 384;  // more than this many: the best few instead of all within the gap
+constexpr int32_t kMostListed = 1024;      // groups that are searched for tokens
+constexpr int32_t kRanked = 256;           // up to here counting is the faster sort
+constexpr int32_t kGroupsAtOnce = 4;       // whose logits a warp has under way
+constexpr double kRounding = 1e-9;         // of J and of log-weights, in units of max(1, lam, beta): the ties' bound
+constexpr double kNucleusRounding = 1e-12;
+
+// Shared memory of a block that settles a row; beside it `maxima` [padded_groups, at least 2 * kMostCandidates] floats.
+struct CandidateRoom {
+  uint64_t keys[kMostCandidates], spare[kMostCandidates];
+};
+struct CandidateLists {
+  uint16_t groups[kMostListed];
+  uint32_t listed, found;
+};
+
+inline size_t candidate_shared_bytes(int64_t padded_groups) {
+  const int64_t floats = padded_groups > 2 * kMostCandidates ? padded_groups : 2 * kMostCandidates;
+  return sizeof(CandidateRoom) + static_cast<size_t>(floats) * sizeof(float);
+}
+
+// A logit under this is further than `gap` selection temperatures below the largest, rounding included.
+__device__ inline float bound_below(float top, const Parameters &P, double gap) {
+  const double bound = static_cast<double>(top) - P.selection * (gap * (1 + kRounding) + kRounding);
+  return nextafterf(static_cast<float>(bound), -static_cast<float>(INFINITY));
+}
+
+class Candidates {
+ public:
+  __device__ Candidates(const Call &call, const LogitRow &logits, const Parameters &P, float top, CandidateRoom &room,
+                        float *maxima, CandidateLists &lists, BlockScratch &scratch)
+      : call_(call), logits_(logits), P_(P), top_(top), room_(room), maxima_(maxima), lists_(lists), scratch_(scratch) {}
+
+  // Whether the first `kept` of keys() are the crop, and it is certified. Only for geom_scale >= 0 and c > 0. `edge` is
+  // the gap's, -inf where lam is 0. `maxima` are lost.
+  __device__ bool settle(float edge) {
+    int32_t listed = list(edge);
+    if (listed <= kGroupsWithinGap && collect(edge, listed)) return sum_up(true);
+    if (call_.best_groups == 0) return false;
+    const float from = value_of_key(block_select(
+        logits_.groups(), [&](int32_t g) { return descending_key(maxima_[g]); }, call_.best_groups,
+        call_.best_groups + call_.best_groups / 16, scratch_));
+    if (from == -static_cast<float>(INFINITY)) return false;
+    listed = list(from);
+    return listed <= kMostListed && collect(from, listed) && sum_up(false);
+  }
+
+  __device__ int32_t found() const { return found_; }
+  __device__ int32_t kept() const { return kept_; }
+  __device__ const uint64_t *keys() const { return sorted_; }
+  // Room that holds the inclusive sums of the weights at the selection temperature; whether they are the draw's, too.
+  __device__ bool weighed() const {
+    return P_.selection == P_.temperature &&
+           log_weight(logit_of(sorted_[kept_ - 1]), top_, P_.selection) >= kSmallestLogWeight;
+  }
+  __device__ double *G() const { return reinterpret_cast<double *>(sorted_ == room_.keys ? room_.spare : room_.keys); }
+
+ private:
+  // The groups that have a finite logit from here on, in no order; how many.
+  __device__ int32_t list(float from) {
+    if (own_index() == 0) lists_.listed = lists_.found = 0;
+    __syncthreads();
+    for (int32_t g = own_index(); g < logits_.groups(); g += block_size()) {
+      if (!(maxima_[g] >= from) || maxima_[g] == -static_cast<float>(INFINITY)) continue;
+      const uint32_t at = atomicAdd(&lists_.listed, 1u);
+      if (at < kMostListed) lists_.groups[at] = static_cast<uint16_t>(g);
+    }
+    __syncthreads();
+    return static_cast<int32_t>(lists_.listed);
+  }
+
+  // Their finite logits from here on, in no order; whether there is room for all.
+  __device__ bool collect(float from, int32_t listed) {
+    constexpr int kOfLane = kGroup / kWarp;
+    for (int32_t first = warp_index(); first < listed; first += kGroupsAtOnce * warps()) {
+      float logits[kGroupsAtOnce][kOfLane];
+#pragma unroll
+      for (int u = 0; u < kGroupsAtOnce; ++u)
+#pragma unroll
+        for (int k = 0; k < kOfLane; ++k) {
+          const int32_t i = first + u * warps();
+          logits[u][k] = -static_cast<float>(INFINITY);
+          if (i < listed) logits[u][k] = logits_.at(lists_.groups[i] * kGroup + k * kWarp + lane_index());
+        }
+#pragma unroll
+      for (int u = 0; u < kGroupsAtOnce; ++u)
+#pragma unroll
+        for (int k = 0; k < kOfLane; ++k) {
+          if (!(logits[u][k] >= from) || logits[u][k] == -static_cast<float>(INFINITY)) continue;
+          const int32_t id = lists_.groups[first + u * warps()] * kGroup + k * kWarp + lane_index();
+          const uint32_t at = atomicAdd(&lists_.found, 1u);
+          if (at < kMostCandidates) room_.keys[at] = token_key(logits[u][k], id);
+        }
+    }
+    __syncthreads();
+    found_ = static_cast<int32_t>(lists_.found);
+    return found_ <= kMostCandidates;
+  }
+
+  __device__ void sort() {
+    if (found_ <= kRanked) {
+      block_rank_sort(room_.keys, found_, room_.spare);
+      sorted_ = room_.spare;
+      return;
+    }
+    const int32_t size = power_of_two_from(found_);
+    for (int32_t i = found_ + own_index(); i < size; i += block_size()) room_.keys[i] = ~uint64_t{0};
+    block_sort(room_.keys, nullptr, size);
+    sorted_ = room_.keys;
+  }
+
+  // J over the prefixes of the candidates, the best of them, and whether that settles the row.
+  __device__ bool sum_up(bool gap_covers) {
+    sort();
+    const int64_t pool = call_.options.top_m;
+    const int32_t counted = found_ < pool ? found_ : static_cast<int32_t>(pool);
+    double *const Gamma = G(), *const Phi = reinterpret_cast<double *>(maxima_);
+    for (int32_t i = own_index(); i < counted; i += block_size()) {
+      const double a = log_weight(logit_of(sorted_[i]), top_, P_.selection), p = weight(a);
+      Gamma[i] = p;
+      Phi[i] = p * (P_.lam * a);
+    }
+    block_scan(Gamma, Phi, counted, scratch_);
+    Best best = {-static_cast<double>(INFINITY), INT32_MAX};
+    for (int32_t i = own_index(); i < counted; i += block_size())
+      best = better(best, {Phi[i] / Gamma[i] + P_.c * log(Gamma[i]), i});
+    best = block_best(best, scratch_);
+    kept_ = best.place + 1;
+    if (own_index() == 0) {
+      const bool covered = counted == pool || (gap_covers && counted == found_) ||
+                           block_stop(best.value, Gamma[counted - 1], Phi[counted - 1], pool - counted, counted);
+      scratch_.chosen[0] = covered && within_warm_start(Gamma, counted);
+    }
+    __syncthreads();
+    return scratch_.chosen[0];
+  }
+
+  // Block stop: whether no longer prefix than these candidates can be the first maximiser, where there are at most
+  // `further` more tokens, all with scores of at most the last one's.
+  __device__ bool block_stop(double best, double Gamma, double Phi, int64_t further, int32_t counted) const {
+    const double a = log_weight(logit_of(sorted_[counted - 1]), top_, P_.selection), t = P_.lam * a;
+    const double X = Gamma + static_cast<double>(further) * weight(a);
+    return t + (Phi - t * Gamma) / X + P_.c * log(X) <= best - kRounding * P_.unit;
+  }
+
+  // Certificate without the pool: whether the best prefix is in the warm start, whose mass is at least that of these.
+  __device__ bool within_warm_start(const double *Gamma, int32_t counted) const {
+    return kept_ == 1 || P_.init_top_p >= 1 ||
+           Gamma[kept_ - 2] < P_.init_top_p * Gamma[counted - 1] * (1 - kNucleusRounding);
+  }
+
+  const Call &call_;
+  const LogitRow &logits_;
+  const Parameters &P_;
+  const float top_;
+  CandidateRoom &room_;
+  float *const maxima_;
+  CandidateLists &lists_;
+  BlockScratch &scratch_;
+  const uint64_t *sorted_ = nullptr;
+  int32_t found_ = 0, kept_ = 0;
+};
+
+}  // namespace topw
+#endif

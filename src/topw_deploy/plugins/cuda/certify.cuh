@@ -1,0 +1,151 @@
+// The first launch: over all logits, and every row to its answer that can be certified. The block that is the last to
+// be done with its chunk of a row goes on with the row.
+#ifndef TOPW_CUDA_CERTIFY_CUH
+#define TOPW_CUDA_CERTIFY_CUH
+
+#include "candidates.cuh"
+#include "chunk.cuh"
+
+namespace topw {
+
+constexpr unsigned kCertifyThreads = 256;
+
+// What a row's largest logit and its parameters make of it.
+enum class Way : int32_t { invalid, keep_best, settle, open };
+
+struct RowPlan {  // in shared memory, from one thread to all
+  Parameters P;
+  double gap;
+  float edge;
+  Way way;
+};
+
+// The first thread's part, while the maxima arrive.
+__device__ inline void read_parameters(const Call &call, int64_t row, RowPlan &plan) {
+  const bool valid = plan.P.read(call.inputs, row);
+  plan.way = !valid ? Way::invalid
+             : plan.P.greedy || (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
+             : plan.P.scale < 0 ? Way::open : Way::settle;
+  // How far below the largest logit a kept token may be: the kept mass is at most the vocabulary's.
+  if (plan.way == Way::settle) plan.gap = plan.P.lam > 0 ? plan.P.c / plan.P.lam * (1 + call.log_vocab) : 0;
+}
+
+__device__ inline void decide(float top, const Call &call, int64_t row, RowPlan &plan) {
+  const float infinity = static_cast<float>(INFINITY);
+  if (!(top < infinity) || top == -infinity) plan.way = Way::invalid;
+  plan.edge = plan.way == Way::settle && plan.P.lam > 0 ? bound_below(top, plan.P, plan.gap) : -infinity;
+  RowState &state = call.workspace.rows[row];
+  state.parameters = plan.P;
+  state.top = top;
+  state.valid = plan.way != Way::invalid;
+  state.kept_weight = 0;
+}
+
+__device__ inline void answer_invalid(const Call &call, int64_t row) {
+  const topw_outputs &out = call.outputs;
+  out.next_token[row] = -1;
+  out.logprob[row] = 0;
+  out.kept[row] = 0;
+  out.certified[row] = 0;
+  if (out.reports) out.reports[row] = {TOPW_INVALID, 0, 0, 0, 0, 0};
+}
+
+// The largest logit alone, the lowest id among equals: a greedy row, or one whose J never rises (beta <= lam).
+__device__ inline void keep_best(const LogitRow &logits, float top, const float *maxima, uint64_t *key,
+                                 BlockScratch &scratch) {
+  int32_t group = INT32_MAX;
+  for (int32_t g = own_index(); g < logits.groups() && group == INT32_MAX; g += block_size())
+    if (maxima[g] == top) group = g;
+  group = block_reduce(group, Smaller(), scratch);
+  if (warp_index() == 0) {
+    int32_t id = INT32_MAX;
+    for (int32_t k = kGroup - kWarp + lane_index(); k >= 0; k -= kWarp)
+      if (logits.at(group * kGroup + k) == top) id = group * kGroup + k;
+    id = warp_reduce(id, Smaller());
+    if (lane_index() == 0) *key = token_key(top, id);
+  }
+  __syncthreads();
+}
+
+// The row's maxima into shared memory; the largest.
+__device__ inline float load_maxima(const Call &call, int64_t row, float *maxima) {
+  const float4 *const from = reinterpret_cast<const float4 *>(call.workspace.maxima + row * call.padded_groups);
+  float largest = -static_cast<float>(INFINITY);
+  for (int32_t i = own_index(); i < call.padded_groups / 4; i += block_size()) {
+    const float4 four = __ldcg(from + i);
+    reinterpret_cast<float4 *>(maxima)[i] = four;
+    largest = Larger()(largest, Larger()(Larger()(four.x, four.y), Larger()(four.z, four.w)));
+  }
+  return largest;
+}
+
+// All of a row that is not in one block's chunk, by the block that came last.
+__device__ inline void finish_or_open(const Call &call, int64_t row, CandidateLists &lists) {
+  TOPW_SHARED(RowPlan, plan);
+  TOPW_SHARED(BlockScratch, scratch);
+  CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
+  float *const maxima = reinterpret_cast<float *>(dynamic_shared() + sizeof(CandidateRoom));
+
+  if (own_index() == 0) read_parameters(call, row, plan);
+  const float top = block_reduce(load_maxima(call, row, maxima), Larger(), scratch);
+  if (own_index() == 0) decide(top, call, row, plan);
+  __syncthreads();
+  const LogitRow logits(call, row);
+  const Way way = plan.way;
+  if (way == Way::invalid) {
+    if (own_index() == 0) answer_invalid(call, row);
+    return;
+  }
+  if (way == Way::keep_best) {
+    keep_best(logits, top, maxima, room.keys, scratch);
+    const topw_report report = {plan.P.greedy ? TOPW_GREEDY : TOPW_CANDIDATES, 0, 0, 0, 0, 0};
+    finish_row(call, row, plan.P, top, {room.keys, 1, true}, report, reinterpret_cast<double *>(room.spare), scratch);
+    return;
+  }
+  Candidates candidates(call, logits, plan.P, top, room, maxima, lists, scratch);
+  if (way == Way::settle && candidates.settle(plan.edge)) {
+    const topw_report report = {TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
+    const Kept kept = {candidates.keys(), candidates.kept(), true};
+    finish_row(call, row, plan.P, top, kept, report, candidates.G(), scratch, candidates.weighed());
+  } else if (own_index() == 0) {
+    call.workspace.open_rows[atomicAdd(&call.workspace.control->open_count, 1u)] = static_cast<int32_t>(row);
+  }
+}
+
+// Whether this block is the last of its row; then it sees what the others wrote.
+__device__ inline bool last_of_row(const Call &call, int64_t row) {
+  TOPW_SHARED(uint32_t, last);
+  __syncthreads();
+  if (call.chunks == 1) return true;
+  if (own_index() == 0) {
+    __threadfence();
+    last = atomicAdd(&call.workspace.tickets[row], 1u) == static_cast<uint32_t>(call.chunks) - 1;
+    if (last) call.workspace.tickets[row] = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+// Blocks: `chunks` for every row, one row after another.
+template <class Logit>
+__global__ void __launch_bounds__(kCertifyThreads) certify(const __grid_constant__ Call call) {
+  TOPW_SHARED(CandidateLists, lists);
+  static_assert(sizeof(lists.groups) >= kMostChunkGroups * sizeof(int32_t), "the slots of a chunk lie there");
+  const int64_t row = blockIdx.x / static_cast<unsigned>(call.chunks);
+  const int32_t first = static_cast<int32_t>(blockIdx.x % static_cast<unsigned>(call.chunks)) * call.chunk_groups;
+  const int32_t end = first + call.chunk_groups, groups = static_cast<int32_t>(call.groups);
+  const Chunk chunk = {row, first, end < groups ? end : groups};
+  if (call.inputs.edits > 0) {
+    ChunkEdits<Logit> edits(call, chunk, reinterpret_cast<int32_t *>(lists.groups));
+    measure_chunk<Logit>(call, chunk);
+    edits.apply();
+  } else {
+    measure_chunk<Logit>(call, chunk);
+  }
+  if (call.outputs.keep_mask) clear_keep_mask(call, chunk);
+  if (last_of_row(call, row)) finish_or_open(call, row, lists);
+}
+
+}  // namespace topw
+#endif

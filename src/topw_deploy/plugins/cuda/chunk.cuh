@@ -1,0 +1,216 @@
+// The pass over all logits: the largest of every 64, and the edits that touch them. A block goes over a chunk of a row.
+#ifndef TOPW_CUDA_CHUNK_CUH
+#define TOPW_CUDA_CHUNK_CUH
+
+#include "block.h"
+#include "logits.h"
+
+namespace topw {
+
+constexpr int32_t kMostChunkGroups = 512;
+constexpr int32_t kNoEdit = INT32_MAX;
+constexpr int kLoadsAtOnce = 4;  // by a thread, of 16 bytes: what is under way covers the memory's latency
+
+// Groups from `first` to before `last` of a row.
+struct Chunk {
+  int64_t row;
+  int32_t first, last;
+};
+
+template <class Logit>
+__device__ const Logit *raw_row(const Call &call, int64_t row) {
+  return reinterpret_cast<const Logit *>(call.inputs.logits) + row * call.inputs.vocab;
+}
+
+template <class Logit>
+struct alignas(16) Pack {
+  static constexpr int kSize = 16 / sizeof(Logit);
+  Logit logits[kSize];
+};
+
+// Consecutive logits; what lies behind the row's end is anything.
+template <class Logit>
+__device__ __forceinline__ Pack<Logit> load_pack(const Logit *raw, int32_t token, int32_t vocab, bool aligned) {
+  Pack<Logit> pack;
+  if (aligned && token + Pack<Logit>::kSize <= vocab) {
+    const uint4 bytes = __ldg(reinterpret_cast<const uint4 *>(raw + token));
+    memcpy(&pack, &bytes, sizeof pack);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Pack<Logit>::kSize; ++i) pack.logits[i] = raw[token + i < vocab ? token + i : vocab - 1];
+  }
+  return pack;
+}
+
+// What a maximum is made of: +inf where there is a NaN or +inf, which makes the row invalid.
+__device__ __forceinline__ float or_invalid(float logit) {
+  return logit < static_cast<float>(INFINITY) ? logit : static_cast<float>(INFINITY);
+}
+
+template <class Logit>
+__device__ __forceinline__ float largest_of(const Pack<Logit> &pack, int32_t token, int32_t vocab) {
+  float largest = -static_cast<float>(INFINITY);
+#pragma unroll
+  for (int i = 0; i < Pack<Logit>::kSize; ++i)
+    if (token + i < vocab) largest = Larger()(or_invalid(to_float(pack.logits[i])), largest);
+  return largest;
+}
+
+// The maxima of a chunk's groups as they came. Several neighbouring lanes have a group.
+template <class Logit>
+__device__ void measure_chunk(const Call &call, const Chunk &chunk) {
+  constexpr int kLanes = kGroup / Pack<Logit>::kSize, kGroups = kWarp / kLanes;
+  const Logit *raw = raw_row<Logit>(call, chunk.row);
+  float *maxima = call.workspace.maxima + chunk.row * call.padded_groups;
+  const int32_t vocab = static_cast<int32_t>(call.inputs.vocab);
+  const bool aligned = reinterpret_cast<uintptr_t>(raw) % 16 == 0;
+  const int32_t of_lane = lane_index() / kLanes, place = lane_index() % kLanes * Pack<Logit>::kSize;
+  const int32_t stride = warps() * kGroups;
+  for (int32_t start = chunk.first + warp_index() * kGroups; start < chunk.last; start += kLoadsAtOnce * stride) {
+    Pack<Logit> packs[kLoadsAtOnce];
+#pragma unroll
+    for (int u = 0; u < kLoadsAtOnce; ++u)
+      if (start + u * stride < chunk.last)
+        packs[u] = load_pack(raw, (start + u * stride + of_lane) * kGroup + place, vocab, aligned);
+#pragma unroll
+    for (int u = 0; u < kLoadsAtOnce; ++u) {
+      if (start + u * stride >= chunk.last) break;  // for the whole warp
+      const int32_t group = start + u * stride + of_lane;
+      const float largest = warp_reduce(largest_of(packs[u], group * kGroup + place, vocab), Larger(), kLanes);
+      if (place == 0 && group < chunk.last) maxima[group] = largest;
+    }
+  }
+  if (chunk.last == call.groups && own_index() < call.padded_groups - call.groups)
+    maxima[call.groups + own_index()] = -static_cast<float>(INFINITY);
+}
+
+// Rounded after every operation, as on a CPU: an edited logit is the same number everywhere.
+__device__ __forceinline__ float edited(float logit, float penalty, float bias) {
+  return __fadd_rn(logit > 0 ? __fdiv_rn(logit, penalty) : __fmul_rn(logit, penalty), bias);
+}
+
+// The edits of a row that fall into a chunk. A group that one touches is copied to a patch and edited there. Ids are
+// distinct; if not, each starts from the raw logit and the last counts, whatever order the threads take them in.
+template <class Logit>
+class ChunkEdits {
+ public:
+  // Begins to read the edits, so that they arrive while measure_chunk reads the logits.
+  __device__ ChunkEdits(const Call &call, const Chunk &chunk, int32_t *slots)
+      : call_(call),
+        chunk_(chunk),
+        slots_(slots),
+        edits_(static_cast<int32_t>(call.inputs.edits)),
+        first_id_(own_index() < edits_ ? call.inputs.edit_ids[chunk.row * edits_ + own_index()] : -1) {}
+
+  // After measure_chunk, whose maxima it corrects. `slots` is shared memory for every group of the chunk.
+  __device__ void apply() {
+    const int32_t groups = chunk_.last - chunk_.first;
+    for (int32_t g = own_index(); g < groups; g += block_size()) slots_[g] = kNoEdit;
+    __syncthreads();
+    const int wrong = find();
+    const bool some = __syncthreads_or(wrong != 0);
+    for (int32_t g = own_index(); g < groups; g += block_size())
+      call_.workspace.patch_of[chunk_.row * call_.groups + chunk_.first + g] = slots_[g] == kNoEdit ? -1 : slot(g);
+    if (!some) return;
+    for_patched([&](int32_t g, int32_t k) { marks(g)[k] = -1; });
+    __syncthreads();
+    mark_last();
+    __syncthreads();
+    write_patches();
+    if (!__syncthreads_or(wrong > 1)) return;
+    if (own_index() == 0)
+      call_.workspace.maxima[chunk_.row * call_.padded_groups + chunk_.first] = static_cast<float>(INFINITY);
+  }
+
+ private:
+  // A group's patch lies at the lowest edit that touches it, or at the group's number where groups are fewer.
+  __device__ int32_t slot(int32_t g) const { return edits_ <= call_.groups ? slots_[g] : chunk_.first + g; }
+
+  __device__ float *patch(int32_t g) const {
+    return call_.workspace.patches + (chunk_.row * call_.patch_slots + slot(g)) * kGroup;
+  }
+  __device__ int32_t *marks(int32_t g) const { return reinterpret_cast<int32_t *>(patch(g)); }
+
+  // The token that an edit touches, counted from the chunk's start, or -1 for one elsewhere.
+  __device__ int32_t token(int32_t e) const {
+    const int64_t id = e == own_index() ? first_id_ : call_.inputs.edit_ids[chunk_.row * edits_ + e];
+    const int64_t from = static_cast<int64_t>(chunk_.first) * kGroup, to = static_cast<int64_t>(chunk_.last) * kGroup;
+    return id >= from && id < to && id < call_.inputs.vocab ? static_cast<int32_t>(id - from) : -1;
+  }
+
+  // Enters the lowest edit of every group. 0: this thread found none; 2: one whose penalty makes the row invalid.
+  __device__ int find() {
+    int found = 0;
+    for (int32_t e = own_index(); e < edits_; e += block_size()) {
+      const int32_t at = token(e);
+      if (at < 0) continue;
+      atomicMin(&slots_[at / kGroup], e);
+      const bool valid = call_.inputs.edit_penalty[chunk_.row * edits_ + e] > 0;
+      found = valid && found < 2 ? 1 : 2;
+    }
+    return found;
+  }
+
+  // visit(group, place) for every logit of every patched group; a warp has a group.
+  template <class Visit>
+  __device__ void for_patched(Visit visit) {
+    for (int32_t g = warp_index(); g < chunk_.last - chunk_.first; g += warps()) {
+      if (slots_[g] == kNoEdit) continue;
+      for (int32_t k = lane_index(); k < kGroup; k += kWarp) visit(g, k);
+    }
+  }
+
+  // The last edit of every token, at its place in the patch.
+  __device__ void mark_last() {
+    for (int32_t e = own_index(); e < edits_; e += block_size()) {
+      const int32_t at = token(e);
+      if (at >= 0) atomicMax(&marks(at / kGroup)[at % kGroup], e);
+    }
+  }
+
+  __device__ void write_patches() {
+    const Logit *raw = raw_row<Logit>(call_, chunk_.row);
+    for (int32_t g = warp_index(); g < chunk_.last - chunk_.first; g += warps()) {
+      if (slots_[g] == kNoEdit) continue;
+      float largest = -static_cast<float>(INFINITY);
+      for (int32_t k = lane_index(); k < kGroup; k += kWarp) {
+        const float logit = edited_token(raw, (chunk_.first + g) * kGroup + k, __ldcg(marks(g) + k));
+        patch(g)[k] = logit;
+        largest = Larger()(or_invalid(logit), largest);
+      }
+      largest = warp_reduce(largest, Larger());
+      if (lane_index() == 0)
+        call_.workspace.maxima[chunk_.row * call_.padded_groups + chunk_.first + g] = largest;
+    }
+  }
+
+  __device__ float edited_token(const Logit *raw, int32_t id, int32_t edit) const {
+    if (id >= call_.inputs.vocab) return -static_cast<float>(INFINITY);
+    const float logit = to_float(raw[id]);
+    if (edit < 0) return logit;
+    const int64_t e = chunk_.row * edits_ + edit;
+    return edited(logit, call_.inputs.edit_penalty[e], call_.inputs.edit_bias[e]);
+  }
+
+  const Call &call_;
+  const Chunk &chunk_;
+  int32_t *const slots_;
+  const int32_t edits_;
+  const int64_t first_id_;
+};
+
+// No token of the chunk is kept, until its row says so.
+__device__ inline void clear_keep_mask(const Call &call, const Chunk &chunk) {
+  const int64_t vocab = call.inputs.vocab, from = static_cast<int64_t>(chunk.first) * kGroup;
+  const int64_t end = static_cast<int64_t>(chunk.last) * kGroup, to = end < vocab ? end : vocab;
+  uint8_t *const mask = call.outputs.keep_mask + chunk.row * vocab;
+  const uintptr_t start = reinterpret_cast<uintptr_t>(mask + from);
+  int64_t whole = (to - from) / 16 * 16;
+  if (start % 16 != 0) whole = 0;
+  for (int64_t i = 16 * own_index(); i < whole; i += 16 * block_size())
+    *reinterpret_cast<uint4 *>(mask + from + i) = uint4{0, 0, 0, 0};
+  for (int64_t i = from + whole + own_index(); i < to; i += block_size()) mask[i] = 0;
+}
+
+}  // namespace topw
+#endif

@@ -1,0 +1,177 @@
+// topw_cuda.h: what is refused, how large the workspace is, and the launches of a step.
+
+#include <math.h>
+
+#include "../native/quantised.h"
+#include "certify.cuh"
+#include "mass.cuh"
+#if __has_include("geometry.cuh")
+#include "geometry.cuh"
+#endif
+
+namespace topw {
+namespace {
+
+constexpr int kBlocksToEach = 4;          // multiprocessor: so many blocks of certify, that all of them read at once
+constexpr double kBestTokens = 640;       // certify's look at the best tokens, where the gap leaves too many
+constexpr int64_t kFewestGroups = 64;     // for it
+constexpr double kCrowded = 3;            // tokens to a group: beyond, maxima say little about how many there are
+
+bool known_table(const topw_table &table) {
+  if (table.blocks.bits == 0)
+    return table.dtype == TOPW_FLOAT32 || table.dtype == TOPW_FLOAT16 || table.dtype == TOPW_BFLOAT16;
+  topw_table described = table;
+  if (!described.blocks.scales) described.blocks.scales = &described;  // a shape has no addresses
+  return quantised_readable(described);
+}
+
+const char *refusal_of_table(const topw_cuda_shape &shape) {
+  if (shape.options.metric == TOPW_UNIFORM) return nullptr;
+  if (shape.options.metric < 0 || shape.options.metric > TOPW_UNIFORM) return "the metric is not known";
+  if (shape.table.hidden < 1 || shape.table.hidden > kMostHidden) return "the table is wider than 8192";
+  if (shape.table.tokens < shape.vocab) return "the table has fewer rows than the vocabulary has tokens";
+  return known_table(shape.table) ? nullptr : "the table is of a type that is not read on the device";
+}
+
+const char *refusal(const topw_cuda_shape &shape) {
+  const topw_options &options = shape.options;
+  if (shape.logits_type != TOPW_FLOAT32 && shape.logits_type != TOPW_FLOAT16 && shape.logits_type != TOPW_BFLOAT16)
+    return "the logits are neither float32 nor float16 nor bfloat16";
+  if (shape.vocab < 1 || shape.vocab > kMostVocab) return "the vocabulary is larger than 524288";
+  if (shape.batch < 0 || shape.batch > 65536) return "the batch is larger than 65536";
+  if (shape.edits < 0 || shape.edits > kMostVocab) return "there are more than 524288 edits to a row";
+  if (options.top_m < 1 || (options.top_m < shape.vocab ? options.top_m : shape.vocab) > kMostPool)
+    return "top_m is larger than 4096";
+  if (options.alt_iters < 1) return "alt_iters is less than 1";
+  if (options.knn_k < 0 || options.knn_k > kMostNeighbours) return "knn_k is larger than 16";
+  return refusal_of_table(shape);
+}
+
+// Where certify's look at the best tokens begins: as many maxima as kBestTokens reach if chance throws them into groups.
+int32_t best_groups(int64_t groups) {
+  const double to_each = kBestTokens / static_cast<double>(groups);
+  if (groups < kFewestGroups) return 0;
+  if (to_each > kCrowded) return static_cast<int32_t>(kFewestGroups);
+  return static_cast<int32_t>(static_cast<double>(groups) * (1 - exp(-to_each)));
+}
+
+// As many chunks as keep the device busy, and no smaller than one load of every thread.
+void cut_into_chunks(const topw_cuda_shape &shape, unsigned threads, Call &call) {
+  const int64_t of_load = static_cast<int64_t>(threads) * (shape.logits_type == TOPW_FLOAT32 ? 4 : 8) / kGroup;
+  const int64_t blocks = static_cast<int64_t>(multiprocessors()) * kBlocksToEach;
+  int64_t groups = (call.groups * call.inputs.batch + blocks - 1) / blocks;
+  groups = (groups + of_load - 1) / of_load * of_load;
+  if (groups > kMostChunkGroups) groups = kMostChunkGroups;
+  call.chunk_groups = static_cast<int32_t>(groups);
+  call.chunks = static_cast<int32_t>((call.groups + groups - 1) / groups);
+}
+
+Call call_of(const topw_cuda_shape &shape, const topw_table *table, const topw_inputs &inputs,
+             const topw_outputs &outputs, void *workspace) {
+  Call call = {};
+  int64_t bytes = 0;
+  call.options = shape.options;
+  if (call.options.top_m > shape.vocab) call.options.top_m = shape.vocab;
+  if (table) call.table = *table;
+  call.inputs = inputs;
+  call.outputs = outputs;
+  call.workspace = lay_out(shape, workspace, &bytes);
+  call.groups = groups_of(shape.vocab);
+  call.padded_groups = padded_groups_of(shape.vocab);
+  call.patch_slots = patch_slots_of(shape.vocab, inputs.edits);
+  call.logits_type = shape.logits_type;
+  call.best_groups = best_groups(call.groups);
+  call.log_vocab = log(static_cast<double>(shape.vocab));
+  return call;
+}
+
+template <class Logit>
+int launch_certify(const Call &call, unsigned threads, void *stream) {
+  const size_t shared = candidate_shared_bytes(call.padded_groups);
+  const int failed = allow_shared(certify<Logit>, shared);
+  if (failed) return failed;
+  const unsigned blocks = static_cast<unsigned>(call.chunks * call.inputs.batch);
+  return launch(Launch{blocks, threads, shared, false, stream}, certify<Logit>, call);
+}
+
+int launch_certify(const topw_cuda_shape &shape, Call &call, void *stream) {
+  const unsigned threads = threads_of_block(kCertifyThreads);
+  cut_into_chunks(shape, threads, call);
+  if (shape.logits_type == TOPW_FLOAT32) return launch_certify<float>(call, threads, stream);
+  if (shape.logits_type == TOPW_FLOAT16) return launch_certify<Float16>(call, threads, stream);
+  return launch_certify<Bfloat16>(call, threads, stream);
+}
+
+#if __has_include("geometry.cuh")
+int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream) {
+  const unsigned threads = threads_of_block(kGeometryThreads);
+  const size_t shared = geometry_shared_bytes(shape);
+  const int failed = allow_shared(geometry, shared);
+  if (failed) return failed;
+  const int blocks = resident_blocks(geometry, threads, shared);
+  if (blocks < 1) return kUnlaunchable;
+  return launch(Launch{static_cast<unsigned>(blocks), threads, shared, true, stream}, geometry, call);
+}
+#else
+int launch_geometry(const topw_cuda_shape &, const Call &, void *) { return 0; }
+#endif
+
+int launch_mass(const Call &call, void *stream) {
+  const unsigned threads = threads_of_block(kMassThreads), of_block = threads / kWarp;
+  const unsigned units = static_cast<unsigned>(mass_units_of(call.inputs.vocab));
+  const unsigned of_row = (units + of_block - 1) / of_block;
+  const Launch how = {of_row * static_cast<unsigned>(call.inputs.batch), threads, units * sizeof(double), false, stream};
+  return launch(how, mass, call, static_cast<int32_t>(of_row));
+}
+
+bool fits(const topw_cuda_shape &shape, const topw_table *table, const topw_inputs &inputs) {
+  return !refusal(shape) && inputs.batch >= 0 && inputs.batch <= shape.batch && inputs.vocab == shape.vocab &&
+         inputs.edits >= 0 && inputs.edits <= shape.edits && (table || shape.options.metric == TOPW_UNIFORM);
+}
+
+int launch_step(const topw_cuda_shape &shape, const topw_table *table, const topw_inputs &inputs,
+                const topw_outputs &outputs, void *workspace, void *stream) {
+  if (!fits(shape, table, inputs)) return kUnlaunchable;
+  if (inputs.batch == 0) return 0;
+  Call call = call_of(shape, table, inputs, outputs, workspace);
+  int failed = launch_certify(shape, call, stream);
+  if (!failed) failed = launch_geometry(shape, call, stream);
+  if (!failed && outputs.mass) failed = launch_mass(call, stream);
+  if (failed) last_error();
+  return failed;
+}
+
+}  // namespace
+}  // namespace topw
+
+extern "C" {
+
+const char *topw_cuda_refusal(const topw_cuda_shape *shape) { return topw::refusal(*shape); }
+
+int64_t topw_cuda_workspace_bytes(const topw_cuda_shape *shape) {
+  int64_t bytes = 0;
+  if (!topw::refusal(*shape)) topw::lay_out(*shape, nullptr, &bytes);
+  return bytes;
+}
+
+int64_t topw_cuda_control_bytes(const topw_cuda_shape *shape) {
+  return topw::refusal(*shape) ? 0 : topw::control_bytes(*shape);
+}
+
+int topw_cuda_launch(const topw_cuda_shape *shape, const topw_table *table, const topw_inputs *inputs,
+                     const topw_outputs *outputs, void *workspace, void *stream) {
+  return topw::launch_step(*shape, table, *inputs, *outputs, workspace, stream);
+}
+
+const char *topw_cuda_error(int code) { return topw::error_text(code); }
+int topw_cuda_device_count(void) { return topw::device_count(); }
+int topw_cuda_abi_version(void) { return TOPW_CUDA_ABI_VERSION; }
+
+#if defined(TOPW_EMULATE)
+/* Seed of the order in which threads run; threads of a block, 0 for as many as on a device; blocks resident at once. */
+TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks) {
+  topw::emulator::settings = {seed, threads, blocks ? blocks : 1};
+}
+#endif
+
+}  // extern "C"
