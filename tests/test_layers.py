@@ -20,17 +20,19 @@ BASE = {"errors", "manifest", "sampling"}
 ALLOWED = {
     "errors": set(),
     "telemetry": set(),
+    "sizes": {"errors"},
     "reports": {"errors"},
     "manifest": {"errors", "sampling"},
     "sampling": {"errors"},
     "plugins": {"errors", "sampling"},
-    "runtime": BASE | {"telemetry", "plugins"},
+    "engines": BASE | {"plugins"},
+    "runtime": BASE | {"telemetry", "plugins", "engines"},
     "processors": {"errors", "sampling"},
     "demo": {"errors"},
-    "export": BASE | {"runtime", "demo"},
+    "export": BASE | {"sizes", "runtime", "demo"},
     "stats": BASE | {"reports", "plugins", "runtime", "export"},
     "bench": BASE | {"reports", "plugins", "runtime", "export", "processors"},
-    "cli": BASE | {"telemetry", "reports", "plugins", "runtime", "export", "demo", "stats", "bench"},
+    "cli": BASE | {"telemetry", "sizes", "reports", "plugins", "engines", "runtime", "export", "demo", "stats", "bench"},
     "__main__": {"cli"},
 }
 THIRD_PARTY = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from topw_deploy.export.quantise.settings import DTYPE_BITS, Quantisation
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
 from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters
+from topw_deploy.sizes import parse_size
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
 """Names of --dtype -> torch's type of the traced weights; those of int4 and int8 are quantised afterwards."""
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
 KV_REQUESTS = ("static", "concat")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +137,6 @@ class ExportRequest:
             with_mass=self.with_mass,
             with_keep_mask=self.with_keep_mask,
         )
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30) and the like, or of a number. ParameterError for others."""
-    match = _SIZE.fullmatch(str(size).strip())
-    found = 0 if match is None else round(float(match[1]) * _UNITS[match[2].upper()])
-    if found < 1:
-        raise ParameterError(
-            f"the size is {size!r}, but must be a number of bytes above 0, or like 500MB, 2GB or 2GiB."
-        )
-    return found
 
 
 def check_bound(wanted: bool, options: TopWOptions) -> None:

@@ -1,0 +1,105 @@
+"""`topw build-engine OUT`: a TensorRT engine of an exported folder, for this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.progress import phase
+from topw_deploy.cli.sizes import size_text
+
+
+class _Size(click.ParamType):
+    """A number of bytes, or 500MB, 2GB, 2GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from topw_deploy.errors import ParameterError
+        from topw_deploy.sizes import parse_size
+
+        try:
+            return parse_size(value)
+        except ParameterError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.command(name="build-engine", context_settings=CONTEXT)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--max-batch", type=click.IntRange(min=1), default=1, show_default=True, help="Most sequences of one call."
+)
+@click.option(
+    "--max-sequence",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Most prompt tokens of a sequence that one run takes; longer prompts go in by several.  "
+    "[default: 1024, or the cache's length]",
+)
+@click.option(
+    "--max-edits",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Most tokens of a sequence that penalties, biases and bans change.  [default: the cache's length]",
+)
+@click.option(
+    "--profile",
+    type=click.Choice(("both", "decode", "prefill")),
+    default="both",
+    show_default=True,
+    help="What to tune for: prompts, the tokens after them, or each with a profile of its own.",
+)
+@click.option("--fp16", is_flag=True, help="Let TensorRT compute a float32 decoder in half precision (TensorRT 10).")
+@click.option(
+    "--timing-cache",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="Read and write what was timed: a second build is faster.",
+)
+@click.option(
+    "--workspace", type=_Size(), default=None, help="Most scratch memory of the engine: 512MB, 2GiB.  [default: free]"
+)
+@click.option(
+    "--plugin",
+    metavar="auto|python|none|PATH",
+    default="auto",
+    show_default=True,
+    help="What samples: the plugin (through Python, or a library), or the function in the file.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the engine's stamp as JSON.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
+    """Build a TensorRT engine of OUT on the machine that will run it, and put it into OUT/engines.
+
+    OUT was exported with --target tensorrt and --max-length. An engine serves one model of GPU and one version of
+    TensorRT; beside it stands a stamp that says which. It is used by --provider tensorrt.
+    """
+    # Imported late: --help and usage errors must not wait for numpy.
+    from topw_deploy.engines.build import build_engine, no_bar
+    from topw_deploy.engines.request import EngineRequest
+
+    request = EngineRequest(out=out, **values)
+    built = build_engine(request, *((lambda _line: None, no_bar) if quiet else (phase, _bar)))
+    if as_json:
+        click.echo(json.dumps({"path": str(built.path), **dataclasses.asdict(built.stamp)}, indent=2))
+    else:
+        if not quiet:
+            click.echo(f"{size_text(built.stamp.size)} in {built.seconds:.0f} s", err=True)
+        click.echo(str(built.path))
+
+
+@contextlib.contextmanager
+def _bar(total: int, _unit: str) -> Iterator[Callable[[int], object]]:
+    """A bar of click's, where stderr is a terminal: the target machine may have no tqdm."""
+    with click.progressbar(
+        length=total, label="building", file=sys.stderr, hidden=not sys.stderr.isatty(), show_eta=False
+    ) as shown:
+        yield shown.update

@@ -1,0 +1,73 @@
+"""What answers the sampler's node in an engine: the plugin as a Python class or as a library, or the node's function.
+
+Both kinds of plugin keep the same fields in an engine, so either may run what the other built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import EngineError, PluginError
+from topw_deploy.plugins import tensorrt as plugins
+from topw_deploy.plugins.tensorrt.module import VERSION
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """kind: "python", "library" or "none", then `why_none` is a clause. version: of the plugin, "" for none."""
+
+    kind: str
+    version: str = VERSION
+    why_none: str = ""
+
+    @property
+    def said(self) -> str:
+        """For people."""
+        return "the sampler as a plugin" if self.kind != "none" else f"the sampler as a function: {self.why_none}"
+
+
+def choose(asked: str, trt: Any) -> Chosen:
+    """Put the plugin that `asked` names (see EngineRequest) into TensorRT's registry, where the parser finds it.
+
+    Raises EngineError for one that cannot be had; "auto" goes on with the function instead.
+    """
+    if asked == "none":
+        return Chosen("none", "", "--plugin none asks for it")
+    if asked not in ("auto", "python"):
+        _load(Path(asked), trt)
+        return Chosen("library")
+    try:
+        plugins.register()
+    except PluginError as error:
+        if asked == "python":
+            raise EngineError(f"the plugin cannot be had: {error}") from None
+        return Chosen("none", "", str(error).rstrip("."))
+    return Chosen("python")
+
+
+def prepare(kind: str, version: str) -> None:
+    """Have the plugin in TensorRT's registry that an engine of this kind needs.
+
+    Raises EngineError where it cannot be had, or is of another version.
+    """
+    if kind == "none":
+        return
+    if version != VERSION:
+        raise EngineError(f"it was built with version {version} of the plugin, and this is {VERSION}")
+    try:
+        plugins.register()
+    except PluginError as error:
+        raise EngineError(f"it needs the sampler's plugin, which cannot be had: {str(error).rstrip('.')}") from None
+
+
+def _load(path: Path, trt: Any) -> None:
+    if not path.is_file():
+        raise EngineError(
+            f"plugin is {path}, which is no file; give auto, python, none, or the library that "
+            "`topw plugins build --tensorrt-root` made."
+        )
+    trt.get_plugin_registry().load_library(str(path.absolute()))
+    if not plugins.registered():
+        raise EngineError(f"{path} has no plugin for the sampler's node; build it with `topw plugins build`.")

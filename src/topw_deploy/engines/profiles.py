@@ -1,0 +1,85 @@
+"""Optimisation profiles: for which shapes TensorRT tunes an engine, and between which it runs.
+
+decode: one new token of each row. prefill: a piece of the prompts, up to so many tokens of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from topw_deploy.errors import EngineError, ParameterError
+from topw_deploy.manifest import TensorSpec
+
+KINDS = ("both", "decode", "prefill")
+_USUAL_EDITS = 16  # what the runtime begins with where a request edits logits at all
+_EDITS = ("edit_ids", "edit_penalty", "edit_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Least, usual (tuned for) and most of a dimension."""
+
+    least: int
+    usual: int
+    most: int
+
+    def __contains__(self, value: int) -> bool:
+        return self.least <= value <= self.most
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Rows of a run, new tokens of each row, and edits of each row."""
+
+    name: str  # "decode" | "prefill"
+    batch: Range
+    sequence: Range
+    edits: Range
+
+    def holds(self, batch: int, sequence: int, edits: int) -> bool:
+        """Whether a run of this shape may use the profile."""
+        return batch in self.batch and sequence in self.sequence and edits in self.edits
+
+    def shapes(self, spec: TensorSpec) -> tuple[list[int], list[int], list[int]]:
+        """Least, usual and most shape of the input `spec`. Raises EngineError for a dimension it knows nothing of."""
+        ranges = [self._range(spec, axis) for axis in range(len(spec.shape))]
+        return [r.least for r in ranges], [r.usual for r in ranges], [r.most for r in ranges]
+
+    def _range(self, spec: TensorSpec, axis: int) -> Range:
+        dimension = spec.shape[axis]
+        if isinstance(dimension, int):
+            return Range(dimension, dimension, dimension)
+        if axis == 0:
+            return self.batch
+        if axis == 1 and spec.name == "input_ids":
+            return self.sequence
+        if axis == 1 and spec.name in _EDITS:
+            return self.edits
+        raise EngineError(
+            f"input {spec.name} has the open dimension {dimension!r}, which an engine cannot have; "
+            "export with --target tensorrt and --max-length."
+        )
+
+
+def profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) -> tuple[Profile, ...]:
+    """The profiles of an engine, the one to prefer first.
+
+    kind: "decode" (prompts go in token by token), "prefill" (which decodes, too, but is tuned for prompts) or "both".
+    Raises ParameterError for another kind and for bounds below 1.
+    """
+    if kind not in KINDS:
+        raise ParameterError(f"profile is {kind!r}, but must be one of {', '.join(KINDS)}.")
+    for name, value in (("max_batch", max_batch), ("max_sequence", max_sequence), ("max_edits", max_edits)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.")
+    batch = Range(1, max_batch, max_batch)
+    edits = Range(0, min(_USUAL_EDITS, max_edits), max_edits)  # no edits are an empty tensor
+    decode = Profile("decode", batch, Range(1, 1, 1), edits)
+    prefill = Profile("prefill", batch, Range(1, max_sequence, max_sequence), edits)
+    return {"both": (decode, prefill), "decode": (decode,), "prefill": (prefill,)}[kind]
+
+
+def preferred(available: Sequence[Profile], batch: int, sequence: int, edits: int) -> int | None:
+    """The place of the first profile that holds the shape; None if none does."""
+    return next((i for i, profile in enumerate(available) if profile.holds(batch, sequence, edits)), None)

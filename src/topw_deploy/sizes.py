@@ -1,0 +1,21 @@
+"""Numbers of bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from topw_deploy.errors import ParameterError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30) and the like, or of a number. ParameterError for others."""
+    match = _SIZE.fullmatch(str(size).strip())
+    found = 0 if match is None else round(float(match[1]) * _UNITS[match[2].upper()])
+    if found < 1:
+        raise ParameterError(
+            f"the size is {size!r}, but must be a number of bytes above 0, or like 500MB, 2GB or 2GiB."
+        )
+    return found
