@@ -7,6 +7,7 @@ compiles for GPUs that are not there.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -38,13 +39,14 @@ _SYMBOLIC = "-Wl,-Bsymbolic"  # libtopw.so may be in the same process, with func
 
 @dataclass(frozen=True)
 class Toolkit:
-    """An nvcc: its path, its version ("13.0"), the architectures that it compiles for (87 is sm_87), and the folder
-    with the static runtime."""
+    """An nvcc: its path, its version ("13.0"), the architectures that it compiles for (87 is sm_87), and the folders
+    with the static runtime and with its headers."""
 
     nvcc: Path
     version: str
     architectures: tuple[int, ...]
     libraries: Path
+    headers: Path
 
 
 @dataclass(frozen=True)
@@ -128,14 +130,19 @@ def _toolkit(nvcc: Path) -> Toolkit:
     top = re.search(r"^#\$ TOP=(.+)$", _ask(nvcc, "--dryrun", "-x", "cu", "-E", os.devnull), re.MULTILINE)
     if version is None or top is None or not architectures:
         raise PluginError(f"{nvcc} is no nvcc that this topw_deploy understands; name another with CUDA_HOME.")
-    return Toolkit(nvcc, version[1], architectures, _runtime_folder(nvcc, Path(top[1].strip())))
+    libraries = _folder(nvcc, Path(top[1].strip()), ("lib64", "lib"), "libcudart_static.a")
+    headers = _folder(nvcc, Path(top[1].strip()), ("include",), "cuda_runtime_api.h")
+    return Toolkit(nvcc, version[1], architectures, libraries, headers)
 
 
-def _runtime_folder(nvcc: Path, top: Path) -> Path:
-    for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib", "targets/aarch64-linux/lib"):
-        if (top / folder / "libcudart_static.a").is_file():
-            return (top / folder).resolve()
-    raise PluginError(f"{nvcc} comes without libcudart_static.a; run: pip install {PIP_PACKAGES}")
+def _folder(nvcc: Path, top: Path, names: Sequence[str], file: str) -> Path:
+    """The folder of `top`, or of the machine's part of it, that holds `file`."""
+    targets = sorted((top / "targets").glob(f"*{platform.machine()}*")) + sorted((top / "targets").glob("*"))
+    for root in (top, *targets):
+        for name in names:
+            if (root / name / file).is_file():
+                return (root / name).resolve()
+    raise PluginError(f"{nvcc} comes without {file}; run: pip install {PIP_PACKAGES}")
 
 
 def _ask(nvcc: Path, *arguments: str) -> str:
@@ -174,7 +181,7 @@ def _compile(toolkit: Toolkit, architectures: Sequence[int], scratch: Path) -> l
         raise native_build.NotBuiltError(f"the sources are not in {SOURCES.parent}")
     defines = [f"-DTOPW_WITH_CUDA={'.'.join(map(str, architectures))}"]
     includes = [f"-I{folder}" for folder in (native_build.SOURCES, SOURCES)]
-    cpp = [*native_build.find_compiler(), *native_build.FLAGS, *defines, *includes, "-c"]
+    cpp = [*native_build.find_compiler(), *native_build.FLAGS, *defines, *includes, f"-isystem{toolkit.headers}", "-c"]
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // len(kernels))
     cu = [str(toolkit.nvcc), *nvcc_flags(), *code_flags(architectures), f"--threads={threads}", *defines, *includes]

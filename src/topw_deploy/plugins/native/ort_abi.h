@@ -63,6 +63,8 @@ constexpr Slot<Status *(KernelContext *, size_t index, const int64_t *shape, siz
 constexpr Slot<void(Status *)> release_status{93};
 constexpr Slot<void(TypeInfo *)> release_type_info{98};
 constexpr Slot<void(TensorInfo *)> release_tensor_info{99};
+// The stream of a provider with a GPU, a cudaStream_t; null on the CPU.
+constexpr Slot<Status *(const KernelContext *, void **)> gpu_stream{193};
 constexpr Slot<Status *(const KernelInfo *, size_t *)> input_count{230};
 constexpr Slot<Status *(const KernelInfo *, size_t *)> output_count{231};
 constexpr Slot<Status *(const KernelInfo *, size_t index, TypeInfo **)> input_type{234};

@@ -63,7 +63,7 @@ Status *read_options(const Api &api, const ort::KernelInfo *info, topw_options *
   return nullptr;
 }
 
-Status *check_inputs(const Api &api, const ort::KernelInfo *info, Node *node, int64_t *vocab) {
+Status *check_inputs(const Api &api, const ort::KernelInfo *info, Node *node) {
   size_t count = 0;
   TOPW_TRY(api[ort::input_count](info, &count));
   node->has_zero_points = node->quantised() && count == kZeroPoints + 1;
@@ -76,7 +76,7 @@ Status *check_inputs(const Api &api, const ort::KernelInfo *info, Node *node, in
     if (shape.type != kInputTypes[index] || (shape.rank != 0 && shape.rank != input_rank(index)))
       return refuse(api, ort::kInvalidArgument, "input %zu has the element type %d and %zu dimensions", index,
                     shape.type, shape.rank);
-    if (index == kLogits) *vocab = shape.size[1];
+    if (index == kLogits) node->vocab = shape.size[1];
   }
   return nullptr;
 }
@@ -97,7 +97,8 @@ Status *read_blocks(const Api &api, const ort::KernelInfo *info, bool has_zero_p
 }
 
 // The table and what belongs to it lie in the model, so all their sizes are known here.
-Status *read_table(const Api &api, const ort::KernelInfo *info, int64_t vocab, Node *node) {
+Status *read_table(const Api &api, const ort::KernelInfo *info, Node *node) {
+  const int64_t vocab = node->vocab;
   Shape mean, inverse_std, bound, rows;
   TOPW_TRY(declared(api, info, true, kMean, &mean));
   TOPW_TRY(declared(api, info, true, kInverseStd, &inverse_std));
@@ -143,10 +144,9 @@ Status *read_outputs(const Api &api, const ort::KernelInfo *info, Node *node) {
 }  // namespace
 
 Status *read_node(const Api &api, const ort::KernelInfo *info, Node *node) {
-  int64_t vocab = -1;
   TOPW_TRY(read_options(api, info, &node->options, &node->table.blocks));
-  TOPW_TRY(check_inputs(api, info, node, &vocab));
-  if (node->has_table()) TOPW_TRY(read_table(api, info, vocab, node));
+  TOPW_TRY(check_inputs(api, info, node));
+  if (node->has_table()) TOPW_TRY(read_table(api, info, node));
   return read_outputs(api, info, node);
 }
 

@@ -26,6 +26,7 @@ inline size_t input_rank(size_t index) { return index <= kEditBias ? 2 : 1; }
 struct Node {
   topw_options options{};
   topw_table table{};  // sizes and type; the addresses come with each call
+  int64_t vocab = -1;  // columns of the logits, where the graph says how many
   int64_t bounds = 0;  // how many neighbour bounds there are: one per token or none
   bool has_zero_points = false;
   int mass_at = kNowhere, keep_mask_at = kNowhere;
