@@ -68,7 +68,7 @@ topw_switch:
 void switch_to(Context &from, const Context &to) { topw_switch(&from.stack_pointer, to.stack_pointer); }
 
 void prepare(Context &context, unsigned char *stack, void (*entry)()) {
-  void **top = reinterpret_cast<void **>(stack + kStack) - 2;  // at entry the stack is 8 off a multiple of 16
+  void **top = reinterpret_cast<void **>(stack + kStack) - 1;  // at entry the stack is 8 off a multiple of 16
   *top = nullptr;                                              // where `entry` would return to
   *--top = reinterpret_cast<void *>(entry);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
@@ -122,7 +122,7 @@ struct Block {
 std::vector<std::unique_ptr<Fibre>> fibres;
 std::vector<unsigned char *> stacks;
 std::vector<Fibre *> ready;
-std::vector<std::unique_ptr<Block>> blocks;
+std::vector<std::unique_ptr<Block>> blocks, spare_blocks;  // running, and kept for their memory
 Context outside;
 const std::function<void()> *body = nullptr;
 std::string failure;
@@ -193,7 +193,9 @@ void entry() {
   abort();
 }
 
-bool same(const Place &a, const Place &b) { return a.line == b.line && strcmp(a.file, b.file) == 0; }
+bool same(const Place &a, const Place &b) {
+  return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0);
+}
 
 void join_warp(const Place &place, unsigned mask, Warp &warp) {
   Fibre *const me = self();
@@ -227,16 +229,25 @@ unsigned char *stack_of(size_t index) {
   return stacks[index];
 }
 
-bool start_block(const Launch &how, unsigned number) {
-  blocks.push_back(std::make_unique<Block>());
+Block &new_block(const Launch &how) {
+  if (spare_blocks.empty()) spare_blocks.push_back(std::make_unique<Block>());
+  blocks.push_back(std::move(spare_blocks.back()));
+  spare_blocks.pop_back();
   Block &block = *blocks.back();
   block.threads = how.threads;
   block.dynamic = how.shared;
-  block.warps.resize(how.threads / 32);
-  block.memory.resize(how.shared + kSharedByDefault + 256);
-  for (unsigned char &byte : block.memory) byte = static_cast<unsigned char>(draw());  // no one may rely on it
-  block.shared = block.memory.data() + (256 - reinterpret_cast<uintptr_t>(block.memory.data()) % 256);
   block.used = (how.shared + 15) / 16 * 16;
+  block.waiting.clear();
+  block.variables.clear();
+  block.warps.assign(how.threads / 32, Warp());
+  block.memory.resize(how.shared + kSharedByDefault + 256);
+  memset(block.memory.data(), static_cast<int>(draw() & 255), block.memory.size());  // no one may rely on it
+  block.shared = block.memory.data() + (256 - reinterpret_cast<uintptr_t>(block.memory.data()) % 256);
+  return block;
+}
+
+bool start_block(const Launch &how, unsigned number) {
+  Block &block = new_block(how);
   for (unsigned t = 0; t < how.threads; ++t) {
     const size_t index = live;
     if (fibres.size() <= index) fibres.push_back(std::make_unique<Fibre>());
@@ -255,6 +266,13 @@ bool start_block(const Launch &how, unsigned number) {
   return true;
 }
 
+void end_blocks() {
+  ready.clear();
+  for (auto &block : blocks) spare_blocks.push_back(std::move(block));
+  blocks.clear();
+  live = 0;
+}
+
 // Runs all threads that were started.
 void run_started() {
   pauses = 0;
@@ -265,9 +283,7 @@ void run_started() {
   current = first;
   switch_to(outside, first->context);
   current = nullptr;
-  ready.clear();
-  blocks.clear();
-  live = 0;
+  end_blocks();
 }
 
 std::string unfit(const Launch &how) {
@@ -378,9 +394,7 @@ int run(const Launch &how, const std::function<void()> &kernel) {
     if (!failure.empty()) break;
   }
   if (how.cooperative && failure.empty()) run_started();
-  ready.clear();
-  blocks.clear();
-  live = 0;
+  end_blocks();
   return failure.empty() ? 0 : kUnlaunchable;
 }
 

@@ -5,7 +5,7 @@
 #include "../native/quantised.h"
 #include "certify.cuh"
 #include "mass.cuh"
-#if __has_include("geometry.cuh")
+#if __has_include("geometry.cuh") && !defined(TOPW_WITHOUT_GEOMETRY)
 #include "geometry.cuh"
 #endif
 
@@ -102,7 +102,7 @@ int launch_certify(const topw_cuda_shape &shape, Call &call, void *stream) {
   return launch_certify<Bfloat16>(call, threads, stream);
 }
 
-#if __has_include("geometry.cuh")
+#if __has_include("geometry.cuh") && !defined(TOPW_WITHOUT_GEOMETRY)
 int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream) {
   const unsigned threads = threads_of_block(kGeometryThreads);
   const size_t shared = geometry_shared_bytes(shape);

@@ -1,0 +1,114 @@
+"""The CUDA sampler from Python: the C interface of cuda/topw_cuda.h over addresses in the device's memory.
+
+Whose memory that is, is up to the library: of a GPU for libtopw_cuda.so, of the process for the build that emulates a
+device, so that there an address is a numpy array's. Needs nothing but the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+from topw_deploy.errors import ParameterError, PluginError
+from topw_deploy.plugins.kernel import TABLE_TYPES, _Inputs, _Options, _Outputs, _Table
+from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
+from topw_deploy.sampling.parameters import METRICS, TopWOptions
+
+LOGITS_TYPES = ("float32", "float16", "bfloat16")
+
+
+class _Shape(Structure):
+    """topw_cuda_shape."""
+
+    _fields_ = (
+        ("options", _Options),
+        ("table", _Table),
+        ("batch", c_int64),
+        ("vocab", c_int64),
+        ("edits", c_int64),
+        ("logits_type", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class CudaShape:
+    """The most that calls may bring: rows, tokens of the vocabulary, edits to a row, the logits' type.
+
+    table: as topw.h has it, of which the sizes and types count; None for the uniform metric.
+    """
+
+    options: TopWOptions
+    batch: int
+    vocab: int
+    edits: int = 0
+    logits_type: str = "float32"
+    table: _Table | None = None
+
+    def structure(self) -> _Shape:
+        """What the C interface takes. Raises ParameterError for logits of another type."""
+        if self.logits_type not in LOGITS_TYPES:
+            raise ParameterError(f"logits are {self.logits_type}, but must be one of {', '.join(LOGITS_TYPES)}.")
+        o = self.options
+        options = _Options(o.top_m, o.alt_iters, METRICS.index(o.metric), min(o.neighbours, 2**31 - 1))
+        table = _Table() if self.table is None else self.table
+        return _Shape(options, table, self.batch, self.vocab, self.edits, TABLE_TYPES[self.logits_type], 0)
+
+
+class CudaKernel:
+    """The library at `path`, opened. Raises PluginError if it does not open or speaks another version."""
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self.library = ctypes.CDLL(str(path))
+            self._declare()
+            version = self.library.topw_cuda_abi_version()
+        except (OSError, AttributeError) as error:
+            raise PluginError(f"{path} is no library with the CUDA kernels ({error}); build it again.") from None
+        if version != CUDA_ABI_VERSION:
+            raise PluginError(
+                f"{path} has the CUDA interface {version}, this topw_deploy speaks {CUDA_ABI_VERSION}; "
+                "build it again with `topw plugins build --cuda`."
+            )
+
+    def _declare(self) -> None:
+        library, shape = self.library, POINTER(_Shape)
+        library.topw_cuda_refusal.argtypes, library.topw_cuda_refusal.restype = (shape,), c_char_p
+        library.topw_cuda_workspace_bytes.argtypes, library.topw_cuda_workspace_bytes.restype = (shape,), c_int64
+        library.topw_cuda_control_bytes.argtypes, library.topw_cuda_control_bytes.restype = (shape,), c_int64
+        arguments = (shape, POINTER(_Table), POINTER(_Inputs), POINTER(_Outputs), c_void_p, c_void_p)
+        library.topw_cuda_launch.argtypes = arguments
+        library.topw_cuda_error.argtypes, library.topw_cuda_error.restype = (c_int,), c_char_p
+        _ = library.topw_cuda_device_count
+
+    @property
+    def device_count(self) -> int:
+        """GPUs that the driver shows; 0 without a driver."""
+        return int(self.library.topw_cuda_device_count())
+
+    def refusal(self, shape: CudaShape) -> str:
+        """Why the kernels do not serve calls of this shape, as a clause; empty if they do."""
+        reason = self.library.topw_cuda_refusal(byref(shape.structure()))
+        return reason.decode("utf-8") if reason else ""
+
+    def workspace_bytes(self, shape: CudaShape) -> int:
+        """Scratch memory that a call of at most this shape needs, aligned to 256 bytes; 0 for one that is refused."""
+        return int(self.library.topw_cuda_workspace_bytes(byref(shape.structure())))
+
+    def control_bytes(self, shape: CudaShape) -> int:
+        """The first bytes of that memory, which are zero before its first launch and zero again after each."""
+        return int(self.library.topw_cuda_control_bytes(byref(shape.structure())))
+
+    def launch(
+        self, shape: CudaShape, table: _Table | None, inputs: _Inputs, outputs: _Outputs, workspace: int, stream: int = 0
+    ) -> None:
+        """Enqueues a step on the stream. All addresses are the device's. Raises PluginError where CUDA refuses."""
+        code = self.library.topw_cuda_launch(
+            byref(shape.structure()), None if table is None else byref(table), byref(inputs), byref(outputs),
+            workspace, stream,
+        )  # fmt: skip
+        if code:
+            reason = self.library.topw_cuda_error(code).decode("utf-8", "replace")
+            raise PluginError(f"the CUDA kernels were not launched: {reason} (error {code}).")
