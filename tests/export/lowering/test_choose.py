@@ -55,8 +55,13 @@ def test_a_fixed_length_stands_in_the_signature_and_bounds_the_context(narrow: T
     assert {value.shape[2] for value in caches} == {128}
 
 
-@pytest.mark.parametrize(("dtype", "operators"), [("float32", 0), ("float16", 1)])
-def test_attention_is_spelled_out_for_tensorrt_where_it_has_no_fused_kernel(dtype: str, operators: int) -> None:
-    decoder = trace(make_model(tiny()).to(dtype=getattr(torch, dtype)))
+@pytest.mark.parametrize(
+    ("dtype", "width", "operators"),
+    [("float32", 16, 0), ("float16", 8, 0), ("bfloat16", 8, 0), ("float16", 16, 1), ("bfloat16", 16, 1)],
+)
+def test_attention_is_spelled_out_for_tensorrt_where_it_has_no_fused_kernel(
+    dtype: str, width: int, operators: int
+) -> None:
+    decoder = trace(make_model(tiny(head_dim=width)).to(dtype=getattr(torch, dtype)))
     lower(decoder, kv="static", target="tensorrt", context_length=64, max_length=64)
     assert sum(node.op_type == "Attention" for node in decoder.model.graph) == operators

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -51,7 +52,7 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
     if cap:
         scores = op("Mul", [op("Tanh", [scores]), constant(number(cap))])
     scores = op("Reshape", [scores, constant(np.array([0, layer.heads, -1, 0]))])  # [batch, heads, sequence, tokens]
-    lowest = constant(number(np.finfo(number).min))
+    lowest = constant(number(ml_dtypes.finfo(number).min))
     weights = op("Softmax", [op("Where", [mask, scores, lowest])], axis=-1)
     weights = op("Reshape", [weights, constant(np.array([0, layer.kv_heads, -1, 0]))])
     output = op("MatMul", [weights, values])  # [batch, kv_heads, group * sequence, dim]
