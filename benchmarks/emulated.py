@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import c_uint32, c_uint64
 from dataclasses import fields
 from pathlib import Path
@@ -37,25 +37,29 @@ FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-ffp-contract=off", "-shared",
     "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-DTOPW_EMULATE",
 )  # fmt: skip
-_SOURCES = (
-    "-x", "c++", CUDA_SOURCES / "launch.cu", "-x", "none", CUDA_SOURCES / "emulator.cpp",
-    build.SOURCES / "quantised.cpp",
-)  # fmt: skip
+_KERNELS = (CUDA_SOURCES / "launch.cu", build.SOURCES / "quantised.cpp")
 _TYPES = ("float32", "float16", "uint16")
 _EMULATE = (c_uint64, c_uint32, c_uint32)
 
 
-def built(folder: Path, extra: tuple[str, ...] = ()) -> Path:
-    """The emulated library in `folder`, compiled unless it is there already from the same sources and flags.
+def built(folder: Path, extra: Sequence[str] = ()) -> Path:
+    """The emulated library in `folder`: see `compiled`."""
+    return compiled(folder, _KERNELS, extra)
+
+
+def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -> Path:
+    """A library of these sources and the emulator in `folder`, compiled unless it is there already from the same files
+    and flags.
 
     Raises build.NotBuiltError without a C++ compiler, and with its words where it fails.
     """
-    command = [*build.find_compiler(), *FLAGS, *extra, *map(str, _SOURCES)]
+    code = ["-x", "c++", *map(str, sources), str(CUDA_SOURCES / "emulator.cpp"), f"-I{CUDA_SOURCES}"]
+    command = [*build.find_compiler(), *FLAGS, *extra, *code]
     digest = hashlib.sha256("\0".join(command).encode())
-    for source in sorted([*CUDA_SOURCES.iterdir(), *build.SOURCES.glob("*.h"), build.SOURCES / "quantised.cpp"]):
+    for source in sorted({*sources, *CUDA_SOURCES.iterdir(), *build.SOURCES.glob("*.h")}):
         if source.is_file():
             digest.update(source.read_bytes())
-    path = folder / f"libtopw_emulated_{digest.hexdigest()[:16]}.so"
+    path = folder / f"lib{sources[0].stem}_{digest.hexdigest()[:16]}.so"
     if path.is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True)

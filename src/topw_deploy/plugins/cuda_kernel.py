@@ -102,7 +102,13 @@ class CudaKernel:
         return int(self.library.topw_cuda_control_bytes(byref(shape.structure())))
 
     def launch(
-        self, shape: CudaShape, table: _Table | None, inputs: _Inputs, outputs: _Outputs, workspace: int, stream: int = 0
+        self,
+        shape: CudaShape,
+        table: _Table | None,
+        inputs: _Inputs,
+        outputs: _Outputs,
+        workspace: int,
+        stream: int = 0,
     ) -> None:
         """Enqueues a step on the stream. All addresses are the device's. Raises PluginError where CUDA refuses."""
         code = self.library.topw_cuda_launch(

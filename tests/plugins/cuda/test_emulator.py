@@ -1,0 +1,109 @@
+"""The stand-in for a device shows what would go wrong on one: missing barriers, divergence, too much shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+THREADS = 128
+
+
+def address(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def error(probes: ctypes.CDLL) -> str:
+    return bytes(probes.probe_error()).decode()
+
+
+def reversals(probes: ctypes.CDLL, with_barrier: bool) -> list[list[int]]:
+    """What the threads of a block read of each other's values, for several seeds."""
+    found = []
+    for seed in range(1, 9):
+        probes.probe_settings(seed, 4)
+        out = np.zeros(THREADS, np.int32)
+        assert probes.probe_reverse(THREADS, address(out), int(with_barrier)) == 0
+        found.append(out.tolist())
+    return found
+
+
+def test_a_missing_barrier_shows_as_answers_that_change_with_the_seed(probes: ctypes.CDLL) -> None:
+    right = list(range(THREADS))[::-1]
+    assert all(answer == right for answer in reversals(probes, True))
+    without = reversals(probes, False)
+    assert all(answer != right for answer in without)
+    assert without[0] != without[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (0, "wait for others that never come"),
+        (1, "wait at different barriers"),
+        (2, "wait for others that never come"),
+        (3, "for a part of the warp"),
+        (4, "wait for memory that no one writes"),
+    ],
+)
+def test_divergence_is_an_error_that_names_the_place(probes: ctypes.CDLL, kind: int, words: str) -> None:
+    assert probes.probe_diverge(THREADS, kind) == 1
+    assert words in error(probes)
+    assert "probes.cu" in error(probes) or kind == 4
+    out = np.zeros(THREADS, np.int32)
+    assert probes.probe_reverse(THREADS, address(out), 1) == 0, "a launch after a failed one is as good as any"
+    assert error(probes) == ""
+
+
+def test_warp_and_block_votes_and_shuffles_answer_as_cuda_defines_them(probes: ctypes.CDLL) -> None:
+    out = np.zeros((THREADS, 8), np.int32)
+    assert probes.probe_exchange(THREADS, address(out)) == 0
+    own = np.arange(THREADS)
+    lane, warp = own % 32, own // 32 * 32
+    assert np.array_equal(out[:, 0], warp + 3)
+    assert np.array_equal(out[:, 1], warp + (lane ^ 5))
+    assert np.array_equal(out[:, 2], np.where(lane < 2, own, own - 2))
+    assert np.array_equal(out[:, 3], np.where(lane > 29, own, own + 2))
+    for first in range(0, THREADS, 32):
+        votes = sum(1 << i for i in range(32) if (first + i) % 3 == 0)
+        assert (out[first : first + 32, 4].view(np.uint32) == votes).all()
+    assert (out[:, 5] == len(range(0, THREADS, 5))).all()
+    assert (out[:, 6] == 1).all()
+    assert (out[:, 7] == 0).all()
+
+
+def test_more_shared_memory_than_was_asked_for_is_an_error(probes: ctypes.CDLL) -> None:
+    out = np.zeros(32, np.int32)
+    assert probes.probe_static_shared(address(out)) == 1
+    assert "bytes of shared memory" in error(probes)
+    for size, allowed, fails in (
+        (48 << 10, 0, 0),
+        ((48 << 10) + 16, 0, 1),
+        (60 << 10, 60 << 10, 0),
+        (100 << 10, 1 << 20, 1),
+    ):
+        assert probes.probe_dynamic_shared(address(out), size, allowed) == fails, size
+
+
+def test_cooperative_blocks_wait_for_each_other(probes: ctypes.CDLL) -> None:
+    for seed in range(1, 5):
+        probes.probe_settings(seed, 4)
+        arrived, out = np.zeros(2, np.uint32), np.zeros(7, np.int32)
+        assert probes.probe_meet(4, 1, address(arrived), address(out), 7) == 0
+        assert out.tolist() == [4 * 64] * 7
+
+
+def test_blocks_that_are_not_resident_at_once_cannot_wait_for_each_other(probes: ctypes.CDLL) -> None:
+    arrived, out = np.zeros(2, np.uint32), np.zeros(7, np.int32)
+    assert probes.probe_meet(4, 0, address(arrived), address(out), 1) == 1
+    assert "wait for memory that no one writes" in error(probes)
+    assert probes.probe_meet(5, 1, address(arrived), address(out), 1) == 1
+    assert "5 cooperative blocks, but 4 are resident" in error(probes)
+
+
+@pytest.mark.parametrize("threads", [0, 31, 33, 1056])
+def test_blocks_of_no_whole_warps_or_too_many_are_refused(probes: ctypes.CDLL, threads: int) -> None:
+    out = np.zeros(2048, np.int32)
+    assert probes.probe_reverse(threads, address(out), 1) == 1
+    assert f"a block of {threads} threads" in error(probes)
