@@ -65,6 +65,23 @@ class LogitRow {
     return id < vocab_ ? raw(id) : -static_cast<float>(INFINITY);
   }
 
+  // Logits 4 * quarter to 4 * quarter + 3 of a group, quarter under 16, by one instruction where they lie so.
+  __device__ float4 four(int32_t group, int32_t quarter) const {
+    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + 4 * quarter;
+    if (slot >= 0)
+      return __ldcg(reinterpret_cast<const float4 *>(patches_ + static_cast<int64_t>(slot) * kGroup) + quarter);
+    const unsigned char *const from = raw_ + static_cast<int64_t>(first) * (type_ == TOPW_FLOAT32 ? 4 : 2);
+    const bool aligned = reinterpret_cast<uintptr_t>(from) % (type_ == TOPW_FLOAT32 ? 16 : 8) == 0;
+    if (!aligned || first + 4 > vocab_) return {at(first), at(first + 1), at(first + 2), at(first + 3)};
+    if (type_ == TOPW_FLOAT32) return *reinterpret_cast<const float4 *>(from);
+    const uint64_t all = *reinterpret_cast<const uint64_t *>(from);
+    const auto one = [&](int n) {
+      const uint16_t bits = static_cast<uint16_t>(all >> (16 * n));
+      return type_ == TOPW_FLOAT16 ? from_float16(bits) : from_bfloat16(bits);
+    };
+    return {one(0), one(1), one(2), one(3)};
+  }
+
   // As it came, without edits.
   __device__ float raw(int32_t id) const {
     if (type_ == TOPW_FLOAT32) return reinterpret_cast<const float *>(raw_)[id];

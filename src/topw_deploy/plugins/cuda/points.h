@@ -13,6 +13,8 @@ namespace topw::crop {
 constexpr int kPiece = 8;             // coordinates of a row that are read at once: 16 bytes of the short types
 constexpr double kSmallestNorm = 1e-12;
 
+#define TOPW_ONE_COPY __attribute__((noinline))  // of a long function that is called from many places
+
 struct alignas(16) Sixteen {  // bytes, loaded by one instruction
   uint32_t words[4];
 };
@@ -59,7 +61,7 @@ __device__ __forceinline__ Piece read_shorts(const uint16_t *from, int32_t count
 }
 
 // (code - zero point) * scale, as dequantise_row has it.
-__device__ __forceinline__ Piece read_codes(const topw_table &table, int64_t token, int32_t k, int32_t count) {
+__device__ TOPW_ONE_COPY inline Piece read_codes(const topw_table &table, int64_t token, int32_t k, int32_t count) {
   const topw_blocks &blocks = table.blocks;
   const int64_t in_row = blocks_in_row(table), zeros_in_row = zero_points_in_row(table);
   const int64_t elements = table.hidden / codes_per_element(table.dtype, blocks);
@@ -115,7 +117,7 @@ struct Length {
 };
 
 // By one warp. Sums of 32 coordinates in float32, these in double: the same on every device.
-__device__ __forceinline__ Length measure_length(const topw_table &table, int32_t metric, int64_t token) {
+__device__ inline Length measure_length(const topw_table &table, int32_t metric, int64_t token) {
   constexpr int kTogether = 4;  // pieces whose squares are added up in float32
   const int32_t d = static_cast<int32_t>(table.hidden);
   double norm = 0, length = 0;

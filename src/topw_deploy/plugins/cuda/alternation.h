@@ -1,0 +1,314 @@
+// The alternation for rows that no certificate settles, with as few distances as the theory allows; and the literal
+// rule for a negative geom_scale (docs/theory.md, sections 3 and 4). By a team's first block, which has the others
+// measure distances. The same steps as native/alternation.cpp.
+#ifndef TOPW_CUDA_ALTERNATION_H
+#define TOPW_CUDA_ALTERNATION_H
+
+#include <math.h>
+
+#include "../native/objective.h"
+#include "distances.h"
+#include "logits.h"
+#include "scan.h"
+
+namespace topw::crop {
+
+// What is known of a pool token, as bits of Memory::state.
+constexpr uint8_t kMember = 1, kCandidate = 2, kExact = 4, kWasMember = 8, kSaved = 16, kMeasured = 32, kNext = 64;
+
+constexpr double kRounding = 1e-9;     // of J, in units of max(1, lam, beta): the ties' bound
+constexpr int kRounds = 8;             // of pruning; each is sound, so any number will do
+constexpr int32_t kFewestRows = 32;    // tokens measured at a time, at least
+constexpr int64_t kCheapHidden = 2048; // beyond so many coordinates fewer pairs are measured at a time
+
+// Room in shared memory for a block that leads.
+struct Room {
+  uint64_t *keys;   // [capacity]
+  uint32_t *items;  // [capacity]
+  int32_t capacity; // a power of 2
+  double *sums[2];  // [pool]
+};
+
+// A key by which ascending unsigned order is descending order of the value; -0 and 0 have the same key.
+__device__ __forceinline__ uint64_t phi_key(double value) {
+  value += 0.0;
+  uint64_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits >> 63 ? bits : bits ^ 0x7fffffffffffffffu;
+}
+
+// h(y) = 1 - y/2 - y^2/6 - ..., every further term negative: an upper bound.
+__device__ __forceinline__ double h(double y) { return 1 - y * (0.5 + y / 6); }
+
+class Alternation {
+ public:
+  int64_t steps = 0;      // scans made
+  int64_t pairs = 0;      // distances computed
+  int64_t literal = 0;    // that the literal rule would have computed
+  int32_t kept = 0;
+
+  // For a pool whose tokens, a and p are in `memory`.
+  __device__ Alternation(const Call &call, const Parameters &P, const Memory &memory, int32_t pool, const Room &room,
+                         Team &team, Distances &distances, BlockScratch &scratch)
+      : P_(P),
+        memory_(memory),
+        pool_(pool),
+        room_(room),
+        team_(team),
+        distances_(distances),
+        scratch_(scratch),
+        measures_(call.options.metric != TOPW_UNIFORM && P.scale != 0),
+        neighbours_(call.options.knn_k),
+        most_steps_(call.options.alt_iters),
+        bounds_(call.table.neighbour_bound) {
+    const int64_t hidden = call.table.hidden;
+    pairs_at_once_ = hidden > kCheapHidden ? kPairs * kCheapHidden / hidden : kPairs;
+  }
+
+  // From the first k0 tokens of the pool. Leaves the crop as the members.
+  __device__ void run(int32_t k0) {
+    kept = k0;
+    for (int32_t i = own_index(); i < pool_; i += block_size()) memory_.state[i] = i < k0 ? kMember : 0;
+    __syncthreads();
+    int64_t last = most_steps_ > 1 ? most_steps_ : 1;
+    while (steps < last) {
+      const int32_t before = kept;
+      step();
+      if (entered_ == 0 && kept == before) break;
+      const bool nested_is_final = P_.scale >= 0 && (neighbours_ == 0 || kept >= neighbours_);  // T1
+      if (entered_ == 0 && nested_is_final) break;
+      if (const int64_t cycle = period()) last = steps + (last - steps) % cycle;
+    }
+    literal = static_cast<int64_t>(pool_) * joined_;
+  }
+
+  __device__ bool member(int32_t i) const { return memory_.state[i] & kMember; }
+
+ private:
+  __device__ double base_phi(int32_t i) const { return P_.lam * memory_.a[i]; }
+  __device__ double phi(int32_t i) const { return -P_.scale * static_cast<double>(memory_.distance[i]) + base_phi(i); }
+
+  __device__ void step() {
+    ++steps;
+    members_ = block_compact(
+        pool_, [&](int32_t i) { return member(i); }, [&](int32_t i, int32_t place) { memory_.cols[place] = i; },
+        scratch_);
+    int32_t joined = 0;
+    for (int32_t i = own_index(); i < pool_; i += block_size()) joined += prepare(i);
+    if (measures_) joined_ += block_reduce(joined, Plus(), scratch_);
+    if (P_.scale < 0) {
+      if (measures_) measure(P_.scale);
+    } else {
+      const double reached = surely_reached();
+      prune(reached);
+      if (measures_) measure(reached);
+    }
+    scan();
+  }
+
+  // What is known of a token before anything is computed for it; 1 for a member that has not been one before.
+  __device__ int32_t prepare(int32_t i) {
+    const uint8_t known = memory_.state[i], kept_bits = kWasMember | kSaved | kMeasured;
+    if (known & kMember) {
+      memory_.state[i] = static_cast<uint8_t>((known & kept_bits) | kMember | kWasMember);
+      return known & kWasMember ? 0 : 1;
+    }
+    memory_.state[i] = static_cast<uint8_t>((known & kept_bits) | kCandidate | (measures_ ? 0 : kExact));
+    if (!measures_) {
+      memory_.distance[i] = P_.scale == 0 ? 0.0f : 1.0f;  // of the uniform metric
+      return 0;
+    }
+    const float bound = bounds_ ? bounds_[id_of(memory_.tokens[i])] : 0.0f;
+    memory_.distance[i] = bound > 0 && bound < static_cast<float>(INFINITY) ? bound : 0.0f;
+    return 0;
+  }
+
+  // A lower bound of the best J of this step: the best over prefixes of S, where no distance counts.
+  __device__ double surely_reached() {
+    for (int32_t n = own_index(); n < members_; n += block_size()) {
+      const int32_t i = memory_.cols[n];
+      room_.sums[0][n] = memory_.p[i];
+      room_.sums[1][n] = memory_.p[i] * base_phi(i);
+    }
+    block_scan(room_.sums[0], room_.sums[1], members_, scratch_);
+    const double best = first_maximiser(room_.sums[0], room_.sums[1], members_, P_.c, scratch_).J;
+    __syncthreads();
+    return best;
+  }
+
+  // Row test: drops candidates that cannot be kept, given the mass that is left if the others stay.
+  __device__ void prune(double reached) {
+    for (int round = 0; round < kRounds; ++round) {
+      double Gmax = 0;
+      for (int32_t i = own_index(); i < pool_; i += block_size())
+        if (memory_.state[i] & (kMember | kCandidate)) Gmax += memory_.p[i];
+      Gmax = block_reduce(Gmax, Plus(), scratch_) * (1 + kRounding);
+      const double needed = reached - P_.c * log(Gmax) - kRounding * P_.unit, share = 1 / Gmax;
+      int dropped = 0;
+      for (int32_t i = own_index(); i < pool_; i += block_size())
+        if (memory_.state[i] & kCandidate && phi(i) + P_.c * h(memory_.p[i] * share) < needed) {
+          memory_.state[i] &= static_cast<uint8_t>(~kCandidate);
+          dropped = 1;
+        }
+      if (!__syncthreads_or(dropped)) return;
+    }
+  }
+
+  // Distances of the candidates, the most probable first, so many at a time that all blocks have work; after each time
+  // the row test narrows the rest, unless the rule is literal.
+  __device__ void measure(double reached) {
+    const int64_t at_once = pairs_at_once_ / members_;
+    const int32_t most = at_once < kFewestRows ? kFewestRows : static_cast<int32_t>(at_once < pool_ ? at_once : pool_);
+    for (;;) {
+      Job job = {1, 0, 0, members_};
+      const int32_t found = block_compact(
+          pool_, [&](int32_t i) { return (memory_.state[i] & (kCandidate | kExact)) == kCandidate; },
+          [&](int32_t i, int32_t place) {
+            if (place < most) memory_.rows[place] = i;
+          },
+          scratch_);
+      if (found == 0) return;
+      job.rows = found < most ? found : most;
+      for (int32_t n = own_index(); n < job.rows; n += block_size()) memory_.state[memory_.rows[n]] |= kExact;
+      __syncthreads();
+      job.fresh = block_compact(
+          pool_, [&](int32_t i) { return (memory_.state[i] & (kMember | kExact)) && !(memory_.state[i] & kMeasured); },
+          [&](int32_t i, int32_t place) {
+            memory_.fresh[place] = i;
+            memory_.state[i] |= kMeasured;
+          },
+          scratch_);
+      if (own_index() == 0) *memory_.job = job;
+      team_.barrier();
+      distances_.run(job);
+      pairs += static_cast<int64_t>(job.rows) * job.cols;
+      read_distances(job);
+      if (P_.scale >= 0) prune(reached);
+    }
+  }
+
+  // They were written by other blocks: this one's first level of cache may hold what was there before.
+  __device__ void read_distances(const Job &job) {
+    for (int32_t n = own_index(); n < job.rows; n += block_size()) {
+      const int32_t i = memory_.rows[n];
+      memory_.distance[i] = __ldcg(memory_.distance + i);
+    }
+    __syncthreads();
+  }
+
+  // Orders what is left by phi, and makes the best prefix the new set. Members are in order as they are, for their phi
+  // falls with the pool's order; so the candidates are sorted, and both orders merged.
+  __device__ void scan() {
+    const int32_t count = block_compact(
+        pool_, [&](int32_t i) { return memory_.state[i] & kCandidate; },
+        [&](int32_t i, int32_t place) {
+          room_.keys[place] = phi_key(phi(i));
+          room_.items[place] = static_cast<uint32_t>(i);
+        },
+        scratch_);
+    if (count > 1) {
+      const int32_t size = power_of_two_from(count);
+      for (int32_t n = count + own_index(); n < size; n += block_size()) {
+        room_.keys[n] = ~uint64_t{0};
+        room_.items[n] = 0xffffffffu;
+      }
+      block_sort(room_.keys, room_.items, size);
+    }
+    for (int32_t n = own_index(); n < members_; n += block_size()) {
+      const int32_t i = memory_.cols[n];
+      place(i, n + candidates_before(count, phi_key(base_phi(i)), i), base_phi(i));
+    }
+    for (int32_t n = own_index(); n < count; n += block_size()) {
+      const int32_t i = static_cast<int32_t>(room_.items[n]);
+      place(i, n + members_before(room_.keys[n], i), phi(i));
+    }
+    __syncthreads();
+    const int32_t both = count + members_;
+    block_scan(room_.sums[0], room_.sums[1], both, scratch_);
+    kept = first_maximiser(room_.sums[0], room_.sums[1], both, P_.c, scratch_).size;
+    take_prefix();
+  }
+
+  __device__ void place(int32_t i, int32_t rank, double value) {
+    memory_.order[rank] = i;
+    room_.sums[0][rank] = memory_.p[i];
+    room_.sums[1][rank] = memory_.p[i] * value;
+  }
+
+  __device__ int32_t candidates_before(int32_t count, uint64_t key, int32_t i) const {
+    int32_t low = 0, high = count;
+    while (low < high) {
+      const int32_t middle = (low + high) / 2;
+      const uint64_t other = room_.keys[middle];
+      if (other < key || (other == key && static_cast<int32_t>(room_.items[middle]) < i))
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+
+  __device__ int32_t members_before(uint64_t key, int32_t i) const {
+    int32_t low = 0, high = members_;
+    while (low < high) {
+      const int32_t middle = (low + high) / 2, member = memory_.cols[middle];
+      const uint64_t other = phi_key(base_phi(member));
+      if (other < key || (other == key && member < i))
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+
+  // The first `kept` of the order become the set; counts those that were not in it before, and compares with the set
+  // that was saved.
+  __device__ void take_prefix() {
+    for (int32_t n = own_index(); n < kept; n += block_size()) memory_.state[memory_.order[n]] |= kNext;
+    __syncthreads();
+    int32_t entered = 0;
+    int differs = 0;
+    for (int32_t i = own_index(); i < pool_; i += block_size()) {
+      const uint8_t known = memory_.state[i];
+      const bool next = known & kNext;
+      entered += next && !(known & kMember);
+      differs |= next != ((known & kSaved) != 0);
+      memory_.state[i] = static_cast<uint8_t>((known & ~(kMember | kNext)) | (next ? kMember : 0));
+    }
+    entered_ = block_reduce(entered, Plus(), scratch_);
+    differs_ = __syncthreads_or(differs) != 0;
+  }
+
+  // The length of the cycle that the sets have entered, or 0 (Brent): a negative scale may never come to rest.
+  __device__ int64_t period() {
+    if (saved_at_ > 0 && !differs_) return steps - saved_at_;
+    if ((steps & (steps - 1)) == 0) {
+      for (int32_t i = own_index(); i < pool_; i += block_size())
+        memory_.state[i] = static_cast<uint8_t>((memory_.state[i] & ~kSaved) | (member(i) ? kSaved : 0));
+      saved_at_ = steps;
+      __syncthreads();
+    }
+    return 0;
+  }
+
+  const Parameters &P_;
+  const Memory &memory_;
+  int32_t pool_;
+  const Room &room_;
+  Team &team_;
+  Distances &distances_;
+  BlockScratch &scratch_;
+  bool measures_;
+  int32_t neighbours_;
+  int64_t most_steps_, pairs_at_once_;
+  const float *bounds_;
+
+  int32_t members_ = 0;      // in memory_.cols
+  int32_t entered_ = 0;      // tokens of the last crop that were not in the one before
+  bool differs_ = false;     // the last crop from the saved one
+  int32_t joined_ = 0;       // different tokens that have been members
+  int64_t saved_at_ = 0;     // the step whose crop is saved
+};
+
+}  // namespace topw::crop
+#endif

@@ -1,0 +1,372 @@
+// Distances of pool tokens to a set of members, spread over a team's blocks (docs/graph.md, section 2).
+//
+// Squares of differences are added up in float32, in one tree whatever the team: 32 coordinates one after the other,
+// four such sums by pairs (a slice), four slices in order (a section), all sections in order. A point's coordinates are
+// rounded, so a pair much nearer than its points are long is measured again, in double and from the table's own
+// numbers, if it may be among the nearest.
+#ifndef TOPW_CUDA_DISTANCES_H
+#define TOPW_CUDA_DISTANCES_H
+
+#include "points.h"
+#include "team_scratch.h"
+#include "teams.h"
+
+namespace topw::crop {
+
+constexpr int kSlice = 128;             // coordinates in shared memory at a time
+constexpr int kChunks = 4;              // of a slice, each summed up by one of four neighbouring lanes
+constexpr int kChunk = kSlice / kChunks;
+constexpr int kSection = 4;             // slices
+constexpr int kTileRows = 32;           // pool tokens that a block compares at a time, with two members to each warp
+constexpr int kRowsOfThread = 4, kColsOfWarp = 2;
+constexpr int kTileStride = kSlice + 4; // floats: neighbouring rows lie in different banks
+constexpr int kBatch = 4;               // columns that a lane reads at once
+
+constexpr float kNear = 1.0f / 32;      // of the sum of the squared lengths: nearer pairs are measured again
+constexpr float kError = 1e-6f;         // more than what rounding adds to a distance, in units of that sum's root
+
+// How far apart the pieces of a pair's sum lie that different blocks may add up.
+enum class Pieces : int32_t { slices, sections, one };
+
+struct Tile {
+  int32_t tokens[kTileRows + kColsOfWarp * kMostWarps];
+  float inverse_norms[kTileRows + kColsOfWarp * kMostWarps];
+};
+
+// Bytes of dynamic shared memory for a block of so many threads.
+TOPW_SHARED_CODE inline int64_t tile_bytes(int64_t threads) {
+  const int64_t rows = kTileRows + kColsOfWarp * (threads / kWarp);
+  return rows * kTileStride * static_cast<int64_t>(sizeof(float)) + static_cast<int64_t>(sizeof(Tile));
+}
+
+class Distances {
+ public:
+  __device__ Distances(const Call &call, const Memory &memory, Team &team)
+      : table_(call.table),
+        metric_(call.options.metric),
+        neighbours_(call.options.knn_k > 1 ? call.options.knn_k : 1),
+        memory_(memory),
+        team_(team),
+        hidden_(static_cast<int32_t>(call.table.hidden)) {}
+
+  // What a team does together: job.fresh lengths, job.rows times job.cols distances, and the rows' distances to the
+  // set of cols into memory.distance.
+  __device__ TOPW_ONE_COPY void run(const Job &job) {
+    if (job.fresh > 0) {
+      measure_lengths(job);
+      team_.barrier();
+    }
+    const Pieces pieces = how_to_cut(job);
+    compare(job, pieces);
+    team_.barrier();
+    for (int32_t row = global_warp(); row < job.rows; row += team_warps()) settle(job, row, pieces);
+    team_.barrier();
+  }
+
+ private:
+  __device__ int32_t global_warp() const { return warp_index() * team_.size() + team_.rank(); }
+  __device__ int32_t team_warps() const { return warps() * team_.size(); }
+  __device__ int32_t slices() const { return (hidden_ + kSlice - 1) / kSlice; }
+  __device__ int32_t sections() const { return (slices() + kSection - 1) / kSection; }
+  __device__ int32_t token(int32_t position) const {
+    return static_cast<int32_t>(__ldcg(memory_.tokens + position) & 0xffffffffu);
+  }
+
+  __device__ void measure_lengths(const Job &job) {
+    for (int32_t n = global_warp(); n < job.fresh; n += team_warps()) {
+      const int32_t position = __ldcg(memory_.fresh + n);
+      const Length length = measure_length(table_, metric_, token(position));
+      if (lane_index() != 0) continue;
+      memory_.inverse_norm[position] = length.inverse_norm;
+      memory_.squared_length[position] = length.squared;
+    }
+  }
+
+  __device__ int32_t tiles(const Job &job) const {
+    const int32_t cols = kColsOfWarp * warps();
+    return ((job.rows + kTileRows - 1) / kTileRows) * ((job.cols + cols - 1) / cols);
+  }
+
+  // The smallest pieces that leave no block idle and find room. Says who adds up, not in what order.
+  __device__ Pieces how_to_cut(const Job &job) const {
+    const int64_t pairs = static_cast<int64_t>(job.rows) * job.cols;
+    const int32_t found = tiles(job), enough = 4 * team_.size();
+    if (found * sections() < enough && pairs * slices() <= memory_.pairs_room) return Pieces::slices;
+    if (found < enough && pairs * sections() <= memory_.pairs_room) return Pieces::sections;
+    return Pieces::one;
+  }
+
+  __device__ static int32_t slices_in(Pieces pieces, int32_t all) {
+    return pieces == Pieces::slices ? 1 : pieces == Pieces::sections ? kSection : all;
+  }
+
+  __device__ void compare(const Job &job, Pieces pieces) {
+    const int32_t cols = kColsOfWarp * warps(), across = (job.cols + cols - 1) / cols;
+    const int32_t length = slices_in(pieces, slices()), parts = (slices() + length - 1) / length;
+    const int32_t items = tiles(job) * parts;
+    for (int32_t item = team_.rank(); item < items; item += team_.size()) {
+      const int32_t part = item % parts, tile = item / parts;
+      const int32_t end = (part + 1) * length;
+      add_up(job, pieces, tile / across * kTileRows, tile % across * cols, part * length,
+             end < slices() ? end : slices());
+    }
+  }
+
+  // Slices `from` to `to` of the pairs of one tile, whose first row and column these are.
+  __device__ void add_up(const Job &job, Pieces pieces, int32_t first_row, int32_t first_col, int32_t from,
+                         int32_t to) {
+    Tile &tile = *reinterpret_cast<Tile *>(dynamic_shared());
+    float *const points = reinterpret_cast<float *>(dynamic_shared() + sizeof(Tile));
+    const int32_t both = kTileRows + kColsOfWarp * warps();
+    for (int32_t r = own_index(); r < both; r += block_size()) {
+      const bool is_row = r < kTileRows;
+      const int32_t n = is_row ? first_row + r : first_col + r - kTileRows;
+      const bool there = n < (is_row ? job.rows : job.cols);
+      const int32_t position = there ? __ldcg((is_row ? memory_.rows : memory_.cols) + n) : 0;
+      tile.tokens[r] = there ? token(position) : -1;
+      tile.inverse_norms[r] = there ? __ldcg(memory_.inverse_norm + position) : 0.0f;
+    }
+    __syncthreads();
+
+    // A lane ends up with one row of its four, for both columns of its warp.
+    const int32_t row = first_row + lane_index() / kChunks + kTileRows / kRowsOfThread * (lane_index() % kChunks);
+    float total[kColsOfWarp] = {}, section[kColsOfWarp] = {};
+    for (int32_t slice = from; slice < to; ++slice) {
+      load(tile, points, both, slice);
+      __syncthreads();
+      float sums[kColsOfWarp];
+      add_up_slice(points, sums);
+      __syncthreads();
+      const bool section_ends = slice % kSection == kSection - 1 || slice == slices() - 1;
+#pragma unroll
+      for (int q = 0; q < kColsOfWarp; ++q) {
+        section[q] += sums[q];
+        if (!section_ends) continue;
+        total[q] += section[q];
+        if (pieces != Pieces::slices) section[q] = 0;
+      }
+    }
+    const int32_t part = pieces == Pieces::one ? 0 : pieces == Pieces::sections ? from / kSection : from;
+#pragma unroll
+    for (int q = 0; q < kColsOfWarp; ++q) {
+      const int32_t col = first_col + kColsOfWarp * warp_index() + q;
+      if (row < job.rows && col < job.cols)
+        memory_.pairs[(static_cast<int64_t>(part) * job.rows + row) * job.cols + col] =
+            pieces == Pieces::slices ? section[q] : total[q];
+    }
+  }
+
+  // Coordinates of all points of the tile into shared memory; zeros where there is none.
+  __device__ void load(const Tile &tile, float *points, int32_t both, int32_t slice) const {
+    constexpr int kPieces = kSlice / kPiece;
+    for (int32_t unit = own_index(); unit < both * kPieces; unit += block_size()) {
+      const int32_t r = unit / kPieces, k = slice * kSlice + unit % kPieces * kPiece;
+      Piece piece = {};
+      if (tile.tokens[r] >= 0 && k < hidden_)
+        piece = read_point(table_, metric_, tile.tokens[r], k, tile.inverse_norms[r]);
+      float4 *const to = reinterpret_cast<float4 *>(points + r * kTileStride + unit % kPieces * kPiece);
+      to[0] = {piece.at[0], piece.at[1], piece.at[2], piece.at[3]};
+      to[1] = {piece.at[4], piece.at[5], piece.at[6], piece.at[7]};
+    }
+  }
+
+  __device__ static float square_added(float x, float y, float sum) {
+    const float difference = x - y;
+    return fmaf(difference, difference, sum);
+  }
+
+  // The slice's sums of a lane's row (see add_up) and the two columns of its warp. A lane adds up one chunk for four
+  // rows. Four neighbours begin at different places in their chunks, so that they read from different banks.
+  __device__ static void add_up_slice(const float *points, float *sums) {
+    const int32_t chunk = lane_index() % kChunks, row = lane_index() / kChunks;
+    const float *const cols = points + (kTileRows + kColsOfWarp * warp_index()) * kTileStride;
+    float own[kRowsOfThread][kColsOfWarp] = {};
+#pragma unroll
+    for (int step = 0; step < kChunk / 4; ++step) {
+      const int32_t k = chunk * kChunk + (step + 2 * chunk) % (kChunk / 4) * 4;
+      float4 y[kColsOfWarp];
+#pragma unroll
+      for (int q = 0; q < kColsOfWarp; ++q) y[q] = *reinterpret_cast<const float4 *>(cols + q * kTileStride + k);
+#pragma unroll
+      for (int r = 0; r < kRowsOfThread; ++r) {
+        const float4 x = *reinterpret_cast<const float4 *>(
+            points + (row + r * (kTileRows / kRowsOfThread)) * kTileStride + k);
+#pragma unroll
+        for (int q = 0; q < kColsOfWarp; ++q) {
+          float sum = own[r][q];
+          sum = square_added(x.x, y[q].x, sum);
+          sum = square_added(x.y, y[q].y, sum);
+          sum = square_added(x.z, y[q].z, sum);
+          own[r][q] = square_added(x.w, y[q].w, sum);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsOfThread; ++r)
+#pragma unroll
+      for (int q = 0; q < kColsOfWarp; ++q) {
+        const float sum = warp_reduce_pairs(own[r][q]);
+        if (r == chunk) sums[q] = sum;
+      }
+  }
+
+  // Of four neighbouring lanes: (0 + 1) + (2 + 3), in each of them.
+  __device__ static float warp_reduce_pairs(float value) {
+    value += __shfl_xor_sync(kEveryLane, value, 1);
+    return value + __shfl_xor_sync(kEveryLane, value, 2);
+  }
+
+  // ---- from sums of squares to the distance of a row to the set; by one warp ----
+
+  // What distances are ordered by: the square of a distance, or the cosine's own. NaN where a table holds it.
+  __device__ float measure_of(float squares, float one, float other) const {
+    if (metric_ != TOPW_COSINE) return squares;
+    const float value = 0.5f * (squares + (1 - one) + (1 - other));  // 1 - x.y; lengths are 1 but for vanishing rows
+    return value < 0 ? 0.0f : value > 2 ? 2.0f : value;
+  }
+
+  __device__ float summed(const Job &job, Pieces pieces, int64_t at) const {
+    const int64_t stride = static_cast<int64_t>(job.rows) * job.cols;
+    if (pieces == Pieces::one) return __ldcg(memory_.pairs + at);
+    float total = 0;
+    const int32_t parts = pieces == Pieces::sections ? sections() : slices();
+    for (int32_t part = 0; part < parts;) {
+      float section = 0;
+      const int32_t end = pieces == Pieces::sections ? part + 1 : part + kSection;
+      for (; part < end && part < parts; ++part) section += __ldcg(memory_.pairs + part * stride + at);
+      total += section;
+    }
+    return total;
+  }
+
+  __device__ void settle(const Job &job, int32_t row, Pieces pieces) {
+    const int32_t position = __ldcg(memory_.rows + row);
+    const float length = __ldcg(memory_.squared_length + position);
+    float *const own = memory_.pairs + static_cast<int64_t>(row) * job.cols;
+    bool near = false;
+    for (int32_t first = lane_index(); first < job.cols; first += kBatch * kWarp) {
+      float squares[kBatch], other[kBatch];  // all asked for before the first is waited for
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int32_t c = first + b * kWarp < job.cols ? first + b * kWarp : first;
+        squares[b] = summed(job, pieces, own + c - memory_.pairs);
+        other[b] = __ldcg(memory_.squared_length + __ldcg(memory_.cols + c));
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int32_t c = first + b * kWarp;
+        if (c >= job.cols) break;
+        const float both = length + other[b];
+        const bool same = squares[b] == 0 && both < static_cast<float>(INFINITY);
+        const bool again = !same && !(squares[b] >= kNear * both);
+        float value = measure_of(squares[b], length, other[b]);
+        if (!(value >= 0)) value = again ? 0.0f : static_cast<float>(INFINITY);
+        own[c] = again ? -value : value;  // the sign says that it is to be measured again
+        near = near || again;
+      }
+    }
+    const int32_t k = neighbours_ < job.cols ? neighbours_ : job.cols;
+    if (__any_sync(kEveryLane, near)) measure_near_ones(job, position, length, own, kth_smallest(own, job.cols, k));
+    const float distance = mean_of_smallest(own, job.cols, k);
+    if (lane_index() == 0) memory_.distance[position] = distance;
+  }
+
+  // Non-negative floats are ordered as their bits are; the column makes them distinct.
+  __device__ static uint64_t next_smallest(const float *values, int32_t count, uint64_t after, bool any) {
+    uint64_t best = ~uint64_t{0};
+    for (int32_t c = lane_index(); c < count; c += kWarp) {
+      const uint64_t key =
+          static_cast<uint64_t>(bits_of(__ldcg(values + c)) & 0x7fffffffu) << 32 | static_cast<uint32_t>(c);
+      if ((any || key > after) && key < best) best = key;
+    }
+    return warp_reduce(best, Smaller());
+  }
+
+  __device__ static float kth_smallest(const float *values, int32_t count, int32_t k) {
+    uint64_t key = 0;
+    for (int32_t n = 0; n < k; ++n) key = next_smallest(values, count, key, n == 0);
+    return float_of_bits(static_cast<uint32_t>(key >> 32));
+  }
+
+  __device__ float mean_of_smallest(const float *values, int32_t count, int32_t k) const {
+    uint64_t key = 0;
+    double sum = 0;
+    for (int32_t n = 0; n < k; ++n) {
+      key = next_smallest(values, count, key, n == 0);
+      const float value = float_of_bits(static_cast<uint32_t>(key >> 32));
+      sum += static_cast<double>(metric_ == TOPW_COSINE ? value : sqrtf(value));
+    }
+    return static_cast<float>(sum / k);
+  }
+
+  // Those marked that may be among the nearest, `kth` being the k-th smallest value as it was summed up.
+  __device__ TOPW_ONE_COPY void measure_near_ones(const Job &job, int32_t position, float length, float *own, float kth) {
+    for (int32_t first = 0; first < job.cols; first += kWarp) {
+      const int32_t c = first + lane_index();
+      bool again = false;
+      int32_t other = 0;
+      if (c < job.cols && bits_of(own[c]) >> 31) {
+        other = __ldcg(memory_.cols + c);
+        const float error = kError * sqrtf(length + __ldcg(memory_.squared_length + other));
+        const float value = -own[c];
+        again = !(value > kth + error * (4 * sqrtf(kth) + 4 * error));
+        own[c] = value;
+      }
+      for (unsigned left = __ballot_sync(kEveryLane, again); left; left &= left - 1) {
+        const int lane = __ffs(static_cast<int>(left)) - 1;
+        const double value = measure_in_double(token(position), token(__shfl_sync(kEveryLane, other, lane)));
+        if (lane_index() == lane)
+          own[c] = value >= 0 ? static_cast<float>(value) : static_cast<float>(INFINITY);  // NaN: infinitely far
+      }
+    }
+    __syncwarp();
+  }
+
+  // The square of a distance, or the cosine's own.
+  __device__ double measure_in_double(int32_t one, int32_t other) const {
+    const double inverse[2] = {inverse_norm(one), inverse_norm(other)};
+    double squares = 0, product = 0;
+    for (int32_t k = lane_index() * kPiece; k < hidden_; k += kWarp * kPiece) {
+      const int32_t count = hidden_ - k < kPiece ? hidden_ - k : kPiece;
+      const Piece x = read_piece(table_, one, k), y = read_piece(table_, other, k);
+      const Piece rate = read_floats(table_.inverse_std + k, count), mean = read_floats(table_.mean + k, count);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        const double moved = metric_ == TOPW_MAHALANOBIS ? 0.0 : static_cast<double>(mean.at[i]);
+        const double a = (static_cast<double>(x.at[i]) - moved) * inverse[0] * static_cast<double>(rate.at[i]);
+        const double b = (static_cast<double>(y.at[i]) - moved) * inverse[1] * static_cast<double>(rate.at[i]);
+        squares += (a - b) * (a - b);
+        product += a * b;
+      }
+    }
+    if (metric_ != TOPW_COSINE) return warp_reduce(squares, Plus());
+    product = warp_reduce(product, Plus());
+    return product > 1 ? 0.0 : product < -1 ? 2.0 : 1 - product;
+  }
+
+  __device__ double inverse_norm(int32_t row) const {
+    double sum = 0;
+    for (int32_t k = lane_index() * kPiece; k < hidden_; k += kWarp * kPiece) {
+      const int32_t count = hidden_ - k < kPiece ? hidden_ - k : kPiece;
+      const Piece x = read_piece(table_, row, k);
+      const Piece rate = read_floats(table_.inverse_std + k, count), mean = read_floats(table_.mean + k, count);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        const double plain = static_cast<double>(x.at[i]);
+        const double white = (plain - static_cast<double>(mean.at[i])) * static_cast<double>(rate.at[i]);
+        sum += metric_ == TOPW_MAHALANOBIS ? plain * plain : white * white;
+      }
+    }
+    const double norm = sqrt(warp_reduce(sum, Plus()));
+    return 1 / (norm < kSmallestNorm ? kSmallestNorm : norm);
+  }
+
+  const topw_table &table_;
+  int32_t metric_, neighbours_;
+  const Memory &memory_;
+  Team &team_;
+  int32_t hidden_;
+};
+
+}  // namespace topw::crop
+#endif

@@ -1,0 +1,48 @@
+// J over the prefixes of an order, by one block (docs/theory.md, Notation). Sums and what decides in double.
+#ifndef TOPW_CUDA_SCAN_H
+#define TOPW_CUDA_SCAN_H
+
+#include <math.h>
+
+#include "block.h"
+
+namespace topw::crop {
+
+struct Maximum {
+  double J;
+  int32_t size;  // of the first prefix that has it
+};
+
+// J of a prefix, in float32 with a bound of the error: most prefixes need no logarithm in double.
+struct Roughly {
+  float low, high;
+
+  __device__ Roughly(double Gamma, double Phi, float c) {
+    constexpr float kRelative = 4e-6f;  // a few roundings each of the mean, the logarithm, and their product and sum
+    const float mean = static_cast<float>(Phi) / static_cast<float>(Gamma), gain = logf(static_cast<float>(Gamma));
+    const float J = mean + c * gain, error = kRelative * (fabsf(mean) + c * (1 + fabsf(gain)));
+    const bool known = error < static_cast<float>(INFINITY);
+    low = known ? J - error : -static_cast<float>(INFINITY);
+    high = known ? J + error : static_cast<float>(INFINITY);
+  }
+};
+
+// Of the prefixes whose inclusive sums of p and p * phi these are, [count] with count >= 1. For c <= 0 J never rises:
+// the first, whatever rounding says. Every thread wrote or has seen its elements own_index() + n * block_size().
+__device__ inline Maximum first_maximiser(const double *Gamma, const double *Phi, int32_t count, double c,
+                                          BlockScratch &scratch) {
+  if (c <= 0) return {Phi[0] / Gamma[0] + c * log(Gamma[0]), 1};
+  const float rough_c = static_cast<float>(c);
+  float low = -static_cast<float>(INFINITY);
+  for (int32_t i = own_index(); i < count; i += block_size()) low = Larger()(Roughly(Gamma[i], Phi[i], rough_c).low, low);
+  low = block_reduce(low, Larger(), scratch);
+  Best best = {-static_cast<double>(INFINITY), INT32_MAX};
+  for (int32_t i = own_index(); i < count; i += block_size())
+    if (!(Roughly(Gamma[i], Phi[i], rough_c).high < low))
+      best = better(best, {Phi[i] / Gamma[i] + c * log(Gamma[i]), i});
+  best = block_best(best, scratch);
+  return {best.value, best.place < count ? best.place + 1 : 1};
+}
+
+}  // namespace topw::crop
+#endif
