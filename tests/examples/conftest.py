@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnxruntime as ort
+import pytest
+from cpp_host import FORMS, Host, compiled, host_of, library_of
+
+from topw_deploy.sampling import TopWOptions
+from toy_model import Toy, export
+
+
+@pytest.fixture(scope="session")
+def ort_library() -> Path:
+    return library_of(Path(ort.__file__).parent)
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program with the project's own declarations, built once."""
+    return compiled(tmp_path_factory.mktemp("host") / "topw_host", "-O1")
+
+
+@pytest.fixture(scope="session")
+def host(program: Path, ort_library: Path) -> Host:
+    return host_of(program, ort_library)
+
+
+@pytest.fixture(scope="session")
+def toy() -> Toy:
+    return Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+
+
+@pytest.fixture(scope="session")
+def folders(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("toys")
+    return {form: export(folder / form, toy, form=form, with_mass=form == "scatter") for form in FORMS}

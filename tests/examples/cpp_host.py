@@ -1,0 +1,121 @@
+"""What the tests of examples/cpp share: the program's runs, and the folders that it runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
+from topw_deploy.plugins import build, shared_library
+from topw_deploy.runtime import TopWModel
+from toy_model import _specs, byte_ids
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "examples" / "cpp"
+FLAGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror")
+FORMS = ("concat", "scatter", "grouped")
+
+PARAMETERS: tuple[dict[str, float], ...] = (
+    {},
+    {"lam": 0.5, "temperature": 1.5},
+    {"temperature": 0},
+    {"beta": 6, "init_top_p": 0.4, "geom_scale": 2, "temperature": 3},
+    {"selection_temperature": 2, "geom_scale": -0.5, "lam": 0.3},
+)
+
+Host = Callable[..., "subprocess.CompletedProcess[str]"]
+"""(folder, *arguments, stdin="") -> what the program printed, with onnxruntime's library given."""
+
+
+def library_of(package: Path) -> Path:
+    """onnxruntime's shared library in the folder of its Python package."""
+    names = ("libonnxruntime.so*", "libonnxruntime*.dylib")
+    found = [path for name in names for path in sorted((package / "capi").glob(name))]
+    if not found:
+        pytest.skip(f"{package} brings no library with the C interface")
+    return found[0]
+
+
+def host_of(program: Path, library: Path, **environment: str) -> Host:
+    def run(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        command = [str(program), *map(str, arguments), "--onnxruntime", str(library), "--threads", "1"]
+        return subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+        )
+
+    return run
+
+
+def compiled(output: Path, *flags: str) -> Path:
+    """The program, by the compiler itself."""
+    try:
+        compiler = build.find_compiler()
+    except build.NotBuiltError as reason:
+        pytest.skip(str(reason))
+    command = [*compiler, *FLAGS, *flags, str(SOURCES / "topw_host.cpp"), "-ldl", "-o", str(output)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return output
+
+
+def native_library() -> Path:
+    path = shared_library.library_path()
+    if path is None:
+        pytest.skip(f"no native sampler: {shared_library.why_absent()}")
+    return path
+
+
+def options_of(parameters: dict[str, float]) -> list[str]:
+    return [text for name, value in parameters.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def ids_of(done: subprocess.CompletedProcess[str]) -> list[int]:
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
+
+
+def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """It ended with this code, printed nothing, and said one sentence that has these words."""
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert done.stderr.startswith("topw_host: ")
+    assert done.stderr.endswith(".\n")
+    assert done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+
+
+def compare(host: Host, model: TopWModel, folder: Path, prompts: Sequence[str], *arguments: object) -> None:
+    """Every set of parameters, and a seed of its own for each prompt."""
+    for number, prompt in enumerate(prompts):
+        for parameters in PARAMETERS:
+            ids, seed = byte_ids(prompt), 2**64 - 1 - number
+            given = ["--seed", seed, "--max-new-tokens", 24, *options_of(parameters), *arguments]
+            expected = model.generate(ids, seed=seed, max_new_tokens=24, **parameters)
+            assert ids_of(host(folder, *given, *ids)) == expected.token_ids, (prompt, parameters)
+
+
+def rewritten(source: Path, target: Path, change: Callable[[onnx.ModelProto], None], **decoder: Any) -> Path:
+    """A copy of the folder with its model and its manifest changed together; `decoder`: fields of DecoderInfo."""
+    shutil.copytree(source, target)
+    model = onnx.load(target / "model.onnx")
+    change(model)
+    onnx.save(model, target / "model.onnx")
+    manifest = load_manifest(source)
+    assert manifest.decoder is not None
+    names = [path.name for path in target.iterdir() if path.name != MANIFEST_NAME]
+    changed = replace(
+        manifest,
+        inputs=_specs(model.graph.input),
+        outputs=_specs(model.graph.output),
+        decoder=replace(manifest.decoder, **decoder),
+        files=describe_files(target, names),
+    )
+    save_manifest(target, changed)
+    return target

@@ -1,0 +1,169 @@
+"""examples/cpp/topw_host.cpp draws the tokens that TopWModel draws."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from cpp_host import FORMS, Host, compare, fails, ids_of, native_library, options_of, rewritten
+from onnx import TensorProto, helper
+
+from topw_deploy.manifest import load_manifest
+from topw_deploy.runtime import TopWModel
+from toy_model import EOS, Toy, export
+
+
+@pytest.mark.parametrize("sampler", ["graph", "native"])
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_are_those_of_the_python_runtime(form: str, sampler: str, host: Host, folders: dict[str, Path]) -> None:
+    library = ["--native-library", native_library()] if sampler == "native" else []
+    with TopWModel.from_pretrained(folders[form], provider="cpu", intra_op_num_threads=1, sampler=sampler) as model:
+        compare(host, model, folders[form], ["a", "some longer prompt than that"], *library)
+
+
+def test_the_bundled_model_answers_alike_in_both_forms_of_its_cache(
+    host: Host, demo_export: Path, tmp_path: Path
+) -> None:
+    from topw_deploy.export import ExportRequest, export_model
+
+    concat = tmp_path / "concat"
+    export_model(ExportRequest(model="demo", output=concat, verify=False, kv="concat", dtype="fp16"))
+    for folder in (demo_export, concat):
+        with TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1) as model:
+            assert load_manifest(folder).decoder.kv_form == ("concat" if folder == concat else "static")  # type: ignore[union-attr]
+            for seed, parameters in enumerate(({}, {"lam": 1.5, "temperature": 0.8})):
+                expected = model.generate("class Path", seed=seed, max_new_tokens=60, **parameters)
+                prompt = model.tokenizer.encode("class Path")
+                given = ["--seed", seed, "--max-new-tokens", 60, *options_of(parameters)]
+                assert ids_of(host(folder, *given, *prompt)) == expected.token_ids
+
+
+def narrow_cache(element_type: int) -> Callable[[onnx.ModelProto], None]:
+    """Keep the cache in a type of 16 bits; the toy's features are small integers, which that changes nothing of."""
+
+    def change(model: onnx.ModelProto) -> None:
+        graph, nodes = model.graph, []
+        names = {value.name for value in graph.output if value.name.startswith("present.")}
+        for value in (*graph.input, *graph.output):
+            if value.name.startswith(("present.", "past_key_values.")):
+                value.type.tensor_type.elem_type = element_type
+        for node in graph.node:
+            inputs = list(node.input)
+            if names.intersection(node.output):  # the Concat: its new tokens become narrow
+                nodes.append(helper.make_node("Cast", [inputs[1]], [f"narrow_{node.output[0]}"], to=element_type))
+                node.input[1] = f"narrow_{node.output[0]}"
+            else:
+                for place, name in enumerate(inputs):
+                    if name in names:
+                        nodes.append(helper.make_node("Cast", [name], [f"wide_{name}"], to=TensorProto.FLOAT))
+                        node.input[place] = f"wide_{name}"
+            nodes.append(node)
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+    return change
+
+
+@pytest.mark.parametrize("form", ["concat", "scatter"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_caches_of_sixteen_bits_are_kept_as_they_are(
+    name: str, form: str, host: Host, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    change = narrow_cache(TensorProto.DataType.Value(name.upper()))
+    folder = rewritten(folders[form], tmp_path / name, change, kv_dtype=name)
+    with TopWModel.from_pretrained(folders[form], provider="cpu", sampler="graph") as model:
+        compare(host, model, folder, ["sixteen bits"])
+
+
+def test_sizes_that_the_graph_fixes_are_kept_to(host: Host, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Two edits, which are filled with ones of no effect, and a cache of 40 tokens."""
+
+    def change(model: onnx.ModelProto) -> None:
+        for value in (*model.graph.input, *model.graph.output):
+            sizes = value.type.tensor_type.shape.dim
+            if value.name.startswith("edit_"):
+                sizes[1].dim_value = 2
+            if value.name.startswith(("present.", "past_key_values.")):
+                sizes[2].dim_value = 40
+
+    folder, seed = rewritten(folders["scatter"], tmp_path / "fixed", change), ["--seed", 5]
+    drawn = ids_of(host(folders["scatter"], *seed, "--max-new-tokens", 20, *range(50, 70)))
+    assert ids_of(host(folder, *seed, "--max-new-tokens", 20, *range(50, 70))) == drawn
+    fails(host(folder, "--max-new-tokens", 21, *range(50, 70)), 1, "41 tokens", "holds 40", "--max-new-tokens")
+
+
+# What ends an answer, and where values come from.
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers a prompt of one token with 10, 11, the end of sequence, 12, 13."""
+    toy, defaults = Toy.script([10, 11, EOS, 12, 13], prompt_tokens=1), {"eos_token_id": [77, EOS], "lam": 0.9}
+    return export(tmp_path_factory.mktemp("script") / "export", toy, generation_config=defaults)
+
+
+def test_an_end_of_sequence_ends_the_answer_and_is_printed(host: Host, script: Path) -> None:
+    assert ids_of(host(script, "--max-new-tokens", 5, 50)) == [10, 11, EOS]
+    assert ids_of(host(script, "--max-new-tokens", 5, "--eos", 99, "--eos", 11, 50)) == [10, 11]
+    assert ids_of(host(script, "--max-new-tokens", 5, "--ignore-eos", 50)) == [10, 11, EOS, 12, 13]
+    assert ids_of(host(script, "--max-new-tokens", 0, 50)) == []
+
+
+def test_an_end_of_sequence_that_only_the_model_states_counts(host: Host, tmp_path: Path) -> None:
+    folder = export(tmp_path / "export", Toy.script([10, EOS, 12], prompt_tokens=1))
+    assert ids_of(host(folder, 50)) == [10, EOS]
+
+
+def test_the_models_own_parameters_go_before_the_exports(host: Host, toy: Toy, tmp_path: Path) -> None:
+    stated = {"temperature": 1.7, "lambda_geom": 0.4, "repetition_penalty": 1.3}
+    folder = export(tmp_path / "export", toy, generation_config=stated)
+    expected = TopWModel.from_pretrained(folder, provider="cpu").generate(
+        [50, 51], seed=3, max_new_tokens=20, repetition_penalty=1.0
+    )
+    done = host(folder, "--seed", 3, "--max-new-tokens", 20, 50, 51)
+    assert ids_of(done) == expected.token_ids
+    assert done.stderr == "note: generation_config.json has repetition_penalty, which this program leaves out\n"
+    greedy = export(tmp_path / "greedy", toy, generation_config={**stated, "do_sample": False})
+    expected = TopWModel.from_pretrained(greedy, provider="cpu").generate(
+        [50, 51], max_new_tokens=20, repetition_penalty=1.0
+    )
+    assert ids_of(host(greedy, "--max-new-tokens", 20, 50, 51)) == expected.token_ids
+
+
+def test_a_prompt_comes_from_standard_input_too(host: Host, folders: dict[str, Path]) -> None:
+    given = ["--seed", 3, "--max-new-tokens", 9]
+    assert ids_of(host(folders["concat"], *given, stdin=" 50\n51 52")) == ids_of(
+        host(folders["concat"], *given, 50, 51, 52)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_answer_ends_where_the_context_does(form: str, host: Host, folders: dict[str, Path]) -> None:
+    prompt = [50 + i for i in range(90)]
+    assert len(ids_of(host(folders[form], *prompt))) == 6
+    assert ids_of(host(folders[form], *prompt, *prompt[:6])) == []
+    fails(host(folders[form], *prompt, *prompt[:7]), 1, "97 tokens", "holds 96")
+
+
+def test_the_line_of_figures_has_those_of_the_python_runtime(host: Host, folders: dict[str, Path]) -> None:
+    given = {"lam": 1.2, "temperature": 2, "init_top_p": 0.9}
+    with TopWModel.from_pretrained(folders["scatter"], provider="cpu", sampler="graph") as model:
+        expected = model.generate([50, 51], seed=11, max_new_tokens=30, **given)
+    line = host(folders["scatter"], "--stats", "--seed", 11, "--max-new-tokens", 30, *options_of(given), 50, 51).stderr
+    share, kept = 100 * expected.certified_share, np.mean(expected.kept)
+    assert 0 < share < 100
+    assert line.startswith("30 tokens after 2 (length), the first in ")
+    assert f"; certified {share:.1f} %, kept {kept:.2f} on average; seed 11; onnxruntime {ort.__version__}\n" in line
+
+
+def test_without_a_seed_a_fresh_one_is_taken_and_reported(host: Host, folders: dict[str, Path]) -> None:
+    given = ["--stats", "--max-new-tokens", 30, "--temperature", 3, "--lam", 0.2, 50]
+    first, second = (host(folders["concat"], *given) for _ in range(2))
+    seeds = [int(re.findall(r"seed (\d+);", done.stderr)[0]) for done in (first, second)]
+    assert seeds[0] != seeds[1]
+    assert ids_of(host(folders["concat"], *given, "--seed", seeds[0])) == ids_of(first) != ids_of(second)

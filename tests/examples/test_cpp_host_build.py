@@ -1,0 +1,123 @@
+"""How examples/cpp is built, and what it is built on: the C interface's declarations and onnxruntime's versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cpp_host import FORMS, ROOT, SOURCES, Host, compiled, fails, host_of, ids_of, library_of, native_library
+
+from topw_deploy.manifest import MANIFEST_NAME
+from toy_model import VOCAB
+
+OLDEST = "1.24.1"  # the oldest onnxruntime that the package asks for
+
+
+def find_cmake() -> str | None:
+    beside = Path(sys.executable).with_name("cmake")  # of the package `cmake`
+    return str(beside) if beside.is_file() else shutil.which("cmake")
+
+
+def test_its_random_numbers_are_those_that_are_published(host: Host) -> None:
+    page = (ROOT / "docs" / "random.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| \d+ \| \d+ \| (0x[0-9a-f]{16}) \| (\d+) \|", page, re.MULTILINE)
+    source = (SOURCES / "topw_host.cpp").read_text(encoding="utf-8")
+    assert len(rows) == 11
+    for word, top in rows:
+        assert f"{word}, {top}}}" in source
+    done = host("--self-test")
+    assert (done.returncode, done.stdout) == (0, "self-test: 11 of 11 random numbers are those of docs/random.md\n")
+
+
+def test_the_oldest_onnxruntime_answers_by_the_same_declarations(
+    program: Path, host: Host, folders: dict[str, Path], demo_export: Path, pytestconfig: pytest.Config
+) -> None:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    place = Path(pytestconfig.cache.mkdir("topw-onnxruntime")) / f"{OLDEST}-{python}"
+    if not (place / "ready").is_file():
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        home = {"HOME": os.path.expanduser(f"~{os.environ.get('USER', 'root')}")}  # where pip's settings may be
+        done = subprocess.run(
+            [*command, "--only-binary=:all:", "--target", str(place), f"onnxruntime=={OLDEST}"],
+            capture_output=True, text=True, env={**os.environ, **home},
+        )  # fmt: skip
+        if done.returncode != 0:
+            pytest.skip(f"pip cannot fetch onnxruntime {OLDEST}: {done.stderr.strip()[-200:]}")
+        (place / "ready").touch()
+    oldest = host_of(program, library_of(place / "onnxruntime"))
+    given = ["--stats", "--seed", 7, "--max-new-tokens", 20, "--lam", 0.5, 50, 51, 52]
+    for folder in (folders["concat"], folders["grouped"], demo_export):  # TensorScatter came later
+        for library in ([], ["--native-library", native_library()]):
+            done = oldest(folder, *given, *library)
+            assert ids_of(done) == ids_of(host(folder, *given, *library))
+            assert done.stderr.endswith(f"; onnxruntime {OLDEST}\n")
+
+
+def test_the_vendors_header_has_the_same_declarations(
+    folders: dict[str, Path], host: Host, ort_library: Path, tmp_path: Path
+) -> None:
+    """Its positions are compared by the compiler."""
+    header = os.environ.get("ONNXRUNTIME_INCLUDE_DIR")
+    if not header:
+        pytest.skip("no pip package brings onnxruntime_c_api.h; name its folder with ONNXRUNTIME_INCLUDE_DIR")
+    with_it = compiled(tmp_path / "topw_host", "-O1", "-DTOPW_VENDOR_HEADER", "-isystem", header)
+    for form in FORMS:
+        given = [folders[form], "--seed", 4, "--max-new-tokens", 20, 50]
+        assert ids_of(host_of(with_it, ort_library)(*given)) == ids_of(host(*given))
+
+
+def test_it_breaks_no_rule_of_the_language(
+    folders: dict[str, Path], host: Host, ort_library: Path, tmp_path: Path
+) -> None:
+    """The program under the sanitizers for addresses, leaks and undefined behaviour, errors included."""
+    try:
+        checked = compiled(tmp_path / "topw_host", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"the compiler has no sanitizers: {error.stderr.strip()[-200:]}")
+    run = host_of(checked, ort_library)
+    assert "11 of 11" in run("--self-test").stdout
+    for form in FORMS:
+        given = [folders[form], "--seed", 4, "--max-new-tokens", 20, "--stats", "--lam", 0.5, 50, 51]
+        assert ids_of(run(*given)) == ids_of(host(*given))
+    fails(run(folders["concat"], VOCAB), 1)
+    fails(run(folders["concat"], "--temperature", "-1"), 2)
+    for text in ("", '{"a": "\\ud83d\\ude00\\u00e9", "b": [1e5, tru', json.dumps({"format_version": 2}), "[" * 100):
+        (tmp_path / MANIFEST_NAME).write_text(text, encoding="utf-8")
+        fails(run(tmp_path, 5), 1)
+
+
+@pytest.fixture(scope="session")
+def cmake() -> str:
+    found = find_cmake()
+    if found is None:
+        pytest.skip("there is no cmake; pip has it")
+    return found
+
+
+def test_cmake_builds_it_with_a_library_of_its_own(
+    cmake: str, folders: dict[str, Path], host: Host, ort_library: Path, tmp_path: Path
+) -> None:
+    settings = {"ONNXRUNTIME_LIBRARY": ort_library, "ONNXRUNTIME_INCLUDE_DIR": "", "CMAKE_BUILD_TYPE": "Debug"}
+    configure = [cmake, "-S", SOURCES, "-B", tmp_path, *(f"-D{name}={value}" for name, value in settings.items())]
+    subprocess.run(configure, check=True, capture_output=True)
+    subprocess.run([cmake, "--build", tmp_path], check=True, capture_output=True)
+    given = [folders["concat"], "--seed", 4, "--max-new-tokens", 20, 50]
+    done = subprocess.run([str(tmp_path / "topw_host"), *map(str, given)], capture_output=True, text=True)
+    assert ids_of(done) == ids_of(host(*given))
+    shown = subprocess.run([str(tmp_path / "topw_host"), "--help"], capture_output=True, text=True).stdout
+    assert str(ort_library) in shown
+
+
+def test_onnxruntime_leaves_no_file_in_the_temporary_folder(
+    program: Path, ort_library: Path, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+    host = host_of(program, ort_library, TMPDIR=str(tmp_path))
+    assert len(ids_of(host(folders["concat"], "--max-new-tokens", 3, 50))) == 3
+    assert list(tmp_path.iterdir()) == []
