@@ -161,8 +161,8 @@ def test_a_form_that_the_manifest_names_as_unknown_is_not_even_tried(native_libr
 
 
 def test_other_providers_run_the_function(native_library: Path) -> None:
-    found, why = native.operator_library("CUDAExecutionProvider", "")
-    assert (found, why) == (None, "the native sampler is for the CPU, and the provider is cuda")
+    found, why = native.operator_library("CoreMLExecutionProvider", "")
+    assert (found, why) == (None, "the native sampler is for cpu and cuda, and the provider is coreml")
 
 
 def test_a_graph_that_is_none_is_the_graphs_fault_not_the_samplers(toy_folder: Path, tmp_path: Path) -> None:

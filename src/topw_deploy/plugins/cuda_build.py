@@ -107,11 +107,11 @@ def find_toolkit() -> Toolkit:
 
 def _candidates() -> Iterator[Path]:
     for name in ("CUDA_HOME", "CUDA_PATH"):
-        root = os.environ.get(name)
-        if root:
-            nvcc = Path(root) / "bin" / "nvcc"
+        named = os.environ.get(name)
+        if named:
+            nvcc = Path(named) / "bin" / "nvcc"
             if not nvcc.is_file():
-                raise PluginError(f"{name} is {root!r}, where there is no bin/nvcc; correct it, or unset it.")
+                raise PluginError(f"{name} is {named!r}, where there is no bin/nvcc; correct it, or unset it.")
             yield nvcc
     on_path = shutil.which("nvcc")
     if on_path:

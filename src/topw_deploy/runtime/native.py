@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import onnxruntime as ort
 
 from topw_deploy.errors import ParameterError, ProviderError
+from topw_deploy.plugins import driver
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import providers
 from topw_deploy.runtime.face import Sampler
 
 SAMPLERS = ("auto", "native", "graph")
+_KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
 
 
 @dataclass(frozen=True)
@@ -30,23 +32,61 @@ def check_choice(sampler: str) -> None:
         raise ParameterError(f"sampler is {sampler!r}, but must be one of {', '.join(SAMPLERS)}.")
 
 
-def operator_library(provider: str, table_form: str) -> tuple[library.Library | None, str]:
+def operator_library(
+    provider: str, table_form: str, options: ort.SessionOptions | None = None, device: int = 0
+) -> tuple[library.Library | None, str]:
     """The library to open a session on `provider` with, for a model whose table is looked up in `table_form`; or
-    None and why not, as a clause."""
-    if provider != providers.CPU:
-        return None, f"the native sampler is for the CPU, and the provider is {providers.short_name(provider)}"
-    path = library.library_path()
-    if path is None:
-        return None, library.why_absent()
-    try:
-        found = library.load(path)
-    except OSError as error:
-        named = library.variable_naming(path)
-        which = f"the native library that {named} names" if named else "the native library"
-        return None, f"{which} does not load ({one_line(error)})"
+    None and why not, as a clause.
+
+    options: what the session is to be opened with, which may have operators registered already. device: the GPU's
+    number.
+    """
+    kind = _KINDS.get(provider)
+    if kind is None:
+        return None, f"the native sampler is for cpu and cuda, and the provider is {providers.short_name(provider)}"
+    registered = _registered(options)
+    if kind == "cuda" and registered == "cpu":
+        return None, "the session options already hold the CPU's operator, and cannot take the GPU's; give new ones"
+    found, why = _load(registered or kind)
+    if isinstance(found, library.CudaLibrary) and kind == "cuda":
+        why = _no_code(found, device)
+    if found is None or why:
+        return None, why
     if not found.knows(table_form):
         return None, f"the native sampler does not read tables by {table_form}"
     return found, ""
+
+
+def _registered(options: ort.SessionOptions | None) -> library.Kind | None:
+    """Whose operators `options` have: those of the CPU's library or of the CUDA library."""
+    if options is None:
+        return None
+    try:
+        entry = options.get_session_config_entry("topw.registered")
+    except Exception:  # noqa: BLE001  # onnxruntime's way of saying that there is none
+        return None
+    return "cuda" if entry == "cuda" else "cpu"
+
+
+def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
+    path = library.library_path(kind)
+    if path is None:
+        return None, library.why_absent(kind)
+    try:
+        return (library.load_cuda(path) if kind == "cuda" else library.load(path)), ""
+    except OSError as error:
+        named = library.variable_naming(path, kind)
+        which = "the CUDA library" if kind == "cuda" else "the native library"
+        return None, f"{which}{f' that {named} names' if named else ''} does not load ({one_line(error)})"
+
+
+def _no_code(found: library.CudaLibrary, device: int) -> str:
+    """Why the library has nothing for this GPU, as a clause; empty where it has, or where the driver does not tell."""
+    devices = driver.look().devices
+    if device >= len(devices) or found.serves(devices[device].architecture):
+        return ""
+    number = devices[device].architecture
+    return f"{found.path.name} has no code for sm_{number} (`topw plugins build --cuda --arch {number}` makes it)"
 
 
 def open_session(
@@ -56,6 +96,7 @@ def open_session(
     provider: str,
     table_form: str,
     sampler: str,
+    device: int = 0,
 ) -> Opened:
     """Open a session with `new_session`, which takes `options`, natively where `sampler` allows and it succeeds.
 
@@ -64,24 +105,30 @@ def open_session(
 
     Raises what `new_session` does, and ProviderError where `sampler` is "native" and it cannot be.
     """
+    refused: Exception | None = None
     if sampler == "graph":
         why = "sampler='graph' asks for it"
     else:
-        found, why = operator_library(provider, table_form)
+        found, why = operator_library(provider, table_form, options, device)
         if found is not None:
             before = found.kernels
             try:
                 options.register_custom_ops_library(str(found.path))
                 raw = new_session()
             except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
-                why = f"onnxruntime does not open it with the native sampler ({one_line(error)})"
+                why, refused = f"onnxruntime does not open it with the native sampler ({one_line(error)})", error
             else:
                 if found.kernels > before:
                     return Opened(raw, "native")
                 why = "the graph has no node for the native sampler"
                 del raw
-    with library.hidden():
-        raw = new_session()
+    try:
+        with library.hidden():
+            raw = new_session()
+    except Exception:
+        if refused is not None:  # so it is not about the operator, or this model runs only with it
+            raise refused from None
+        raise
     if sampler == "native":
         raise ProviderError(f"sampler='native' cannot be had: {why}; see `topw doctor`, or use sampler='auto'.")
     return Opened(raw, "graph", why)

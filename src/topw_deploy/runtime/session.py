@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import onnxruntime as ort
 
-from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError
+from topw_deploy.errors import ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import TensorSpec
-from topw_deploy.runtime import native, providers
+from topw_deploy.runtime import native, placement, providers
+from topw_deploy.runtime.binding import Binding
+from topw_deploy.runtime.device_binding import DeviceBinding, Lanes
 from topw_deploy.runtime.face import Memory, Sampler
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.memory import DeviceMemory, HostMemory
@@ -20,6 +21,11 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES
 SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias")
 SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")
 
+_OFF = ("0", "false")  # how onnxruntime's provider options say no
+_HINT_FOR_GRAPHS = (
+    "leave enable_cuda_graph out, or export with --target tensorrt, whose decoder leaves nothing to the CPU, and build "
+    "the native sampler with `topw plugins build --cuda`"
+)
 _MOST_THREADS = 1024  # onnxruntime would start as many as it is told and never come back
 
 # ONNX element types (TensorProto.DataType) by the names that the manifest uses.
@@ -28,7 +34,7 @@ ELEMENT_TYPES = {"float": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "boo
 
 class OpenGraph:
     """onnxruntime's session `raw` with the face that the loop wants (runtime/face.py). device: the kind and number of
-    where its tensors live, as onnxruntime names them."""
+    where its tensors live, as onnxruntime names them. graphs: whether its steps are captured into CUDA graphs."""
 
     provider = providers.CPU
     sampler: Sampler = "graph"
@@ -37,8 +43,11 @@ class OpenGraph:
     most_columns: int | None = None
     most_edits: int | None = None
 
-    def __init__(self, raw: ort.InferenceSession, device: tuple[str, int] = ("cpu", 0)) -> None:
+    def __init__(
+        self, raw: ort.InferenceSession, device: tuple[str, int] = ("cpu", 0), *, graphs: bool = False
+    ) -> None:
         self.raw, self.device = raw, device
+        self._lanes = None if device[0] == "cpu" else Lanes(device, graphs=graphs)
         nodes = graph_inputs(raw)
         self.inputs = frozenset(node.name for node in nodes)
         self.with_defaults = frozenset(node.name for node in raw.get_overridable_initializers())
@@ -48,7 +57,7 @@ class OpenGraph:
 
     def bind(self) -> Binding:
         """A new set of bindings: what one generation owns, so that several may run on one session at once."""
-        return Binding(self)
+        return Binding(self) if self._lanes is None else DeviceBinding(self, self._lanes)
 
     def memory(self, size: int) -> Memory:
         """Zeroed memory of the session's device."""
@@ -57,19 +66,21 @@ class OpenGraph:
 
 class GraphSession(OpenGraph):
     """An open session: `raw` (the InferenceSession), the `provider` in use, the `device` (kind, number) that its
-    tensors live on, and the `sampler` that answers its node ("native" or "graph", then `why_graph` says why).
+    tensors live on, the `sampler` that answers its node ("native" or "graph", then `why_graph` says why), and the
+    `cpu_nodes` that another provider left to the CPU.
 
     provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name.
-    provider_options: options of that provider, as onnxruntime documents them.
+    provider_options: options of that provider, as onnxruntime documents them. With "enable_cuda_graph" every shape of
+        a decoding step is captured once and run again from then on; the cache must have the form "static".
     session_options: an onnxruntime.SessionOptions to start from; it is used as it is but for the thread counts and,
         where the sampler may be native, the operator's registration. It may serve several sessions.
     intra_op_num_threads, inter_op_num_threads: >= 0, 0 means onnxruntime's choice.
-    allow_fallback: accept another provider when the wanted one cannot start.
+    allow_fallback: accept another provider when the wanted one cannot start, and nodes that it leaves to the CPU.
     sampler: "auto" (the native operator where it can be had, else the function in the file), "native" or "graph".
 
-    Raises ProviderError for a provider that is absent or did not start and for a native sampler that cannot be had,
-    ManifestError for a graph that onnxruntime refuses or whose inputs and outputs are not those of the manifest,
-    ParameterError for options.
+    Raises ProviderError for a provider that is absent, did not start or leaves nodes to the CPU that compute, and for a
+    native sampler that cannot be had; ManifestError for a graph that onnxruntime refuses or whose inputs and outputs
+    are not those of the manifest; ParameterError for options.
     """
 
     def __init__(
@@ -88,99 +99,29 @@ class GraphSession(OpenGraph):
         options = _session_options(session_options, intra_op_num_threads, inter_op_num_threads)
         asked = providers.resolve(provider, allow_fallback)
         wanted = asked if providers.short_name(asked) in providers.available() else providers.CPU
-        auto = provider == "auto"
-        opened = _open(folder, wanted, provider_options, options, allow_fallback or auto, sampler)
+        graphs = _wants_graphs(folder, wanted, provider_options)
+        if wanted != providers.CPU:
+            placement.record(options)
+        lenient = allow_fallback or provider == "auto"
+        opened = _open(folder, wanted, provider_options, options, lenient, sampler)
         self.sampler, self.why_graph = opened.sampler, opened.why_graph
-        self.provider = providers.check_used(wanted, opened.raw, allow_fallback or auto)
-        if self.provider != asked:
-            warnings.warn(
-                f"{providers.short_name(asked)} could not start, running on {providers.short_name(self.provider)}; "
-                "`topw doctor` says what is missing.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+        self.provider = providers.check_used(wanted, opened.raw, lenient)
+        self.cpu_nodes = () if self.provider == providers.CPU else placement.cpu_nodes(opened.raw)
+        if not lenient:
+            placement.check(self.cpu_nodes, self.provider)
+        self._tell(asked)
         _check_io(folder, opened.raw)
-        device = providers.device_of(self.provider), int((provider_options or {}).get("device_id", 0))
-        super().__init__(opened.raw, device)
+        device = providers.device_of(self.provider), _device_number(provider_options)
+        super().__init__(opened.raw, device, graphs=graphs and self.provider == providers.CUDA)
 
-
-class Binding:
-    """onnxruntime's IO binding without its convenience layer, which costs as much again on every step.
-
-    Host arrays are bound by address and must stay alive and where they are: `bind_array` keeps a reference. On a
-    provider with memory of its own a host input is copied when it is bound, so a changed array is bound again.
-    """
-
-    def __init__(self, session: OpenGraph) -> None:
-        self._session = session
-        self._io = ort.SessionIOBinding(session.raw._sess)
-        self._run = session.raw._sess.run_with_iobinding
-        self._device = ort.OrtDevice.make(*session.device)._get_c_device()
-        self._with_defaults = session.with_defaults
-        self._arrays: dict[str, np.ndarray] = {}
-        self._bound_outputs: list[str] = []
-        self._changing: list[str] = []  # inputs that every run copies; none on the host
-        self.host_memory = session.device[0] == "cpu"
-        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue): no copy, no Python object
-        self.outputs = self._io.get_outputs  # () -> onnxruntime's vector of the last run's, in the order of binding
-
-    def bind_array(self, name: str, array: np.ndarray) -> None:
-        """Bind a contiguous host array as an input."""
-        self._arrays[name] = array
-        if name in self._with_defaults:  # which onnxruntime does not look for among the inputs when it binds an array
-            self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
+    def _tell(self, asked: str) -> None:
+        """Warn of what was accepted."""
+        if self.provider != asked:
+            what = f"{providers.short_name(asked)} could not start, running on {providers.short_name(self.provider)}"
         else:
-            self._io.bind_input(name, array)
-
-    def bind_changing(self, name: str, array: np.ndarray) -> None:
-        """Bind a host array as `bind_array` does; every run sees what it holds then."""
-        self.bind_array(name, array)
-        if not self.host_memory and name not in self._changing:
-            self._changing.append(name)
-
-    def refresh(self, name: str) -> None:
-        """Make the graph see what was written into the bound array of `name` since it was bound."""
-        if not self.host_memory:
-            self.bind_array(name, self._arrays[name])
-
-    def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """Bind memory of the session's device as input `source` and as output `target` at once; it must stay alive."""
-        self._bound_outputs.append(target)
-        self._io.bind_input(source, self._device, element_type, shape, pointer)
-        self._io.bind_output(target, self._device, element_type, shape, pointer)
-
-    def bind_result(self, name: str, array: np.ndarray) -> None:
-        """Have every run write output `name` into this contiguous host array of the right shape."""
-        self._arrays[name] = array
-        self._bound_outputs.append(name)
-        self._io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
-
-    def bind_fresh(self, name: str) -> int:
-        """Have the next run allocate output `name` on the session's device; returns its place in `outputs`."""
-        self._bound_outputs.append(name)
-        self._io.bind_output(name, self._device)
-        return len(self._bound_outputs) - 1
-
-    def bind_fresh_again(self, name: str) -> None:
-        """Let go of the value of `name` that the last run made: the next run allocates another."""
-        self._io.bind_output(name, self._device)
-
-    def another(self) -> Binding:
-        """One with nothing bound."""
-        return Binding(self._session)
-
-    def close(self) -> None:
-        """Nothing is kept for one generation but what its arrays hold."""
-
-    def run(self, step: int | None = None) -> None:
-        """Run the graph once. Raises GenerationError with onnxruntime's words; `step` None: a piece of a prompt."""
-        for name in self._changing:
-            self.refresh(name)
-        try:
-            self._run(self._io, None)
-        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
-            where = "in the prompt" if step is None else f"at step {step}"
-            raise GenerationError(f"onnxruntime failed {where}: {' '.join(str(error).split())[:300]}") from None
+            what = placement.complaint(self.cpu_nodes, self.provider)
+        if what:
+            warnings.warn(f"{what}; `topw doctor` says what is missing.", RuntimeWarning, stacklevel=5)
 
 
 def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
@@ -191,6 +132,24 @@ def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
 def empty_value(shape: tuple[int, ...], dtype: str, device: tuple[str, int]) -> Any:
     """A raw OrtValue without elements (one dimension is 0) of the manifest's element type `dtype`."""
     return ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype], *device)._ortvalue
+
+
+def _wants_graphs(folder: ModelFolder, provider: str, provider_options: Mapping[str, Any] | None) -> bool:
+    """Whether steps are to be captured into CUDA graphs. Raises ParameterError where they cannot be."""
+    if provider != providers.CUDA or str((provider_options or {}).get("enable_cuda_graph", "0")).lower() in _OFF:
+        return False
+    decoder = folder.manifest.decoder
+    if decoder is None or decoder.kv_form != "static":
+        what = "a sampler alone" if decoder is None else f"a cache of the form {decoder.kv_form!r}"
+        raise ParameterError(
+            f"enable_cuda_graph needs steps of one shape, and {folder.path} has {what}; leave it out, or export a "
+            "model with --kv static."
+        )
+    return True
+
+
+def _device_number(provider_options: Mapping[str, Any] | None) -> int:
+    return int((provider_options or {}).get("device_id", 0))
 
 
 def _session_options(given: ort.SessionOptions | None, intra: int | None, inter: int | None) -> ort.SessionOptions:
@@ -226,6 +185,7 @@ def _open(
             provider=provider,
             table_form=folder.manifest.sampler.table_form,
             sampler=sampler,
+            device=_device_number(provider_options),
         )
 
     try:
@@ -244,9 +204,9 @@ def _open(
             raise _refused(folder, second) from None
         if fallback:
             return session
+        hint = _HINT_FOR_GRAPHS if "graph capture feature" in str(error) else "see `topw doctor`, or use provider='cpu'"
         raise ProviderError(
-            f"{providers.short_name(wanted)} could not open {folder.model} ({native.one_line(error)}); "
-            "see `topw doctor`, or use provider='cpu'."
+            f"{providers.short_name(wanted)} could not open {folder.model} ({native.one_line(error)}); {hint}."
         ) from None
 
 
