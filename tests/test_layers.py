@@ -32,7 +32,8 @@ ALLOWED = {
     "export": BASE | {"sizes", "runtime", "demo"},
     "stats": BASE | {"reports", "plugins", "runtime", "export"},
     "bench": BASE | {"reports", "plugins", "runtime", "export", "processors"},
-    "cli": BASE | {"telemetry", "sizes", "reports", "plugins", "engines", "runtime", "export", "demo", "stats", "bench"},
+    "cli": BASE
+    | {"telemetry", "sizes", "reports", "plugins", "engines", "runtime", "export", "demo", "stats", "bench"},
     "__main__": {"cli"},
 }
 THIRD_PARTY = {
@@ -41,6 +42,7 @@ THIRD_PARTY = {
     "manifest": set(),
     "sampling": {"numpy"},
     "plugins": {"numpy"},
+    "engines": {"numpy"},
     "runtime": {"numpy", "onnxruntime", "tokenizers", "jinja2"},
     "processors": {"torch", "transformers"},
 }

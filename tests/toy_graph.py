@@ -37,9 +37,9 @@ _INPUTS: dict[str, list[tuple[str, list[str]]]] = {
 
 
 def decoder_graph(
-    toy: Toy, form: str
+    toy: Toy, form: str, max_length: int | None = None
 ) -> tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto], list[onnx.ValueInfoProto], list[onnx.TensorProto]]:
-    """Nodes, inputs, outputs and constants that make `logits` [B, V]."""
+    """Nodes, inputs, outputs and constants that make `logits` [B, V]. max_length: slots of a static cache."""
     widths = HEAD_DIMS[form]
     tables = {
         "follow": toy.follow,
@@ -64,7 +64,8 @@ def decoder_graph(
     }
     inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name, shape in _INPUTS[form]]
     outputs, nodes = [], [*_features(), *_PLACES[form]()]
-    lengths = ("past", "total") if form == "concat" else ("max_length", "max_length")
+    slots = max_length or "max_length"
+    lengths = ("past", "total") if form == "concat" else (slots, slots)
     for layer, size in enumerate(widths):
         pasts, presents = ([f"{side}.{layer}.{part}" for part in ("key", "value")] for side in _SIDES)
         for names, into, length in ((pasts, inputs, lengths[0]), (presents, outputs, lengths[1])):

@@ -181,8 +181,10 @@ def export(
     context_length: int = CONTEXT,
     form: str = "concat",
     buffer_step: int = 0,
+    max_length: int | None = None,
 ) -> Path:
-    """Write `folder` as the exporter would and return it; `form` as in toy_graph.py."""
+    """Write `folder` as the exporter would and return it; `form` as in toy_graph.py. max_length: as --target tensorrt
+    writes it, with a cache ("scatter") of so many slots."""
     folder.mkdir(parents=True)
     spec = TailSpec(
         options=toy.options,
@@ -192,7 +194,7 @@ def export(
         opset=OPSETS[form],
         with_mass=with_mass,
     )
-    model = _decoder_model(toy, spec, form)
+    model = _decoder_model(toy, spec, form, max_length)
     onnx.save(model, folder / "model.onnx")
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config or {"eos_token": "</s>", "pad_token": "<pad>"})
@@ -211,7 +213,9 @@ def export(
         context_length=context_length,
         left_padding=left_padding and form != "shared",
         ragged_chunks=form in ("concat", "scatter"),
-        buffer_step=buffer_step,
+        buffer_step=max_length or buffer_step,
+        buffer_least=max_length or 0,
+        target="tensorrt" if max_length else "onnxruntime",
     )
     write_manifest(folder, model, spec, decoder, defaults or TopWParameters())
     return folder
@@ -278,8 +282,8 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-def _decoder_model(toy: Toy, spec: TailSpec, form: str) -> onnx.ModelProto:
-    nodes, inputs, outputs, constants = decoder_graph(toy, form)
+def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None) -> onnx.ModelProto:
+    nodes, inputs, outputs, constants = decoder_graph(toy, form, max_length)
     if spec.has_geometry:
         mean, inverse = embedding_statistics(toy.embeddings, spec.options.metric)
         geometry = {

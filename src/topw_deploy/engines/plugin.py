@@ -34,6 +34,8 @@ def choose(asked: str, trt: Any) -> Chosen:
     Raises EngineError for one that cannot be had; "auto" goes on with the function instead.
     """
     if asked == "none":
+        if plugins.registered():  # the parser would take it
+            raise EngineError("this process has registered the sampler's plugin already; build without it in another.")
         return Chosen("none", "", "--plugin none asks for it")
     if asked not in ("auto", "python"):
         _load(Path(asked), trt)

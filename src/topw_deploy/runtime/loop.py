@@ -77,13 +77,13 @@ class Generation:
         self.going_on = list(range(batch))  # the active rows' numbers
         self.step = 0
         self.prefilled_at = 0.0  # time.perf_counter()
+        self.edits = Edits(requests, session.fixed_edits, session.most_edits)
         self.binding = session.bind()
         self.draws = Draws([r.seed for r in requests], [r.sample for r in requests], [len(p) for p in prompts])
         self.uniform = np.zeros(batch, np.float32)  # [B]
         self.binding.bind_changing("uniform", self.uniform)
         self.uniform_view = self.uniform.data
         self.temperature = self._bind_parameters(requests)  # [B]
-        self.edits = Edits(requests, session.fixed_edits, session.most_edits)
         self.edits.bind(self.binding)
         self.record = Record(session.outputs, self.binding, batch, max(budgets))
         self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)

@@ -17,11 +17,11 @@ from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.defaults import bos_token, model_defaults
 from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.opening import open_session
 from topw_deploy.runtime.providers import short_name
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.run import Run
-from topw_deploy.runtime.session import GraphSession
 from topw_deploy.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class TopWModel:
     else uses until its end.
 
     manifest: what the exporter wrote about the model. tokenizer: its tokenizer. provider: onnxruntime's name of the
-    execution provider in use. sampler: "native" or "graph", what chooses the tokens (docs/native.md). defaults: the
-    parameters that the model's `generation_config.json` states.
+    execution provider in use, or "tensorrt" for an engine. sampler: what chooses the tokens, "native", "plugin" or
+    "graph" (docs/native.md). defaults: the parameters that the model's `generation_config.json` states.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TopWModel:
         decoder = folder.manifest.decoder
         assert decoder is not None, "a folder of kind 'decoder' has one"
         cache.check_supported(decoder, session.inputs, session.outputs)
-        self._limits = _limits(folder.manifest, max_length, max_batch)
+        self._limits = _limits(folder.manifest, max_length, max_batch, session.most_rows)
         _check_size("prefill_chunk", prefill_chunk)
         self.manifest = folder.manifest
         self.path = folder.path
@@ -94,13 +94,14 @@ class TopWModel:
         largest call so far, and only the model's context bounds a sequence.
         prefill_chunk: most tokens of the prompts, all rows together, that one run takes; smaller ones save memory, and
         a row of a batch feeds one at least. None: 1,024.
-        The other options are those of `GraphSession`.
+        provider: "tensorrt" is an engine that `topw build-engine` put into the folder and that fits this machine, else
+        onnxruntime's provider. The other options are those of `GraphSession`.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an option out of its bounds.
         """
         started = time.perf_counter()
         folder = ModelFolder(path, "decoder")
-        session = GraphSession(
+        session = open_session(
             folder,
             provider=provider,
             provider_options=provider_options,
@@ -200,7 +201,7 @@ class TopWModel:
         if len(rows) > (self._limits.rows or len(rows)):
             raise PromptError(
                 f"the request has {len(rows)} sequences, but the model was opened with max_batch {self._limits.rows}; "
-                "give fewer at a time, or open it for more."
+                "give fewer at a time, or open it (or build its engine) for more."
             )
         if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
             raise PromptError(
@@ -241,7 +242,7 @@ class TopWModel:
         return Run(self._session, self._caches, requests, decode, self.load_seconds, streaming=streaming).pieces()
 
 
-def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None) -> Limits:
+def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:
     """What the model bounds and what it was opened for."""
     assert manifest.decoder is not None
     context = manifest.decoder.context_length
@@ -249,7 +250,12 @@ def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None) -
     _check_size("max_batch", max_batch)
     if max_length is not None and max_length > context:
         raise ParameterError(f"max_length is {max_length}, but the model's context holds {context}; give at most that.")
-    return Limits(context, manifest.sampler.vocab_size, max_length, max_batch)
+    if built_for is not None and (max_batch or 1) > built_for:
+        raise ParameterError(
+            f"max_batch is {max_batch}, but the engine was built for {built_for}; give at most that, or build it again "
+            "with a higher --max-batch."
+        )
+    return Limits(context, manifest.sampler.vocab_size, max_length, max_batch or built_for)
 
 
 def _check_size(name: str, value: object) -> None:

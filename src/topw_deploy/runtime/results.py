@@ -36,7 +36,7 @@ class GenerationResult:
     finish_reason: "stop" (see `stop`) or "length" (the token limit or the context was reached).
     stop: the end-of-sequence token's id or the stop string that ended it; None for "length".
     prompt_tokens: how many tokens the prompt had.
-    sampler: what chose the tokens, "native" or "graph" (docs/native.md).
+    sampler: what chose the tokens, "native", "plugin" or "graph" (docs/native.md).
     """
 
     text: str

@@ -1,0 +1,264 @@
+"""Building: what TensorRT is told, what is written, and what is left when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_double import Gpu
+from tensorrt_double import TensorRT
+from topw_deploy.engines.build import build_engine
+from topw_deploy.engines.request import EngineRequest
+from topw_deploy.engines.stamp import read
+from topw_deploy.errors import EngineError, ManifestError, ParameterError
+from topw_deploy.plugins import driver
+from toy_model import Toy, export, export_sampler
+
+CACHE = 128
+
+
+def build(out: Path, **settings: Any) -> Any:
+    return build_engine(EngineRequest(out=out, **settings))
+
+
+def written(out: Path) -> list[str]:
+    folder = out / "engines"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_an_engine_lies_beside_a_stamp_that_says_what_it_is(trt: TensorRT, out: Path) -> None:
+    built = build(out, max_batch=4, max_sequence=32, max_edits=64, workspace=1 << 20)
+    stamp = read(built.path.with_suffix(".json"))
+    assert stamp == built.stamp
+    data = built.path.read_bytes()
+    assert (stamp.size, stamp.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert stamp.manifest == hashlib.sha256((out / "topw_manifest.json").read_bytes()).hexdigest()
+    assert (stamp.tensorrt, stamp.gpu, stamp.sm) == ("10.16.1.11", "Double GPU", 90)
+    assert (stamp.plugin, stamp.plugin_version, stamp.precision) == ("python", "1", "as exported")
+    assert (stamp.cache_length, stamp.workspace) == (CACHE, 1 << 20)
+    assert (stamp.most_batch, stamp.most_sequence, stamp.most_edits) == (4, 32, 64)
+    assert written(out) == [f"double-gpu-sm90-tensorrt10.16.1.11.{end}" for end in ("engine", "json")]
+
+
+def test_profiles_reach_tensorrt_with_every_input_and_the_caches_length(trt: TensorRT, out: Path) -> None:
+    build(out, max_batch=4, max_sequence=32, max_edits=64)
+    decode, prefill = (profile.shapes for profile in trt.configs[0].profiles)
+    names = {spec["name"] for spec in json.loads((out / "topw_manifest.json").read_text())["inputs"]}
+    assert set(decode) == set(prefill) == names
+    assert decode["input_ids"] == [[1, 1], [4, 1], [4, 1]]
+    assert prefill["input_ids"] == [[1, 1], [4, 32], [4, 32]]
+    assert decode["edit_ids"] == prefill["edit_bias"] == [[1, 0], [4, 16], [4, 64]]
+    assert decode["uniform"] == [[1], [4], [4]]
+    assert decode["past_key_values.0.key"] == [[1, 1, CACHE, 4], [4, 1, CACHE, 4], [4, 1, CACHE, 4]]
+
+
+@pytest.mark.parametrize(("kind", "sequences"), [("decode", [1]), ("prefill", [CACHE]), ("both", [1, CACHE])])
+def test_the_kinds_of_profile(trt: TensorRT, out: Path, kind: str, sequences: list[int]) -> None:
+    stamp = build(out, profile=kind).stamp
+    assert [profile.sequence.most for profile in stamp.profiles] == sequences
+    assert {profile.edits.most for profile in stamp.profiles} == {CACHE}
+
+
+def test_types_are_the_graphs_and_float32_is_not_rounded_unless_half_precision_is_asked_for(
+    trt: TensorRT, out: Path
+) -> None:
+    build(out)
+    assert (trt.networks[0].flags, trt.configs[0].flags) == (1 << 1, set())
+    assert build(out, fp16=True).stamp.precision == "fp16"
+    assert (trt.networks[1].flags, trt.configs[1].flags) == (0, {trt.module.BuilderFlag.FP16})
+
+
+def test_a_tensorrt_without_weak_types_says_what_to_do_instead_of_fp16(trt: TensorRT, out: Path) -> None:
+    del trt.module.BuilderFlag
+    trt.module.BuilderFlag = type("BuilderFlag", (), {"TF32": 7})
+    with pytest.raises(EngineError, match=r"types of the graph alone; export with --dtype fp16"):
+        build(out, fp16=True)
+
+
+def test_half_precision_without_the_plugin_is_refused(trt: TensorRT, out: Path, request: pytest.FixtureRequest) -> None:
+    with pytest.raises(ParameterError, match="compute the sampler's function in half precision"):
+        build(out, fp16=True, plugin="none")
+    request.getfixturevalue("no_plugin")
+    with pytest.raises(EngineError, match=r"--fp16 needs the sampler's plugin, and .*; or export with --dtype fp16"):
+        build(out, fp16=True)
+
+
+def test_the_workspace_is_tensorrts_unless_it_is_given(trt: TensorRT, out: Path) -> None:
+    build(out)
+    build(out, workspace=3 << 20)
+    assert [config.limits for config in trt.configs] == [{}, {trt.module.MemoryPoolType.WORKSPACE: 3 << 20}]
+
+
+def test_timings_are_read_and_written(trt: TensorRT, out: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "timings"
+    build(out, timing_cache=cache)
+    assert cache.read_bytes() == b"10.16.1.11"
+    cache.write_bytes(b"10.16.1.11 and more")
+    build(out, timing_cache=cache)
+    assert cache.read_bytes() == b"10.16.1.11 and more"
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_timings_of_another_machine_are_refused(trt: TensorRT, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "timings").write_bytes(b"10.15.0.1")
+    with pytest.raises(EngineError, match=r"timings is of another GPU or another TensorRT; delete it"):
+        build(out, timing_cache=tmp_path / "timings")
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_bytes_are_the_same_whether_tensorrt_gives_them_piecewise_or_at_once(
+    trt: TensorRT, out: Path, streams: bool
+) -> None:
+    trt.streams = streams
+    built = build(out)
+    assert json.loads(built.path.read_bytes())["path"] == str(out / "model.onnx")
+    assert hashlib.sha256(built.path.read_bytes()).hexdigest() == built.stamp.sha256
+
+
+@pytest.mark.parametrize(("asked", "kind"), [("auto", "python"), ("python", "python"), ("none", "none")])
+def test_what_samples_is_stamped(trt: TensorRT, out: Path, asked: str, kind: str) -> None:
+    if asked == "none":
+        with pytest.raises(EngineError, match="has registered the sampler's plugin already"):
+            build(out, plugin=asked)
+        trt.registry.all_creators.clear()
+    stamp = build(out, plugin=asked).stamp
+    assert (stamp.plugin, stamp.plugin_version) == (kind, "" if kind == "none" else "1")
+
+
+@pytest.mark.usefixtures("no_plugin")
+def test_auto_goes_on_with_the_function_and_python_does_not(trt: TensorRT, out: Path) -> None:
+    lines: list[str] = []
+    built = build_engine(EngineRequest(out=out), lines.append)
+    assert built.stamp.plugin == "none"
+    assert lines[0].endswith("the sampler as a function: the CUDA library is absent")
+    with pytest.raises(EngineError, match="the plugin cannot be had: the CUDA library is absent"):
+        build(out, plugin="python")
+
+
+def test_a_plugins_library_is_loaded_and_must_hold_the_plugin(trt: TensorRT, out: Path, tmp_path: Path) -> None:
+    trt.registry.all_creators.clear()
+    good, other = tmp_path / "libtopw_tensorrt.so", tmp_path / "libother.so"
+    for path in (good, other):
+        path.touch()
+    with pytest.raises(EngineError, match=r"libother.so has no plugin for the sampler's node"):
+        build(out, plugin=str(other))
+    assert build(out, plugin=str(good)).stamp.plugin == "library"
+    assert trt.registry.libraries == [str(other), str(good)]
+    with pytest.raises(EngineError, match=r"absent\.so, which is no file"):
+        build(out, plugin=str(tmp_path / "absent.so"))
+
+
+def test_progress_grows_to_a_hundred(trt: TensorRT, out: Path) -> None:
+    shown: list[int] = []
+
+    @contextlib.contextmanager
+    def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
+        assert (total, unit) == (100, "%")
+        yield shown.append
+
+    build_engine(EngineRequest(out=out), bar=bar)
+    assert shown == [16, 17, 17, 50]  # three steps within the first of two, then that one is done, then the second
+
+
+def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, out: Path) -> None:
+    before = build(out).path.read_bytes()
+
+    @contextlib.contextmanager
+    def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
+        def interrupt(part: int) -> None:
+            raise KeyboardInterrupt
+
+        yield interrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(EngineRequest(out=out, max_batch=2), bar=bar)
+    (engine,) = out.glob("engines/*.engine")
+    assert engine.read_bytes() == before
+    assert len(written(out)) == 2
+    assert read(engine.with_suffix(".json")).most_batch == 1
+
+
+def test_a_build_that_fails_says_why_and_leaves_nothing(trt: TensorRT, out: Path) -> None:
+    trt.fails = "no tactic\n  for node 7"
+    with pytest.raises(EngineError, match=r"could not build an engine \(no tactic for node 7\); give smaller bounds"):
+        build(out)
+    assert written(out) == []
+
+
+def test_a_graph_that_is_not_taken_is_an_error_with_the_parsers_words(trt: TensorRT, out: Path) -> None:
+    trt.refuses = "no importer for Foo"
+    with pytest.raises(EngineError, match=r"does not take .*model.onnx \(no importer for Foo\); `topw check .*out"):
+        build(out)
+    assert written(out) == []
+
+
+def test_a_new_engine_takes_the_place_of_the_old_one_of_the_same_machine(trt: TensorRT, gpu: Gpu, out: Path) -> None:
+    build(out)
+    assert build(out, max_batch=8).stamp.most_batch == 8
+    assert len(written(out)) == 2
+    gpu.name = "Another GPU"
+    build(out)
+    assert len(written(out)) == 4
+
+
+def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from topw_deploy.engines import build as module
+
+    def full(self: Any, data: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module._Sink, "__call__", full)
+    with pytest.raises(OSError, match="No space left"):
+        build(out)
+    assert written(out) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_batch": 0}, "max_batch is 0, but must be an integer >= 1"),
+        ({"max_sequence": CACHE + 1}, "max_sequence is 129, but the cache of this export holds 128 tokens"),
+        ({"max_edits": 0}, "max_edits is 0, but must be an integer >= 1"),
+        ({"profile": "all"}, "profile is 'all', but must be one of both, decode, prefill"),
+        ({"workspace": 0}, "workspace is 0, but must be at least 1 byte"),
+    ],
+)
+def test_bounds_are_checked_before_tensorrt_is_asked(out: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        build(out, **settings)
+
+
+def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
+    toy = Toy.random(1)
+    for name, settings, message in (
+        ("concat", {}, "exported for onnxruntime with a concat cache; export with --target tensorrt"),
+        ("scatter", {"form": "scatter"}, "exported for onnxruntime with a static cache"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            build(export(tmp_path / name, toy, **settings))
+    with pytest.raises(EngineError, match="holds a sampler alone"):
+        build(export_sampler(tmp_path / "sampler", toy))
+    with pytest.raises(ManifestError, match=r"has no topw_manifest\.json"):
+        build(tmp_path)
+
+
+def test_what_is_missing_on_the_machine_is_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "look", lambda: driver.Driver("13.0", (), "the NVIDIA driver sees no GPU"))
+    with pytest.raises(EngineError, match="no engine can be built or run here: the NVIDIA driver sees no GPU"):
+        build(out)
+    trt.module.__version__ = "10.14.1"
+    with pytest.raises(EngineError, match=r"TensorRT 10.14.1, and a cache .* needs 10.15 or later"):
+        build(out)
+
+
+def test_without_tensorrt_the_command_to_install_it_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorrt", "tensorrt_bindings"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(EngineError, match=r"pip install 'topw-deploy\[tensorrt\]'"):
+        build(out)
