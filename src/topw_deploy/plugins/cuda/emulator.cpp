@@ -347,10 +347,10 @@ void *shared_variable(const void *tag, size_t bytes, size_t alignment) {
     if (known == tag) return block.shared + offset;
   const size_t offset = (block.used + alignment - 1) / alignment * alignment;
   const size_t fixed = offset + bytes - (block.dynamic + 15) / 16 * 16, all = offset + bytes;
-  const size_t limit = block.dynamic > 0 && allowed_shared(kernel_now) > kSharedByDefault ? kSharedOnRequest
-                                                                                         : kSharedByDefault;
-  if (fixed > kSharedByDefault || all > limit)
-    fail("a block needs " + std::to_string(all) + " bytes of shared memory, but " + std::to_string(limit) +
+  const size_t limit = allowances.count(kernel_now) ? kSharedOnRequest : kSharedByDefault;
+  if (fixed > kStaticAtMost || all > limit)
+    fail("a block needs " + std::to_string(all) + " bytes of shared memory, " + std::to_string(fixed) +
+         " of them for variables, but " + std::to_string(limit) + " and " + std::to_string(kStaticAtMost) +
          " are allowed");
   block.used = offset + bytes;
   block.variables.emplace_back(tag, offset);
@@ -368,7 +368,7 @@ void yield() {
 void set_kernel(const void *kernel) { kernel_now = kernel; }
 
 void allow_shared(const void *kernel, size_t bytes) {
-  allowances[kernel] = bytes <= kSharedByDefault ? kSharedByDefault : bytes < kSharedOnRequest ? bytes : kSharedOnRequest;
+  allowances[kernel] = bytes < kSharedOnRequest ? bytes : kSharedOnRequest;
 }
 
 size_t allowed_shared(const void *kernel) {

@@ -57,7 +57,8 @@ void yield();
 int run(const Launch &, const std::function<void()> &kernel);
 const char *error();
 
-// A kernel's limit of dynamic shared memory, kSharedByDefault unless raised; kSharedOnRequest is the most.
+// A kernel's limit of dynamic shared memory, as cudaFuncSetAttribute sets it: then all of a block's may be
+// kSharedOnRequest. Without it, all is limited by kSharedByDefault.
 void allow_shared(const void *kernel, size_t bytes);
 size_t allowed_shared(const void *kernel);
 void set_kernel(const void *kernel);
@@ -107,6 +108,7 @@ inline int multiprocessors() { return static_cast<int>(emulator::settings.blocks
 
 template <class Kernel>
 int allow_shared(Kernel *kernel, size_t bytes) {
+  if (bytes + kStaticAtMost <= kSharedByDefault) return 0;
   emulator::allow_shared(reinterpret_cast<const void *>(kernel), bytes);
   return 0;
 }

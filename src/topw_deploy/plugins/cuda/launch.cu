@@ -4,10 +4,8 @@
 
 #include "../native/quantised.h"
 #include "certify.cuh"
-#include "mass.cuh"
-#if __has_include("geometry.cuh") && !defined(TOPW_WITHOUT_GEOMETRY)
 #include "geometry.cuh"
-#endif
+#include "mass.cuh"
 
 namespace topw {
 namespace {
@@ -102,7 +100,6 @@ int launch_certify(const topw_cuda_shape &shape, Call &call, void *stream) {
   return launch_certify<Bfloat16>(call, threads, stream);
 }
 
-#if __has_include("geometry.cuh") && !defined(TOPW_WITHOUT_GEOMETRY)
 int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream) {
   const unsigned threads = threads_of_block(kGeometryThreads);
   const size_t shared = geometry_shared_bytes(shape);
@@ -112,9 +109,6 @@ int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream
   if (blocks < 1) return kUnlaunchable;
   return launch(Launch{static_cast<unsigned>(blocks), threads, shared, true, stream}, geometry, call);
 }
-#else
-int launch_geometry(const topw_cuda_shape &, const Call &, void *) { return 0; }
-#endif
 
 int launch_mass(const Call &call, void *stream) {
   const unsigned threads = threads_of_block(kMassThreads), of_block = threads / kWarp;

@@ -26,6 +26,7 @@ constexpr int kWarp = 32;
 constexpr unsigned kEveryLane = 0xffffffffu;
 constexpr int kUnlaunchable = 1;   // cudaErrorInvalidValue
 constexpr size_t kSharedByDefault = 48 * 1024;  // what a block has without asking
+constexpr size_t kStaticAtMost = 16 * 1024;     // of that, what the variables of any kernel here take
 constexpr size_t kSharedOnRequest = 99 * 1024;  // what it has on every device from sm_86 on if launch.cu asks; sm_75: 64
 
 }  // namespace topw
@@ -73,9 +74,10 @@ inline int multiprocessors() {
   return count;
 }
 
+// Asks for so many dynamic bytes where a block does not have them anyway.
 template <class Kernel>
 cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
-  if (bytes <= kSharedByDefault) return cudaSuccess;
+  if (bytes + kStaticAtMost <= kSharedByDefault) return cudaSuccess;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 

@@ -1,0 +1,178 @@
+"""The first launch, emulated on a CPU, answers as the reference and the CPU's kernel do, where it answers alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from benchmarks.emulated import EmulatedKernel
+from benchmarks.sampler_cases import SMALL, Size
+from tests.plugins.cuda.certified_rows import (
+    built_rows,
+    differences_from,
+    differences_from_reference,
+    native_kernel,
+    random_rows,
+    same_bits,
+    sampled,
+)
+from tests.plugins.native_cases import columns
+
+from topw_deploy.plugins.kernel import STAGES, Kernel
+from topw_deploy.sampling import TopWOptions
+
+CANDIDATES = STAGES.index("candidates")
+UNIFORM = TopWOptions(metric="uniform", top_m=200)
+LARGER = (
+    Size((257, 300, 1000, 1021), (1, 20, 64, 100, 200), (3,), 200, 0.5),
+    Size((4095, 4097, 5000, 8209), (64, 90, 1200), (3,), 60, 0.5),
+)
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Kernel:
+    found = native_kernel()
+    if found is None:
+        pytest.skip("no native sampler to compare with")
+    return found
+
+
+def test_rows_built_on_ties_are_answered_as_by_the_reference_and_by_the_cpu(
+    kernel: EmulatedKernel, cpu: Kernel
+) -> None:
+    rows = 0
+    for sizes, visits in ((SMALL, 12), (LARGER, 8)):
+        for n, (cases, options) in enumerate(built_rows(cpu, 11, sizes, visits)):
+            kernel.emulate(seed=n + 1, threads=(32, 64, 96)[n % 3], blocks=1 + n % 4)
+            found = sampled(kernel, cases, options)
+            assert differences_from_reference(found, cases, options) == []
+            rows += len(cases)
+    assert rows > 1500
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 127, 1000, 8193, 32000, 50257])
+def test_vocabularies_of_any_size_are_answered_as_by_the_cpu(kernel: EmulatedKernel, cpu: Kernel, vocab: int) -> None:
+    for seed in (1, 2):
+        cases = random_rows(cpu, vocab + seed, vocab, 80 if vocab < 10000 else 12, UNIFORM)
+        wanted, found = sampled(cpu, cases, UNIFORM), sampled(kernel, cases, UNIFORM)
+        assert differences_from(wanted, found) == []
+        assert differences_from_reference(found, cases, UNIFORM) == []
+
+
+def test_a_large_vocabulary_is_answered_with_the_blocks_of_a_device(kernel: EmulatedKernel, cpu: Kernel) -> None:
+    kernel.emulate(seed=5, threads=0, blocks=40)
+    options = TopWOptions(metric="uniform")
+    for vocab in (151936, 524288):
+        cases = random_rows(cpu, vocab, vocab, 6, options)
+        assert differences_from(sampled(cpu, cases, options), sampled(kernel, cases, options)) == []
+
+
+def test_batches_of_any_size_answer_each_row_as_alone(kernel: EmulatedKernel, cpu: Kernel) -> None:
+    cases = random_rows(cpu, 3, 700, 560, UNIFORM)[:256]
+    assert len(cases) == 256
+    together = sampled(kernel, cases, UNIFORM)
+    assert differences_from(sampled(cpu, cases, UNIFORM), together) == []
+    for some in (slice(0, 1), slice(7, 10), slice(100, 164)):
+        alone = sampled(kernel, cases[some], UNIFORM)
+        for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports"):
+            assert np.array_equal(getattr(alone, name), getattr(together, name)[some]), name
+
+
+@pytest.mark.parametrize("vocab", [65, 1000, 9001])
+def test_no_order_of_threads_and_no_size_of_blocks_changes_a_bit(
+    kernel: EmulatedKernel, cpu: Kernel, vocab: int
+) -> None:
+    cases = random_rows(cpu, vocab, vocab, 40, UNIFORM)
+    answers = []
+    for seed, threads, blocks in ((1, 64, 3), (2, 64, 3), (3, 32, 1), (4, 96, 7), (5, 256, 2), (6, 1024, 2)):
+        if threads > 256:
+            threads = 160
+        kernel.emulate(seed, threads, blocks)
+        answers.append(sampled(kernel, cases, UNIFORM))
+    for other in answers[1:]:
+        assert same_bits(answers[0], other) == []
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+@pytest.mark.parametrize("vocab", [64, 999, 6000])
+def test_logits_in_half_precision_mean_the_numbers_they_hold(
+    kernel: EmulatedKernel, cpu: Kernel, kind: str, vocab: int
+) -> None:
+    given = np.stack([case.logits for case in random_rows(cpu, 5, vocab, 30, UNIFORM)])
+    if kind == "float16":
+        stored = given.astype(np.float16)
+        held = stored.astype(np.float32)
+    else:
+        stored = (given.view(np.uint32) >> 16).astype(np.uint16)
+        held = (stored.astype(np.uint32) << 16).view(np.float32)
+    held[np.isinf(held)] = -np.inf  # what is too large for the type
+    stored = held.astype(np.float16) if kind == "float16" else (held.view(np.uint32) >> 16).astype(np.uint16)
+    half = kernel.sample(stored, options=UNIFORM, mass=True, keep_mask=True)
+    assert same_bits(kernel.sample(held, options=UNIFORM, mass=True, keep_mask=True), half) == []
+    assert differences_from(cpu.sample(held, options=UNIFORM, mass=True, keep_mask=True), half) == []
+
+
+def test_as_many_rows_are_settled_from_candidates_as_on_the_cpu(kernel: EmulatedKernel, cpu: Kernel) -> None:
+    """Wherever the gap leaves too many tokens, the best few hundred have to do: rows with a small lam, for example."""
+    rng = np.random.default_rng(8)
+    settled = {"few": 0, "many": 0}
+    for _ in range(12):
+        row = -1.2 * np.log(rng.permutation(40000) + 1.0) + 0.3 * rng.standard_normal(40000)
+        logits = row.astype(np.float32)[None]
+        chosen = {"lam": rng.choice([0.0, 0.05, 0.3]), "beta": 0.6, "temperature": 1.0, "init_top_p": 0.999}
+        wanted = cpu.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True)
+        if wanted.reports["stage"][0] != CANDIDATES:
+            continue
+        found = kernel.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True)
+        assert differences_from(wanted, found) == []
+        assert found.reports["stage"][0] == CANDIDATES
+        settled["many" if found.reports["candidates"][0] > 300 else "few"] += 1
+    assert settled["many"] > 0
+
+
+def test_the_largest_logit_is_kept_alone_and_of_equals_the_first(kernel: EmulatedKernel, cpu: Kernel) -> None:
+    """Greedy rows, and rows with beta at most lam, in which many tokens have the largest logit."""
+    rng = np.random.default_rng(0)
+    for vocab in (1, 40, 64, 300, 5000):
+        logits = np.round(rng.standard_normal((8, vocab))).astype(np.float32)
+        logits[:, rng.integers(vocab)] = -0.0
+        for chosen in (
+            {"temperature": 0.0},
+            {"lam": 1.0, "beta": 1.0},
+            {"temperature": 0.0, "selection_temperature": 2},
+        ):
+            found = kernel.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True)
+            assert np.array_equal(found.next_token, logits.argmax(axis=1))
+            assert differences_from(cpu.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True), found) == []
+
+
+def test_every_kind_of_invalid_row_is_answered_so_and_harms_no_other(kernel: EmulatedKernel, cpu: Kernel) -> None:
+    logits = np.random.default_rng(1).standard_normal((9, 777)).astype(np.float32)
+    logits[0, 776], logits[1, 5], logits[2] = np.nan, np.inf, -np.inf
+    chosen = {
+        "temperature": [1, 1, 1, -1, 1, 1, 1, 1, 1], "init_top_p": [1, 1, 1, 1, 0, 1.5, 1, 1, 1],
+        "uniform": [0, 0, 0, 0, 0, 0, 1, 0.5, 0.5], "lam": [1, 1, 1, 1, 1, 1, 1, np.nan, 1],
+    }  # fmt: skip
+    found = kernel.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True)
+    assert found.next_token.tolist()[:8] == [-1] * 8
+    assert found.kept.tolist()[:8] == [0] * 8
+    assert found.kept[8] > 0
+    assert differences_from(cpu.sample(logits, chosen, UNIFORM, mass=True, keep_mask=True), found) == []
+    assert found.reports["stage"].tolist()[:8] == [STAGES.index("invalid")] * 8
+
+
+def test_a_call_may_bring_less_than_the_workspace_was_made_for(kernel: EmulatedKernel, cpu: Kernel) -> None:
+    cases = random_rows(cpu, 1, 500, 20, UNIFORM)
+    logits, given = np.stack([case.logits for case in cases]), columns(cases)
+    found = kernel.sample(logits, given, UNIFORM, mass=True, keep_mask=True, spare=13)
+    assert differences_from(sampled(cpu, cases, UNIFORM), found) == []
+    none = kernel.sample(logits[:0], {}, UNIFORM, mass=True, keep_mask=True, spare=2)
+    assert len(none.next_token) == 0
+
+
+def test_a_pool_smaller_than_the_candidates_settles_the_row_by_itself(kernel: EmulatedKernel, cpu: Kernel) -> None:
+    for top_m in (1, 3, 17):
+        options = replace(UNIFORM, top_m=top_m)
+        cases = random_rows(cpu, top_m, 600, 120, options)
+        assert differences_from(sampled(cpu, cases, options), sampled(kernel, cases, options)) == []
