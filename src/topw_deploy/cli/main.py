@@ -24,6 +24,7 @@ from topw_deploy.errors import TopWError
 COMMANDS = {
     "export": "Export a model with its sampler into one ONNX graph.",
     "export-sampler": "Export the sampler alone, for logits from elsewhere.",
+    "check": "Show what TensorRT or onnxruntime makes of an exported graph, before any build.",
     "build-engine": "Build a TensorRT engine of an exported model, for this machine.",
     "generate": "Generate text with an exported model.",
     "stats": "Show what Top-W did to a text: crops, and whether geometry acted.",

@@ -11,24 +11,25 @@ from topw_deploy.engines.onnx_file import Constant, Node
 NEWEST_OPSET = 25
 LARGEST_K = 3840
 """Of TopK."""
+FUSED_HEADS = range(16, 257, 8)
+"""Of Attention: how many numbers a head may have where several tokens are read at once."""
 
-NATIVE = frozenset(
-    """
-    Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization BlackmanWindow
-    Cast CastLike Ceil Celu Clip Concat Constant ConstantOfShape Conv ConvTranspose Cos Cosh CumSum DeformConv
-    DepthToSpace DequantizeLinear Div Dropout Einsum Elu Equal Erf Exp Expand EyeLike Flatten Floor GRU Gather
-    GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool Greater GreaterOrEqual GridSample
-    GroupNormalization HammingWindow HannWindow HardSigmoid HardSwish Hardmax Identity If ImageScaler
-    InstanceNormalization IsInf IsNaN LRN LSTM LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax Loop
-    LpNormalization LpPool MatMul Max MaxPool Mean MeanVarianceNormalization Min Mish Mod Mul Neg NonMaxSuppression Not
-    OneHot Or PRelu Pad ParametricSoftplus Pow QuantizeLinear RMSNormalization RNN RandomNormal RandomNormalLike
-    RandomUniform RandomUniformLike Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean
-    ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Resize ReverseSequence RoiAlign RotaryEmbedding Round
-    STFT ScaledTanh Scan Scatter ScatterElements ScatterND Selu Shape Shrink Sigmoid Sign Sin Sinh Size Slice Softmax
-    Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Swish Tan Tanh TensorScatter ThresholdedRelu Tile TopK
-    Transpose Trilu Unsqueeze Upsample Where Xor
-    """.split()
-)
+_NATIVE = """
+Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization
+BlackmanWindow Cast CastLike Ceil Celu Clip Concat Constant ConstantOfShape Conv ConvTranspose Cos Cosh CumSum
+DeformConv DepthToSpace DequantizeLinear Div Dropout Einsum Elu Equal Erf Exp Expand EyeLike Flatten Floor GRU
+Gather GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool Greater GreaterOrEqual
+GridSample GroupNormalization HammingWindow HannWindow HardSigmoid HardSwish Hardmax Identity If ImageScaler
+InstanceNormalization IsInf IsNaN LRN LSTM LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax Loop
+LpNormalization LpPool MatMul Max MaxPool Mean MeanVarianceNormalization Min Mish Mod Mul Neg NonMaxSuppression
+NonZero Not OneHot Or PRelu Pad ParametricSoftplus Pow QuantizeLinear RMSNormalization RNN RandomNormal
+RandomNormalLike RandomUniform RandomUniformLike Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp
+ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Resize ReverseSequence RoiAlign
+RotaryEmbedding Round STFT ScaledTanh Scan Scatter ScatterElements ScatterND Selu Shape Shrink Sigmoid Sign Sin
+Sinh Size Slice Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Swish Tan Tanh TensorScatter
+ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Upsample Where Xor
+"""
+NATIVE = frozenset(_NATIVE.split())
 """Standard operators that the parser knows."""
 
 SINCE: Mapping[str, tuple[int, ...]] = {
@@ -102,10 +103,13 @@ def _attention(node: Node, scope: Scope) -> str | None:
         return "TensorRT ignores the input nonpad_kv_seqlen; it needs a mask"
     if node.attributes.get("softcap"):
         return "TensorRT has no softcap"
-    if len(scope.shapes.get(node.inputs[0], (0, 0, 0, 0))) != 4:
+    shape = scope.shapes.get(node.inputs[0], (0, 0, 0, 64))
+    if len(shape) != 4:
         return "TensorRT wants heads in an axis of their own"
     if scope.types.get(node.inputs[0]) == "float32":
-        return "TensorRT has fused attention for half precision only, and no other form of this operator"
+        return "TensorRT has this operator in half precision only"
+    if isinstance(shape[3], int) and shape[3] not in FUSED_HEADS:
+        return f"TensorRT has this operator for heads of 16 to 256 numbers by eights, and these have {shape[3]}"
     return None
 
 
@@ -126,7 +130,7 @@ def _top_k(node: Node, scope: Scope) -> str | None:
     constant = scope.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
     if constant is not None and constant.numbers and constant.numbers[0] > LARGEST_K:
         return f"it selects {constant.numbers[0]}, and TensorRT at most {LARGEST_K}"
-    return None if node.attributes.get("sorted", 1) else "TensorRT sorts what it selects, and this asks not to"
+    return None  # it sorts what it selects even where `sorted` is 0, which asks for no order
 
 
 def _reduction(node: Node, scope: Scope) -> str | None:

@@ -36,7 +36,7 @@ def tensorrt_module() -> Any:
             )
         return module
     raise PluginError(
-        f"TensorRT's Python module cannot be imported ({'; '.join(failures)}); install TensorRT, which on a Jetson "
+        f"TensorRT's Python module cannot be imported ({', '.join(failures)}); install TensorRT, which on a Jetson "
         "comes with JetPack, or run: pip install 'topw-deploy[tensorrt]'"
     )
 

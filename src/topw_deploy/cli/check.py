@@ -1,0 +1,103 @@
+"""`topw check OUT --target tensorrt|onnxruntime`: what the target makes of every node, before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from topw_deploy.cli.options import CONTEXT
+
+if TYPE_CHECKING:
+    from topw_deploy.engines.check import NodeVerdict, Report
+
+_SHOWN = 3  # names of nodes that share a reason
+
+
+@click.command(name="check", context_settings=CONTEXT)
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--target", type=click.Choice(("tensorrt", "onnxruntime")), default="tensorrt", show_default=True,
+    help="What is to run the graph.",
+)  # fmt: skip
+@click.option(
+    "--ask/--no-ask", default=True, show_default=True, help="Have TensorRT's own parser read it, if installed."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, with every node.")
+def command(out: Path, target: str, ask: bool, as_json: bool) -> None:
+    """Sort the nodes of the exported folder OUT: native, for the plugin, inlined, unsupported.
+
+    Nothing is built and no weight is read. Without TensorRT the answer is from a table of what its versions take; with
+    it, its own parser is asked as well. Exit code 1 where something is unsupported.
+    """
+    from topw_deploy.engines.check import check
+
+    report = check(out, target, ask=ask)
+    if as_json:
+        click.echo(json.dumps({**dataclasses.asdict(report), "passed": report.passed}, indent=2, ensure_ascii=False))
+    else:
+        click.echo("\n".join(_lines(report)))
+    if not report.passed:
+        click.get_current_context().exit(1)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    by_verdict = {verdict: [node for node in report.nodes if node.verdict == verdict] for verdict in _VERDICTS}
+    for verdict, nodes in by_verdict.items():
+        if nodes:
+            yield f"{verdict.ljust(12)}{_VERDICTS[verdict](nodes)}"
+            if verdict == "unsupported":
+                yield from _reasons(nodes)
+    if report.needs:
+        yield f"{'needs'.ljust(12)}{report.target} {report.needs} or newer"
+    for objection in report.objections:
+        yield f"{'graph'.ljust(12)}{objection}"
+    if report.target == "tensorrt":
+        yield from _parser(report)
+    yield f"{'next'.ljust(12)}{report.next_step}"
+
+
+def _parser(report: Report) -> Iterator[str]:
+    answer = report.parser
+    if answer is None:
+        yield f"{'parser'.ljust(12)}not asked: {report.not_asked}"
+        return
+    how = "with the plugin" if answer.plugin else "without a plugin"
+    yield f"{'parser'.ljust(12)}TensorRT {answer.version}, {how}: {'takes all of it' if answer.takes else 'refuses'}"
+    for refusal in answer.refusals:
+        yield f"{''.ljust(14)}{refusal}"
+
+
+def _reasons(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
+    """One line for nodes of one operator that share a reason."""
+    shared: dict[tuple[str, str, str], list[NodeVerdict]] = {}
+    for node in nodes:
+        shared.setdefault((node.operator, node.where, node.reason), []).append(node)
+    for (operator, where, reason), alike in shared.items():
+        names = ", ".join(node.name or "unnamed" for node in alike[:_SHOWN])
+        more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
+        inside = "" if where == "graph" else f" in {where}"
+        yield f"{''.ljust(14)}{operator} ({names}{more}{inside}): {reason}"
+
+
+def _counted(nodes: Sequence[NodeVerdict]) -> str:
+    counts = Counter(node.operator for node in nodes).most_common()
+    return f"{len(nodes)} nodes: {', '.join(f'{operator} {count}' for operator, count in counts)}"
+
+
+def _plugin(nodes: Sequence[NodeVerdict]) -> str:
+    node = nodes[0]
+    without = f"and without it nothing: {node.reason}" if node.reason else "or its function where there is none"
+    return f"{node.operator} ({node.name}), {without}"
+
+
+def _inlined(nodes: Sequence[NodeVerdict]) -> str:
+    return f"{len(nodes)} nodes of functions: {', '.join(sorted({node.operator for node in nodes}))}"
+
+
+_VERDICTS = {"native": _counted, "plugin": _plugin, "inlined": _inlined, "unsupported": _counted}

@@ -1,0 +1,50 @@
+"""What TensorRT's own parser says of a graph, where its Python module is installed."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.engines import library
+from topw_deploy.errors import EngineError, PluginError
+from topw_deploy.plugins.tensorrt import register, registered, tensorrt_module
+
+
+@dataclass(frozen=True)
+class ParserAnswer:
+    """version: of TensorRT. takes: whether the parser takes the whole graph. plugin: whether a plugin for the sampler's
+    node was registered. refusals: what it says against the rest, one line per node."""
+
+    version: str
+    takes: bool
+    plugin: bool
+    refusals: tuple[str, ...] = ()
+
+
+def ask_parser(model: Path) -> ParserAnswer:
+    """Have the parser of the TensorRT that is installed read `model`, with the sampler's plugin where it can be had.
+
+    Raises PluginError where there is no TensorRT, EngineError where it does not start (it wants a GPU).
+    """
+    trt = tensorrt_module()
+    with contextlib.suppress(PluginError):  # without the CUDA library the function is inlined
+        register()
+    logger = library.new_logger(trt)
+    try:
+        builder = trt.Builder(logger)
+        network = builder.create_network(0)
+        parser = trt.OnnxParser(network, logger)
+    except (RuntimeError, TypeError, AttributeError) as error:  # without a GPU the builder is no object
+        raise EngineError(f"TensorRT {trt.__version__} does not start here ({library.last_error(logger)})") from error
+    takes = parser.supports_model_v2(model.read_bytes(), str(model))
+    refusals = tuple(_line(parser.get_error(index)) for index in range(parser.num_errors))
+    return ParserAnswer(str(trt.__version__), bool(takes), registered(), refusals)
+
+
+def _line(error: Any) -> str:
+    """`GroupQueryAttention (layers.0.attention): what it says`, with the function that the node stands in."""
+    stack = [str(each) for each in getattr(error, "local_function_stack", list)()]
+    where = " in ".join([error.node_name(), *reversed(stack)])
+    return f"{error.node_operator()} ({where}): {' '.join(error.desc().split())[:300]}"

@@ -1,0 +1,186 @@
+"""Every node of an exported graph, sorted by what a target does with it, before anything is built.
+
+Verdicts: `native`, the target has the operator; `plugin`, the sampler's node, which a plugin (TensorRT) or a native
+operator (onnxruntime) of this package answers; `inlined`, a node of a function that stands in for its caller;
+`unsupported`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from topw_deploy.engines import operators
+from topw_deploy.engines.advice import next_step
+from topw_deploy.engines.ask import ParserAnswer, ask_parser
+from topw_deploy.engines.onnx_file import Graph, Model, Node, read_model
+from topw_deploy.engines.operators import Scope
+from topw_deploy.engines.walk import walk
+from topw_deploy.errors import EngineError, ParameterError, PluginError
+from topw_deploy.manifest import TARGETS, load_manifest
+from topw_deploy.plugins.tensorrt.node import NodeSettings
+
+MODEL = "model.onnx"
+SAMPLER = ("topw", "TopWSample")
+VERDICTS = ("native", "plugin", "inlined", "unsupported")
+
+_ONNXRUNTIME_SINCE = {"GroupQueryAttention": (1, 24), "Attention": (1, 24), "TensorScatter": (1, 26)}
+Refusal = Callable[[Node, Scope], str | None]
+
+
+@dataclass(frozen=True)
+class NodeVerdict:
+    """One node. where: "graph", or the function that it stands in. verdict: of VERDICTS. reason: a clause, empty where
+    there is nothing to say."""
+
+    name: str
+    operator: str
+    where: str
+    verdict: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a folder. needs: the oldest version of the target that has all operators, "" for any.
+    objections: what stands against the graph as a whole. parser: what TensorRT's own parser says; None where it was not
+    asked, and `not_asked` says why. next_step: what to do now."""
+
+    folder: str
+    target: str
+    nodes: tuple[NodeVerdict, ...]
+    needs: str
+    objections: tuple[str, ...]
+    parser: ParserAnswer | None
+    not_asked: str
+    next_step: str
+
+    @property
+    def unsupported(self) -> tuple[NodeVerdict, ...]:
+        return tuple(node for node in self.nodes if node.verdict == "unsupported")
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing stands against building the graph for the target."""
+        refused = self.parser is not None and not self.parser.takes and not self.needs_plugin
+        return not self.unsupported and not self.objections and not refused
+
+    @property
+    def needs_plugin(self) -> bool:
+        """Whether the sampler's function cannot stand in for the plugin."""
+        return any(node.verdict == "plugin" and node.reason for node in self.nodes)
+
+
+def check(out: Path, target: str, *, ask: bool = True) -> Report:
+    """Read the graph of an exported folder and sort its nodes for `target`, of manifest.TARGETS.
+
+    ask: whether TensorRT's parser is asked too, where its module is installed.
+    Raises ManifestError, EngineError where the graph cannot be read, ParameterError for an unknown target.
+    """
+    if target not in TARGETS:
+        raise ParameterError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}.")
+    manifest = load_manifest(out)
+    model = read_model(out / MODEL)
+    nodes = tuple(sort_nodes(model, target))
+    parser, not_asked = _asked(out / MODEL) if ask and target == "tensorrt" else (None, "it was not to be asked")
+    needs, objections = _needs(model, target), tuple(_objections(model, target))
+    report = Report(str(out), target, nodes, needs, objections, parser, not_asked if parser is None else "", "")
+    return replace(report, next_step=next_step(report.passed, report.needs_plugin, nodes, target, manifest, out))
+
+
+def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
+    """A verdict for every node of the graph and of the functions that it calls."""
+    refusal: Refusal = operators.refusal if target == "tensorrt" else _onnxruntime_refusal
+    for node, scope in walk(model.graph):
+        key = (node.domain, node.op_type)
+        body = model.functions.get(key)
+        if key == SAMPLER:
+            yield from _sampler(node, scope, body, refusal)
+        elif body is not None:
+            yield NodeVerdict(node.name, node.operator, "graph", "inlined")
+            yield from _inlined(node, scope, body, refusal)
+        else:
+            yield _verdict(node, "graph", refusal(node, scope), "native")
+
+
+def _sampler(node: Node, scope: Scope, body: Graph | None, refusal: Refusal) -> Iterator[NodeVerdict]:
+    """The plugin where it is registered, else the function; a refused function leaves the plugin alone."""
+    inlined = list(_inlined(node, scope, body, refusal)) if body is not None else []
+    refused = [each for each in inlined if each.verdict == "unsupported"]
+    if body is not None and not refused:
+        yield NodeVerdict(node.name, node.operator, "graph", "plugin")
+        yield from inlined
+        return
+    first = f"its function has {refused[0].operator}: {refused[0].reason}" if refused else "its function is not there"
+    try:
+        NodeSettings.from_fields(dict(node.attributes))
+    except PluginError as error:
+        reason = f"{first}; and the plugin does not serve it: {str(error).partition(';')[0]}"
+        yield NodeVerdict(node.name, node.operator, "graph", "unsupported", reason)
+        return
+    yield NodeVerdict(node.name, node.operator, "graph", "plugin", first)
+
+
+def _inlined(node: Node, scope: Scope, body: Graph, refusal: Refusal) -> Iterator[NodeVerdict]:
+    """The nodes of a function as they would stand in their caller's place."""
+    given = list(zip((value.name for value in body.inputs), node.inputs, strict=False))
+    inside = Scope(
+        {mine: scope.constants[name] for mine, name in given if name in scope.constants},
+        {mine: scope.types[name] for mine, name in given if name in scope.types},
+        {mine: scope.shapes[name] for mine, name in given if name in scope.shapes},
+        scope.within,
+    )
+    for inner, around in walk(body, inside):
+        yield _verdict(inner, f"function {node.operator}", refusal(inner, around), "inlined")
+
+
+def _verdict(node: Node, where: str, reason: str | None, otherwise: str) -> NodeVerdict:
+    verdict = otherwise if reason is None else "unsupported"
+    return NodeVerdict(node.name, node.operator, where, verdict, reason or "")
+
+
+def _onnxruntime_refusal(node: Node, scope: Scope) -> str | None:
+    if node.domain in ("", "ai.onnx", "com.microsoft"):
+        return None
+    return f"onnxruntime has no operators of {node.domain}"
+
+
+def _needs(model: Model, target: str) -> str:
+    """The oldest version of the target that has every operator of the graph itself."""
+    since = operators.SINCE if target == "tensorrt" else _ONNXRUNTIME_SINCE
+    found = [since[node.op_type] for node, _ in walk(model.graph) if node.op_type in since]
+    return ".".join(map(str, max(found))) if found else ""
+
+
+def _objections(model: Model, target: str) -> Iterator[str]:
+    if target == "tensorrt":
+        opset = model.opsets.get("", 0)
+        if opset > operators.NEWEST_OPSET:
+            yield f"the graph is of opset {opset}, and TensorRT's parser reads up to {operators.NEWEST_OPSET}"
+        return
+    needed, installed = _needs(model, target), _onnxruntime_version()
+    if needed and installed and _numbers(installed) < _numbers(needed):
+        yield f"onnxruntime {installed} is installed, and the graph needs {needed}"
+
+
+def _onnxruntime_version() -> str | None:
+    for package in ("onnxruntime", "onnxruntime-gpu"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _asked(model: Path) -> tuple[ParserAnswer | None, str]:
+    try:
+        return ask_parser(model), ""
+    except (PluginError, EngineError) as error:
+        return None, str(error).partition("; ")[0].rstrip(".")
