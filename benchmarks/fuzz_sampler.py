@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.common import machine, table
 from benchmarks.sampler_cases import ALL, Size, Visit, visits
-from benchmarks.sampler_sides import ADAPTERS, Absent, Answer
+from benchmarks.sampler_sides import ADAPTERS, Absent, Answer, Answerer
 from benchmarks.tail_cases import LOGPROB_BOUND, Case, explanation, reference
 from topw_deploy.export.neighbour_bound import neighbour_bound
 from topw_deploy.sampling import FLOAT64_TIES, Row, TieBounds
@@ -33,11 +33,14 @@ _LARGEST_BOUNDED = 1100  # tokens: the bounds take all pairs
 _NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
 _STAGES = ("candidates", "pool", "geometry", "literal", "greedy", "invalid")
 
+Opener = Callable[[Visit, "np.ndarray | None"], Answerer]
+
 
 @dataclass
 class Side:
-    """What one implementation answered, by regime."""
+    """What one implementation answered, by regime. bounds: of the ties that excuse it."""
 
+    bounds: TieBounds = FLOAT64_TIES
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
     distances: Counter[str] = field(default_factory=Counter)
     avoided: Counter[str] = field(default_factory=Counter)
@@ -51,7 +54,7 @@ class Side:
         self.distances[regime] += found.distances
         self.avoided[regime] += found.distances_avoided
         for difference in differences(wanted, found):
-            reason = explanation(difference, wanted, FLOAT64_TIES, pool_cut=False)
+            reason = explanation(difference, wanted, self.bounds, pool_cut=False)
             if reason is None:
                 self.unexplained.append(f"{label}: {difference}; {case.regime}, {case.parameters}, wanted {wanted}, "
                                         f"found {found}")  # fmt: skip
@@ -77,9 +80,10 @@ def differences(wanted: Row, found: Answer) -> Iterator[str]:
 
 @dataclass
 class Outcome:
-    """The reference's side of a run, and each implementation's."""
+    """The reference's side of a run, and each implementation's. near: bounds of rows that are nearly tied."""
 
     sides: dict[str, Side]
+    near: TieBounds = _NEARLY
     rows: Counter[str] = field(default_factory=Counter)
     certified: Counter[str] = field(default_factory=Counter)
     tied: int = 0
@@ -102,20 +106,22 @@ def fuzz(rows: int, seed: int, names: Sequence[str], sizes: Sequence[Size] = ALL
     raise AssertionError("visits are endless")
 
 
-def compare(visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome) -> None:
-    """One visit's rows in every implementation."""
+def compare(
+    visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener] = ADAPTERS
+) -> None:
+    """One visit's rows in every implementation of the outcome, as `openers` open them."""
     wanted = [reference(visit.scenario, visit.geometry, case) for case in cases]
     for case, row in zip(cases, wanted, strict=True):
         outcome.rows[_regime(case)] += 1
         outcome.certified[_regime(case)] += row.certified
-        outcome.tied += _allowed(row, FLOAT64_TIES)
-        outcome.nearly_tied += _allowed(row, _NEARLY)
+        outcome.tied += any(_allowed(row, side.bounds) for side in outcome.sides.values())
+        outcome.nearly_tied += _allowed(row, outcome.near)
     vocab = visit.scenario.vocab_size
     has_bound = bounded and visit.scenario.options.metric != "uniform" and vocab <= _LARGEST_BOUNDED
     bound = neighbour_bound(visit.geometry, vocab) if has_bound else None
     label = f"{visit.scenario.name}/{visit.scenario.table_kind}/{visit.scenario.seed}{'/bound' if has_bound else ''}"
     for name, side in outcome.sides.items():
-        answerer = ADAPTERS[name](visit, bound)
+        answerer = openers[name](visit, bound)
         size = max(1, _BATCH_VALUES // vocab)
         found = [row for start in range(0, len(cases), size) for row in answerer(cases[start : start + size])]
         for case, row, answer in zip(cases, wanted, found, strict=True):
@@ -150,7 +156,7 @@ def report(outcome: Outcome) -> str:
     lines.append(("unexplained", *(len(side.unexplained) for side in outcome.sides.values())))
     near = outcome.nearly_tied - outcome.tied
     ties = (
-        f"{outcome.tied} rows lie on a tie, where a difference is allowed, and {near} within {_NEARLY.objective:g} of "
+        f"{outcome.tied} rows lie on a tie, where a difference is allowed, and {near} within {outcome.near.objective:g} of "
         "one, where none is. Differences:"
     )
     return "\n\n".join([*parts, ties, table(("difference", *outcome.sides), lines)])

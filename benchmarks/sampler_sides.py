@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from benchmarks.sampler_cases import Visit
 from benchmarks.tail_cases import Case
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import as_float32, fast_crop
-from topw_deploy.sampling.parameters import PARAMETER_NAMES
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 
 Answerer = Callable[[list[Case]], list["Answer"]]
 
@@ -92,21 +93,37 @@ def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
     """The kernel of the native library through ctypes, the rows as one batch; it draws."""
-    from topw_deploy.plugins.kernel import STAGES, Kernel, KernelTable
+    from topw_deploy.plugins.kernel import Kernel, KernelTable
     from topw_deploy.plugins.shared_library import library_path, why_absent
 
     path = library_path()
     if path is None:
         raise Absent(why_absent())
-    kernel = Kernel(path)
     options = visit.scenario.options
     table = None if options.metric == "uniform" else KernelTable.from_geometry(visit.geometry, bound)
+    return open_kernel(Kernel(path), options, table)
+
+
+class Sampling(Protocol):
+    """Whatever samples with the face of plugins.kernel.Kernel, KernelSamples included: on a CPU, on a GPU, emulated."""
+
+    def sample(self, logits: Any, columns: Any, options: Any, table: Any, *, mass: bool, keep_mask: bool) -> Any: ...
+
+
+def open_kernel(
+    kernel: Sampling, options: TopWOptions, table: object, logits: Callable[[np.ndarray], np.ndarray] = np.asarray
+) -> Answerer:
+    """A kernel for the tables and options of one scenario, the rows as one batch.
+
+    table: KernelTable, or None for the uniform metric. logits: makes of float32 rows what the kernel is to be given.
+    """
+    from topw_deploy.plugins.kernel import STAGES
 
     def answer(cases: list[Case]) -> list[Answer]:
         columns = {name: np.array([case.parameters[name] for case in cases]) for name in PARAMETER_NAMES}
         columns["uniform"] = np.array([case.uniform for case in cases])
-        logits = np.stack([case.logits for case in cases])
-        found = kernel.sample(logits, columns, options, table, mass=True, keep_mask=True)
+        rows = logits(np.stack([case.logits for case in cases]))
+        found = kernel.sample(rows, columns, options, table, mass=True, keep_mask=True)
         assert found.mass is not None
         assert found.keep_mask is not None
         return [
