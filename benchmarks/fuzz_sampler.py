@@ -156,8 +156,8 @@ def report(outcome: Outcome) -> str:
     lines.append(("unexplained", *(len(side.unexplained) for side in outcome.sides.values())))
     near = outcome.nearly_tied - outcome.tied
     ties = (
-        f"{outcome.tied} rows lie on a tie, where a difference is allowed, and {near} within {outcome.near.objective:g} of "
-        "one, where none is. Differences:"
+        f"{outcome.tied} rows lie on a tie, where a difference is allowed, and {near} within "
+        f"{outcome.near.objective:g} of one, where none is. Differences:"
     )
     return "\n\n".join([*parts, ties, table(("difference", *outcome.sides), lines)])
 
