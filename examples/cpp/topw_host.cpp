@@ -659,7 +659,7 @@ class StaticCache : public Cache {
     for (const CachePart &part : folder.cache) {
       const std::int64_t fixed = folder.fixed_size(part.past, 2);
       if (fixed >= 0 && fixed < tokens)
-        throw Failure("prompt and answer may have " + std::to_string(tokens) + " tokens, but this export's cache holds " +
+        throw Failure("prompt and answer may have " + std::to_string(tokens) + " tokens, this export's cache holds " +
                       std::to_string(fixed) + "; lower --max-new-tokens.");
       bind(part, folder.cache_type, fixed >= 0 ? fixed : std::max(rounded, folder.buffer_least));
     }
@@ -852,11 +852,11 @@ void print(const Figures &f, std::size_t prompt) {
 
 constexpr const char *kHelp = R"(Usage: topw_host FOLDER [OPTIONS] [TOKEN_ID ...]
 
-Runs the folder that topw-export wrote: reads token ids (from standard input where none are given) and prints those
+Runs the folder that topw-export wrote: reads token ids, from standard input where none are given, and prints those
 that it draws, one per line.
 
   --max-new-tokens N         most tokens to draw (256); never more than the model's context holds
-  --seed N                   in [0, 2^64): the same seed, prompt and parameters give the same tokens (a fresh one)
+  --seed N                   in [0, 2^64): the same seed, prompt and parameters give the same tokens (fresh)
   --eos ID                   drawing it ends the answer; repeatable (the model's)
   --ignore-eos               do not end there
   --temperature X            sampling temperature, >= 0; below 1e-5 greedy

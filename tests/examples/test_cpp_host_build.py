@@ -14,6 +14,7 @@ import pytest
 from cpp_host import FORMS, ROOT, SOURCES, Host, compiled, fails, host_of, ids_of, library_of, native_library
 
 from topw_deploy.manifest import MANIFEST_NAME
+from topw_deploy.runtime import TopWModel
 from toy_model import VOCAB
 
 OLDEST = "1.24.1"  # the oldest onnxruntime that the package asks for
@@ -98,6 +99,37 @@ def cmake() -> str:
     if found is None:
         pytest.skip("there is no cmake; pip has it")
     return found
+
+
+def test_the_commands_of_its_readme_run_and_draw_what_the_python_runtime_draws(
+    cmake: str, demo_export: Path, tmp_path: Path
+) -> None:
+    page = (SOURCES / "README.md").read_text(encoding="utf-8")
+    script = "".join(re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    assert script.startswith("topw-export demo out/demo\n")  # which the fixture has done
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "demo").symlink_to(demo_export)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    native_library()
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script.split("\n", 1)[1]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])},
+    )
+    assert done.returncode == 0, done.stderr
+    with TopWModel.from_pretrained(demo_export, provider="cpu") as model:
+        tokens = model.generate("class Path", seed=7, max_new_tokens=12).token_ids
+        text = model.generate("class Path", seed=2, lam=1.5, max_new_tokens=40).text
+    assert [int(line) for line in re.findall(r"^\d+$", done.stdout, re.MULTILINE)] == tokens * 2
+    assert text in done.stdout
+    assert done.stderr.count("12 tokens after") == 1
+
+
+def test_its_readme_shows_the_help_as_it_is(host: Host) -> None:
+    shown = re.findall(r"^```text\n(.*?)^```$", (SOURCES / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert shown == [host("--help").stdout]
 
 
 def test_cmake_builds_it_with_a_library_of_its_own(
