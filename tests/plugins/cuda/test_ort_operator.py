@@ -1,0 +1,151 @@
+"""The operator for onnxruntime's CUDA provider, with the emulated kernels and on the CPU provider; not run on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.emulated import CUDA_SOURCES, compiled
+from benchmarks.tail_cases import feeds, random_case
+
+from topw_deploy.plugins import build
+from topw_deploy.sampling.parameters import METRICS, TopWOptions
+
+from ..sampler_models import Wanted, clear_rows, open_model, run
+
+HERE = Path(__file__).parent
+OPERATOR = [build.SOURCES / f"ort_{name}.cpp" for name in ("call", "node", "operator")]
+
+
+@pytest.fixture(scope="session")
+def operator_library(request: pytest.FixtureRequest) -> Path:
+    """The operator over the emulated kernels, registered for the CPU."""
+    try:
+        build.find_compiler()
+    except build.NotBuiltError as reason:
+        pytest.skip(f"no emulated operator: {reason}")
+    assert request.config.cache is not None
+    sources = [HERE / "emulated_operator.cpp", CUDA_SOURCES / "ort_cuda.cpp", CUDA_SOURCES / "launch.cu", *OPERATOR]
+    return compiled(
+        request.config.cache.mkdir("emulated"), [*sources, build.SOURCES / "quantised.cpp"], ["-DTOPW_WITH_CUDA=90"]
+    )
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(("mass", "keep_mask"), [(False, False), (True, False), (False, True), (True, True)])
+def test_the_node_is_answered_as_by_the_cpus_operator(
+    operator_library: Path, native_library: Path, metric: str, mass: bool, keep_mask: bool
+) -> None:
+    wanted = Wanted(TopWOptions(top_m=40, metric=metric), mass=mass, keep_mask=keep_mask)  # type: ignore[arg-type]
+    cases, rng = Cases(wanted), np.random.default_rng(6)
+    on_a_gpu, on_the_cpu = open_model(wanted.model(), operator_library), open_model(wanted.model(), native_library)
+    for rows, edits in ((1, 0), (5, 2), (3, 17), (12, 1), (1, 0)):  # what it allocated for more serves fewer
+        inputs = cases.feed(rng, rows, edits)
+        found, expected = run(on_a_gpu, inputs), run(on_the_cpu, inputs)
+        assert list(found) == list(expected)
+        clear = clear_rows(wanted, inputs)
+        for name, values in found.items():
+            assert values.dtype == expected[name].dtype
+            np.testing.assert_allclose(values[clear], expected[name][clear], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+class Cases:
+    """Random rows for a model, with edits that leave their logits as they are."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._vocab = wanted.vocab_size
+
+    def feed(self, rng: np.random.Generator, rows: int, edits: int) -> dict[str, np.ndarray]:
+        inputs = feeds([random_case(rng, self._vocab) for _ in range(rows)], edits)
+        inputs["edit_ids"] = np.stack([rng.permutation(self._vocab)[:edits] for _ in range(rows)]).astype(np.int64)
+        return inputs
+
+
+def test_no_rows_give_empty_outputs(operator_library: Path) -> None:
+    wanted = Wanted(keep_mask=True)
+    none = {name: values[:0] for name, values in Cases(wanted).feed(np.random.default_rng(0), 1, 2).items()}
+    found = run(open_model(wanted.model(), operator_library), none)
+    assert found["next_token"].shape == (0,)
+    assert found["keep_mask"].shape == (0, wanted.vocab_size)
+
+
+def test_feeds_that_do_not_fit_fail_the_run(operator_library: Path) -> None:
+    wanted = Wanted()
+    session, inputs = open_model(wanted.model(), operator_library), Cases(wanted).feed(np.random.default_rng(0), 3, 2)
+    with pytest.raises(Exception, match="input 2 does not have the shape or type"):
+        run(session, {**inputs, "edit_penalty": np.ones((3, 1), np.float32)})
+    with pytest.raises(Exception, match="input 10 does not have the shape or type"):
+        run(session, {**inputs, "uniform": np.zeros(2, np.float32)})
+
+
+def test_what_the_kernels_refuse_does_not_open(operator_library: Path, native_library: Path) -> None:
+    wanted = Wanted(TopWOptions(top_m=5000, metric="uniform"), vocab_size=6000)
+    open_model(wanted.model(), native_library)
+    with pytest.raises(Exception, match="TopWSample: top_m is larger than 4096"):
+        open_model(wanted.model(), operator_library)
+
+
+Find = Callable[..., tuple[int, int, int] | None]
+
+
+@pytest.fixture
+def find(request: pytest.FixtureRequest) -> Iterator[Find]:
+    """(batch, edits, vocab, stream) -> address of the workspace and its most rows and edits; None without memory."""
+    assert request.config.cache is not None
+    library = ctypes.CDLL(str(compiled(request.config.cache.mkdir("emulated"), [HERE / "device_workspaces.cpp"])))
+    library.probe_create.restype = library.probe_find.restype = ctypes.c_void_p
+    all_ = ctypes.c_void_p(library.probe_create())
+
+    def call(batch: int, edits: int = 0, vocab: int = 7, stream: int = 1) -> tuple[int, int, int] | None:
+        rows, slots = ctypes.c_int64(), ctypes.c_int64()
+        sizes = (ctypes.c_int64(batch), ctypes.c_int64(edits), ctypes.c_int64(vocab), ctypes.c_ssize_t(stream))
+        address = library.probe_find(all_, *sizes, ctypes.byref(rows), ctypes.byref(slots))
+        return None if address is None else (address, rows.value, slots.value)
+
+    yield call
+    library.probe_destroy(all_)
+
+
+def test_a_workspace_serves_every_call_that_it_holds_and_no_other_streams(find: Find) -> None:
+    first = find(4, edits=16)
+    assert first is not None
+    assert first[1:] == (4, 16)
+    assert find(1) == find(4, edits=3) == find(4, edits=16) == first
+    assert find(4, edits=16, stream=2) != first
+    assert find(4, edits=16, vocab=8) != first
+    assert first[0] % 256 == 0
+
+
+def test_a_larger_call_gets_at_least_twice_as_much_and_leaves_the_other_workspace_alone(find: Find) -> None:
+    first = find(4, edits=16)
+    assert first is not None
+    grown = find(5, edits=16)
+    assert grown is not None
+    assert grown[1:] == (8, 16)
+    assert find(8, edits=16) == grown
+    wider = find(2, edits=17)
+    assert wider is not None
+    assert wider[1:] == (8, 32)
+    ctypes.memset(first[0], 1, 4096)  # a captured graph still writes there
+    ctypes.memset(grown[0], 1, 4096)
+    assert find(60) is not None
+    last = find(61)
+    assert last is not None
+    assert last[1] == 61  # 120 rows are refused
+
+
+def test_control_words_are_zero_at_first(find: Find) -> None:
+    for size in (1, 3, 9, 27):
+        found = find(size)
+        assert found is not None
+        assert ctypes.string_at(found[0], 256) == bytes(256)
+        ctypes.memset(found[0], 255, 4096)
+
+
+def test_memory_that_cannot_be_had_is_an_error_of_the_call_alone(find: Find) -> None:
+    small = find(2)
+    assert find(2, edits=2000) is None
+    assert find(2) == small
