@@ -7,6 +7,7 @@
 #define TOPW_CUDA_BLOCK_H
 
 #include <math.h>
+#include <string.h>
 
 #include "platform.h"
 
@@ -85,8 +86,17 @@ struct Best {
   int32_t place;
 };
 
+// Numbers in the order of these are in the order of their values, except that -0 comes before 0. Small GPUs compare
+// integers 32 times as fast as doubles.
+__device__ __forceinline__ int64_t ordered(double value) {
+  int64_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits < 0 ? bits ^ INT64_MAX : bits;
+}
+
 __device__ __forceinline__ Best better(Best a, Best b) {
-  return b.value > a.value || (b.value == a.value && b.place < a.place) ? b : a;
+  const int64_t of_a = ordered(a.value), of_b = ordered(b.value);
+  return of_b > of_a || (of_b == of_a && b.place < a.place) ? b : a;
 }
 
 __device__ __forceinline__ Best block_best(Best best, BlockScratch &scratch) {

@@ -59,10 +59,7 @@ class Candidates {
   __device__ int32_t kept() const { return kept_; }
   __device__ const uint64_t *keys() const { return sorted_; }
   // Room that holds the inclusive sums of the weights at the selection temperature; whether they are the draw's, too.
-  __device__ bool weighed() const {
-    return P_.selection == P_.temperature &&
-           log_weight(logit_of(sorted_[kept_ - 1]), top_, P_.selection) >= kSmallestLogWeight;
-  }
+  __device__ bool weighed() const { return weighed_; }
   __device__ double *G() const { return reinterpret_cast<double *>(sorted_ == room_.keys ? room_.spare : room_.keys); }
 
  private:
@@ -140,8 +137,10 @@ class Candidates {
       const bool covered = counted == pool || (gap_covers && counted == found_) ||
                            block_stop(best.value, Gamma[counted - 1], Phi[counted - 1], pool - counted, counted);
       scratch_.chosen[0] = covered && within_warm_start(Gamma, counted);
+      scratch_.chosen[1] = same_as_drawing();
     }
     __syncthreads();
+    weighed_ = scratch_.chosen[1];
     return scratch_.chosen[0];
   }
 
@@ -159,6 +158,12 @@ class Candidates {
            Gamma[kept_ - 2] < P_.init_top_p * Gamma[counted - 1] * (1 - kNucleusRounding);
   }
 
+  // Whether no weight of the crop is different, or bounded from below, at the drawing temperature.
+  __device__ bool same_as_drawing() const {
+    return P_.selection == P_.temperature &&
+           log_weight(logit_of(sorted_[kept_ - 1]), top_, P_.selection) >= kSmallestLogWeight;
+  }
+
   const Call &call_;
   const LogitRow &logits_;
   const Parameters &P_;
@@ -169,6 +174,7 @@ class Candidates {
   BlockScratch &scratch_;
   const uint64_t *sorted_ = nullptr;
   int32_t found_ = 0, kept_ = 0;
+  bool weighed_ = false;
 };
 
 }  // namespace topw

@@ -16,20 +16,13 @@ struct Kept {
   bool certified;
 };
 
-// The place of the drawn token and the log of its probability. `G` [size]: inclusive sums of the weights at the drawing
-// temperature, in units of the largest kept one.
-struct Drawn {
-  int32_t place;
-  double logprob;
-};
-
-__device__ inline Drawn draw(const Parameters &P, const Kept &kept, const double *G, BlockScratch &scratch) {
-  const double total = G[kept.size - 1], reached = P.uniform * total;
+// The place of the drawn token. `G` [size]: inclusive sums of the weights at the drawing temperature.
+__device__ inline int32_t draw(const Parameters &P, const Kept &kept, const double *G, BlockScratch &scratch) {
+  const double reached = P.uniform * G[kept.size - 1];
   int32_t first = kept.size - 1;
   for (int32_t i = own_index(); i < first; i += block_size())
-    if (G[i] - reached > 0) first = i;
-  const int32_t place = block_reduce(first, Smaller(), scratch);
-  return {place, log_weight(logit_of(kept.keys[place]), logit_of(kept.keys[0]), P.temperature) - log(total)};
+    if (G[i] > reached) first = i;
+  return block_reduce(first, Smaller(), scratch);
 }
 
 // The weights of the crop at one temperature, unbounded below, as inclusive sums in `room`.
@@ -40,15 +33,18 @@ __device__ inline void sum_weights(const Kept &kept, float top, double temperatu
   block_scan(room, nullptr, kept.size, scratch);
 }
 
-__device__ inline void write_outputs(const Call &call, int64_t row, const Kept &kept, const Drawn &drawn,
-                                     const topw_report &report) {
+// `total`: of the weights at the drawing temperature, in units of the largest kept one. Doubles are for one thread: a
+// small GPU computes few at once.
+__device__ inline void write_outputs(const Call &call, int64_t row, const Parameters &P, const Kept &kept,
+                                     int32_t place, double total, const topw_report &report) {
   const topw_outputs &out = call.outputs;
   if (out.keep_mask)
     for (int32_t i = own_index(); i < kept.size; i += block_size())
       out.keep_mask[row * call.inputs.vocab + id_of(kept.keys[i])] = 1;
   if (own_index() != 0) return;
-  out.next_token[row] = id_of(kept.keys[drawn.place]);
-  out.logprob[row] = static_cast<float>(drawn.logprob);
+  const float drawn = logit_of(kept.keys[place]), largest = logit_of(kept.keys[0]);
+  out.next_token[row] = id_of(kept.keys[place]);
+  out.logprob[row] = P.greedy ? 0 : static_cast<float>(log_weight(drawn, largest, P.temperature) - log(total));
   out.kept[row] = kept.size;
   out.certified[row] = kept.certified;
   if (out.reports) out.reports[row] = report;
@@ -61,12 +57,12 @@ __device__ inline void write_outputs(const Call &call, int64_t row, const Kept &
 __device__ inline void finish_row(const Call &call, int64_t row, const Parameters &P, float top, const Kept &kept,
                                   const topw_report &report, double *room, BlockScratch &scratch,
                                   bool weighed = false) {
-  Drawn drawn = {0, 0};
+  int32_t place = 0;
   if (!P.greedy) {
     if (!weighed) sum_weights(kept, logit_of(kept.keys[0]), P.temperature, room, scratch);
-    drawn = draw(P, kept, room, scratch);
+    place = draw(P, kept, room, scratch);
   }
-  write_outputs(call, row, kept, drawn, report);
+  write_outputs(call, row, P, kept, place, P.greedy ? 1 : room[kept.size - 1], report);
   if (!call.outputs.mass || P.certain_selection) return;
   __syncthreads();
   sum_weights(kept, top, P.selection, room, scratch);
