@@ -66,7 +66,7 @@ class Alternation {
   }
 
   // From the first k0 tokens of the pool. Leaves the crop as the members.
-  __device__ void run(int32_t k0) {
+  __device__ TOPW_ONE_COPY void run(int32_t k0) {
     kept = k0;
     for (int32_t i = own_index(); i < pool_; i += block_size()) memory_.state[i] = i < k0 ? kMember : 0;
     __syncthreads();

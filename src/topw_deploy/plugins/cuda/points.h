@@ -13,8 +13,6 @@ namespace topw::crop {
 constexpr int kPiece = 8;             // coordinates of a row that are read at once: 16 bytes of the short types
 constexpr double kSmallestNorm = 1e-12;
 
-#define TOPW_ONE_COPY __attribute__((noinline))  // of a long function that is called from many places
-
 struct alignas(16) Sixteen {  // bytes, loaded by one instruction
   uint32_t words[4];
 };

@@ -16,20 +16,17 @@
 namespace topw::crop {
 
 constexpr int kQuarters = kGroup / 4;   // a group is read in so many pieces of four
-constexpr int kAtOnce = 4;              // of them that a thread asks for before it waits for the first
+constexpr int kAtOnce = 8;              // of them that a thread asks for before it waits for the first
 constexpr int kSteps = 256;
 
-// Which tokens are taken: those not behind `bound`, and at most `last` steps under the row's largest.
+// Which tokens are taken: those not under `bound`, and at most `last_step` steps under the row's largest.
 struct Cut {
-  uint32_t bound;      // the largest descending_key that is taken
-  int32_t last_id;     // of the tokens at it
-  float top, rate;     // (top - logit) * rate is the step
+  float bound;      // finite
+  int32_t last_id;  // of the tokens at it
+  float top, rate;  // (top - logit) * rate is the step; 0: all are at step 0
   int32_t last_step;
 
-  __device__ bool holds(float logit, int32_t id) const {
-    const uint32_t key = descending_key(logit);
-    return key < bound || (key == bound && id <= last_id);
-  }
+  __device__ bool holds(float logit, int32_t id) const { return logit > bound || (logit == bound && id <= last_id); }
   // Of a token that it holds.
   __device__ int32_t step(float logit) const { return rate > 0 ? static_cast<int32_t>((top - logit) * rate) : 0; }
   __device__ bool takes(float logit, int32_t id) const { return holds(logit, id) && step(logit) <= last_step; }
@@ -43,7 +40,7 @@ class PoolTaker {
       : row_(row), top_(top), wanted_(wanted), keys_(keys), capacity_(capacity), groups_(groups), scratch_(scratch) {}
 
   // Leaves the keys of the pool's tokens in `keys`, sorted; how many. Fewer than wanted only if no more are finite.
-  __device__ int32_t run() {
+  __device__ TOPW_ONE_COPY int32_t run() {
     int32_t count = from_maxima();
     if (count < 0) count = selected();
     for (int32_t i = count + own_index(); i < power_of_two_from(count); i += block_size()) keys_[i] = ~uint64_t{0};
@@ -56,7 +53,7 @@ class PoolTaker {
 
   __device__ Cut everything_from(uint32_t bound) const {
     const uint32_t lowest = descending_key(kLowest);
-    return {bound < lowest ? bound : lowest, INT32_MAX, top_, 0.0f, 0};
+    return {value_of_key(bound < lowest ? bound : lowest), INT32_MAX, top_, 0.0f, 0};
   }
 
   // -1: not to be had so.
@@ -64,14 +61,7 @@ class PoolTaker {
     if (row_.vocab() <= capacity_) return take(everything_from(~uint32_t{0}));
     const int32_t groups = row_.groups();
     const bool enough_groups = groups > wanted_;
-    const int32_t reached = enough_groups ? wanted_ : likely_groups(groups);
-    const uint32_t bound =
-        block_select(groups, [&](int32_t g) { return descending_key(row_.maximum(g)); }, reached,
-                     reached + reached / 8, scratch_);
-    Cut cut = everything_from(bound);
-    listed_ = block_compact(
-        groups, [&](int32_t g) { return descending_key(row_.maximum(g)) <= cut.bound; },
-        [&](int32_t g, int32_t place) { groups_[place] = g; }, scratch_);
+    Cut cut = list_groups(groups, enough_groups ? wanted_ : likely_groups(groups));
     if (enough_groups) {
       const int32_t count = take(cut);
       if (count <= capacity_) return count;
@@ -79,6 +69,24 @@ class PoolTaker {
     if (!narrow(cut)) return -1;
     const int32_t count = take(cut);
     return count >= wanted_ && count <= capacity_ ? count : -1;
+  }
+
+  // Lists the groups whose maxima are about the `reached` largest; what they hold from the least of these maxima up.
+  // The maxima are read once, to where keys will lie later, if there is room.
+  __device__ Cut list_groups(int32_t groups, int32_t reached) {
+    uint32_t *const staged = groups <= 2 * capacity_ ? reinterpret_cast<uint32_t *>(keys_) : nullptr;
+    if (staged) {
+      for (int32_t g = own_index(); g < groups; g += block_size()) staged[g] = descending_key(row_.maximum(g));
+      __syncthreads();
+    }
+    const auto key = [&](int32_t g) { return staged ? staged[g] : descending_key(row_.maximum(g)); };
+    const uint32_t bound = block_select(groups, key, reached, reached + reached / 8, scratch_);
+    const Cut cut = everything_from(bound);
+    const uint32_t least = descending_key(cut.bound);
+    listed_ = block_compact(
+        groups, [&](int32_t g) { return key(g) <= least; }, [&](int32_t g, int32_t place) { groups_[place] = g; },
+        scratch_);
+    return cut;
   }
 
   // So many groups have a maximum among some two times the tokens wanted, if chance has thrown these into the groups.
@@ -91,16 +99,18 @@ class PoolTaker {
   // Counts the tokens that `cut` takes by steps, and has it take no more steps than needed. False if they are too few,
   // or too many in one step, or the steps have no width.
   __device__ bool narrow(Cut &cut) {
-    const float range = top_ - value_of_key(cut.bound);
+    const float range = top_ - cut.bound;
     if (!(range > 0 && range < FLT_MAX)) return false;
     cut.rate = static_cast<float>(kSteps) / range;
     if (!(cut.rate < FLT_MAX)) return false;
     for (int32_t b = own_index(); b < kSteps; b += block_size()) scratch_.bins[b] = 0;
     __syncthreads();
-    for_each_listed([&](float logit, int32_t id) {
-      if (!cut.holds(logit, id)) return;
-      const int32_t step = cut.step(logit);
-      atomicAdd(&scratch_.bins[step < kSteps ? step : kSteps - 1], 1u);
+    for_each_batch([&](const Batch &batch) {
+      for_each_token(batch, [&](int, float logit, int32_t id) {
+        if (!cut.holds(logit, id)) return;
+        const int32_t step = cut.step(logit);
+        atomicAdd(&scratch_.bins[step < kSteps ? step : kSteps - 1], 1u);
+      });
     });
     __syncthreads();
     if (warp_index() == 0) find_step();
@@ -137,27 +147,39 @@ class PoolTaker {
     int32_t count = take(cut);
     if (count <= capacity_) return count;
     // More are equal at the end than there is room for: the lowest ids of them.
-    cut.bound = block_select(row_.vocab(), key, wanted_, wanted_, scratch_);
+    cut = everything_from(block_select(row_.vocab(), key, wanted_, wanted_, scratch_));
     cut.last_id = -1;
-    const uint32_t equals = static_cast<uint32_t>(wanted_ - take(cut)), bound = cut.bound;
+    const int32_t equals = wanted_ - take(cut);
+    const float bound = cut.bound;
     cut.last_id = static_cast<int32_t>(block_select(
-        row_.vocab(), [&](int32_t id) { return key(id) == bound ? static_cast<uint32_t>(id) : 0xffffffffu; },
-        static_cast<int32_t>(equals), static_cast<int32_t>(equals), scratch_));
+        row_.vocab(), [&](int32_t id) { return row_.at(id) == bound ? static_cast<uint32_t>(id) : 0xffffffffu; },
+        equals, equals, scratch_));
     return take(cut);
   }
+
+  struct Batch {
+    float4 logits[kAtOnce];
+    int32_t ids[kAtOnce];  // of the first of each four
+  };
 
   // The keys of the tokens that `cut` takes, in no order, as far as there is room; how many they are.
   __device__ int32_t take(const Cut &cut) {
     if (own_index() == 0) scratch_.chosen[0] = 0;
     __syncthreads();
-    for_each_listed([&](float logit, int32_t id) {
-      const bool taken = cut.takes(logit, id);
-      const unsigned votes = __ballot_sync(kEveryLane, taken);
-      if (votes == 0) return;
+    for_each_batch([&](const Batch &batch) {
+      uint32_t taken = 0;  // a bit for each token
+      for_each_token(batch, [&](int bit, float logit, int32_t id) {
+        taken |= static_cast<uint32_t>(cut.takes(logit, id)) << bit;
+      });
+      if (!__any_sync(kEveryLane, taken != 0)) return;
+      const uint32_t own = static_cast<uint32_t>(__popc(taken)), sum = warp_scan(own);
       uint32_t place = 0;
-      if (lane_index() == 0) place = atomicAdd(&scratch_.chosen[0], static_cast<uint32_t>(__popc(votes)));
-      place = __shfl_sync(kEveryLane, place, 0) + static_cast<uint32_t>(__popc(votes & ((1u << lane_index()) - 1)));
-      if (taken && place < static_cast<uint32_t>(capacity_)) keys_[place] = token_key(logit, id);
+      if (lane_index() == kWarp - 1) place = atomicAdd(&scratch_.chosen[0], sum);
+      place = __shfl_sync(kEveryLane, place, kWarp - 1) + sum - own;
+      if (taken == 0) return;
+      for_each_token(batch, [&](int bit, float logit, int32_t id) {
+        if (taken >> bit & 1 && place++ < static_cast<uint32_t>(capacity_)) keys_[place - 1] = token_key(logit, id);
+      });
     });
     __syncthreads();
     const int32_t count = static_cast<int32_t>(scratch_.chosen[0]);
@@ -165,31 +187,35 @@ class PoolTaker {
     return count;
   }
 
-  // visit(logit, id) for every token of the listed groups, or of all; by whole warps, with -inf where there is none.
   template <class Visit>
-  __device__ void for_each_listed(Visit visit) {
+  __device__ static void for_each_token(const Batch &batch, Visit visit) {
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      visit(4 * n, batch.logits[n].x, batch.ids[n]);
+      visit(4 * n + 1, batch.logits[n].y, batch.ids[n] + 1);
+      visit(4 * n + 2, batch.logits[n].z, batch.ids[n] + 2);
+      visit(4 * n + 3, batch.logits[n].w, batch.ids[n] + 3);
+    }
+  }
+
+  // visit(batch) until the tokens of the listed groups, or of all, have come; by whole warps, -inf where there is none.
+  template <class Visit>
+  __device__ void for_each_batch(Visit visit) {
     const int32_t pieces = (listed_ < 0 ? row_.groups() : listed_) * kQuarters;
+    const float none = -static_cast<float>(INFINITY);
     for (int32_t first = 0; first < pieces; first += kAtOnce * block_size()) {
-      float4 logits[kAtOnce];
-      int32_t ids[kAtOnce];
+      Batch batch;
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int32_t piece = first + n * block_size() + own_index();
-        const float none = -static_cast<float>(INFINITY);
-        logits[n] = {none, none, none, none};
-        ids[n] = 0;
+        batch.logits[n] = {none, none, none, none};
+        batch.ids[n] = 0;
         if (piece >= pieces) continue;
         const int32_t group = listed_ < 0 ? piece / kQuarters : groups_[piece / kQuarters];
-        logits[n] = row_.four(group, piece % kQuarters);
-        ids[n] = group * kGroup + piece % kQuarters * 4;
+        batch.logits[n] = row_.four(group, piece % kQuarters);
+        batch.ids[n] = group * kGroup + piece % kQuarters * 4;
       }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        visit(logits[n].x, ids[n]);
-        visit(logits[n].y, ids[n] + 1);
-        visit(logits[n].z, ids[n] + 2);
-        visit(logits[n].w, ids[n] + 3);
-      }
+      visit(batch);
     }
   }
 
