@@ -40,11 +40,18 @@ class _Architectures(click.ParamType):
 @command.command(name="build")
 @click.option("--cuda", is_flag=True, help="The library with the CUDA kernels: onnxruntime's operator for GPUs.")
 @click.option(
+    "--tensorrt-root",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    default=None,
+    metavar="DIR",
+    help="TensorRT's plugin for C++ hosts and trtexec, against the headers in DIR (/usr for system packages).",
+)
+@click.option(
     "--arch",
     type=_Architectures(),
     default=(),
     metavar="LIST",
-    help="--cuda: only for these GPUs: 87, sm_87 or 8.7, with commas.  [default: sm_75 to sm_121]",
+    help="Only for these GPUs: 87, sm_87 or 8.7, with commas.  [default: sm_75 to sm_121]",
 )
 @click.option(
     "--output",
@@ -53,15 +60,19 @@ class _Architectures(click.ParamType):
     metavar="FILE",
     help="Where to write it.  [default: where this package looks for it]",
 )
-def build(cuda: bool, arch: tuple[int, ...], output: Path | None) -> None:
+def build(cuda: bool, tensorrt_root: Path | None, arch: tuple[int, ...], output: Path | None) -> None:
     """Compile a library on this machine, for GPUs that need not be there.
 
-    --cuda needs nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler. What is written elsewhere
-    than into the package is used where TOPW_CUDA_LIBRARY names it.
+    It takes nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler. What --cuda writes elsewhere
+    than into the package is used where TOPW_CUDA_LIBRARY names it; the plugin in Python uses that library too. What
+    --tensorrt-root writes is for `build-engine --plugin`, trtexec --dynamicPlugins and hosts in C++.
     """
-    if not cuda:
-        raise click.UsageError("say what to build: --cuda.")
-    _build_cuda(output, arch)
+    if cuda == (tensorrt_root is not None):
+        raise click.UsageError("say what to build: either --cuda or --tensorrt-root DIR.")
+    if tensorrt_root is None:
+        _build_cuda(output, arch)
+    else:
+        _build_tensorrt(tensorrt_root, output, arch)
 
 
 def _build_cuda(output: Path | None, architectures: tuple[int, ...]) -> None:
@@ -71,6 +82,17 @@ def _build_cuda(output: Path | None, architectures: tuple[int, ...]) -> None:
         click.echo(line, err=True)
 
     made = cuda_build.build(output, architectures, tell=tell)
+    tell(f"{made.size / 1e6:.1f} MB in {made.seconds:.0f} s")
+    click.echo(str(made.path))
+
+
+def _build_tensorrt(root: Path, output: Path | None, architectures: tuple[int, ...]) -> None:
+    from topw_deploy.plugins.tensorrt import build as plugin_build
+
+    def tell(line: str) -> None:
+        click.echo(line, err=True)
+
+    made = plugin_build.build(root, output, architectures, tell=tell)
     tell(f"{made.size / 1e6:.1f} MB in {made.seconds:.0f} s")
     click.echo(str(made.path))
 

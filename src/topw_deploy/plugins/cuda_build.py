@@ -85,7 +85,8 @@ def build(
     try:
         with tempfile.TemporaryDirectory(prefix="topw-cuda-") as scratch:
             made = Path(scratch) / output.name
-            _link(toolkit, _compile(toolkit, chosen, Path(scratch)), made)
+            operator = [*sorted(native_build.SOURCES.glob("*.cpp")), *sorted(SOURCES.glob("ort_*.cpp"))]
+            link(toolkit, compile_with_kernels(toolkit, chosen, Path(scratch), operator), made)
             _check(made)
             native_build.put(made, output)
     except native_build.NotBuiltError as reason:
@@ -173,15 +174,20 @@ def code_flags(architectures: Sequence[int]) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"]
 
 
-def _compile(toolkit: Toolkit, architectures: Sequence[int], scratch: Path) -> list[str]:
-    """Every source to an object in `scratch`; the objects' paths."""
+def compile_with_kernels(
+    toolkit: Toolkit, architectures: Sequence[int], scratch: Path, rest: Sequence[Path], flags: Sequence[str] = ()
+) -> list[str]:
+    """The kernels, and C++ sources beside them, to objects in `scratch`; the objects' paths.
+
+    flags: more of them for the C++ sources. Raises NotBuiltError with a compiler's words.
+    """
     kernels = sorted(SOURCES.glob("*.cu"))
-    rest = [*sorted(native_build.SOURCES.glob("*.cpp")), *sorted(SOURCES.glob("ort_*.cpp"))]
     if not kernels or not rest:
         raise native_build.NotBuiltError(f"the sources are not in {SOURCES.parent}")
     defines = [f"-DTOPW_WITH_CUDA={'.'.join(map(str, architectures))}"]
     includes = [f"-I{folder}" for folder in (native_build.SOURCES, SOURCES)]
-    cpp = [*native_build.find_compiler(), *native_build.FLAGS, *defines, *includes, f"-isystem{toolkit.headers}", "-c"]
+    cpp = [*native_build.find_compiler(), *native_build.FLAGS, *defines, *includes, f"-isystem{toolkit.headers}"]
+    cpp += [*flags, "-c"]
     cores = len(os.sched_getaffinity(0))
     threads = max(1, cores // len(kernels))
     cu = [str(toolkit.nvcc), *nvcc_flags(), *code_flags(architectures), f"--threads={threads}", *defines, *includes]
@@ -206,7 +212,8 @@ def nvcc_flags() -> list[str]:
     return [*FLAGS, f"-ccbin={compiler[0]}", f"-Xcompiler={','.join(_HOST_FLAGS)}"]
 
 
-def _link(toolkit: Toolkit, objects: Sequence[str], made: Path) -> None:
+def link(toolkit: Toolkit, objects: Sequence[str], made: Path) -> None:
+    """A shared library of these objects and the CUDA runtime. Raises NotBuiltError with the linker's words."""
     compiler = native_build.find_compiler()
     flags = [*native_build.linker_flags(compiler), _SYMBOLIC, f"-L{toolkit.libraries}"]
     native_build.run([*compiler, "-shared", *objects, *flags, *_LINKED, "-o", str(made)])

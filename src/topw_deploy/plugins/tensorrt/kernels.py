@@ -1,34 +1,21 @@
-"""The CUDA library as the plugin calls it: the addresses come from TensorRT, and so does the stream."""
+"""The CUDA library as the plugin calls it: addresses, workspace and stream come from TensorRT."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_void_p
+from ctypes import c_size_t, c_uint8, c_void_p
 from pathlib import Path
 
-from topw_deploy.errors import PluginError
+from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins import driver, shared_library
-from topw_deploy.plugins.kernel import COLUMNS, TABLE_TYPES, _Inputs, _Options, _Outputs, _Table
+from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
+from topw_deploy.plugins.kernel import COLUMNS, TABLE_TYPES, _Inputs, _Outputs, _Table
 from topw_deploy.plugins.tensorrt.node import EDITS, CallShape
-from topw_deploy.sampling.parameters import METRICS
+from topw_deploy.sampling.parameters import TopWOptions
 
 Zero = Callable[[int, int, int], None]
 """Called with an address, a number of bytes and a stream: enqueues zeros."""
-
-
-class _Shape(Structure):
-    """topw_cuda_shape of topw_cuda.h."""
-
-    _fields_ = (
-        ("options", _Options),
-        ("table", _Table),
-        ("batch", c_int64),
-        ("vocab", c_int64),
-        ("edits", c_int64),
-        ("logits_type", c_int32),
-        ("reserved", c_int32),
-    )
 
 
 class Kernels:
@@ -38,75 +25,41 @@ class Kernels:
     """
 
     def __init__(self, path: Path, zero: Zero) -> None:
-        try:
-            library = ctypes.CDLL(str(path))
-            self._refusal = library.topw_cuda_refusal
-            self._workspace_bytes = library.topw_cuda_workspace_bytes
-            self._control_bytes = library.topw_cuda_control_bytes
-            self._launch = library.topw_cuda_launch
-            self._error = library.topw_cuda_error
-            version = library.topw_cuda_abi_version()
-        except (OSError, AttributeError) as error:
-            raise PluginError(f"{path} is no library with the CUDA kernels ({error}); build it again.") from None
-        if version != shared_library.CUDA_ABI_VERSION:
-            raise PluginError(
-                f"{path} has the CUDA interface {version}, this topw_deploy speaks {shared_library.CUDA_ABI_VERSION}; "
-                "build it again with `topw plugins build --cuda`."
-            )
-        self._refusal.argtypes, self._refusal.restype = [POINTER(_Shape)], c_char_p
-        self._workspace_bytes.argtypes, self._workspace_bytes.restype = [POINTER(_Shape)], c_int64
-        self._control_bytes.argtypes, self._control_bytes.restype = [POINTER(_Shape)], c_int64
-        self._launch.argtypes = [
-            POINTER(_Shape), POINTER(_Table), POINTER(_Inputs), POINTER(_Outputs), c_void_p, c_void_p
-        ]  # fmt: skip
-        self._error.argtypes, self._error.restype = [c_int], c_char_p
+        self._kernel = CudaKernel(path)
         self._zero = zero
 
-    def check(self, shape: CallShape) -> None:
-        """Raises PluginError where the kernels do not serve calls of this shape."""
-        reason = self._refusal(byref(_shape(shape)))
+    def check(self, call: CallShape) -> None:
+        """Raises PluginError where the kernels do not serve such calls."""
+        try:
+            reason = self._kernel.refusal(_shape(call, _table(call)))
+        except ParameterError as error:
+            reason = str(error).rstrip(".")
         if reason:
             raise PluginError(
-                f"the kernels do not serve this sampler: {reason.decode('utf-8')}; without the plugin TensorRT inlines "
-                "the node's function."
+                f"the kernels do not serve this sampler: {reason}; without the plugin TensorRT inlines the node's "
+                "function."
             )
 
-    def workspace_bytes(self, shape: CallShape) -> int:
-        """Scratch memory that a call of at most this shape needs, aligned to 256 bytes."""
-        return int(self._workspace_bytes(byref(_shape(shape))))
+    def workspace_bytes(self, call: CallShape) -> int:
+        """Scratch memory for calls of at most this size, aligned to 256 bytes."""
+        return self._kernel.workspace_bytes(_shape(call, _table(call)))
 
     def enqueue(
-        self,
-        shape: CallShape,
-        inputs: Mapping[str, int],
-        outputs: Mapping[str, int],
-        workspace: int,
-        stream: int,
+        self, call: CallShape, inputs: Mapping[str, int], outputs: Mapping[str, int], workspace: int, stream: int
     ) -> None:
         """Enqueue a call: zeros for the control bytes, whatever the workspace held, then the kernels.
 
-        inputs, outputs: addresses by name, of the types and shapes of `shape`. Raises PluginError where CUDA refuses.
+        inputs, outputs: addresses by name, of the types and shapes of `call`. Raises PluginError where CUDA refuses.
         """
-        described = _shape(shape)
-        table = None
-        if shape.settings.has_table:
-            bound = inputs["neighbour_bound"] if shape.bounds else None
-            table = _Table(
-                inputs["table"], shape.tokens, shape.hidden, TABLE_TYPES[shape.table_type], 0,
-                inputs["mean"], inputs["inverse_std"], bound,
-            )  # fmt: skip
+        table = _table(call, inputs)
+        shape = _shape(call, table)
         arguments = _Inputs(
-            shape.batch, shape.vocab, shape.edits, inputs["logits"],
+            call.batch, call.vocab, call.edits, inputs["logits"],
             *(inputs[name] for name in EDITS), *(inputs[name] for name in COLUMNS),
         )  # fmt: skip
         results = _Outputs(*(outputs.get(field[0]) for field in _Outputs._fields_))
-        self._zero(workspace, int(self._control_bytes(byref(described))), stream)
-        code = self._launch(
-            byref(described), byref(table) if table is not None else None, byref(arguments), byref(results),
-            workspace, stream,
-        )  # fmt: skip
-        if code:
-            raise PluginError(f"CUDA answers {self._error(code).decode('utf-8', 'replace')} (error {code}).")
+        self._zero(workspace, self._kernel.control_bytes(shape), stream)
+        self._kernel.launch(shape, table, arguments, results, workspace, stream)
 
 
 def installed_kernels() -> Kernels:
@@ -122,22 +75,30 @@ def installed_kernels() -> Kernels:
 
 def zero_on_device(address: int, size: int, stream: int) -> None:
     """Enqueue zeros by the driver, in the current context. Raises PluginError where it refuses."""
-    code = _driver().cuMemsetD8Async(c_void_p(address), c_uint8(0), c_size_t(size), c_void_p(stream))
+    try:
+        cuda = ctypes.CDLL(driver.LIBRARY)
+    except OSError as error:
+        raise PluginError(f"there is no NVIDIA driver ({error}).") from None
+    code = cuda.cuMemsetD8Async(c_void_p(address), c_uint8(0), c_size_t(size), c_void_p(stream))
     if code:
         raise PluginError(f"the NVIDIA driver does not zero {size} bytes (CUDA error {code}).")
 
 
-def _driver() -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(driver.LIBRARY)
-    except OSError as error:
-        raise PluginError(f"there is no NVIDIA driver ({error}).") from None
+def _shape(call: CallShape, table: _Table | None) -> CudaShape:
+    settings = call.settings
+    options = TopWOptions(
+        top_m=settings.top_m, alt_iters=settings.alt_iters, metric=settings.metric,
+        **({"potential": "knn", "knn_k": settings.knn_k} if settings.knn_k else {"potential": "nearest"}),
+    )  # fmt: skip
+    return CudaShape(options, call.batch, call.vocab, call.edits, call.logits_type, table)
 
 
-def _shape(shape: CallShape) -> _Shape:
-    settings = shape.settings
-    table = _Table(None, shape.tokens, shape.hidden, TABLE_TYPES.get(shape.table_type, 0) if shape.hidden else 0, 0)
-    return _Shape(
-        _Options(settings.top_m, settings.alt_iters, METRICS.index(settings.metric), settings.knn_k),
-        table, shape.batch, shape.vocab, shape.edits, TABLE_TYPES.get(shape.logits_type, 0), 0,
+def _table(call: CallShape, inputs: Mapping[str, int] | None = None) -> _Table | None:
+    """The table of topw.h: sizes and types, and with `inputs` its addresses; None for the uniform metric."""
+    if not call.settings.has_table:
+        return None
+    given: Mapping[str, int | None] = inputs or {}
+    return _Table(
+        given.get("table"), call.tokens, call.hidden, TABLE_TYPES.get(call.table_type, 0), 0,
+        given.get("mean"), given.get("inverse_std"), given.get("neighbour_bound") if call.bounds else None,
     )  # fmt: skip
