@@ -13,6 +13,7 @@ import pytest
 
 from cuda_double import Gpu
 from tensorrt_double import TensorRT
+from topw_deploy.engines import plugin
 from topw_deploy.engines.build import build_engine
 from topw_deploy.engines.request import EngineRequest
 from topw_deploy.engines.stamp import read
@@ -150,8 +151,32 @@ def test_a_plugins_library_is_loaded_and_must_hold_the_plugin(trt: TensorRT, out
         build(out, plugin=str(other))
     assert build(out, plugin=str(good)).stamp.plugin == "library"
     assert trt.registry.libraries == [str(other), str(good)]
-    with pytest.raises(EngineError, match=r"absent\.so, which is no file"):
+    with pytest.raises(EngineError, match=r"absent\.so is no file; `topw plugins build --tensorrt-root` makes one"):
         build(out, plugin=str(tmp_path / "absent.so"))
+
+
+@pytest.mark.usefixtures("no_plugin")
+def test_the_installed_library_serves_where_python_cannot(
+    trt: TensorRT, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "libtopw_tensorrt.so"
+    path.touch()
+    monkeypatch.setenv("TOPW_TENSORRT_LIBRARY", str(path))
+    built = build(out)
+    assert (built.stamp.plugin, trt.registry.libraries) == ("library", [str(path)])
+    trt.registry.all_creators.clear()
+    plugin.prepare("python", "1", trt.module)  # what either built, either runs
+    assert trt.registry.libraries == [str(path)] * 2
+
+
+def test_a_tensorrt_that_does_not_start_is_one_sentence(trt: TensorRT, out: Path) -> None:
+    def broken(logger: Any) -> None:
+        logger.log(trt.module.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    trt.module.Builder = broken
+    with pytest.raises(EngineError, match=r"does not start here \(CUDA initialization failure with error: 35\)"):
+        build(out)
 
 
 def test_progress_grows_to_a_hundred(trt: TensorRT, out: Path) -> None:

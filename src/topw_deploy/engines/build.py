@@ -104,7 +104,7 @@ def serialize(
     Raises EngineError where TensorRT refuses, and whatever interrupted it.
     """
     logger = library.new_logger(trt)
-    builder = trt.Builder(logger)
+    builder = library.start(trt, "Builder", logger)
     parsed = network.parse(trt, logger, builder, request.out / network.MODEL, fp16=request.fp16)
     config = network.configure(trt, builder, request, manifest, profiles)
     with bar(100, "%") as show:

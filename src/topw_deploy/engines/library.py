@@ -31,6 +31,14 @@ def new_logger(trt: Any) -> Any:
     return Logger()
 
 
+def start(trt: Any, kind: str, logger: Any) -> Any:
+    """A tensorrt.Builder or tensorrt.Runtime (`kind`). Raises EngineError where CUDA does not let it start."""
+    try:
+        return getattr(trt, kind)(logger)
+    except (RuntimeError, TypeError) as error:  # what its constructor makes of an object that there is not
+        raise EngineError(f"TensorRT {trt.__version__} does not start here ({last_error(logger)})") from error
+
+
 def last_error(logger: Any) -> str:
     """The first error that `logger` was told, as a clause: those after it are its consequences."""
     return str(logger.errors[0])[:300] if logger.errors else "it gave no reason"

@@ -35,10 +35,11 @@ class EngineSession:
         trt = library.load()
         path, self.stamp = fitting(folder.path, this_machine(str(trt.__version__), device))
         try:
-            plugin.prepare(self.stamp.plugin, self.stamp.plugin_version)
+            plugin.prepare(self.stamp.plugin, self.stamp.plugin_version, trt)
         except EngineError as error:
+            reason = str(error).rstrip(".")
             raise EngineError(
-                f"{path} cannot be used: {error}; build it again with `topw build-engine {folder.path}`."
+                f"{path} cannot be used: {reason}; build it again with `topw build-engine {folder.path}`."
             ) from None
         self.sampler: Sampler = "graph" if self.stamp.plugin == "none" else "plugin"
         self.why_graph = "the engine was built without the plugin" if self.stamp.plugin == "none" else ""
@@ -59,7 +60,7 @@ class EngineSession:
     def _open(self, path: Path, device: int) -> None:
         try:
             self.cuda = Cuda(device)
-            self._runtime = self._trt.Runtime(self._logger)  # to be alive as long as the engine
+            self._runtime = library.start(self._trt, "Runtime", self._logger)  # to be alive as long as the engine
             self._engine = _deserialised(self._runtime, path)
             if self._engine is None:
                 raise EngineError(f"TensorRT does not open {path} ({library.last_error(self._logger)})")
