@@ -1,0 +1,111 @@
+"""What TensorRT is told of a node, read and checked without TensorRT."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from topw_deploy.errors import PluginError
+from topw_deploy.export.tail import TailSpec, plain_gather, tail_attributes, tail_inputs, tail_outputs
+from topw_deploy.plugins.tensorrt.node import FIELDS, CallShape, NodeSettings, Tensor, describe
+from topw_deploy.sampling.parameters import TopWOptions
+
+SETTINGS = NodeSettings(top_m=64, alt_iters=3, metric="unit", knn_k=2, table_form="Gather(axis=0)", with_keep_mask=1)
+UNIFORM = NodeSettings(top_m=64, alt_iters=3, metric="uniform")
+
+
+def tensors(settings: NodeSettings, batch: int = 3, vocab: int = 50, edits: int = 2, bounds: int = 0) -> list[Tensor]:
+    shapes = {"logits": (batch, vocab), "edit_ids": (batch, edits), "edit_penalty": (batch, edits),
+              "edit_bias": (batch, edits), "mean": (8,), "inverse_std": (8,), "neighbour_bound": (bounds,),
+              "table": (60, 8)}  # fmt: skip
+    return [Tensor("int64" if n == "edit_ids" else "float32", shapes.get(n, (batch,))) for n in settings.inputs]
+
+
+@pytest.mark.parametrize("mass", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("options", [TopWOptions(), TopWOptions(metric="uniform", potential="knn", knn_k=7)])
+def test_the_exporters_nodes_are_read_whole(options: TopWOptions, mass: bool, mask: bool) -> None:
+    table = {} if options.metric == "uniform" else {"embedding": plain_gather(50, 8), "hidden_size": 8}
+    spec = TailSpec(options=options, vocab_size=50, with_mass=mass, with_keep_mask=mask, **table)
+    settings = NodeSettings.from_fields(tail_attributes(spec))
+    assert (settings.top_m, settings.alt_iters, settings.metric) == (options.top_m, options.alt_iters, options.metric)
+    assert settings.knn_k == options.neighbours
+    assert settings.outputs == tail_outputs(spec)
+    assert len(settings.inputs) == len(tail_inputs(spec))
+    assert settings.inputs[:14] == tail_inputs(spec)[:14]
+    assert set(FIELDS) | {"plugin_namespace", "plugin_version"} == set(tail_attributes(spec))
+
+
+def test_an_engines_fields_give_the_settings_back() -> None:
+    assert tuple(SETTINGS.to_fields()) == FIELDS
+    assert NodeSettings.from_fields(SETTINGS.to_fields()) == SETTINGS
+
+
+def test_a_node_of_an_older_export_has_neither_output_on_request() -> None:
+    fields = {name: value for name, value in UNIFORM.to_fields().items() if not name.startswith("with_")}
+    assert NodeSettings.from_fields(fields).outputs == ("next_token", "logprob", "kept", "certified")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"top_m": 0}, r"top_m is 0, but must be in \[1,"),
+        ({"alt_iters": 2**31}, "alt_iters is 2147483648"),
+        ({"knn_k": -1}, "knn_k is -1"),
+        ({"with_mass": 2}, r"with_mass is 2, but must be in \[0, 1\]"),
+        ({"metric": "euclid"}, "metric is 'euclid', but must be one of mahalanobis"),
+        ({"metric": 3}, "metric is 3, which is not of its type"),
+        ({"top_m": "1200"}, "top_m is '1200', which is not of its type"),
+        ({"table_form": "com.microsoft.GatherBlockQuantized(bits=4)"}, "but the plugin reads 'Gather"),
+        ({"metric": "uniform"}, "but the plugin reads ''"),
+    ],
+)
+def test_attributes_that_the_kernels_cannot_serve_are_refused(fields: dict[str, int | str], said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        NodeSettings.from_fields({**SETTINGS.to_fields(), **fields})
+
+
+@pytest.mark.parametrize("missing", ["top_m", "alt_iters", "metric"])
+def test_a_missing_attribute_is_named(missing: str) -> None:
+    fields = {name: value for name, value in SETTINGS.to_fields().items() if name != missing}
+    with pytest.raises(PluginError, match=f"the node has no {missing}"):
+        NodeSettings.from_fields(fields)
+
+
+@pytest.mark.parametrize("bounds", [0, 50])
+def test_a_call_is_what_its_inputs_sizes_say(bounds: int) -> None:
+    call = describe(SETTINGS, tensors(SETTINGS, bounds=bounds))
+    assert call == CallShape(
+        settings=SETTINGS, batch=3, vocab=50, edits=2, logits_type="float32", tokens=60, hidden=8,
+        table_type="float32", bounds=bounds,
+    )  # fmt: skip
+    assert describe(UNIFORM, tensors(UNIFORM)) == CallShape(
+        settings=UNIFORM, batch=3, vocab=50, edits=2, logits_type="float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("logits", (3,), "logits has shape"),
+        ("edit_ids", (2, 2), "edit_ids has shape"),
+        ("edit_bias", (3, 1), r"edit_bias has shape \[3, 1\], but must be \[3, 2\]"),
+        ("lam", (1,), r"lam has shape \[1\], but must be \[3\]"),
+        ("mean", (9,), r"mean has shape \[9\], but must be \[8\]"),
+        ("neighbour_bound", (49,), r"neighbour_bound has shape \[49\], but must be \[50\]"),
+        ("table", (49, 8), "table has 49 rows, but needs one for each of 50 tokens"),
+        ("table", (60, 8, 1), "table has shape"),
+    ],
+)
+def test_inputs_that_do_not_fit_each_other_are_refused(name: str, shape: tuple[int, ...], said: str) -> None:
+    given = tensors(SETTINGS)
+    place = SETTINGS.inputs.index(name)
+    given[place] = replace(given[place], shape=shape)
+    with pytest.raises(PluginError, match=said):
+        describe(SETTINGS, given)
+
+
+def test_a_node_with_too_few_inputs_is_refused() -> None:
+    with pytest.raises(PluginError, match="11 inputs, but a node like it has 15"):
+        describe(SETTINGS, tensors(UNIFORM))
