@@ -1,0 +1,1 @@
+"""Everything that needs an NVIDIA GPU, behind one command: `python -m benchmarks.gpu`."""

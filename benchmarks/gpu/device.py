@@ -1,0 +1,158 @@
+"""The CUDA kernels on a GPU, with torch's memory: the face of `plugins.kernel.Kernel`, and calls that stay bound.
+
+A device of torch's may be the CPU, for the build of the kernels that emulates a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
+from topw_deploy.plugins.kernel import (
+    COLUMNS,
+    REPORT,
+    TABLE_TYPES,
+    KernelSamples,
+    KernelTable,
+    _Blocks,
+    _columns,
+    _edits,
+    _Inputs,
+    _Outputs,
+    _require_table,
+    _Table,
+)
+from topw_deploy.sampling.parameters import TopWOptions
+
+_OUTPUTS = {
+    "next_token": torch.int64, "logprob": torch.float32, "kept": torch.int32, "certified": torch.uint8,
+    "mass": torch.float32, "keep_mask": torch.uint8, "reports": torch.uint8,
+}  # fmt: skip
+_TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+assert list(_OUTPUTS) == [name for name, _ in _Outputs._fields_]
+
+
+class DeviceTable:
+    """A table [V, d] with its statistics in the GPU's memory. table: as `Kernel` takes it."""
+
+    def __init__(self, table: KernelTable, device: torch.device) -> None:
+        def put(array: Any) -> torch.Tensor | None:
+            return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        blocks = table.blocks
+        self._kept = [put(a) for a in (table.rows, table.mean, table.inverse_std, table.neighbour_bound)]
+        described = _Blocks()
+        if blocks is not None:
+            self._kept += [put(blocks.scales), put(blocks.zero_points)]
+            described = _Blocks(
+                blocks.bits, blocks.block_size, TABLE_TYPES[str(blocks.scales.dtype)], 0,
+                *(address(tensor) for tensor in self._kept[4:]),
+            )  # fmt: skip
+        rows, *statistics = (address(tensor) for tensor in self._kept[:4])
+        self.structure = _Table(
+            rows, len(table.rows), table.hidden, TABLE_TYPES[table.dtype], 0, *statistics, described
+        )
+
+
+class Step:
+    """One call with everything in the GPU's memory: `launch` enqueues it on torch's current stream, as often as one
+    likes; what was written into `logits` and `columns` meanwhile counts.
+
+    logits: float32, float16 or bfloat16 [B, V] on the device.
+    """
+
+    def __init__(
+        self,
+        kernel: CudaKernel,
+        logits: torch.Tensor,
+        columns: Mapping[str, ArrayLike] | None = None,
+        options: TopWOptions | None = None,
+        table: DeviceTable | None = None,
+        edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
+        *,
+        mass: bool = False,
+        keep_mask: bool = False,
+        reports: bool = True,
+    ) -> None:
+        batch, vocab = logits.shape
+        device = logits.device
+        self._kernel, self.logits = kernel, logits
+        self.columns = {name: torch.tensor(a, device=device) for name, a in _columns(columns or {}, batch).items()}
+        self._edits = [torch.from_numpy(array).to(device) for array in _edits(edits, batch)]
+        wanted = {"mass": mass, "keep_mask": keep_mask, "reports": reports}
+        width = {"keep_mask": (vocab,), "reports": (REPORT.itemsize,)}
+        self.outputs = {
+            name: torch.zeros((batch, *width.get(name, ())), dtype=kind, device=device)
+            for name, kind in _OUTPUTS.items()
+            if wanted.get(name, True)
+        }
+        self._rows, self._table = table, None if table is None else table.structure
+        slots = self._edits[0].shape[1]
+        self.shape = CudaShape(options or TopWOptions(), batch, vocab, slots, _TYPES[logits.dtype], self._table)
+        self.workspace = torch.empty(kernel.workspace_bytes(self.shape), dtype=torch.uint8, device=device)
+        self.control = self.workspace[: kernel.control_bytes(self.shape)]
+        self.control.zero_()
+        self._inputs = _Inputs(
+            batch, vocab, slots, *(address(t) for t in (logits, *self._edits)),
+            *(address(self.columns[name]) for name in COLUMNS),
+        )  # fmt: skip
+        self._outputs = _Outputs(*(address(self.outputs.get(name)) for name in _OUTPUTS))
+
+    def launch(self) -> None:
+        stream = torch.cuda.current_stream().cuda_stream if self.logits.is_cuda else 0
+        self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, address(self.workspace) or 0, stream)
+
+    def samples(self) -> KernelSamples:
+        """What the last launch answered, on the host; the control bytes are zero again, or AssertionError."""
+        if self.logits.is_cuda:
+            torch.cuda.synchronize()
+        assert not bool(self.control.any()), "control bytes are not zero after the launch"
+        found: dict[str, Any] = {name: tensor.cpu().numpy().copy() for name, tensor in self.outputs.items()}
+        for name in {"certified", "keep_mask"} & found.keys():
+            found[name] = found[name].astype(np.bool_)
+        if "reports" in found:
+            found["reports"] = found["reports"].view(REPORT).reshape(-1)
+        return KernelSamples(**{field.name: found.get(field.name) for field in fields(KernelSamples)})
+
+
+class DeviceKernel(CudaKernel):
+    """The library, with the face of `Kernel`: numpy in, numpy out, the GPU between."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        super().__init__(path)
+        self.device = device
+
+    def sample(
+        self,
+        logits: ArrayLike,
+        columns: Mapping[str, ArrayLike] | None = None,
+        options: TopWOptions | None = None,
+        table: KernelTable | None = None,
+        edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
+        *,
+        mass: bool = False,
+        keep_mask: bool = False,
+    ) -> KernelSamples:
+        """As Kernel.sample; logits may be float16, or the bits of bfloat16 as uint16."""
+        rows = torch.from_numpy(np.ascontiguousarray(logits))
+        if rows.dtype == torch.uint16:
+            rows = rows.view(torch.bfloat16)
+        elif rows.dtype != torch.float16:
+            rows = rows.float()
+        chosen = TopWOptions() if options is None else options
+        _require_table(chosen, table, rows.shape[1])
+        on_device = None if table is None else DeviceTable(table, self.device)
+        step = Step(self, rows.to(self.device), columns, chosen, on_device, edits, mass=mass, keep_mask=keep_mask)
+        step.launch()
+        return step.samples()
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
