@@ -28,17 +28,28 @@ def kernel(emulated_library: Path) -> EmulatedKernel:
     return opened
 
 
-@pytest.fixture(scope="session")
-def probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """The kernels of probes.cu."""
+def probing(request: pytest.FixtureRequest, source: str) -> ctypes.CDLL:
     try:
         build.find_compiler()
     except build.NotBuiltError as reason:
         pytest.skip(f"no emulated kernels: {reason}")
     assert request.config.cache is not None
-    source = Path(__file__).with_name("probes.cu")
-    library = ctypes.CDLL(str(compiled(request.config.cache.mkdir("emulated"), [source])))
-    library.probe_settings.argtypes = (ctypes.c_uint64, ctypes.c_uint32)
+    path = compiled(request.config.cache.mkdir("emulated"), [Path(__file__).with_name(source)])
+    library = ctypes.CDLL(str(path))
     library.probe_error.restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture(scope="session")
+def probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """The kernels of probes.cu."""
+    library = probing(request, "probes.cu")
+    library.probe_settings.argtypes = (ctypes.c_uint64, ctypes.c_uint32)
     library.probe_settings(1, 4)
     return library
+
+
+@pytest.fixture(scope="session")
+def geometry_probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """The kernel of geometry_probes.cu."""
+    return probing(request, "geometry_probes.cu")

@@ -83,9 +83,12 @@ def test_the_nth_smallest_key_is_selected(probes: ctypes.CDLL, threads: int) -> 
 
 
 @pytest.mark.parametrize("threads", THREADS)
-def test_the_best_is_the_first_of_the_largest(probes: ctypes.CDLL, threads: int) -> None:
+def test_the_best_is_the_first_of_the_largest_and_the_scratch_is_free_at_once(
+    probes: ctypes.CDLL, threads: int
+) -> None:
     rng = np.random.default_rng(threads)
-    for count in (1, 3, 100, 2000):
+    for seed, count in enumerate((1, 3, 100, 2000, 2000)):
+        probes.probe_settings(seed + 1, 4)
         values = rng.integers(0, 5, count).astype(np.float64)
         place = np.zeros(1, np.int32)
         assert probes.probe_best(threads, address(values), count, address(place)) == 0

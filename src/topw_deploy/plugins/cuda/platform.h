@@ -81,13 +81,21 @@ cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
-// How many blocks of a kernel the device holds at once; 0 if not even one.
+// How many blocks of a kernel the device holds at once; 0 if not even one. Remembers the last answer for the thread: the
+// steps of a loop all ask the same.
 template <class Kernel>
 int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
-  int of_each = 0;
+  static thread_local int asked_device = -1, blocks = 0;
+  static thread_local size_t asked_shared = 0;
+  int device = 0, of_each = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  if (device == asked_device && shared == asked_shared) return blocks;
   if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, static_cast<int>(threads), shared) != cudaSuccess)
     return 0;
-  return of_each * multiprocessors();
+  asked_device = device;
+  asked_shared = shared;
+  blocks = of_each * multiprocessors();
+  return blocks;
 }
 
 inline unsigned threads_of_block(unsigned threads) { return threads; }
