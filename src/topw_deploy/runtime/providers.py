@@ -35,7 +35,7 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
     built = ort.get_available_providers()
     if provider == "auto":
         return CUDA if CUDA in built else CPU
-    wanted = provider.lower().removesuffix(_SUFFIX.lower())
+    wanted = provider.lower().removesuffix(_SUFFIX.lower()).replace("_", "")  # nv_tensorrt_rtx
     known = {short_name(name): name for name in ort.get_all_providers()}
     for name in built:
         if short_name(name) == wanted:

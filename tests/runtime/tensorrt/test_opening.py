@@ -19,7 +19,7 @@ from topw_deploy.engines.build import build_engine
 from topw_deploy.engines.request import EngineRequest
 from topw_deploy.errors import ParameterError, PluginError, ProviderError
 from topw_deploy.plugins import tensorrt as plugins
-from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime import TopWModel, providers
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.runtime.tensorrt.session import EngineSession
 
@@ -176,6 +176,12 @@ def test_the_full_name_is_onnxruntimes_provider_even_beside_an_engine(
     build_engine(EngineRequest(out=out))
     load(out, name)
     assert with_tensorrt_in_onnxruntime == [name]
+
+
+def test_the_rtx_provider_goes_by_the_name_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = ["NvTensorRTRTXExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(ort, "get_available_providers", lambda: built)
+    assert providers.resolve("nv_tensorrt_rtx") == providers.resolve("NvTensorRTRTXExecutionProvider") == built[0]
 
 
 def test_the_cpu_runs_instead_only_where_that_is_allowed(out: Path) -> None:
