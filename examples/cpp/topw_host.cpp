@@ -368,8 +368,11 @@ void read_generation_config(const Json &config, Folder &folder) {
   for (const char *name :
        {"max_new_tokens", "max_length", "min_new_tokens", "min_length", "presence_penalty", "frequency_penalty",
         "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "bad_words_ids", "logit_bias", "stop_strings"})
-    if (config.find(name))
-      std::fprintf(stderr, "note: %s has %s, which this program leaves out\n", config.path.c_str(), name);
+    if (const Json *stated = config.find(name)) {
+      const double neutral = std::string_view(name) == "repetition_penalty" ? 1 : 0;
+      if (stated->kind == Json::Number ? stated->number != neutral : !stated->items.empty() || !stated->text.empty())
+        std::fprintf(stderr, "note: %s has %s, which this program leaves out\n", config.path.c_str(), name);
+    }
 }
 
 void read_ends(const Json &config, std::set<std::int64_t> &ends) {
@@ -377,6 +380,8 @@ void read_ends(const Json &config, std::set<std::int64_t> &ends) {
   if (stated && stated->kind == Json::Number) ends.insert(stated->as_whole());
   if (stated && stated->kind != Json::Number)
     for (const Json &id : stated->as_list()) ends.insert(id.as_whole());
+  const Json *language_model = config.find("text_config");  // of a composite one
+  if (ends.empty() && language_model) read_ends(*language_model, ends);
 }
 
 Folder open_folder(const fs::path &path) {
@@ -477,13 +482,15 @@ void open_onnxruntime(const std::string &path) {
   if (!ort) throw Failure(path + " is " + ort_name + ", which is older than 1.17; give a newer one.");
 }
 
-void check(OrtStatus *status, const std::string &what = ort_name + " failed") {
-  if (!status) return;
+[[noreturn]] void fail(OrtStatus *status, const std::string &what) {
   std::istringstream words(ort->GetErrorMessage(status));
   ort->ReleaseStatus(status);
   std::string message, word;
   while (words >> word && message.size() < 300) message += (message.empty() ? "" : " ") + word;
   throw Failure(what + " (" + message + ").");
+}
+void check(OrtStatus *status) {
+  if (status) fail(status, ort_name + " failed");
 }
 
 template <typename T>
@@ -507,7 +514,8 @@ struct Session {
     if (threads >= 0) check(ort->SetIntraOpNumThreads(options.get(), threads));
     if (!native_library.empty()) {
       const std::string path = fs::absolute(native_library).string();
-      check(ort->RegisterCustomOpsLibrary_V2(options.get(), path.c_str()), path + " does not load");
+      if (OrtStatus *status = ort->RegisterCustomOpsLibrary_V2(options.get(), path.c_str()))
+        fail(status, path + " does not load");
     }
     if (on_device) {
       const auto cuda_options =
@@ -518,8 +526,10 @@ struct Session {
     }
     const std::string model = (folder.path / "model.onnx").string();
     OrtSession *made = nullptr;
-    check(ort->CreateSession(environment.get(), model.c_str(), options.get(), &made), ort_name + " refuses " + model);
+    if (OrtStatus *status = ort->CreateSession(environment.get(), model.c_str(), options.get(), &made))
+      fail(status, ort_name + " refuses " + model);
     graph.reset(made);
+    allocator = make<OrtAllocator>(ort->ReleaseAllocator, ort->CreateAllocator, graph.get(), device.get());
   }
 
   const bool on_device;
@@ -529,6 +539,7 @@ struct Session {
   Owned<OrtMemoryInfo> device = make<OrtMemoryInfo>(ort->ReleaseMemoryInfo, ort->CreateCpuMemoryInfo,
                                                     OrtDeviceAllocator, OrtMemTypeDefault);
   Owned<OrtSession> graph{nullptr, ort->ReleaseSession};
+  Owned<OrtAllocator> allocator{nullptr, ort->ReleaseAllocator};  // of `device`; must outlive what it allocates
 };
 
 OrtAllocator *host_allocator() {
@@ -643,18 +654,15 @@ class Binding {
 class Cache {
  public:
   virtual ~Cache() = default;
-  virtual void feed_prompt(Tokens &ids) = 0;  // [1, S], in one run
-  virtual void feed_token(std::int64_t id) = 0;                  // [1, 1]
+  virtual void feed_prompt(Tokens &ids) = 0;     // [1, S], in one run
+  virtual void feed_token(std::int64_t id) = 0;  // [1, 1]
 };
 
 // static: one buffer per part, bound once as past and as present. A step changes two numbers, where they lie.
 class StaticCache : public Cache {
  public:
   StaticCache(const Session &session, const Folder &folder, Binding &binding, std::int64_t tokens)
-      : on_device_(session.on_device),
-        binding_(binding),
-        allocator_(make<OrtAllocator>(ort->ReleaseAllocator, ort->CreateAllocator, session.graph.get(),
-                                      session.device.get())) {
+      : session_(session), binding_(binding) {
     const std::int64_t rounded = std::min((tokens + 63) / 64 * 64, std::max(folder.context, tokens));
     for (const CachePart &part : folder.cache) {
       const std::int64_t fixed = folder.fixed_size(part.past, 2);
@@ -684,8 +692,8 @@ class StaticCache : public Cache {
  private:
   void bind(const CachePart &part, ElementType type, std::int64_t room) {
     const Shape shape{1, part.heads, room, part.head_size};
-    const Value value = make<OrtValue>(ort->ReleaseValue, ort->CreateTensorAsOrtValue, allocator_.get(), shape.data(),
-                                       shape.size(), type);
+    const Value value = make<OrtValue>(ort->ReleaseValue, ort->CreateTensorAsOrtValue, session_.allocator.get(),
+                                       shape.data(), shape.size(), type);
     void *data = nullptr;
     check(ort->GetTensorMutableData(value.get(), &data));
     clear(data, part.heads * room * part.head_size * cache_element_bytes(type));
@@ -694,7 +702,7 @@ class StaticCache : public Cache {
   }
   // The buffers must be finite: what is masked may still be multiplied.
   void clear(void *data, std::size_t bytes) const {
-    if (!on_device_) {
+    if (!session_.on_device) {
       std::memset(data, 0, bytes);
       return;
     }
@@ -705,9 +713,8 @@ class StaticCache : public Cache {
       throw Failure("the cache cannot be cleared on the device; check NVIDIA's driver.");
   }
 
-  const bool on_device_;
+  const Session &session_;
   Binding &binding_;
-  Owned<OrtAllocator> allocator_;
   std::int64_t id_ = 0, written_ = 0, length_ = 0;  // the token fed, those in the buffer, and those that a run adds
 };
 
@@ -770,8 +777,36 @@ struct Options {
 struct Figures {
   std::uint64_t seed = 0;
   std::int64_t drawn = 0, kept = 0, certified = 0;
-  bool stopped = false;            // at an end of sequence
+  bool stopped = false;             // at an end of sequence
   double prompt = 0, decoding = 0;  // seconds: to the first token, and for the others
+};
+
+// What crosses between the program and the graph's sampler, where it is bound.
+struct Sampler {
+  Sampler(const Parameters &given, const Folder &folder, Binding &binding) : parameters(folder.defaults) {
+    for (const auto &[name, value] : given) parameters[name] = value;
+    for (auto &[name, value] : parameters) binding.host_input(name, &value, {1});
+    // Edits of the logits: none, or as many without effect as the graph fixes. One more, so that there is an address.
+    const std::int64_t edits = std::max<std::int64_t>(folder.fixed_size("edit_ids", 1), 0);
+    edit_ids.assign(edits + 1, -1);
+    edit_penalty.assign(edits + 1, 1);
+    edit_bias.assign(edits + 1, 0);
+    binding.host_input("edit_ids", edit_ids.data(), {1, edits});
+    binding.host_input("edit_penalty", edit_penalty.data(), {1, edits});
+    binding.host_input("edit_bias", edit_bias.data(), {1, edits});
+    binding.changing_input("uniform", &uniform, {1});
+    binding.host_output("next_token", &token);
+    binding.host_output("kept", &kept);
+    binding.host_output("certified", &certified);
+  }
+
+  Parameters parameters;
+  Tokens edit_ids;
+  std::vector<float> edit_penalty, edit_bias;
+  float uniform = 0;
+  std::int64_t token = -1;
+  std::int32_t kept = 0;
+  bool certified = false;
 };
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
@@ -790,48 +825,33 @@ Figures generate(const Options &options, const Folder &folder, const Session &se
   const std::set<std::int64_t> &ends = options.ends.empty() ? folder.ends : options.ends;
   Figures figures;
   figures.seed = options.seed ? *options.seed : fresh_seed();
+  if (ends.empty() && !options.ignore_ends)
+    std::fputs("note: the model states no end of sequence; see --eos\n", stderr);
 
   Binding binding(session);
   std::unique_ptr<Cache> cache;
-  if (folder.in_place)
+  if (folder.in_place)  // first of all: its outputs are found by their place
     cache = std::make_unique<StaticCache>(session, folder, binding, length + budget);
   else
     cache = std::make_unique<ConcatCache>(session, folder, binding, length + budget);
 
-  Parameters parameters = folder.defaults;
-  for (const auto &[name, value] : options.parameters) parameters[name] = value;
-  for (auto &[name, value] : parameters) binding.host_input(name, &value, {1});
-  // Edits of the logits: none, or as many without effect as the graph fixes. One more, so that there is an address.
-  const std::int64_t edits = std::max<std::int64_t>(folder.fixed_size("edit_ids", 1), 0);
-  std::vector<std::int64_t> edit_ids(edits + 1, -1);
-  std::vector<float> edit_penalty(edits + 1, 1), edit_bias(edits + 1, 0);
-  binding.host_input("edit_ids", edit_ids.data(), {1, edits});
-  binding.host_input("edit_penalty", edit_penalty.data(), {1, edits});
-  binding.host_input("edit_bias", edit_bias.data(), {1, edits});
-  float uniform = 0;
-  std::int64_t token = 0;
-  std::int32_t kept = 0;
-  bool certified = false;
-  binding.changing_input("uniform", &uniform, {1});
-  binding.host_output("next_token", &token);
-  binding.host_output("kept", &kept);
-  binding.host_output("certified", &certified);
-
+  Sampler sampler(options.parameters, folder, binding);
   auto start = std::chrono::steady_clock::now();
   while (figures.drawn < budget && !figures.stopped) {
     if (figures.drawn == 0)
       cache->feed_prompt(prompt);
     else
-      cache->feed_token(token);
-    uniform = uniform_for(figures.seed, std::uint64_t(length + figures.drawn));
+      cache->feed_token(sampler.token);
+    sampler.uniform = uniform_for(figures.seed, std::uint64_t(length + figures.drawn));
     binding.run();
-    if (token < 0) throw Failure("the logits of step " + std::to_string(figures.drawn) + " hold NaN or +infinity.");
-    std::printf("%lld\n", static_cast<long long>(token));
+    if (sampler.token < 0)
+      throw Failure("the logits of step " + std::to_string(figures.drawn) + " hold NaN or +infinity; try topw verify.");
+    std::printf("%lld\n", static_cast<long long>(sampler.token));
     if (std::fflush(stdout) != 0) throw Failure("standard output cannot be written.");
     if (figures.drawn++ == 0) figures.prompt = seconds_since(std::exchange(start, std::chrono::steady_clock::now()));
-    figures.kept += kept;
-    figures.certified += certified;
-    figures.stopped = !options.ignore_ends && ends.count(token) > 0;
+    figures.kept += sampler.kept;
+    figures.certified += sampler.certified;
+    figures.stopped = !options.ignore_ends && ends.count(sampler.token) > 0;
   }
   figures.decoding = seconds_since(start);
   return figures;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -101,9 +102,17 @@ def compare(host: Host, model: TopWModel, folder: Path, prompts: Sequence[str], 
             assert ids_of(host(folder, *given, *ids)) == expected.token_ids, (prompt, parameters)
 
 
-def rewritten(source: Path, target: Path, change: Callable[[onnx.ModelProto], None], **decoder: Any) -> Path:
+def rewritten(
+    source: Path,
+    target: Path,
+    change: Callable[[onnx.ModelProto], None],
+    config: dict[str, Any] | None = None,
+    **decoder: Any,
+) -> Path:
     """A copy of the folder with its model and its manifest changed together; `decoder`: fields of DecoderInfo."""
     shutil.copytree(source, target)
+    if config is not None:
+        (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
     model = onnx.load(target / "model.onnx")
     change(model)
     onnx.save(model, target / "model.onnx")

@@ -119,8 +119,21 @@ def test_an_end_of_sequence_that_only_the_model_states_counts(host: Host, tmp_pa
     assert ids_of(host(folder, 50)) == [10, EOS]
 
 
+def test_an_end_of_sequence_is_found_in_the_part_of_a_composite_configuration(host: Host, tmp_path: Path) -> None:
+    folder = export(tmp_path / "export", Toy.script([10, EOS, 12], prompt_tokens=1))
+
+    composite = rewritten(
+        folder, tmp_path / "composite", lambda _: None, config={"text_config": {"eos_token_id": [EOS]}}
+    )
+    assert ids_of(host(composite, 50)) == [10, EOS]
+    silent = rewritten(folder, tmp_path / "silent", lambda _: None, config={})
+    done = host(silent, "--max-new-tokens", 3, 50)
+    assert ids_of(done) == [10, EOS, 12]
+    assert done.stderr == "note: the model states no end of sequence; see --eos\n"
+
+
 def test_the_models_own_parameters_go_before_the_exports(host: Host, toy: Toy, tmp_path: Path) -> None:
-    stated = {"temperature": 1.7, "lambda_geom": 0.4, "repetition_penalty": 1.3}
+    stated = {"temperature": 1.7, "lambda_geom": 0.4, "repetition_penalty": 1.3, "max_length": None, "logit_bias": {}}
     folder = export(tmp_path / "export", toy, generation_config=stated)
     expected = TopWModel.from_pretrained(folder, provider="cpu").generate(
         [50, 51], seed=3, max_new_tokens=20, repetition_penalty=1.0
@@ -128,11 +141,11 @@ def test_the_models_own_parameters_go_before_the_exports(host: Host, toy: Toy, t
     done = host(folder, "--seed", 3, "--max-new-tokens", 20, 50, 51)
     assert ids_of(done) == expected.token_ids
     assert done.stderr == "note: generation_config.json has repetition_penalty, which this program leaves out\n"
-    greedy = export(tmp_path / "greedy", toy, generation_config={**stated, "do_sample": False})
-    expected = TopWModel.from_pretrained(greedy, provider="cpu").generate(
-        [50, 51], max_new_tokens=20, repetition_penalty=1.0
-    )
-    assert ids_of(host(greedy, "--max-new-tokens", 20, 50, 51)) == expected.token_ids
+    stated |= {"do_sample": False, "repetition_penalty": 1.0}
+    greedy = export(tmp_path / "greedy", toy, generation_config=stated)
+    expected = TopWModel.from_pretrained(greedy, provider="cpu").generate([50, 51], max_new_tokens=20)
+    done = host(greedy, "--max-new-tokens", 20, 50, 51)
+    assert (ids_of(done), done.stderr) == (expected.token_ids, "")
 
 
 def test_a_prompt_comes_from_standard_input_too(host: Host, folders: dict[str, Path]) -> None:
