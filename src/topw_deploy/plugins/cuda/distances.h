@@ -7,6 +7,7 @@
 #ifndef TOPW_CUDA_DISTANCES_H
 #define TOPW_CUDA_DISTANCES_H
 
+#include "logits.h"
 #include "points.h"
 #include "team_scratch.h"
 #include "teams.h"
@@ -260,7 +261,7 @@ class Distances {
         const bool same = squares[b] == 0 && both < static_cast<float>(INFINITY);
         const bool again = !same && !(squares[b] >= kNear * both);
         float value = measure_of(squares[b], length, other[b]);
-        if (!(value >= 0)) value = again ? 0.0f : static_cast<float>(INFINITY);
+        if (!(value >= 0)) value = static_cast<float>(INFINITY);
         own[c] = again ? -value : value;  // the sign says that it is to be measured again
         near = near || again;
       }
@@ -309,7 +310,8 @@ class Distances {
         other = __ldcg(memory_.cols + c);
         const float error = kError * sqrtf(length + __ldcg(memory_.squared_length + other));
         const float value = -own[c];
-        again = !(value > kth + error * (4 * sqrtf(kth) + 4 * error));
+        // Infinity: float32 could not say.
+        again = !(value < static_cast<float>(INFINITY) && value > kth + error * (4 * sqrtf(kth) + 4 * error));
         own[c] = value;
       }
       for (unsigned left = __ballot_sync(kEveryLane, again); left; left &= left - 1) {

@@ -124,8 +124,10 @@ __global__ void __launch_bounds__(kGeometryThreads, 1) geometry(const __grid_con
                            crop::pool_size(call.options, call.inputs.vocab), call.groups, team.index(), team.count());
   crop::Distances distances(call, memory, team);
   if (team.rank() == 0) {
-    for (uint32_t n = static_cast<uint32_t>(team.index()); n < open_rows; n += static_cast<uint32_t>(team.count()))
+    for (uint32_t n = static_cast<uint32_t>(team.index()); n < open_rows; n += static_cast<uint32_t>(team.count())) {
       crop::answer_row(call, __ldcg(call.workspace.open_rows + n), memory, team, distances, scratch);
+      __syncthreads();  // the next row uses the same memory
+    }
     if (own_index() == 0) memory.job->kind = 0;
     team.barrier();
   } else {

@@ -7,6 +7,7 @@
 #include "../native/half.h"
 #include "../native/quantised.h"
 #include "block.h"
+#include "team_scratch.h"
 
 namespace topw::crop {
 
