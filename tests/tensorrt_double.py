@@ -47,13 +47,13 @@ class Registry:
 
 class TensorRT:
     """The module as `module`, on the GPU of `gpu`. What a test sets: `version`, `refuses` (the parser's words), `fails`
-    (the builder's), `streams` (whether it writes an engine piece by piece), `branches` (an engine with an If, which
-    cannot be captured), `half` (whether it has the flag for half precision). What it reads: `configs`, `contexts`."""
+    (the builder's), `branches` (an engine with an If, which cannot be captured). What it reads: `networks`, `configs`,
+    `contexts`."""
 
     def __init__(self, gpu: Gpu, version: str = "10.16.1.11") -> None:
         self.gpu = gpu
         self.refuses = self.fails = ""
-        self.streams, self.branches, self.interrupt_at = True, False, -1
+        self.branches = False
         self.registry = Registry()
         self.configs: list[Config] = []
         self.networks: list[Network] = []
@@ -190,8 +190,8 @@ class Builder:
     def build_serialized_network_to_stream(self, network: Network, config: Config, writer: Any) -> bool:
         assert writer.ready
         plan = self._plan(network, config)
-        if plan is None or not self._trt.streams:
-            return plan is not None
+        if plan is None:
+            return False
         half = len(plan) // 2
         return all(writer.write(part) == len(part) for part in (plan[:half], plan[half:]))
 

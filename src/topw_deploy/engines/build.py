@@ -127,14 +127,13 @@ def serialize(
 def _build(trt: Any, builder: Any, parsed: Any, config: Any, sink: Callable[[bytes | memoryview], object]) -> bool:
     """Whether there is an engine; `sink` has its bytes then. A TensorRT that can write it piece by piece does, so that
     the weights are in memory once, for the builder, and not again in the finished engine."""
-    if hasattr(builder, "build_serialized_network_to_stream"):
+    if hasattr(trt, "IStreamWriter"):
         writer = _writer(trt, sink)
         done = bool(builder.build_serialized_network_to_stream(parsed, config, writer))
         if writer.failed is not None:
             raise writer.failed
-        if writer.size or not done:
-            return done
-    plan = builder.build_serialized_network(parsed, config)  # TensorRT-RTX has the other call and writes nothing
+        return done
+    plan = builder.build_serialized_network(parsed, config)
     if plan is None:
         return False
     whole = memoryview(plan)
@@ -144,12 +143,11 @@ def _build(trt: Any, builder: Any, parsed: Any, config: Any, sink: Callable[[byt
 
 
 def _writer(trt: Any, sink: Callable[[bytes | memoryview], object]) -> Any:
-    """A tensorrt.IStreamWriter into `sink`: `size` counts bytes, `failed` is what stopped it."""
+    """A tensorrt.IStreamWriter into `sink`; `failed` is what stopped it."""
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]  # the base is a value of the module
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)
-            self.size = 0
             self.failed: Exception | None = None
 
         def write(self, data: bytes) -> int:
@@ -158,7 +156,6 @@ def _writer(trt: Any, sink: Callable[[bytes | memoryview], object]) -> Any:
             except OSError as error:  # no exception may pass through TensorRT
                 self.failed = error
                 return 0
-            self.size += len(data)
             return len(data)
 
     return Writer()
