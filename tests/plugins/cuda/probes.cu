@@ -128,7 +128,9 @@ __global__ void best(const double *values, int32_t count, int32_t *place) {
   const int32_t smallest = block_reduce(own_index(), Smaller(), scratch);
   if (own_index() == 0) *place = found.place;
   __syncthreads();
-  if (largest != block_size() - 1 || smallest != 0) *place = -1;  // what a thread read too late
+  const int32_t first = *place;
+  __syncthreads();
+  if (largest != block_size() - 1 || smallest != 0 || found.place != first) *place = -1;  // a thread read too late
 }
 
 Launch how(unsigned blocks, unsigned threads, size_t shared = 0, bool cooperative = false) {

@@ -51,7 +51,7 @@ __device__ inline void write_outputs(const Call &call, int64_t row, const Parame
 }
 
 // Draws, and writes all outputs of the row but `mass`, for which it leaves the crop's weight in the row's state. Called
-// by all threads of one block with the same arguments, a barrier after `kept.keys` was written. `room` [kept.size]
+// by all threads of one block with the same arguments, a barrier after `kept.keys` was written; ends with one. `room` [kept.size]
 // doubles, shared or global, that are nobody else's; `weighed` if it holds what sum_weights would write for the drawing
 // temperature. `top` is the row's largest logit; with a negative geom_scale it may not be in the crop.
 __device__ inline void finish_row(const Call &call, int64_t row, const Parameters &P, float top, const Kept &kept,
@@ -63,8 +63,8 @@ __device__ inline void finish_row(const Call &call, int64_t row, const Parameter
     place = draw(P, kept, room, scratch);
   }
   write_outputs(call, row, P, kept, place, P.greedy ? 1 : room[kept.size - 1], report);
-  if (!call.outputs.mass || P.certain_selection) return;
   __syncthreads();
+  if (!call.outputs.mass || P.certain_selection) return;
   sum_weights(kept, top, P.selection, room, scratch);
   if (own_index() == 0) call.workspace.rows[row].kept_weight = room[kept.size - 1];
   __syncthreads();
