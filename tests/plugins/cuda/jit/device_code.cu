@@ -1,0 +1,21 @@
+// All kernels, without the functions that launch them. The run-time compiler takes those for the device's too, and the
+// functions of CUDA that they call must have been declared; none of them is called.
+#include <cuda_runtime.h>
+
+cudaError_t cudaGetDevice(int *);
+cudaError_t cudaGetDeviceCount(int *);
+cudaError_t cudaDeviceGetAttribute(int *, cudaDeviceAttr, int);
+cudaError_t cudaGetLastError();
+const char *cudaGetErrorString(cudaError_t);
+
+#include "certify.cuh"
+#include "geometry.cuh"
+#include "mass.cuh"
+
+namespace topw {
+
+template __global__ void certify<float>(const __grid_constant__ Call);
+template __global__ void certify<Float16>(const __grid_constant__ Call);
+template __global__ void certify<Bfloat16>(const __grid_constant__ Call);
+
+}  // namespace topw

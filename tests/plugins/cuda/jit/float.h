@@ -1,0 +1,4 @@
+#pragma once
+#define FLT_MAX 3.402823466e+38f
+#define FLT_MIN 1.175494351e-38f
+#define DBL_MAX 1.7976931348623157e+308

@@ -1,0 +1,3 @@
+#pragma once
+typedef unsigned long size_t;
+typedef long ptrdiff_t;

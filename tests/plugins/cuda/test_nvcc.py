@@ -1,0 +1,123 @@
+"""What NVIDIA's compilers make of the kernels: compiled for every GPU and loaded here, where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from benchmarks.tail_cases import feeds, random_case
+
+from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import shared_library as library
+from topw_deploy.runtime import TopWModel, native
+from topw_deploy.sampling import TopWOptions
+from toy_model import Toy, export
+
+from ..sampler_models import Wanted, open_model, run
+from .tools import ARCHITECTURES, CUDA12, HERE, RuntimeCompiler, digest, home
+
+
+@pytest.fixture(scope="module")
+def toolkit() -> cuda_build.Toolkit:
+    with pytest.MonkeyPatch.context() as patch:
+        _use(patch)
+        return cuda_build.find_toolkit()
+
+
+def _use(patch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        patch.delenv(name, raising=False)
+    folder = home()
+    if folder is not None:
+        patch.setenv("CUDA_HOME", str(folder))
+    try:
+        build.find_compiler()
+    except build.NotBuiltError as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def cuda_library(toolkit: cuda_build.Toolkit, request: pytest.FixtureRequest) -> Path:
+    """`topw plugins build --cuda`, for all architectures; a warning of nvcc's is an error."""
+    assert request.config.cache is not None
+    key = digest(toolkit.version, cuda_build.FLAGS, build.FLAGS, ARCHITECTURES)
+    path = request.config.cache.mkdir("nvcc") / key / "libtopw_cuda.so"
+    if not path.is_file():
+        with pytest.MonkeyPatch.context() as patch:
+            _use(patch)
+            cuda_build.build(path, ARCHITECTURES)
+    return path
+
+
+def test_one_library_holds_code_for_every_gpu(toolkit: cuda_build.Toolkit, cuda_library: Path) -> None:
+    found = library.load_cuda(cuda_library)
+    assert found.architectures == cuda_build.choose_architectures(toolkit, ARCHITECTURES)
+    if not ARCHITECTURES and toolkit.version.startswith("13."):
+        assert found.architectures == cuda_build.ARCHITECTURES
+
+
+def test_the_library_needs_no_cuda_and_no_driver_to_load(cuda_library: Path) -> None:
+    found = library.load_cuda(cuda_library)
+    assert found.device_count == 0 or shutil.which("nvidia-smi")
+    if shutil.which("readelf"):
+        words = ["readelf", "-d", str(cuda_library)]
+        dynamic = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        needed = {line.split("[")[1].split(".so")[0] for line in dynamic.splitlines() if "NEEDED" in line}
+        systems = {"libc", "libm", "libdl", "librt", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
+        assert needed <= systems
+
+
+def test_a_launch_without_a_driver_is_an_error_with_a_name(cuda_library: Path) -> None:
+    library_ = ctypes.CDLL(str(cuda_library))
+    if library.load_cuda(cuda_library).device_count:
+        pytest.skip("there is a GPU")
+    library_.topw_cuda_error.restype = ctypes.c_char_p
+    text = library_.topw_cuda_error(35)
+    assert b"driver" in text
+
+
+def test_on_the_cpu_its_operator_answers_as_the_cpus_library_does(cuda_library: Path, native_library: Path) -> None:
+    wanted = Wanted(TopWOptions(top_m=40), mass=True, keep_mask=True)
+    rng = np.random.default_rng(0)
+    inputs = feeds([random_case(rng, wanted.vocab_size) for _ in range(40)], edits=2)
+    found = run(open_model(wanted.model(), cuda_library), inputs)
+    for name, values in run(open_model(wanted.model(), native_library), inputs).items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_options_that_one_library_registered_on_are_understood_by_the_other(
+    cuda_library: Path, native_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(cuda_library))
+    folder = export(tmp_path / "toy", Toy.random(0))
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(cuda_library))
+    assert TopWModel.from_pretrained(folder, provider="cpu", session_options=options).sampler == "native"
+    found, why = native.operator_library("CUDAExecutionProvider", "", options)
+    assert (found, why) == (library.load_cuda(cuda_library), "")
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(str(native_library))
+    found, why = native.operator_library("CUDAExecutionProvider", "", options)
+    assert found is None
+    assert why == "the session options already hold the CPU's operator, and cannot take the GPU's; give new ones"
+
+
+@pytest.mark.parametrize("architecture", CUDA12)
+def test_the_device_code_is_cuda_12_too(architecture: str, request: pytest.FixtureRequest) -> None:
+    """CUDA 12.6, which JetPack 6 has; its whole nvcc is in no package, its run-time compiler is."""
+    compiler = RuntimeCompiler()
+    assert compiler.version == "12.6"
+    if ARCHITECTURES and int(architecture[3:]) not in ARCHITECTURES:
+        pytest.skip(f"TOPW_TEST_ARCHITECTURES leaves {architecture} out")
+    assert request.config.cache is not None
+    done = request.config.cache.mkdir("nvrtc") / digest("12.6", architecture)
+    if not done.is_file():
+        code = compiler.compile(HERE / "jit" / "device_code.cu", architecture)
+        for kernel in (b"certify", b"geometry", b"mass"):
+            assert kernel in code
+        done.write_bytes(b"")

@@ -1,0 +1,86 @@
+"""NVIDIA's compilers for tests, from the environment that `make cuda-tools` fills with pip's packages (tools.txt), and
+what they made of the kernels, kept for as long as the sources are the same."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.plugins import build, cuda_build
+
+HERE = Path(__file__).parent
+ROOT = Path(os.environ.get("TOPW_CUDA_TOOLS", HERE.parents[2] / ".cuda"))
+CUDA12 = ("sm_75", "sm_87", "sm_90")
+# What to compile for, read before the tests lose such variables; none means everything, which takes minutes.
+ARCHITECTURES = tuple(int(number) for number in os.environ.get("TOPW_TEST_ARCHITECTURES", "").split())
+
+
+def packages(folder: str, file: str) -> Path:
+    """nvidia's folder in the environment `folder`, which must hold `file`; else the test is skipped, or fails in CI."""
+    for site in sorted((ROOT / folder).glob("lib/python*/site-packages/nvidia")):
+        if (site / file).is_file():
+            return site
+    reason = f"{ROOT / folder} lacks {file}; `make cuda-tools` brings it"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def home() -> Path | None:
+    """CUDA_HOME for the tests; None where an nvcc is found without."""
+    if shutil.which("nvcc"):
+        return None
+    return packages("tools", "cu13/bin/nvcc") / "cu13"
+
+
+def digest(*words: object) -> str:
+    """Of these words and of everything that the library is compiled from."""
+    found = hashlib.sha256("\0".join(map(str, words)).encode())
+    for folder in (build.SOURCES, cuda_build.SOURCES, HERE / "jit"):
+        for file in sorted(folder.iterdir()):
+            found.update(file.name.encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+class RuntimeCompiler:
+    """NVRTC: CUDA C++ to code for a GPU, without one and without a compiler for the host."""
+
+    def __init__(self) -> None:
+        site = packages("tools", "cuda_nvrtc/lib/libnvrtc.so.12")
+        self._library = ctypes.CDLL(str(site / "cuda_nvrtc/lib/libnvrtc.so.12"))
+        self._includes = (cuda_build.SOURCES, site / "cuda_runtime/include", HERE / "jit")
+
+    @property
+    def version(self) -> str:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return f"{major.value}.{minor.value}"
+
+    def compile(self, source: Path, architecture: str, extra: Sequence[str] = ()) -> bytes:
+        """The code for `architecture` ("sm_87"). Raises RuntimeError with the compiler's words."""
+        options = [f"--gpu-architecture={architecture}", "-std=c++17", "-default-device", "-diag-suppress=1097", *extra]
+        options += [f"-I{folder}" for folder in self._includes]  # 1097: an attribute of the host's compiler
+        program = ctypes.c_void_p()
+        text = source.read_bytes()
+        self._call("nvrtcCreateProgram", ctypes.byref(program), text, source.name.encode(), 0, None, None)
+        words = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+        if self._library.nvrtcCompileProgram(program, len(options), words):
+            raise RuntimeError(self._bytes("nvrtcGetProgramLog", program).decode())
+        return self._bytes("nvrtcGetCUBIN", program)
+
+    def _bytes(self, function: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"{function}Size", program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._call(function, program, text)
+        return text.raw
+
+    def _call(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
+        assert code == 0, f"{function} answers {code}"
