@@ -1,0 +1,54 @@
+"""NVIDIA's own parser and builder on a machine without a GPU. What they build is not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.plugins.cuda.conftest import emulated_library  # noqa: F401  # a fixture
+
+from .make_environment import REASON, environment
+
+HERE = Path(__file__).parent
+ROOT = Path(os.environ.get("TOPW_NVIDIA", HERE.parents[1] / ".nvidia"))
+Ask = Callable[..., list[dict[str, Any]]]
+
+
+def pytest_runtest_setup() -> None:
+    """Without the packages these tests are skipped, with the reason."""
+    if (ROOT / REASON).is_file():
+        pytest.skip(f"NVIDIA's parser is not here: {(ROOT / REASON).read_text(encoding='utf-8').strip()}")
+    if not (ROOT / "bin" / "python").exists():
+        pytest.skip(f"NVIDIA's parser is not in {ROOT}; `make nvidia` gets it")
+
+
+@pytest.fixture(scope="session")
+def nvidia(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> Ask:  # noqa: F811
+    """(tasks, plugin) -> answers, as worker.py has them; one process, since a plugin is registered for all of it."""
+
+    def ask(tasks: Sequence[dict[str, Any]], plugin: str | None = None) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("nvidia")
+        asked = {"plugin": plugin, "kernels": str(emulated_library), "tasks": list(tasks)}
+        (folder / "tasks.json").write_text(json.dumps(asked), encoding="utf-8")
+        command = [str(ROOT / "bin" / "python"), str(HERE / "worker.py"), "tasks.json", "answers.json"]
+        done = subprocess.run(
+            command, cwd=folder, env=environment(ROOT), capture_output=True, text=True, errors="replace"
+        )
+        assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-3000:]}"
+        answers: list[dict[str, Any]] = json.loads((folder / "answers.json").read_text(encoding="utf-8"))
+        return answers
+
+    return ask
+
+
+def assert_built(answer: dict[str, Any], plugins: int) -> None:
+    """Parsed without complaint, with so many plugin layers, and an engine for every range of batches."""
+    assert answer["parsed"], answer["errors"]
+    assert answer["plugins"] == plugins
+    assert answer["bytes"]
+    assert all(answer["bytes"]), answer["errors"]

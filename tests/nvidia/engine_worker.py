@@ -1,0 +1,62 @@
+"""Builds engines with the package's own code and NVIDIA's builder, in the environment of make_environment.py.
+
+A JSON file of requests in ({"out": folder, ...EngineRequest's fields}), a JSON file of answers out: the stamp, the
+progress and how the engine is deserialised here; or the error's words. There is no GPU, so the driver is a double.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.engines import find, library
+from topw_deploy.engines.build import build_engine
+from topw_deploy.engines.request import EngineRequest
+from topw_deploy.errors import TopWError
+from topw_deploy.plugins import driver
+
+GPU = driver.Driver("13.0", (driver.Device("No GPU", 90),), "")
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    shown: list[int] = []
+
+    @contextlib.contextmanager
+    def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
+        yield shown.append
+
+    paths = {name: Path(request[name]) for name in ("out", "timing_cache") if name in request}
+    try:
+        built = build_engine(EngineRequest(**{**request, **paths}), bar=bar)
+        path, stamp = find.fitting(paths["out"], find.this_machine(built.stamp.tensorrt))
+    except TopWError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"stamp": dataclasses.asdict(stamp), "path": str(path), "shown": shown, "opened": opened(path)}
+
+
+def opened(path: Path) -> str:
+    """What TensorRT says of the file: without a GPU, that there is no driver, and not that it is no engine."""
+    trt = library.load()
+    logger = library.new_logger(trt)
+    runtime = library.start(trt, "Runtime", logger)
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        engine = runtime.deserialize_cuda_engine(view)
+    return "an engine" if engine is not None else library.last_error(logger)
+
+
+def main() -> None:
+    driver.look = lambda: GPU
+    trt = library.load()
+    del trt.IStreamWriter  # TensorRT-RTX has another function where TensorRT has the one that takes it
+    requests = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    Path(sys.argv[2]).write_text(json.dumps([answer(request) for request in requests]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""`topw build-engine`'s own code with NVIDIA's parser and builder: built and parsed, not run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.export.tiny_models import export
+
+from .conftest import HERE, ROOT
+from .make_environment import environment
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    export("demo", folder, target="tensorrt", max_length=128)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def answers(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What became of each request, by its name; all of them in one process."""
+    folder = tmp_path_factory.mktemp("engines")
+    asked: dict[str, dict[str, Any]] = {
+        "both": {"max_batch": 4, "max_sequence": 32, "timing_cache": str(folder / "timings"), "workspace": 1 << 28},
+        "decode": {"profile": "decode", "max_edits": 8},
+        "fp16": {"fp16": True, "plugin": "python"},
+        "no room": {"workspace": 1},
+    }
+    requests = [{"out": str(folder / name), "plugin": "none", **request} for name, request in asked.items()]
+    for name in asked:
+        shutil.copytree(demo, folder / name)
+    (folder / "requests.json").write_text(json.dumps(requests), encoding="utf-8")
+    command = [str(ROOT / "bin" / "python"), str(HERE / "engine_worker.py"), "requests.json", "answers.json"]
+    done = subprocess.run(command, cwd=folder, env=environment(ROOT), capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-3000:]}"
+    return dict(zip(asked, json.loads((folder / "answers.json").read_text(encoding="utf-8")), strict=True))
+
+
+@pytest.mark.parametrize(("name", "profiles"), [("both", 2), ("decode", 1)])
+def test_the_demo_becomes_an_engine_with_a_stamp_that_fits(
+    answers: dict[str, dict[str, Any]], name: str, profiles: int
+) -> None:
+    found = answers[name]
+    assert "error" not in found, found
+    assert len(found["stamp"]["profiles"]) == profiles
+    assert found["stamp"]["size"] == Path(found["path"]).stat().st_size > 15_000_000  # its weights alone
+    assert sum(found["shown"]) == 100  # NVIDIA's phases and steps end where ours do
+    assert len(found["shown"]) > 10
+
+
+def test_a_mapped_file_is_taken_and_only_the_driver_is_missing(answers: dict[str, dict[str, Any]]) -> None:
+    assert "CUDA driver version is insufficient" in answers["both"]["opened"]
+
+
+def test_timings_are_written_as_tensorrt_gives_them(answers: dict[str, dict[str, Any]]) -> None:
+    assert (Path(answers["both"]["path"]).parents[2] / "timings").stat().st_size > 0
+
+
+def test_what_this_tensorrt_cannot_do_is_one_sentence(answers: dict[str, dict[str, Any]]) -> None:
+    error = answers["fp16"]["error"]
+    assert error.startswith("EngineError: ")
+    assert "--dtype fp16" in error or "the plugin cannot be had" in error

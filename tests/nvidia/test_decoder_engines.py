@@ -1,0 +1,71 @@
+"""Decoders exported with --target tensorrt become engines with their samplers, in every family's tiny form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.export.tiny_models import _COMMON, export, write_checkpoint
+from transformers import GemmaConfig, LlamaConfig
+
+from .conftest import Ask, assert_built
+
+SLOTS, PROMPT = 64, 16
+BATCHES = [[1, 1], [8, 8], [1, 16]]
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": ("llama_tied", {}),
+    "llama-static": ("llama_untied", {"tail": "static"}),
+    "llama-half": (LlamaConfig(**_COMMON, head_dim=16), {"dtype": "fp16"}),
+    "llama-narrow-half": (LlamaConfig(**_COMMON, head_dim=8), {"dtype": "bf16"}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "phi3": ("phi3", {}),
+    "gemma": (GemmaConfig(**_COMMON, head_dim=8), {}),
+    "gemma2": ("gemma2", {}),
+    "demo": ("demo", {"max_length": 256}),
+}
+
+
+@pytest.fixture(scope="session")
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Exported folders by the names of MODELS."""
+    folder = tmp_path_factory.mktemp("decoders")
+    for name, (family, settings) in MODELS.items():
+        source = "demo" if family == "demo" else write_checkpoint(folder / "checkpoints" / name, family)
+        export(source, folder / name, **{"target": "tensorrt", "max_length": SLOTS, **settings})
+    return {name: folder / name for name in MODELS}
+
+
+@pytest.fixture(scope="session")
+def inlined(nvidia: Ask, decoders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    return _built(nvidia, decoders, BATCHES, None)
+
+
+@pytest.fixture(scope="session")
+def plugged(nvidia: Ask, decoders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    return _built(nvidia, decoders, BATCHES[2:], "python")
+
+
+def _built(
+    nvidia: Ask, decoders: dict[str, Path], batches: list[list[int]], plugin: str | None
+) -> dict[str, dict[str, Any]]:
+    tasks = [{"model": str(path / "model.onnx"), "batches": batches, "sequence": PROMPT} for path in decoders.values()]
+    return dict(zip(decoders, nvidia(tasks, plugin=plugin), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_decoder_with_its_sampler_inlined_is_built(inlined: dict[str, dict[str, Any]], name: str) -> None:
+    assert_built(inlined[name], plugins=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_decoder_with_its_sampler_as_a_plugin_is_built(plugged: dict[str, dict[str, Any]], name: str) -> None:
+    assert_built(plugged[name], plugins=1)
+
+
+def test_the_check_passes_what_the_parser_takes(nvidia: Ask, decoders: dict[str, Path]) -> None:
+    for name, answer in zip(decoders, nvidia([{"check": str(path)} for path in decoders.values()]), strict=True):
+        assert answer["passed"], (name, answer)
+        assert answer["takes"]
+        assert answer["unsupported"] == []

@@ -1,0 +1,85 @@
+"""The sampler alone becomes an engine, as a plugin and as the function inside the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.sampling.parameters import TopWOptions
+
+from .conftest import Ask, assert_built
+
+VOCAB, HIDDEN = 8192, 32  # whole blocks, and enough of them for the branch that leaves the logits where they are
+BATCHES = [[1, 1], [8, 8], [1, 16]]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "portable": {"tail": "portable"},
+    "static": {"tail": "static"},
+    "portable-uniform": {"tail": "portable", "options": TopWOptions(metric="uniform")},
+    "static-uniform": {"tail": "static", "options": TopWOptions(metric="uniform")},
+    "all-outputs": {"tail": "portable", "with_mass": True, "with_keep_mask": True},
+    "mask-alone": {"tail": "static", "with_keep_mask": True, "options": TopWOptions(metric="cosine", alt_iters=9)},
+    "k-nearest": {"tail": "portable", "options": TopWOptions(metric="unit", potential="knn", knn_k=4)},
+    "bounds": {"tail": "portable", "neighbour_bound": True, "options": TopWOptions(top_m=200)},
+}
+
+
+@pytest.fixture(scope="session")
+def samplers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models by the names of VARIANTS."""
+    folder = tmp_path_factory.mktemp("samplers")
+    table = folder / "table.npy"
+    np.save(table, np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype(np.float32))
+    for name, settings in VARIANTS.items():
+        uniform = settings.get("options", TopWOptions()).metric == "uniform"
+        source = {"vocab_size": VOCAB} if uniform else {"embeddings": table}
+        export_sampler(SamplerRequest(output=folder / name, verify=False, **source, **settings))
+    return {name: folder / name / "model.onnx" for name in VARIANTS}
+
+
+@pytest.fixture(scope="session")
+def inlined(nvidia: Ask, samplers: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    tasks = [{"model": str(path), "batches": BATCHES} for path in samplers.values()]
+    return dict(zip(samplers, nvidia(tasks), strict=True))
+
+
+@pytest.fixture(scope="session")
+def plugged(nvidia: Ask, samplers: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    tasks = [{"model": str(path), "batches": BATCHES} for path in samplers.values()]
+    return dict(zip(samplers, nvidia(tasks, plugin="python"), strict=True))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_without_a_plugin_the_function_is_inlined_and_an_engine_built(
+    inlined: dict[str, dict[str, Any]], name: str
+) -> None:
+    assert_built(inlined[name], plugins=0)
+    assert inlined[name]["layers"] > 300
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_with_the_plugin_the_node_is_one_layer_of_the_engine(plugged: dict[str, dict[str, Any]], name: str) -> None:
+    assert_built(plugged[name], plugins=1)
+    assert plugged[name]["layers"] <= 1 + 4  # the table, its statistics and bounds are constants
+
+
+def test_a_graph_without_the_function_needs_the_plugin_and_takes_it(nvidia: Ask, samplers: dict[str, Path]) -> None:
+    """As TensorRT before 10.15 has to be given it."""
+    task = {"model": str(samplers["portable"]), "batches": BATCHES[:1], "without_function": True}
+    (refused,) = nvidia([task])
+    assert not refused["parsed"]
+    (taken,) = nvidia([task], plugin="python")
+    assert_built(taken, plugins=1)
+
+
+def test_the_plugin_refuses_what_the_kernels_cannot_serve_before_there_is_an_engine(
+    nvidia: Ask, tmp_path: Path
+) -> None:
+    options = TopWOptions(metric="uniform", top_m=5000)
+    export_sampler(SamplerRequest(output=tmp_path / "out", vocab_size=VOCAB, options=options, verify=False))
+    (answer,) = nvidia([{"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1]]}], plugin="python")
+    assert answer["parsed"]
+    assert answer["bytes"] == [0]

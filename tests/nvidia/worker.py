@@ -1,0 +1,112 @@
+"""Asks NVIDIA's parser and builder, in the environment of make_environment.py: a JSON file in, a JSON file out.
+
+{"plugin": null | "python" | path of a library, "kernels": library for "python", "tasks": [task, ...]} ->
+[answer, ...], where a task is {"model": path, "batches": [[least, most], ...], "sequence": most tokens,
+"without_function": bool} or {"check": folder}, and an answer what `parsed` or `checked` returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import tensorrt_bindings as trt
+
+EDITS = 8
+
+
+class Logger(trt.ILogger):  # type: ignore[misc]
+    def __init__(self) -> None:
+        trt.ILogger.__init__(self)
+        self.errors: list[str] = []
+
+    def log(self, severity: Any, message: str) -> None:
+        if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+            self.errors.append(message)
+
+
+def load_plugin(plugin: str | None, kernels: str | None) -> None:
+    if plugin is None:
+        return
+    if plugin != "python":
+        assert trt.get_plugin_registry().load_library(plugin)
+        return
+    from topw_deploy.plugins.tensorrt import plugin as python_plugin
+    from topw_deploy.plugins.tensorrt.kernels import Kernels
+
+    assert kernels is not None
+    python_plugin.register(Kernels(Path(kernels), lambda address, size, _stream: ctypes.memset(address, 0, size)))
+
+
+def parsed(task: dict[str, Any]) -> dict[str, Any]:
+    """Whether the model was parsed, into how many layers and plugin layers; the bytes of an engine for each range of
+    batches, 0 where none was built; seconds; what was complained about."""
+    from topw_deploy.engines.onnx_file import without_function
+
+    logger, started = Logger(), time.perf_counter()
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, logger)
+    path = Path(task["model"])
+    data = without_function(path, "topw", "TopWSample") if task.get("without_function") else path.read_bytes()
+    took = parser.parse(data, str(path))
+    layers = [network.get_layer(index).type for index in range(network.num_layers)]
+    sizes = []
+    for least, most in task["batches"] if took else ():
+        config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+        for index in range(network.num_inputs):
+            tensor = network.get_input(index)
+            low, high = (shape(tensor, batch, task) for batch in (least, most))
+            profile.set_shape(tensor.name, low[0], high[1], high[1])
+        config.add_optimization_profile(profile)
+        engine = builder.build_serialized_network(network, config)
+        sizes.append(0 if engine is None else engine.nbytes)
+    return {
+        "parsed": took,
+        "layers": len(layers),
+        "plugins": layers.count(trt.LayerType.PLUGIN_V3),
+        "bytes": sizes,
+        "seconds": time.perf_counter() - started,
+        "errors": logger.errors,
+    }
+
+
+def shape(tensor: Any, batch: int, task: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """The smallest and the largest shape of an input for so many rows."""
+    most = EDITS if tensor.name.startswith("edit_") else int(task.get("sequence", 1))
+    fixed = list(tensor.shape)[1:]
+    return [batch, *(1 if size < 0 else size for size in fixed)], [batch, *(most if s < 0 else s for s in fixed)]
+
+
+def checked(folder: str) -> dict[str, Any]:
+    """What `topw check` says with this parser at hand."""
+    from topw_deploy.engines.check import check
+
+    report = check(Path(folder), "tensorrt")
+    assert report.parser is not None, report.not_asked
+    return {
+        "passed": report.passed,
+        "needs_plugin": report.needs_plugin,
+        "unsupported": sorted({node.operator for node in report.unsupported}),
+        "takes": report.parser.takes,
+        "plugin": report.parser.plugin,
+        "version": report.parser.version,
+        "refusals": report.parser.refusals,
+    }
+
+
+def main() -> None:
+    asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    load_plugin(asked["plugin"], asked["kernels"])
+    answers = []
+    for task in asked["tasks"]:
+        answers.append(checked(task["check"]) if "check" in task else parsed(task))
+        Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
