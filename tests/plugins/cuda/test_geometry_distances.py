@@ -22,7 +22,7 @@ KNN = (0, 2, 16)
 
 
 def embeddings(tokens: int, hidden: int, seed: int) -> np.ndarray:
-    """Rows of several sizes around a mean, some of them duplicates, near-duplicates down to 1e-6, opposites and zeros."""
+    """Rows of several sizes around a mean; some are duplicates, near-duplicates down to 1e-6, opposites, zeros."""
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((tokens, hidden)) * rng.uniform(0.2, 2.0, hidden) + rng.standard_normal(hidden)
     rows *= 10 ** rng.uniform(-2, 1, (tokens, 1))

@@ -1,7 +1,7 @@
 """The pool of a row, emulated: whatever the row looks like, its best tokens by (logit descending, id ascending).
 
-A row with lam = 0 and geom_scale = 0 keeps its whole pool, as long as no weight is lost beside the others' sum; and with
-a lower init_top_p than 1 it is not certified, so the second launch answers it and what is kept is the pool.
+A row with lam = 0 and geom_scale = 0 keeps its whole pool, unless weights are lost beside the others' sum; and with a
+lower init_top_p than 1 it is not certified, so the second launch answers it and what is kept is the pool.
 """
 
 from __future__ import annotations

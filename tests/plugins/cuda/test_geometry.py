@@ -1,0 +1,182 @@
+"""The second launch, emulated on a CPU: rows without a certificate are answered as the reference and the CPU's kernel
+do, outside the ties of docs/graph.md, section 4, for float32; and no bit of an answer depends on who works on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from benchmarks.emulated import EmulatedKernel
+from benchmarks.fuzz_cuda import fuzz
+from benchmarks.sampler_cases import SMALL, Size
+from benchmarks.tail_cases import Case, Scenario
+from tests.plugins.cuda.certified_rows import native_kernel, same_bits
+from tests.plugins.native_cases import columns, scenario_cases
+from tests.plugins.quantised_tables import Form, quantised_table
+
+from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, sample_row
+
+OPEN = [STAGES.index(name) for name in ("pool", "geometry", "literal")]
+LARGER = (
+    Size((257, 300, 1000, 1021), (1, 20, 64, 200), (3, 16, 48), 60, 0.6),
+    Size((5000, 8209), (64, 1200), (3, 16), 30, 0.4),
+)
+
+
+def sampled(
+    kernel: EmulatedKernel, cases: list[Case], options: TopWOptions, table: KernelTable | None, **settings: object
+) -> KernelSamples:
+    logits = np.stack([case.logits for case in cases])
+    return kernel.sample(logits, columns(cases), options, table, mass=True, keep_mask=True, **settings)  # type: ignore[arg-type]
+
+
+def open_rows(options: TopWOptions, vocab: int, hidden: int, rows: int, kind: str = "plain"):  # type: ignore[no-untyped-def]
+    """Cases most of which need geometry, with table and geometry."""
+    scenario = Scenario(options, vocab, hidden, kind, vocab + hidden)
+    _, geometry, cases = scenario_cases(scenario, 3 * rows)
+    wanted = [case for case in cases if case.regime.split(",")[0] in ("geometry", "wild", "repulsive", "no-lam")]
+    return KernelTable.from_geometry(geometry), geometry, (wanted + cases)[:rows]
+
+
+def unexplained(found: KernelSamples, cases: list[Case], options: TopWOptions, geometry: Geometry) -> list[str]:
+    """Rows whose crop or certificate is not the reference's, without a tie for an excuse."""
+    lines = []
+    assert found.keep_mask is not None
+    for i, case in enumerate(cases):
+        wanted = sample_row(case.logits, case.parameters, options, geometry, case.uniform)
+        same = np.array_equal(np.flatnonzero(found.keep_mask[i]), np.sort(wanted.kept_ids))
+        if not same and not replace(wanted.ties, pool_cut=False).allow(FLOAT32_TIES):
+            lines.append(f"row {i}: {case.regime}, {case.parameters}, {wanted.ties}")
+        if bool(found.certified[i]) != wanted.certified and not wanted.ties.allow_certified(FLOAT32_TIES):
+            lines.append(f"certificate of row {i}")
+        if same and found.next_token[i] != wanted.next_token and wanted.draw_margin > FLOAT32_TIES.draw:
+            lines.append(f"token of row {i}")
+    return lines
+
+
+@pytest.mark.parametrize(("sizes", "rows"), [(SMALL, 2400), (LARGER, 150)], ids=("small", "larger"))
+def test_random_and_adversarial_rows_are_answered_as_by_the_reference(
+    kernel: EmulatedKernel, sizes: tuple[Size, ...], rows: int
+) -> None:
+    layouts = ((64, 3), (32, 1), (96, 4))
+    outcome = fuzz(kernel, rows, 5, lambda number: kernel.emulate(number, *layouts[number % 3]), sizes)
+    (side,) = outcome.sides.values()
+    assert side.unexplained == []
+    assert {stage for _, stage in side.stages} >= {"geometry", "literal", "pool", "candidates", "invalid"}
+
+
+@pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine", "uniform"])
+@pytest.mark.parametrize("knn", [0, 3, 16])
+def test_no_bit_depends_on_the_order_the_blocks_the_teams_or_the_batch(
+    kernel: EmulatedKernel, metric: str, knn: int
+) -> None:
+    options = TopWOptions(top_m=150, metric=metric, potential="knn" if knn else "nearest", knn_k=knn or 4, alt_iters=4)
+    table, _, cases = open_rows(options, 700, 40, 12, "near-duplicates")
+    kernel.emulate(seed=1, threads=64, blocks=1)
+    first = sampled(kernel, cases, options, table)
+    assert {"geometry", "literal"} <= {STAGES[stage] for stage in first.reports["stage"]}
+    for seed, threads, blocks in ((2, 64, 3), (3, 128, 2), (4, 32, 13), (5, 64, 25)):  # 1 to 12 teams
+        kernel.emulate(seed, threads, blocks)
+        assert same_bits(first, sampled(kernel, cases, options, table)) == []
+    kernel.emulate(seed=7, threads=64, blocks=3)
+    for some in (slice(0, 1), slice(4, 6), slice(5, 12)):
+        alone = sampled(kernel, cases[some], options, table, spare=40)
+        for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports"):
+            assert np.array_equal(getattr(alone, name), getattr(first, name)[some]), name
+
+
+def test_the_blocks_of_a_device_answer_as_small_ones(kernel: EmulatedKernel) -> None:
+    options = TopWOptions(top_m=400)
+    table, geometry, cases = open_rows(options, 3000, 70, 4)
+    small = sampled(kernel, cases, options, table)
+    kernel.emulate(seed=3, threads=0, blocks=3)
+    assert same_bits(small, sampled(kernel, cases, options, table)) == []
+    assert unexplained(small, cases, options, geometry) == []
+
+
+def test_open_rows_among_certified_and_invalid_ones_are_answered_alike(kernel: EmulatedKernel) -> None:
+    options = TopWOptions(top_m=90)
+    scenario = Scenario(options, 600, 24, "clusters", 8)
+    _, geometry, cases = scenario_cases(scenario, 64)
+    cases[5] = replace(cases[5], logits=np.full(600, np.nan, np.float32))
+    table = KernelTable.from_geometry(geometry)
+    found = sampled(kernel, cases, options, table)
+    stages = {STAGES[stage] for stage in found.reports["stage"]}
+    assert stages >= {"invalid", "candidates", "geometry", "literal"}
+    rest = [i for i in range(64) if i != 5]
+    for i in (rest[0], 5, *rest[1::7]):
+        alone = sampled(kernel, [cases[i]], options, table)
+        for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports"):
+            assert np.array_equal(getattr(alone, name)[0], getattr(found, name)[i]), name
+
+
+def test_stages_steps_and_pools_are_reported_as_by_the_cpu(kernel: EmulatedKernel) -> None:
+    cpu = native_kernel()
+    if cpu is None:
+        pytest.skip("no native sampler to compare with")
+    for metric in ("mahalanobis", "cosine", "uniform"):
+        options = TopWOptions(top_m=120, metric=metric, alt_iters=9)
+        table, _, cases = open_rows(options, 900, 32, 40)
+        found = sampled(kernel, cases, options, table).reports
+        wanted = cpu.sample(np.stack([case.logits for case in cases]), columns(cases), options, table).reports
+        opened = np.isin(wanted["stage"], OPEN[1:])  # from candidates or from the pool: two ways to a certificate
+        assert opened.sum() > 15
+        for name in ("stage", "candidates", "steps"):
+            assert np.array_equal(found[name][opened], wanted[name][opened]), name
+        saved = opened & (found["distances_avoided"] > 0) & (wanted["distances_avoided"] > 0)
+        literal = [report["distances"] + report["distances_avoided"] for report in (found, wanted)]
+        assert np.array_equal(literal[0][saved], literal[1][saved])
+        assert metric == "uniform" or saved.sum() > 5
+
+
+def test_a_repulsive_row_that_never_comes_to_rest_ends_where_the_reference_does(kernel: EmulatedKernel) -> None:
+    options = TopWOptions(top_m=30, metric="unit", alt_iters=61)
+    table, geometry, cases = open_rows(options, 60, 3, 60)
+    cases = [replace(case, parameters=case.parameters | {"geom_scale": -1.0}) for case in cases]
+    found = sampled(kernel, cases, options, table)
+    assert unexplained(found, cases, options, geometry) == []
+    endless = replace(options, alt_iters=10**12 + 1)
+    again = sampled(kernel, cases, endless, table)  # cycles are seen, so this ends
+    assert (again.reports["steps"] < 100_000).all()
+
+
+@pytest.mark.parametrize("top_m", [1278, 4096])
+def test_large_pools_are_scanned_where_shared_memory_ends(kernel: EmulatedKernel, top_m: int) -> None:
+    options = TopWOptions(top_m=top_m, metric="cosine")
+    table, geometry, cases = open_rows(options, 6000, 5, 2)
+    kernel.emulate(seed=2, threads=128, blocks=2)
+    found = sampled(kernel, cases, options, table)
+    assert set(found.reports["stage"]) & set(OPEN)
+    assert unexplained(found, cases, options, geometry) == []
+
+
+def test_neighbour_bounds_change_what_is_measured_but_no_answer(kernel: EmulatedKernel) -> None:
+    options = TopWOptions(top_m=200)
+    table, geometry, cases = open_rows(options, 400, 12, 20)
+    assert table is not None
+    cases = [replace(case, parameters=case.parameters | {"geom_scale": 1.0}) for case in cases]
+    distances = geometry.distances(np.arange(400), np.arange(400))
+    np.fill_diagonal(distances, np.inf)
+    bound = np.nextafter(distances.min(axis=1).astype(np.float32), np.float32(0))
+    free = sampled(kernel, cases, options, table)
+    bounded = sampled(kernel, cases, options, replace(table, neighbour_bound=bound))
+    assert [n for n in same_bits(free, bounded) if n != "reports"] == []
+    assert bounded.reports["distances"].sum() < free.reports["distances"].sum()
+
+
+def test_quantised_tables_give_the_geometry_of_the_rows_they_stand_for(kernel: EmulatedKernel) -> None:
+    form = Form("uint4", zero_points=True)
+    quantised = quantised_table(form, 300, 9)
+    rows = quantised.rows()
+    options = TopWOptions(top_m=100)
+    exact = Geometry.from_embeddings(rows, options.metric)
+    statistics = np.float32(exact.mean), np.float32(exact.inverse_std)
+    geometry = Geometry.from_embeddings(rows, options.metric, (statistics[0], statistics[1]))
+    _, _, cases = open_rows(options, 300, form.hidden, 30)
+    table = KernelTable(quantised.codes, statistics[0], statistics[1], None, quantised.blocks)
+    found = sampled(kernel, cases, options, table)
+    assert np.isin(found.reports["stage"], OPEN).sum() > 10
+    assert unexplained(found, cases, options, geometry) == []
+    assert same_bits(found, sampled(kernel, cases, options, KernelTable(rows, *statistics))) == []
