@@ -1,12 +1,14 @@
 """Builds engines with the package's own code and NVIDIA's builder, in the environment of make_environment.py.
 
 A JSON file of requests in ({"out": folder, ...EngineRequest's fields}), a JSON file of answers out: the stamp, the
-progress and how the engine is deserialised here; or the error's words. There is no GPU, so the driver is a double.
+progress and how the engine is deserialised here; or the error's words. There is no GPU, so the driver is a double. From
+the first request on that names a library of "kernels", the plugin is registered with them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import mmap
@@ -26,6 +28,11 @@ GPU = driver.Driver("13.0", (driver.Device("No GPU", 90),), "")
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     shown: list[int] = []
+    if kernels := request.pop("kernels", None):
+        from topw_deploy.plugins.tensorrt import plugin
+        from topw_deploy.plugins.tensorrt.kernels import Kernels
+
+        plugin.register(Kernels(Path(kernels), lambda address, size, _stream: ctypes.memset(address, 0, size)))
 
     @contextlib.contextmanager
     def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:

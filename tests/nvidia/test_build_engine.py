@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.export.tiny_models import export
 
-from .conftest import HERE, ROOT
+from .conftest import HERE, ROOT, emulated_library  # noqa: F401  # a fixture
 from .make_environment import environment
 
 
@@ -23,7 +23,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def answers(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def answers(
+    demo: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    emulated_library: Path,  # noqa: F811
+) -> dict[str, dict[str, Any]]:
     """What became of each request, by its name; all of them in one process."""
     folder = tmp_path_factory.mktemp("engines")
     asked: dict[str, dict[str, Any]] = {
@@ -31,6 +35,7 @@ def answers(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
         "decode": {"profile": "decode", "max_edits": 8},
         "fp16": {"fp16": True, "plugin": "python"},
         "no room": {"workspace": 1},
+        "plugin": {"plugin": "python", "kernels": str(emulated_library), "max_batch": 4, "max_sequence": 32},
     }
     requests = [{"out": str(folder / name), "plugin": "none", **request} for name, request in asked.items()]
     for name in asked:
@@ -42,13 +47,14 @@ def answers(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, d
     return dict(zip(asked, json.loads((folder / "answers.json").read_text(encoding="utf-8")), strict=True))
 
 
-@pytest.mark.parametrize(("name", "profiles"), [("both", 2), ("decode", 1)])
+@pytest.mark.parametrize(("name", "profiles"), [("both", 2), ("decode", 1), ("plugin", 2)])
 def test_the_demo_becomes_an_engine_with_a_stamp_that_fits(
     answers: dict[str, dict[str, Any]], name: str, profiles: int
 ) -> None:
     found = answers[name]
     assert "error" not in found, found
     assert len(found["stamp"]["profiles"]) == profiles
+    assert found["stamp"]["plugin"] == ("python" if name == "plugin" else "none")
     assert found["stamp"]["size"] == Path(found["path"]).stat().st_size > 15_000_000  # its weights alone
     assert sum(found["shown"]) == 100  # NVIDIA's phases and steps end where ours do
     assert len(found["shown"]) > 10
@@ -63,6 +69,8 @@ def test_timings_are_written_as_tensorrt_gives_them(answers: dict[str, dict[str,
 
 
 def test_what_this_tensorrt_cannot_do_is_one_sentence(answers: dict[str, dict[str, Any]]) -> None:
-    error = answers["fp16"]["error"]
-    assert error.startswith("EngineError: ")
-    assert "--dtype fp16" in error or "the plugin cannot be had" in error
+    assert "EngineError: the plugin cannot be had: " in answers["fp16"]["error"]
+    error = answers["no room"]["error"]
+    assert error.startswith("EngineError: TensorRT 11.4.0.106 could not build an engine (")
+    assert error.endswith("; give smaller bounds or a larger --workspace.")
+    assert "OutOfMemory" in error
