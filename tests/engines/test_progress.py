@@ -31,12 +31,14 @@ def test_a_phase_that_ends_early_or_was_never_begun_takes_nothing_back() -> None
     phases = Phases(told.append)
     assert phases.step("unknown", 3)
     phases.start("first", None, 2)
-    phases.step("first", 1)
-    phases.finish("first")
+    phases.start("part", "first", 4)
+    phases.finish("part")
+    phases.finish("part")
+    assert told == [50]
     phases.finish("first")
     phases.start("second", None, 2)
     phases.step("second", 0)
-    assert told == [100]
+    assert told == [50, 50]
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), BrokenPipeError()])

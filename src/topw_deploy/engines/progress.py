@@ -39,7 +39,11 @@ class Phases:
     def finish(self, name: str) -> None:
         """The phase is over, perhaps before its last step."""
         with self._held():
-            self._phases.pop(name, None)
+            if name in self._phases:
+                parent, steps, _ = self._phases[name]
+                self._phases[name] = (parent, steps, steps)
+                self._show()
+                del self._phases[name]
 
     @contextmanager
     def _held(self) -> Iterator[None]:
