@@ -119,6 +119,7 @@ namespace scanning {
 
 // Sums within each 32 elements, in place, and their totals.
 __device__ __forceinline__ void tiles(double *values, int32_t count, double *totals) {
+#pragma unroll 1
   for (int32_t first = warp_index() * kWarp; first < count; first += block_size()) {
     const int32_t i = first + lane_index();
     const double sum = warp_scan(i < count ? values[i] : 0.0);
@@ -130,6 +131,7 @@ __device__ __forceinline__ void tiles(double *values, int32_t count, double *tot
 // By one warp: each total becomes the sum of those before it.
 __device__ __forceinline__ void carries(double *totals, int32_t count) {
   double carry = 0;
+#pragma unroll 1
   for (int32_t first = 0; first < count; first += kWarp) {
     const int32_t i = first + lane_index();
     const double sum = warp_scan(i < count ? totals[i] : 0.0);
@@ -144,14 +146,14 @@ __device__ __forceinline__ void carries(double *totals, int32_t count) {
 // Inclusive prefix sums, in place, of one or two arrays [count] in shared or global memory; count at most kMostScanned.
 // The order of additions depends on `count` alone. Needs no barrier before it if each thread wrote the elements
 // own_index() + n * block_size().
-__device__ __forceinline__ void block_scan(double *first, double *second, int32_t count, BlockScratch &scratch) {
+__device__ TOPW_OUT_OF_LINE inline void block_scan(double *first, double *second, int32_t count, BlockScratch &scratch) {
   const int32_t tiles = (count + kWarp - 1) / kWarp;
-  scanning::tiles(first, count, scratch.totals[0]);
-  if (second) scanning::tiles(second, count, scratch.totals[1]);
+#pragma unroll 1
+  for (int i = 0; i < (second ? 2 : 1); ++i) scanning::tiles(i ? second : first, count, scratch.totals[i]);
   __syncthreads();
   if (tiles == 1) return;
-  if (warp_index() == 0) scanning::carries(scratch.totals[0], tiles);
-  if (warp_index() == (warps() > 1 ? 1 : 0) && second) scanning::carries(scratch.totals[1], tiles);
+#pragma unroll 1
+  for (int i = warp_index(); i < (second ? 2 : 1); i += warps()) scanning::carries(scratch.totals[i], tiles);
   __syncthreads();
   for (int32_t i = kWarp + own_index(); i < count; i += block_size()) {
     first[i] += scratch.totals[0][i / kWarp];
@@ -168,7 +170,7 @@ __device__ __forceinline__ int32_t power_of_two_from(int32_t count) {
 
 // Sorts entries by (key, item) ascending, in place: bitonic. `size` is a power of 2, at least 2; fill up with the
 // largest key. `items` may be NULL where keys are distinct. In shared memory; begins with a barrier.
-__device__ __forceinline__ void block_sort(uint64_t *keys, uint32_t *items, int32_t size) {
+__device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *items, int32_t size) {
   __syncthreads();
   for (int32_t run = 2; run <= size; run *= 2) {
     for (int32_t step = run / 2; step > 0; step /= 2) {

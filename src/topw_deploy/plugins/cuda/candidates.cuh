@@ -39,7 +39,7 @@ class Candidates {
  public:
   __device__ Candidates(const Call &call, const LogitRow &logits, const Parameters &P, float top, CandidateRoom &room,
                         float *maxima, CandidateLists &lists, BlockScratch &scratch)
-      : call_(call), logits_(logits), P_(P), top_(top), room_(room), maxima_(maxima), lists_(lists), scratch_(scratch) {}
+      : call_(call), logits_(logits), P_(P), top_(top), room_(room), maxima_(maxima), lists_(lists), scratch_(scratch), sorted_(room.keys) {}
 
   // Whether the first `kept` of keys() are the crop, and it is certified. Only for geom_scale >= 0 and c > 0. `edge` is
   // the gap's, -inf where lam is 0. `maxima` are lost.
@@ -58,9 +58,9 @@ class Candidates {
   __device__ int32_t found() const { return found_; }
   __device__ int32_t kept() const { return kept_; }
   __device__ const uint64_t *keys() const { return sorted_; }
-  // Room that holds the inclusive sums of the weights at the selection temperature; whether they are the draw's, too.
+  // Room for as many doubles; `weighed` if it holds the sums that the draw asks for.
+  __device__ double *sums() const { return reinterpret_cast<double *>(sorted_ == room_.keys ? room_.spare : room_.keys); }
   __device__ bool weighed() const { return weighed_; }
-  __device__ double *G() const { return reinterpret_cast<double *>(sorted_ == room_.keys ? room_.spare : room_.keys); }
 
  private:
   // The groups that have a finite logit from here on, in no order; how many.
@@ -121,7 +121,7 @@ class Candidates {
     sort();
     const int64_t pool = call_.options.top_m;
     const int32_t counted = found_ < pool ? found_ : static_cast<int32_t>(pool);
-    double *const Gamma = G(), *const Phi = reinterpret_cast<double *>(maxima_);
+    double *const Gamma = sums(), *const Phi = reinterpret_cast<double *>(maxima_);
     for (int32_t i = own_index(); i < counted; i += block_size()) {
       const double a = log_weight(logit_of(sorted_[i]), top_, P_.selection), p = weight(a);
       Gamma[i] = p;
@@ -172,7 +172,7 @@ class Candidates {
   float *const maxima_;
   CandidateLists &lists_;
   BlockScratch &scratch_;
-  const uint64_t *sorted_ = nullptr;
+  const uint64_t *sorted_;
   int32_t found_ = 0, kept_ = 0;
   bool weighed_ = false;
 };

@@ -96,17 +96,17 @@ __device__ inline void finish_or_open(const Call &call, int64_t row, CandidateLi
     if (own_index() == 0) answer_invalid(call, row);
     return;
   }
+  Candidates candidates(call, logits, plan.P, top, room, maxima, lists, scratch);
+  bool settled = way == Way::settle && candidates.settle(plan.edge);
+  Kept kept = {candidates.keys(), candidates.kept(), true};
   if (way == Way::keep_best) {
     keep_best(logits, top, maxima, room.keys, scratch);
-    const topw_report report = {plan.P.greedy ? TOPW_GREEDY : TOPW_CANDIDATES, 0, 0, 0, 0, 0};
-    finish_row(call, row, plan.P, top, {room.keys, 1, true}, report, reinterpret_cast<double *>(room.spare), scratch);
-    return;
+    kept = {room.keys, 1, true};
+    settled = true;
   }
-  Candidates candidates(call, logits, plan.P, top, room, maxima, lists, scratch);
-  if (way == Way::settle && candidates.settle(plan.edge)) {
-    const topw_report report = {TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
-    const Kept kept = {candidates.keys(), candidates.kept(), true};
-    finish_row(call, row, plan.P, top, kept, report, candidates.G(), scratch, candidates.weighed());
+  if (settled) {
+    const topw_report report = {plan.P.greedy ? TOPW_GREEDY : TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
+    finish_row(call, row, plan.P, top, kept, report, candidates.sums(), scratch, candidates.weighed());
   } else if (own_index() == 0) {
     call.workspace.open_rows[atomicAdd(&call.workspace.control->open_count, 1u)] = static_cast<int32_t>(row);
   }
@@ -118,10 +118,8 @@ __device__ inline bool last_of_row(const Call &call, int64_t row) {
   __syncthreads();
   if (call.chunks == 1) return true;
   if (own_index() == 0) {
-    __threadfence();
-    last = atomicAdd(&call.workspace.tickets[row], 1u) == static_cast<uint32_t>(call.chunks) - 1;
+    last = take_ticket(&call.workspace.tickets[row]) == static_cast<uint32_t>(call.chunks) - 1;
     if (last) call.workspace.tickets[row] = 0;
-    __threadfence();
   }
   __syncthreads();
   return last;

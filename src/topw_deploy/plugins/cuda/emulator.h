@@ -97,6 +97,7 @@ T shuffle(const Place &place, unsigned mask, T value, int lane) {
 
 inline unsigned char *dynamic_shared() { return emulator::dynamic_shared(); }
 inline void pause() { emulator::yield(); }
+inline uint32_t take_ticket(uint32_t *counter) { return (*counter)++; }
 
 template <class... Parameters, class... Arguments>
 int launch(const Launch &how, void (*kernel)(Parameters...), const Arguments &...arguments) {
@@ -128,6 +129,7 @@ inline int device_count() { return 1; }
 
 }  // namespace topw
 
+#define TOPW_OUT_OF_LINE __attribute__((noinline))
 #define TOPW_PLACE (::topw::emulator::Place{__FILE__, __LINE__})
 #define TOPW_SHARED(Type, name)    \
   static const char name##_tag = 0; \

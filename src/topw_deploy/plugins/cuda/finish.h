@@ -26,7 +26,7 @@ __device__ inline int32_t draw(const Parameters &P, const Kept &kept, const doub
 }
 
 // The weights of the crop at one temperature, unbounded below, as inclusive sums in `room`.
-__device__ inline void sum_weights(const Kept &kept, float top, double temperature, double *room,
+__device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top, double temperature, double *room,
                                    BlockScratch &scratch) {
   for (int32_t i = own_index(); i < kept.size; i += block_size())
     room[i] = exp(log_weight(logit_of(kept.keys[i]), top, temperature));

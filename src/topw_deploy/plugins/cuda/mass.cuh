@@ -51,10 +51,8 @@ __global__ void __launch_bounds__(kMassThreads) mass(const __grid_constant__ Cal
   }
   __syncthreads();
   if (own_index() == 0) {
-    __threadfence();
-    last = atomicAdd(&call.workspace.tickets[row], 1u) == static_cast<uint32_t>(of_row) - 1;
+    last = take_ticket(&call.workspace.tickets[row]) == static_cast<uint32_t>(of_row) - 1;
     if (last) call.workspace.tickets[row] = 0;
-    __threadfence();
   }
   __syncthreads();
   if (!last) return;

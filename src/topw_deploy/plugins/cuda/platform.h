@@ -2,7 +2,9 @@
 //
 // What is written differently because of that:
 //   TOPW_SHARED(Type, name);        a variable in shared memory, of a plain type
+//   TOPW_OUT_OF_LINE                a function of which one copy is enough: a kernel's code is read from memory, too
 //   dynamic_shared()                where the dynamic shared memory begins, aligned to 16 bytes
+//   take_ticket(counter)            the atomic by which the last block of a row finds out that it is
 //   pause()                         in every loop that waits for another block: on a CPU nothing else runs meanwhile
 //   launch(Launch{...}, kernel, arguments...)   instead of <<<>>>
 // Warp functions take kEveryLane only: no part of a warp goes its own way where they are called.
@@ -38,6 +40,7 @@ constexpr size_t kSharedOnRequest = 99 * 1024;  // what it has on every device f
 #include <cuda_runtime.h>
 
 #define TOPW_SHARED(Type, name) __shared__ Type name
+#define TOPW_OUT_OF_LINE __noinline__
 
 namespace topw {
 
@@ -50,6 +53,15 @@ __device__ __forceinline__ void pause() {
 #if defined(__CUDA_ARCH__)
   __nanosleep(20);
 #endif
+}
+
+// One more on a counter in global memory; what it was before. What this thread's block wrote before its last barrier is
+// seen by the threads that take later tickets, and by their blocks behind a barrier. One fence that need not agree with
+// all others on an order: two __threadfence() around an atomicAdd cost about a microsecond more.
+__device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
+  uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
 }
 
 template <class... Parameters, class... Arguments>
