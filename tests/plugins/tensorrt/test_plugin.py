@@ -52,11 +52,11 @@ def plugin(trt: Any) -> Any:
 def arrays(settings: NodeSettings) -> dict[str, np.ndarray]:
     """Inputs by name: some rows need geometry, one is greedy, one is edited."""
     rng = np.random.default_rng(5)
-    given = {"logits": (rng.standard_normal((BATCH, VOCAB)) * 2).astype(np.float32)}
+    given = {"logits": (rng.standard_normal((BATCH, VOCAB)) * 3).astype(np.float32)}
     given["edit_ids"] = np.array([[-1], [7], [-1], [-1]])
     given["edit_penalty"] = np.array([[1], [1.3], [1], [1]], np.float32)
     given["edit_bias"] = np.array([[0], [9], [0], [0]], np.float32)
-    values = {"temperature": [1, 1, 0, 2], "lam": [0.2, 2.2, 1, 0.1], "beta": [2.8, 2.8, 2, 4], "init_top_p": [0.4] * 4,
+    values = {"temperature": [1, 1, 0, 1], "lam": [0.6] * 4, "beta": [2.8] * 4, "init_top_p": [0.4] * 4,
               "selection_temperature": [0] * 4, "geom_scale": [1] * 4, "uniform": [0.1, 0.5, 0.7, 0.95]}  # fmt: skip
     given |= {name: np.array(values[name], np.float32) for name in COLUMNS}
     if settings.has_table:
@@ -80,11 +80,13 @@ def cpus_answer(settings: NodeSettings, given: dict[str, np.ndarray]) -> dict[st
     return {name: getattr(found, name) for name in settings.outputs}
 
 
+@pytest.mark.parametrize("logits", ["float32", "float16"])
 @pytest.mark.parametrize("settings", [FULL, UNIFORM], ids=["geometry", "uniform"])
 def test_an_enqueued_step_answers_as_the_cpus_sampler(
-    plugin: Any, kernels: Kernels, described: Any, settings: NodeSettings
+    plugin: Any, kernels: Kernels, described: Any, settings: NodeSettings, logits: str
 ) -> None:
     given = arrays(settings)
+    given["logits"] = given["logits"].astype(logits)
     node = plugin.TopWSamplePlugin(settings, kernels).attach_to_context(None)
     inputs = [described(str(given[name].dtype), given[name].shape) for name in settings.inputs]
     node.on_shape_change(inputs, [])
@@ -102,6 +104,8 @@ def test_an_enqueued_step_answers_as_the_cpus_sampler(
             else:
                 np.testing.assert_array_equal(answers[name], wanted, err_msg=name)
     assert not answers["certified"].all()  # both launches had work
+    assert (answers["kept"][[0, 1, 3]] > 1).all()
+    assert (answers["kept"] < settings.top_m).all()
 
 
 def test_outputs_have_the_types_and_shapes_of_the_contract(plugin: Any, trt: Any, kernels: Kernels) -> None:
