@@ -44,9 +44,22 @@ class Native:
 
 
 @dataclass(frozen=True)
+class Cuda:
+    """The CUDA library: its path, its architectures (87 is sm_87), and why no GPU here uses it, empty where one does;
+    the CUDA that the driver runs and the GPUs that it shows, None and none without a driver."""
+
+    path: str | None
+    architectures: tuple[int, ...]
+    why_unused: str
+    driver: str | None
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """versions: installed ones by distribution. providers: short name -> "starts" or why it does not, best first.
-    would_use: what provider="auto" gives, None without onnxruntime. native: the native sampler's library.
+    would_use: what provider="auto" gives, None without onnxruntime. native: the native sampler's library. cuda: the one
+    with the kernels for NVIDIA GPUs, and what the driver says.
     problems: (what is wrong, the command to run)."""
 
     topw_deploy: str
@@ -56,6 +69,7 @@ class Diagnosis:
     providers: dict[str, str]
     would_use: str | None
     native: Native
+    cuda: Cuda
     problems: list[tuple[str, str]]
     hints: list[tuple[str, str]]
 
@@ -98,6 +112,7 @@ def diagnose() -> Diagnosis:
         providers=providers,
         would_use=would_use,
         native=_native(),
+        cuda=_cuda(),
         problems=problems,
         hints=hints,
     )
@@ -146,6 +161,14 @@ def _native() -> Native:
     return Native(str(found.path), found.instruction_set, "works" if state == "starts" else state)
 
 
+def _cuda() -> Cuda:
+    from topw_deploy.plugins import report
+
+    found = report.look()
+    gpus = tuple(f"{device.name}, sm_{device.architecture}" for device in found.driver.devices)
+    return Cuda(found.cuda.path, found.cuda.architectures, found.cuda.why_unused, found.driver.cuda, gpus)
+
+
 def _state(ort: Any, name: str, options: Any = None) -> str:
     options = options or ort.SessionOptions()
     options.log_severity_level = 4
@@ -169,6 +192,7 @@ def _lines(found: Diagnosis) -> list[str]:
     lines += ["", "providers"]
     lines += [f"  {name.ljust(16)} {state}" for name, state in found.providers.items()] or ["  none"]
     lines += ["", f"a model would run on: {found.would_use or 'nothing'}", _native_line(found.native)]
+    lines += _cuda_lines(found.cuda)
     for title, pairs in (("problem", found.problems), ("hint", found.hints)):
         lines += [f"{title}: {what}; run: {cure}" for what, cure in pairs]
     return lines
@@ -178,3 +202,13 @@ def _native_line(native: Native) -> str:
     if native.path is None:
         return f"native sampler: none, models run their own function ({native.state})"
     return f"native sampler: {native.state}, {native.instruction_set}, {native.path}"
+
+
+def _cuda_lines(cuda: Cuda) -> list[str]:
+    if cuda.path is None:
+        library = f"none ({cuda.why_unused})"
+    else:
+        state = f"unused, {cuda.why_unused}" if cuda.why_unused else "for the GPU here"
+        library = f"{state}, {' '.join(f'sm_{number}' for number in cuda.architectures)}, {cuda.path}"
+    driver = f"runs CUDA {cuda.driver}, {'; '.join(cuda.gpus) or 'no GPU'}" if cuda.driver else "none"
+    return [f"CUDA sampler: {library}", f"NVIDIA driver: {driver}"]

@@ -34,6 +34,7 @@ FLAGS = ("-std=c++17", "-O3", "-Werror", "all-warnings")
 
 _HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-ffp-contract=off")
 _LINKED = ("-lcudart_static", "-ldl", "-lpthread", "-lrt", "-lm")
+_USUAL = Path("/usr/local/cuda")  # where a toolkit is that is not on PATH, as on a Jetson
 _SYMBOLIC = "-Wl,-Bsymbolic"  # libtopw.so may be in the same process, with functions of the same names
 
 
@@ -118,7 +119,7 @@ def _candidates() -> Iterator[Path]:
     if on_path:
         yield Path(on_path)
     pips = (Path(sysconfig.get_paths()[name]) / "nvidia" / "cu13" for name in ("purelib", "platlib"))
-    for root in (*pips, Path("/usr/local/cuda")):
+    for root in (*pips, _USUAL):
         if (root / "bin" / "nvcc").is_file():
             yield root / "bin" / "nvcc"
 

@@ -8,6 +8,8 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from topw_deploy.runtime.placement import CpuNode
+
 Sampler: TypeAlias = Literal["native", "plugin", "graph"]
 """What answers the sampler's node: onnxruntime's native operator, TensorRT's plugin, or the function in the file."""
 
@@ -61,14 +63,16 @@ class Binding(Protocol):
 class Session(Protocol):
     """A model that is open.
 
-    provider: in the words of runtime/providers.py. why_graph: why `sampler` is "graph", a clause. inputs, outputs: the
-    graph's names. fixed_edits: slots of the edit inputs where the graph fixes them. most_rows, most_columns,
-    most_edits: bounds on rows, tokens of a row in one run, and edits of a row; None for no bound of its own.
+    provider: in the words of runtime/providers.py. why_graph: why `sampler` is "graph", a clause. cpu_nodes: the nodes
+    that another provider than the CPU's left to it. inputs, outputs: the graph's names. fixed_edits: slots of the edit
+    inputs where the graph fixes them. most_rows, most_columns, most_edits: bounds on rows, tokens of a row in one run,
+    and edits of a row; None for no bound of its own.
     """
 
     provider: str
     sampler: Sampler
     why_graph: str
+    cpu_nodes: tuple[CpuNode, ...]
     inputs: frozenset[str]
     outputs: tuple[str, ...]
     fixed_edits: int | None

@@ -37,8 +37,9 @@ class TopWModel:
     else uses until its end.
 
     manifest: what the exporter wrote about the model. tokenizer: its tokenizer. provider: onnxruntime's name of the
-    execution provider in use, or "tensorrt" for an engine. sampler: what chooses the tokens, "native", "plugin" or
-    "graph" (docs/native.md). defaults: the parameters that the model's `generation_config.json` states.
+    execution provider in use, or "tensorrt" for an engine. cpu_nodes: the nodes that it left to the CPU. sampler: what
+    chooses the tokens, "native", "plugin" or "graph" (docs/native.md), then `why_graph` says why. defaults: the
+    parameters that the model's `generation_config.json` states.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class TopWModel:
         self.tokenizer = Tokenizer(folder)
         self.defaults = model_defaults(folder, self.tokenizer)
         self.provider = session.provider
-        self.sampler = session.sampler
+        self.sampler, self.why_graph = session.sampler, session.why_graph
+        self.cpu_nodes = session.cpu_nodes
         self._decoder = decoder
         self._bos = bos_token(folder, self.tokenizer)
         self._template = load_template(folder, self.tokenizer)

@@ -41,13 +41,14 @@ class TopWSampler:
     """Top-W over given logits, on a folder that `topw export-sampler` wrote. Open one with `from_pretrained`.
 
     provider: onnxruntime's name of the execution provider in use. sampler: "native" or "graph", what chooses the tokens
-    (docs/native.md).
+    (docs/native.md); why_graph: why not the native one. cpu_nodes: what a device's provider left to the CPU.
     """
 
     def __init__(self, folder: ModelFolder, session: GraphSession) -> None:
         self.manifest = folder.manifest
         self.provider = session.provider
-        self.sampler = session.sampler
+        self.sampler, self.why_graph = session.sampler, session.why_graph
+        self.cpu_nodes = session.cpu_nodes
         self.vocab_size = folder.manifest.sampler.vocab_size
         self._session = session.raw
         self._outputs = [name for name in _OUTPUTS if name in session.outputs]

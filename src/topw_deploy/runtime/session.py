@@ -39,6 +39,7 @@ class OpenGraph:
     provider = providers.CPU
     sampler: Sampler = "graph"
     why_graph = ""
+    cpu_nodes: tuple[placement.CpuNode, ...] = ()
     most_rows: int | None = None  # these three: a graph runs with whatever shapes it is given
     most_columns: int | None = None
     most_edits: int | None = None

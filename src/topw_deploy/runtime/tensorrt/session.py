@@ -14,6 +14,7 @@ from topw_deploy.engines.stamp import EngineStamp
 from topw_deploy.errors import EngineError, GenerationError
 from topw_deploy.runtime.face import Sampler
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.placement import CpuNode
 from topw_deploy.runtime.tensorrt.binding import EngineBinding
 from topw_deploy.runtime.tensorrt.cuda import Cuda, DeviceMemory
 from topw_deploy.runtime.tensorrt.lane import Lane
@@ -30,6 +31,7 @@ class EngineSession:
     """
 
     provider = "tensorrt"
+    cpu_nodes: tuple[CpuNode, ...] = ()
 
     def __init__(self, folder: ModelFolder, device: int = 0) -> None:
         trt = library.load()
