@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
@@ -73,6 +74,17 @@ def test_a_graph_without_the_function_needs_the_plugin_and_takes_it(nvidia: Ask,
     assert not refused["parsed"]
     (taken,) = nvidia([task], plugin="python")
     assert_built(taken, plugins=1)
+
+
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_the_plugin_takes_logits_in_half_precision_where_a_graph_hands_it_some(
+    nvidia: Ask, samplers: dict[str, Path], tmp_path: Path, dtype: str
+) -> None:
+    model = onnx.load(samplers["portable"])
+    model.graph.input[0].type.tensor_type.elem_type = onnx.TensorProto.DataType.Value(dtype)
+    onnx.save(model, tmp_path / "model.onnx")
+    (answer,) = nvidia([{"model": str(tmp_path / "model.onnx"), "batches": BATCHES}], plugin="python")
+    assert_built(answer, plugins=1)
 
 
 def test_the_plugin_refuses_what_the_kernels_cannot_serve_before_there_is_an_engine(
