@@ -69,16 +69,3 @@ def test_the_check_passes_what_the_parser_takes(nvidia: Ask, decoders: dict[str,
         assert answer["passed"], (name, answer)
         assert answer["takes"]
         assert answer["unsupported"] == []
-
-
-@pytest.mark.parametrize("plugin", [None, "python"])
-def test_the_engine_builder_of_this_package_builds_them(
-    nvidia: Ask, decoders: dict[str, Path], plugin: str | None
-) -> None:
-    tasks = [
-        {"engine": str(decoders[name]), "profile": kind}
-        for name in ("llama", "llama-half", "demo")
-        for kind in ("both", "decode", "prefill")
-    ]
-    for task, answer in zip(tasks, nvidia(tasks, plugin=plugin), strict=True):
-        assert answer["bytes"] > 10_000, task

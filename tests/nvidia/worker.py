@@ -2,8 +2,7 @@
 
 {"plugin": null | "python" | path of a library, "kernels": library for "python", "tasks": [task, ...]} ->
 [answer, ...], where a task is {"model": path, "batches": [[least, most], ...], "sequence": most tokens,
-"without_function": bool}, {"check": folder} or {"engine": folder, "profile": kind}, and an answer what `parsed`,
-`checked` or `engine` returns.
+"without_function": bool} or {"check": folder}, and an answer what `parsed` or `checked` returns.
 """
 
 from __future__ import annotations
@@ -100,32 +99,12 @@ def checked(folder: str) -> dict[str, Any]:
     }
 
 
-def engine(task: dict[str, Any]) -> dict[str, Any]:
-    """The bytes of what `topw build-engine` would write for this profile."""
-    from topw_deploy.engines.build import serialize
-    from topw_deploy.engines.request import EngineRequest, exported
-
-    if hasattr(trt, "IStreamWriter"):  # TensorRT-RTX's builder does not know it: it answers without writing
-        del trt.IStreamWriter
-    request = EngineRequest(out=Path(task["engine"]), max_batch=4, max_edits=EDITS, profile=task["profile"])
-    manifest, _, length = exported(request.out)
-    pieces: list[int] = []
-    serialize(trt, request, manifest, request.profiles(length), lambda piece: pieces.append(len(piece)))
-    return {"bytes": sum(pieces)}
-
-
-def answer(task: dict[str, Any]) -> dict[str, Any]:
-    if "engine" in task:
-        return engine(task)
-    return checked(task["check"]) if "check" in task else parsed(task)
-
-
 def main() -> None:
     asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     load_plugin(asked["plugin"], asked["kernels"])
     answers = []
     for task in asked["tasks"]:
-        answers.append(answer(task))
+        answers.append(checked(task["check"]) if "check" in task else parsed(task))
         Path(sys.argv[2]).write_text(json.dumps(answers), encoding="utf-8")
 
 
