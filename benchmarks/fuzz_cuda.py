@@ -36,7 +36,10 @@ _BLOCK = 16  # coordinates that share a scale
 _NAME = "cuda"
 _NEARLY = TieBounds(objective=1e-3, nucleus=1e-3, draw=0.0)
 
-_LAYOUTS = ((64, 3), (32, 1), (128, 2), (64, 5))  # threads of a block, blocks
+# Threads of a block, and blocks. Small pools on small blocks, for the tiles of distances are as wide as these.
+_LAYOUTS = ((64, 3), (32, 1), (128, 2), (64, 5))
+_LARGE_LAYOUTS = ((256, 2), (512, 1), (256, 3), (128, 4))
+_LARGE_POOL = 200
 
 
 def as_bfloat16(values: np.ndarray) -> np.ndarray:
@@ -87,15 +90,15 @@ def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None
     return replace(visit, table=rows, geometry=geometry), lambda bound: KernelTable(codes, *statistics, bound, blocks)
 
 
-def fuzz(kernel: Sampling, rows: int, seed: int, before: Callable[[int], None] | None = None,
+def fuzz(kernel: Sampling, rows: int, seed: int, before: Callable[[int, Visit], None] | None = None,
          sizes: tuple[Size, ...] = ALL) -> Outcome:  # fmt: skip
-    """Compare `rows` rows in `kernel`. before: called with the number of each visit."""
+    """Compare `rows` rows in `kernel`. before: called with each visit and its number."""
     outcome = Outcome({_NAME: Side(FLOAT32_TIES)}, _NEARLY)
     done = 0
     with tqdm(total=rows, unit="row", file=sys.stderr, mininterval=1.0) as bar:
         for number, drawn in enumerate(visits(seed, sizes)):
             if before is not None:
-                before(number)
+                before(number, drawn)
             visit, table = in_type(drawn, TYPES[number % len(TYPES)])
             logits, rounded = _logits_types(number)
             cases = [replace(case, logits=rounded(case.logits)) for case in visit.cases[: rows - done]]
@@ -138,8 +141,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         kernel = EmulatedKernel(built(Path(folder)))
 
-        def shuffle(number: int) -> None:
-            threads, blocks = _LAYOUTS[number % len(_LAYOUTS)]
+        def shuffle(number: int, visit: Visit) -> None:
+            large = min(visit.scenario.options.top_m, visit.scenario.vocab_size) > _LARGE_POOL
+            threads, blocks = (_LARGE_LAYOUTS if large else _LAYOUTS)[number % len(_LAYOUTS)]
             kernel.emulate(given.seed * 1000 + number, threads, blocks)
 
         outcome = fuzz(kernel, given.rows, given.seed, shuffle)

@@ -61,7 +61,7 @@ def test_random_and_adversarial_rows_are_answered_as_by_the_reference(
     kernel: EmulatedKernel, sizes: tuple[Size, ...], rows: int
 ) -> None:
     layouts = ((64, 3), (32, 1), (96, 4))
-    outcome = fuzz(kernel, rows, 5, lambda number: kernel.emulate(number, *layouts[number % 3]), sizes)
+    outcome = fuzz(kernel, rows, 5, lambda number, _: kernel.emulate(number, *layouts[number % 3]), sizes)
     (side,) = outcome.sides.values()
     assert side.unexplained == []
     assert {stage for _, stage in side.stages} >= {"geometry", "literal", "pool", "candidates", "invalid"}
