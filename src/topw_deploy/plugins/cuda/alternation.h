@@ -143,7 +143,12 @@ class Alternation {
       for (int32_t i = own_index(); i < pool_; i += block_size())
         if (memory_.state[i] & (kMember | kCandidate)) Gmax += memory_.p[i];
       Gmax = block_reduce(Gmax, Plus(), scratch_) * (1 + kRounding);
-      const double needed = reached - P_.c * log(Gmax) - kRounding * P_.unit, share = 1 / Gmax;
+      if (own_index() == 0) {
+        scratch_.values[0] = reached - P_.c * log(Gmax) - kRounding * P_.unit;
+        scratch_.values[1] = 1 / Gmax;
+      }
+      __syncthreads();
+      const double needed = scratch_.values[0], share = scratch_.values[1];
       int dropped = 0;
       for (int32_t i = own_index(); i < pool_; i += block_size())
         if (memory_.state[i] & kCandidate && phi(i) + P_.c * h(memory_.p[i] * share) < needed) {
