@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 
@@ -46,14 +47,18 @@ class Registry:
 
 
 class TensorRT:
-    """The module as `module`, on the GPU of `gpu`. What a test sets: `version`, `refuses` (the parser's words), `fails`
-    (the builder's), `branches` (an engine with an If, which cannot be captured). What it reads: `networks`, `configs`,
-    `contexts`."""
+    """The module as `module`, on the GPU of `gpu`.
+
+    What a test sets: `refuses` (the parser's words), `fails` (the builder's), `branches` (an engine with an If, which
+    cannot be captured), `pruned` (inputs that engines do not have, and what they are for every row instead). What it
+    reads: `networks`, `configs`, `contexts`.
+    """
 
     def __init__(self, gpu: Gpu, version: str = "10.16.1.11") -> None:
         self.gpu = gpu
         self.refuses = self.fails = ""
         self.branches = False
+        self.pruned: dict[str, float] = {}
         self.registry = Registry()
         self.configs: list[Config] = []
         self.networks: list[Network] = []
@@ -243,7 +248,9 @@ class Engine:
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self.inputs = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+        self.inputs = {
+            value.name: value.type.tensor_type.elem_type for value in graph.input if value.name not in trt.pruned
+        }
         self.outputs = {
             value.name: (value.type.tensor_type.elem_type, [d.dim_value for d in value.type.tensor_type.shape.dim])
             for value in graph.output
@@ -328,6 +335,8 @@ class Context:
             gpu.at(addresses[name], _bytes(kind, shapes[name]))
             binding.bind_input(name, "cpu", 0, kind, shapes[name], addresses[name])
         batch = shapes["input_ids"][0]
+        for name, value in engine.trt.pruned.items():
+            binding.bind_cpu_input(name, np.full(batch, value, np.float32))
         for name, (kind, sizes) in engine.outputs.items():
             if name.startswith("present."):
                 past = name.replace("present", "past_key_values", 1)

@@ -23,7 +23,7 @@ class Machine:
 def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
     """The machine with GPU number `device`. Raises EngineError where the driver sees no such GPU."""
     seen = driver.look()
-    if device >= len(seen.devices):
+    if not 0 <= device < len(seen.devices):
         reason = seen.why_none or f"device {device} was asked for, and there are {len(seen.devices)} GPUs"
         raise EngineError(f"no engine can be built or run here: {reason}; see `topw plugins show`.")
     gpu = seen.devices[device]

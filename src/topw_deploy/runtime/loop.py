@@ -95,8 +95,8 @@ class Generation:
 
     def close(self) -> None:
         """Let go of the cache and of the bindings."""
+        self.binding.close()  # which waits for a run that was interrupted
         self.caches.close(self.cache)
-        self.binding.close()
 
     def retire(self, row: Row) -> None:
         """Spend no more on the ended `row` than the graph must, which runs it with the others: greedy, no edits."""

@@ -51,7 +51,9 @@ def _engine(
     inter_op_num_threads: int | None = None,
 ) -> EngineSession:
     native.check_choice(sampler)
-    device = (provider_options or {}).get("device_id", 0)
+    device = str((provider_options or {}).get("device_id", 0))
+    if not device.isdecimal():
+        raise ParameterError(f"device_id is {device!r}, but must be the number of a GPU, from 0.")
     session = EngineSession(folder, int(device))
     theirs = {
         "session_options": session_options,

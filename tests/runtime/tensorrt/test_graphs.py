@@ -95,6 +95,27 @@ def test_a_cache_that_moves_is_captured_again(opened: Open, gpu: Gpu, on_cpu: To
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
 
 
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_prompts_leave_the_graph_alone_where_both_use_one_profile(opened: Open, gpu: Gpu, kind: str) -> None:
+    model = opened(profile=kind)
+    model.generate("abc", **HOT)
+    calls = calls_of(gpu, lambda: model.generate("def", **HOT))
+    assert (calls["cudaGraphInstantiate"], calls["cudaGraphLaunch"]) == (0, 19)
+
+
+def test_a_lane_on_which_cuda_fails_is_not_used_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
+    model = opened()
+    stream = model.stream("abc", **HOT)
+    next(stream)
+    failed = (gpu.module.cudaError_t.cudaErrorInvalidValue,)
+    wait, gpu.module.cudaStreamSynchronize = gpu.module.cudaStreamSynchronize, lambda stream: failed
+    with pytest.raises(GenerationError, match=r"the engine failed at step \d+: CUDA failed in cudaStreamSynchronize"):
+        list(stream)
+    gpu.module.cudaStreamSynchronize = wait
+    assert model._session._free == []  # type: ignore[union-attr]
+    assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
+
+
 def test_pieces_of_prompts_are_never_captured_even_of_one_token(opened: Open, gpu: Gpu) -> None:
     model = opened(profile="decode")
     calls = calls_of(gpu, lambda: model.generate("a prompt, token by token", **{**HOT, "max_new_tokens": 1}))
@@ -112,7 +133,7 @@ def test_an_engine_with_branches_cannot_be_captured_and_runs_all_the_same(
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
     assert "cudaStreamBeginCapture" not in calls  # it was tried once
     decode = next(c for c in model._session._free[0].contexts if c.why_no_graph)  # type: ignore[union-attr]
-    assert "TensorRT does not take to run" in decode.why_no_graph
+    assert "TensorRT does not take the run" in decode.why_no_graph
 
 
 def test_everything_is_freed_when_the_model_is_closed(opened: Open, gpu: Gpu) -> None:

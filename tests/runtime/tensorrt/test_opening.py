@@ -226,7 +226,9 @@ def test_options_of_onnxruntime_are_refused_where_an_engine_runs(opened: Open, s
 def test_a_gpu_may_be_chosen_by_number(opened: Open) -> None:
     assert opened({"provider_options": {"device_id": 0}}).provider == "tensorrt"
     with pytest.raises(ProviderError, match="device 2 was asked for, and there are 1 GPUs"):
-        opened({"provider_options": {"device_id": 2}})
+        opened({"provider_options": {"device_id": "2"}})
+    with pytest.raises(ParameterError, match="device_id is '-1', but must be the number of a GPU"):
+        opened({"provider_options": {"device_id": -1}})
 
 
 def test_a_tensor_that_is_wanted_on_the_host_is_refused(

@@ -175,6 +175,14 @@ def test_more_rows_than_the_engine_was_built_for_are_refused(opened: Open) -> No
         opened({"max_batch": 9})
 
 
+def test_inputs_that_the_engine_does_not_have_are_not_given_to_it(
+    opened: Open, on_cpu: TopWModel, trt: TensorRT
+) -> None:
+    trt.pruned = {"beta": 2.5, "geom_scale": 0.5}
+    found = generate(opened(), "abc", beta=1.0)
+    assert_alike(found, generate(on_cpu, "abc", beta=2.5, geom_scale=0.5))
+
+
 def test_the_demo(demo_for_tensorrt: Path, trt: TensorRT) -> None:
     build_engine(EngineRequest(out=demo_for_tensorrt, max_batch=2, max_sequence=32))
     model = TopWModel.from_pretrained(demo_for_tensorrt, provider="tensorrt")

@@ -7,6 +7,7 @@ through pinned memory and, from the third step of a shape on, inside a CUDA grap
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,12 @@ class _Plan:
     copies: Copies
     changing: list[tuple[np.ndarray, np.ndarray]]
     results: list[tuple[np.ndarray, np.ndarray]]
-    decodes: bool  # one new token of each row
+    repeated: bool
 
-    def lies_in(self, lane: Lane) -> bool:
-        """Whether the lane's memory is still where it was."""
-        return (self.copies.host, self.copies.device) == (lane.host.pointer, lane.device.pointer)
+    def holds(self, lane: Lane, repeated: bool) -> bool:
+        """Whether the lane's memory is still where it was, and the run of the same kind."""
+        where = self.copies.host, self.copies.device
+        return where == (lane.host.pointer, lane.device.pointer) and self.repeated == repeated
 
 
 class EngineBinding:
@@ -82,17 +84,22 @@ class EngineBinding:
         return EngineBinding(self._session, self._lane, owns=False)
 
     def close(self) -> None:
+        """Give the lane back, unless CUDA fails on it; an interrupted run is waited for."""
         if self._owns and not self._closed:
-            self._session.give_back(self._lane)
-        self._closed = True
+            self._closed = True
+            with suppress(GenerationError):
+                self._session.cuda.use()
+                self._lane.stream.wait()
+                self._session.give_back(self._lane)
 
     def run(self, step: int | None = None) -> None:
         session, lane = self._session, self._lane
+        repeated = bool(step)  # step 0 is the last piece of the prompts
         session.cuda.use()
         try:
             plan = self._plan
-            if plan is None or not plan.lies_in(lane):
-                plan = self._plan = self._new_plan()
+            if plan is None or not plan.holds(lane, repeated):
+                plan = self._plan = self._new_plan(repeated)
             if lane.loaded is not plan:
                 plan.context.set(plan.shapes, plan.addresses)
                 lane.loaded = plan
@@ -101,7 +108,7 @@ class EngineBinding:
                 self._copy_stale(plan)
             for array, pinned in plan.changing:
                 pinned[...] = array
-            plan.context.run(plan.copies, repeated=plan.decodes and step is not None)
+            plan.context.run(plan.copies, repeated=repeated)
             lane.stream.wait()
         except GenerationError as error:
             lane.loaded = None
@@ -120,7 +127,7 @@ class EngineBinding:
                 lane.stream.copy_in(lane.device.pointer + span.start, lane.host.pointer + span.start, span.size)
         self._stale.clear()
 
-    def _new_plan(self) -> _Plan:
+    def _new_plan(self, repeated: bool) -> _Plan:
         session, lane = self._session, self._lane
         ids, edits = self._arrays["input_ids"], self._arrays["edit_ids"]
         batch, sequence = ids.shape
@@ -136,7 +143,7 @@ class EngineBinding:
         there = session.tensors
         return _Plan(
             layout=layout,
-            context=lane.context(profile),
+            context=lane.context(profile, repeated=repeated),
             shapes={name: shape for name, shape in shapes.items() if name in there},
             addresses={name: at for name, at in addresses.items() if name in there},
             copies=Copies(host.pointer, device, layout.changing, layout.results),
@@ -148,7 +155,7 @@ class EngineBinding:
             results=[
                 (array, _view(host.array, layout.outputs[name].start, array)) for name, array in self._results.items()
             ],
-            decodes=sequence == 1,
+            repeated=repeated,
         )
 
 

@@ -98,7 +98,7 @@ class Context:
     def _enqueue(self, copies: Copies) -> None:
         if copies.into.size:
             self._stream.copy_in(copies.device + copies.into.start, copies.host + copies.into.start, copies.into.size)
-        self._require(self._raw.execute_async_v3(self._stream.handle), "to run")
+        self._require(self._raw.execute_async_v3(self._stream.handle), "the run")
         if copies.out.size:
             self._stream.copy_out(copies.host + copies.out.start, copies.device + copies.out.start, copies.out.size)
 

@@ -13,12 +13,12 @@ _LEAST = 64 << 10  # bytes: a decoding step of any batch up to about twenty rows
 
 
 class Lane:
-    """Contexts are made when a run first needs their profile. `loaded` is whose inputs are on the device."""
+    """Contexts are made when a run first needs them. `loaded` is whose inputs are on the device."""
 
-    def __init__(self, trt: Any, engine: Any, cuda: Cuda, logger: Any, profiles: int) -> None:
+    def __init__(self, trt: Any, engine: Any, cuda: Cuda, logger: Any) -> None:
         self._trt, self._engine, self._cuda, self._logger = trt, engine, cuda, logger
         self.stream: Stream = cuda.stream()
-        self._contexts: list[Context | None] = [None] * profiles
+        self._contexts: dict[tuple[int, bool], Context] = {}
         self._scratch: Block | None = None
         self._host: Pinned = cuda.pinned(0)
         self._device: Block = cuda.memory(0)
@@ -35,7 +35,7 @@ class Lane:
     @property
     def contexts(self) -> list[Context]:
         """Those that were needed so far."""
-        return [context for context in self._contexts if context is not None]
+        return list(self._contexts.values())
 
     def reserve(self, layout: Layout) -> None:
         """Have at least the memory that `layout` asks for. What lay in the old one is gone, its addresses too."""
@@ -46,15 +46,18 @@ class Lane:
             self._device = self._cuda.memory(_rounded(layout.device_size))
             self.loaded = None
 
-    def context(self, profile: int) -> Context:
-        """The context for profile number `profile`."""
-        found = self._contexts[profile]
+    def context(self, profile: int, *, repeated: bool) -> Context:
+        """The context for profile number `profile`. Steps that are repeated have one of their own, so that prompts
+        leave its graph alone even where both use one profile."""
+        found = self._contexts.get((profile, repeated))
         if found is None:
             if self._scratch is None:
-                sizes = map(self._engine.get_device_memory_size_for_profile_v2, range(len(self._contexts)))
-                self._scratch = self._cuda.memory(max(sizes))
+                profiles = range(self._engine.num_optimization_profiles)
+                self._scratch = self._cuda.memory(
+                    max(map(self._engine.get_device_memory_size_for_profile_v2, profiles))
+                )
             found = Context(self._trt, self._engine, profile, self.stream, self._scratch, self._logger)
-            self._contexts[profile] = found
+            self._contexts[profile, repeated] = found
         return found
 
 

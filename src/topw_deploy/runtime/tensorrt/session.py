@@ -110,7 +110,7 @@ class EngineSession:
         return sizes
 
     def _new_lane(self) -> Lane:
-        return Lane(self._trt, self._engine, self.cuda, self._logger, len(self.stamp.profiles))
+        return Lane(self._trt, self._engine, self.cuda, self._logger)
 
 
 def _deserialised(runtime: Any, path: Path) -> Any:
