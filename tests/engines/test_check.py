@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx import helper
 
 from topw_deploy.engines.check import Report, check
-from topw_deploy.errors import ManifestError, ParameterError
+from topw_deploy.errors import EngineError, ManifestError, ParameterError
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
 from topw_deploy.manifest import describe_files, load_manifest, save_manifest
 from topw_deploy.sampling.parameters import TopWOptions
@@ -109,6 +110,26 @@ def test_a_sampler_that_neither_function_nor_plugin_serves_is_unsupported(tmp_pa
     report = check(out, "tensorrt", ask=False)
     assert not report.passed
     assert "com.microsoft.Other()" in report.unsupported[0].reason
+
+
+def test_functions_that_functions_call_are_read_too_and_one_that_calls_itself_is_refused(tmp_path: Path) -> None:
+    out = sampler(tmp_path)
+    model = onnx.load(out / "model.onnx")
+
+    def function(name: str, node: onnx.NodeProto) -> onnx.FunctionProto:
+        return helper.make_function("mine", name, ["x"], ["y"], [node], [helper.make_opsetid("", 23)])
+
+    inner = helper.make_node("Unique", ["x"], ["y"])
+    call = helper.make_node("Inner", ["x"], ["y"], domain="mine")
+    model.functions.extend([function("Inner", inner), function("Outer", call)])
+    model.graph.node.append(helper.make_node("Outer", ["lam"], ["unread"], domain="mine"))
+    rewrite(out, model)
+    (refused,) = check(out, "tensorrt", ask=False).unsupported
+    assert (refused.operator, refused.where) == ("Unique", "function mine.Inner")
+    model.functions[-2].node[0].CopyFrom(helper.make_node("Outer", ["x"], ["y"], domain="mine"))
+    rewrite(out, model)
+    with pytest.raises(EngineError, match=r"mine\.Outer calls itself"):
+        check(out, "tensorrt", ask=False)
 
 
 def test_a_graph_of_a_later_opset_than_the_parsers_is_refused(tmp_path: Path) -> None:

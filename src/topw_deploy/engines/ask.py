@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.engines import library
-from topw_deploy.errors import EngineError, PluginError
+from topw_deploy.errors import PluginError
 from topw_deploy.plugins.tensorrt import register, registered, tensorrt_module
 
 
@@ -32,12 +32,9 @@ def ask_parser(model: Path) -> ParserAnswer:
     with contextlib.suppress(PluginError):  # without the CUDA library the function is inlined
         register()
     logger = library.new_logger(trt)
-    try:
-        builder = trt.Builder(logger)
-        network = builder.create_network(0)
-        parser = trt.OnnxParser(network, logger)
-    except (RuntimeError, TypeError, AttributeError) as error:  # without a GPU the builder is no object
-        raise EngineError(f"TensorRT {trt.__version__} does not start here ({library.last_error(logger)})") from error
+    builder = library.start(trt, "Builder", logger)
+    network = builder.create_network(0)  # the parser does not keep it
+    parser = trt.OnnxParser(network, logger)
     takes = parser.supports_model_v2(model.read_bytes(), str(model))
     refusals = tuple(_line(parser.get_error(index)) for index in range(parser.num_errors))
     return ParserAnswer(str(trt.__version__), bool(takes), registered(), refusals)

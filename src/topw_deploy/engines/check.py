@@ -16,7 +16,7 @@ from pathlib import Path
 from topw_deploy.engines import operators
 from topw_deploy.engines.advice import next_step
 from topw_deploy.engines.ask import ParserAnswer, ask_parser
-from topw_deploy.engines.onnx_file import Graph, Model, Node, read_model
+from topw_deploy.engines.onnx_file import Model, Node, read_model
 from topw_deploy.engines.operators import Scope
 from topw_deploy.engines.walk import walk
 from topw_deploy.errors import EngineError, ParameterError, PluginError
@@ -95,20 +95,19 @@ def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
     """A verdict for every node of the graph and of the functions that it calls."""
     refusal: Refusal = operators.refusal if target == "tensorrt" else _onnxruntime_refusal
     for node, scope in walk(model.graph):
-        key = (node.domain, node.op_type)
-        body = model.functions.get(key)
-        if key == SAMPLER:
-            yield from _sampler(node, scope, body, refusal)
-        elif body is not None:
+        if (node.domain, node.op_type) == SAMPLER:
+            yield from _sampler(node, scope, model, refusal)
+        elif (node.domain, node.op_type) in model.functions:
             yield NodeVerdict(node.name, node.operator, "graph", "inlined")
-            yield from _inlined(node, scope, body, refusal)
+            yield from _inlined(node, scope, model, refusal)
         else:
             yield _verdict(node, "graph", refusal(node, scope), "native")
 
 
-def _sampler(node: Node, scope: Scope, body: Graph | None, refusal: Refusal) -> Iterator[NodeVerdict]:
+def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterator[NodeVerdict]:
     """The plugin where it is registered, else the function; a refused function leaves the plugin alone."""
-    inlined = list(_inlined(node, scope, body, refusal)) if body is not None else []
+    body = model.functions.get(SAMPLER)
+    inlined = list(_inlined(node, scope, model, refusal)) if body is not None else []
     refused = [each for each in inlined if each.verdict == "unsupported"]
     if body is not None and not refused:
         yield NodeVerdict(node.name, node.operator, "graph", "plugin")
@@ -124,8 +123,15 @@ def _sampler(node: Node, scope: Scope, body: Graph | None, refusal: Refusal) -> 
     yield NodeVerdict(node.name, node.operator, "graph", "plugin", first)
 
 
-def _inlined(node: Node, scope: Scope, body: Graph, refusal: Refusal) -> Iterator[NodeVerdict]:
-    """The nodes of a function as they would stand in their caller's place."""
+def _inlined(
+    node: Node, scope: Scope, model: Model, refusal: Refusal, callers: tuple[str, ...] = ()
+) -> Iterator[NodeVerdict]:
+    """The nodes of a function as they would stand in their caller's place, and of those that they call."""
+    body = model.functions[node.domain, node.op_type]
+    if node.operator in callers:
+        raise EngineError(
+            f"the function {node.operator} calls itself, so the graph has no end; export the model again."
+        )
     given = list(zip((value.name for value in body.inputs), node.inputs, strict=False))
     inside = Scope(
         {mine: scope.constants[name] for mine, name in given if name in scope.constants},
@@ -133,8 +139,13 @@ def _inlined(node: Node, scope: Scope, body: Graph, refusal: Refusal) -> Iterato
         {mine: scope.shapes[name] for mine, name in given if name in scope.shapes},
         scope.within,
     )
+    where = f"function {node.operator}"
     for inner, around in walk(body, inside):
-        yield _verdict(inner, f"function {node.operator}", refusal(inner, around), "inlined")
+        if (inner.domain, inner.op_type) in model.functions:
+            yield NodeVerdict(inner.name, inner.operator, where, "inlined")
+            yield from _inlined(inner, around, model, refusal, (*callers, node.operator))
+        else:
+            yield _verdict(inner, where, refusal(inner, around), "inlined")
 
 
 def _verdict(node: Node, where: str, reason: str | None, otherwise: str) -> NodeVerdict:

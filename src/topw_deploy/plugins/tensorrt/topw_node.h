@@ -1,0 +1,163 @@
+// What TensorRT says of one node of topw::TopWSample: its attributes, which are also what an engine keeps of it, and the
+// types and sizes of its inputs. node.py is the same for Python.
+#ifndef TOPW_TENSORRT_NODE_H
+#define TOPW_TENSORRT_NODE_H
+
+#include <NvInferRuntime.h>
+#include <string.h>
+
+#include "topw_cuda.h"
+
+namespace topw {
+
+using nvinfer1::DataType;
+using nvinfer1::PluginField;
+using nvinfer1::PluginFieldType;
+
+constexpr char kTableForm[] = "Gather(axis=0)";
+
+enum Input {
+  kLogits, kEditIds, kEditPenalty, kEditBias, kTemperature, kSelectionTemperature, kLam, kBeta, kInitTopP, kGeomScale,
+  kUniform, kMean, kInverseStd, kNeighbourBound, kTable
+};  // fmt: skip
+constexpr int32_t kWithoutTable = kMean, kWithTable = kTable + 1;
+enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
+
+void complain(const char *format, ...);  // an error, to TensorRT's logger
+
+// ---- the node's attributes, which are also what an engine keeps of it
+
+struct Settings {
+  int32_t top_m = 0, alt_iters = 0, knn_k = 0, with_mass = 0, with_keep_mask = 0;
+  char metric[16] = "", table_form[128] = "";
+
+  int32_t metric_number() const {
+    constexpr const char *names[] = {"mahalanobis", "unit", "cosine", "uniform"};
+    for (int32_t number = TOPW_MAHALANOBIS; number <= TOPW_UNIFORM; ++number)
+      if (strcmp(metric, names[number]) == 0) return number;
+    return -1;
+  }
+  bool has_table() const { return metric_number() != TOPW_UNIFORM; }
+  int32_t inputs() const { return has_table() ? kWithTable : kWithoutTable; }
+  int32_t outputs() const { return kFirstOnRequest + with_mass + with_keep_mask; }
+};
+
+struct Number {
+  const char *name;
+  int32_t Settings::*place;
+  int32_t least, most;
+};
+constexpr Number kNumbers[] = {{"top_m", &Settings::top_m, 1, INT32_MAX},
+                               {"alt_iters", &Settings::alt_iters, 1, INT32_MAX},
+                               {"knn_k", &Settings::knn_k, 0, INT32_MAX},
+                               {"with_mass", &Settings::with_mass, 0, 1},
+                               {"with_keep_mask", &Settings::with_keep_mask, 0, 1}};
+constexpr int32_t kFields = sizeof kNumbers / sizeof kNumbers[0] + 2;
+
+inline bool read_number(const PluginField &field, const Number &number, Settings *settings) {
+  int64_t value = -1;
+  if (field.length == 1 && field.data && field.type == PluginFieldType::kINT32)
+    value = *static_cast<const int32_t *>(field.data);
+  else if (field.length == 1 && field.data && field.type == PluginFieldType::kINT64)
+    value = *static_cast<const int64_t *>(field.data);
+  if (value < number.least || value > number.most) return false;
+  settings->*number.place = static_cast<int32_t>(value);
+  return true;
+}
+
+// A text of up to room - 1 characters, with or without its final zero.
+inline bool read_text(const PluginField &field, char *text, size_t room) {
+  if (field.type != PluginFieldType::kCHAR || field.length < 0 || (field.length > 0 && !field.data)) return false;
+  const size_t length = field.length ? strnlen(static_cast<const char *>(field.data), field.length) : 0;
+  if (length >= room) return false;
+  if (length) memcpy(text, field.data, length);
+  text[length] = '\0';
+  return true;
+}
+
+inline bool read_field(const PluginField &field, Settings *settings) {
+  if (strcmp(field.name, "metric") == 0) return read_text(field, settings->metric, sizeof settings->metric);
+  if (strcmp(field.name, "table_form") == 0)
+    return read_text(field, settings->table_form, sizeof settings->table_form);
+  for (const Number &number : kNumbers)
+    if (strcmp(field.name, number.name) == 0) return read_number(field, number, settings);
+  return true;  // how the plugin was found, or what a later version knows
+}
+
+inline bool read_settings(const nvinfer1::PluginFieldCollection &fields, Settings *settings) {
+  for (int32_t index = 0; index < fields.nbFields; ++index)
+    if (!read_field(fields.fields[index], settings)) {
+      complain("the attribute %s is of the wrong type or out of range", fields.fields[index].name);
+      return false;
+    }
+  if (settings->top_m < 1 || settings->alt_iters < 1 || settings->metric_number() < 0) {
+    complain("top_m, alt_iters or metric is missing or unknown (metric is '%s')", settings->metric);
+    return false;
+  }
+  if (settings->has_table() ? strcmp(settings->table_form, kTableForm) != 0 : settings->table_form[0] != '\0') {
+    complain("the table form '%s' is not one that the kernels read; let the parser inline the function",
+             settings->table_form);
+    return false;
+  }
+  return true;
+}
+
+// The fields in a collection that points into `settings`.
+inline nvinfer1::PluginFieldCollection written(const Settings &settings, PluginField (&fields)[kFields]) {
+  int32_t count = 0;
+  for (const Number &number : kNumbers)
+    fields[count++] = PluginField(number.name, &(settings.*number.place), PluginFieldType::kINT32, 1);
+  const auto text = [&](const char *name, const char *value) {
+    fields[count++] = PluginField(name, value, PluginFieldType::kCHAR, static_cast<int32_t>(strlen(value)) + 1);
+  };
+  text("metric", settings.metric);
+  text("table_form", settings.table_form);
+  return {count, fields};
+}
+
+// ---- types and sizes
+
+inline int32_t onnx_type(DataType type) {
+  return type == DataType::kFLOAT  ? TOPW_FLOAT32
+         : type == DataType::kHALF ? TOPW_FLOAT16
+         : type == DataType::kBF16 ? TOPW_BFLOAT16
+                                   : 0;
+}
+
+struct Tensor {
+  nvinfer1::Dims dims;
+  DataType type;
+};
+
+inline bool is_shape(const Tensor &tensor, int32_t rank, int64_t first, int64_t second = 0) {
+  return tensor.dims.nbDims == rank && tensor.dims.d[0] == first && (rank == 1 || tensor.dims.d[1] == second);
+}
+
+// What a call with these inputs is to the kernels; NULL, or why they do not fit together, a clause.
+inline const char *describe(const Settings &settings, const Tensor *in, topw_cuda_shape *shape) {
+  *shape = {};
+  shape->options = {settings.top_m, settings.alt_iters, settings.metric_number(), settings.knn_k};
+  if (in[kLogits].dims.nbDims != 2 || in[kEditIds].dims.nbDims != 2) return "logits or edits are not matrices";
+  shape->batch = in[kLogits].dims.d[0];
+  shape->vocab = in[kLogits].dims.d[1];
+  shape->edits = in[kEditIds].dims.d[1];
+  shape->logits_type = onnx_type(in[kLogits].type);
+  for (int32_t index = kEditIds; index <= kEditBias; ++index)
+    if (!is_shape(in[index], 2, shape->batch, shape->edits)) return "the edits' shapes differ";
+  for (int32_t index = kTemperature; index <= kUniform; ++index)
+    if (!is_shape(in[index], 1, shape->batch)) return "a parameter is not one number per row";
+  if (!settings.has_table()) return nullptr;
+  if (in[kTable].dims.nbDims != 2 || in[kTable].dims.d[0] < shape->vocab) return "the table has not a row per token";
+  const int64_t bounds = in[kNeighbourBound].dims.d[0];
+  shape->table.tokens = in[kTable].dims.d[0];
+  shape->table.hidden = in[kTable].dims.d[1];
+  shape->table.dtype = onnx_type(in[kTable].type);
+  if (!is_shape(in[kMean], 1, shape->table.hidden) || !is_shape(in[kInverseStd], 1, shape->table.hidden) ||
+      in[kNeighbourBound].dims.nbDims != 1 || (bounds != 0 && bounds != shape->vocab))
+    return "the table's statistics or bounds are not of its size";
+  return nullptr;
+}
+
+}  // namespace topw
+
+#endif
