@@ -31,7 +31,7 @@ def test_each_verdict_has_a_line_and_the_next_step_is_last(invoke, served: Path)
 
 
 def test_what_is_unsupported_is_named_and_the_exit_code_is_1(invoke, refused: Path) -> None:
-    result = invoke("check", refused)
+    result = invoke("check", refused, "--no-ask")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert any(line.startswith("unsupported 2 nodes: com.microsoft.GroupQueryAttention 2") for line in lines)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import onnx
@@ -15,6 +17,7 @@ from topw_deploy.engines.check import Report, check
 from topw_deploy.errors import EngineError, ManifestError, ParameterError
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
 from topw_deploy.manifest import describe_files, load_manifest, save_manifest
+from topw_deploy.plugins.tensorrt.module import MODULES
 from topw_deploy.sampling.parameters import TopWOptions
 from toy_model import Toy, export
 
@@ -150,7 +153,22 @@ def test_an_onnxruntime_that_is_too_old_is_named(exported_toy: Path, monkeypatch
     assert report.objections == ("onnxruntime 1.25.2 is installed, and the graph needs 1.26",)
 
 
-def test_without_tensorrt_its_parser_is_not_asked_and_the_report_says_why(exported_toy: Path) -> None:
+def test_a_tensorrt_that_is_too_old_is_named(exported_toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jetsons have one: its parser knows no TensorScatter."""
+    old = ModuleType("tensorrt")
+    old.__version__ = "10.3.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorrt", old)
+    report = check(exported_toy, "tensorrt", ask=False)
+    assert not report.passed
+    assert report.objections == ("TensorRT 10.3.0 is installed, and the graph needs 10.15",)
+    assert report.next_step == "install a newer TensorRT, or run the folder with onnxruntime"
+
+
+def test_without_tensorrt_its_parser_is_not_asked_and_the_report_says_why(
+    exported_toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in MODULES:
+        monkeypatch.setitem(sys.modules, name, None)
     report = check(exported_toy, "tensorrt")
     assert report.parser is None
     assert "cannot be imported" in report.not_asked

@@ -29,7 +29,7 @@ def next_step(
     if not passed and refused:
         return _export_again(refused, manifest)
     if not passed:
-        return "read what the parser says above; a newer TensorRT may take the graph"
+        return "install a newer TensorRT, or run the folder with onnxruntime"
     if needs_plugin:
         return "topw plugins build --cuda (for Python) or --tensorrt-root DIR (for C++): the function cannot stand in"
     if manifest.decoder is None:

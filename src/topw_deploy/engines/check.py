@@ -21,12 +21,14 @@ from topw_deploy.engines.operators import Scope
 from topw_deploy.engines.walk import walk
 from topw_deploy.errors import EngineError, ParameterError, PluginError
 from topw_deploy.manifest import TARGETS, load_manifest
+from topw_deploy.plugins.tensorrt import tensorrt_module
 from topw_deploy.plugins.tensorrt.node import NodeSettings
 
 MODEL = "model.onnx"
 SAMPLER = ("topw", "TopWSample")
 VERDICTS = ("native", "plugin", "inlined", "unsupported")
 
+_NAMES = {"tensorrt": "TensorRT", "onnxruntime": "onnxruntime"}
 _ONNXRUNTIME_SINCE = {"GroupQueryAttention": (1, 24), "Attention": (1, 24), "TensorScatter": (1, 26)}
 Refusal = Callable[[Node, Scope], str | None]
 
@@ -171,10 +173,17 @@ def _objections(model: Model, target: str) -> Iterator[str]:
         opset = model.opsets.get("", 0)
         if opset > operators.NEWEST_OPSET:
             yield f"the graph is of opset {opset}, and TensorRT's parser reads up to {operators.NEWEST_OPSET}"
-        return
-    needed, installed = _needs(model, target), _onnxruntime_version()
+    needed = _needs(model, target)
+    installed = _tensorrt_version() if target == "tensorrt" else _onnxruntime_version()
     if needed and installed and _numbers(installed) < _numbers(needed):
-        yield f"onnxruntime {installed} is installed, and the graph needs {needed}"
+        yield f"{_NAMES[target]} {installed} is installed, and the graph needs {needed}"
+
+
+def _tensorrt_version() -> str | None:
+    try:
+        return str(tensorrt_module().__version__)
+    except PluginError:
+        return None
 
 
 def _onnxruntime_version() -> str | None:
