@@ -41,6 +41,31 @@ def test_every_option_reaches_the_builder(trt: TensorRT, out: Path, tmp_path: Pa
     assert (tmp_path / "timings").exists()
 
 
+def test_inspect_lists_engines_and_stamps_that_are_none(
+    trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(topw, "topw", "TOPW", ["inspect", str(out)]) == 0
+    assert "engines" not in capsys.readouterr().out
+    assert call(str(out), "--max-batch", "2", "--max-sequence", "16", "-q") == 0
+    (out / "engines" / "other.json").write_text("{}")
+    capsys.readouterr()
+    assert run(topw, "topw", "TOPW", ["inspect", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "for decode and prefill: 2 rows, 16 tokens and 128 edits of each; sampled by the plugin" in shown
+    assert "other.json" in shown
+    assert "is no stamp of an engine" in shown
+
+
+def test_generate_runs_the_engine(trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(out), "-q") == 0
+    capsys.readouterr()
+    options = ["--provider", "tensorrt", "--max-new-tokens", "5", "--seed", "3", "--ignore-eos", "--json"]
+    assert run(topw, "topw", "TOPW", ["generate", str(out), "abc", *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["sampler"], len(result["token_ids"])) == ("plugin", 5)
+    assert sum(context.runs for context in trt.contexts) == 5
+
+
 def test_failures_are_one_sentence_and_a_code(
     trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -54,7 +54,9 @@ if TYPE_CHECKING:
     "--prefill-chunk", type=click.IntRange(min=1), help="Most tokens of prompts in one run; fewer save memory."
 )
 @click.option("--threads", type=click.IntRange(min=0), help="Threads of one operator; 0 lets onnxruntime choose.")
-@click.option("--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, ...")
+@click.option(
+    "--provider", default="auto", show_default=True, help="Execution provider: auto, cpu, cuda, tensorrt, ..."
+)
 @click.option(
     "--sampler",
     type=click.Choice(("auto", "native", "graph")),

@@ -1,4 +1,4 @@
-"""`topw inspect`: what an exported folder is, from its manifest alone (no onnxruntime, no onnx)."""
+"""`topw inspect`: what an exported folder is, from its manifest and stamps alone (no onnxruntime, no onnx)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.sizes import size_text
+from topw_deploy.engines.find import stamps
+from topw_deploy.engines.stamp import read
+from topw_deploy.errors import EngineError
 from topw_deploy.manifest import Check, DecoderInfo, Manifest, TensorSpec, load_manifest
 
 _FORMS = {
@@ -24,15 +27,15 @@ _KV_BYTES = {"float": 4, "float16": 2, "bfloat16": 2}
 @click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest as JSON.")
 def command(folder: Path, as_json: bool) -> None:
-    """Show the manifest, parameters and graph of the exported folder OUT.
+    """Show the manifest, parameters, graph and engines of the exported folder OUT.
 
     Names and sizes of its files are checked; `topw verify` also checks their contents.
     """
     manifest = load_manifest(folder)
-    click.echo(manifest.to_json() if as_json else "\n".join(_lines(manifest)), nl=not as_json)
+    click.echo(manifest.to_json() if as_json else "\n".join(_lines(folder, manifest)), nl=not as_json)
 
 
-def _lines(manifest: Manifest) -> Iterator[str]:
+def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
     sampler, decoder = manifest.sampler, manifest.decoder
     yield from _section("model", [("kind", manifest.kind), *manifest.source.items()])
     if decoder is not None:
@@ -51,11 +54,31 @@ def _lines(manifest: Manifest) -> Iterator[str]:
     yield from _section("defaults", asdict(manifest.defaults).items())
     yield from _section("inputs", map(_tensor, _without_layers(manifest.inputs)))
     yield from _section("outputs", map(_tensor, _without_layers(manifest.outputs)))
+    yield from _engines(folder)
     yield from _section("files", ((name, size_text(entry.size)) for name, entry in sorted(manifest.files.items())))
     checks = map(_check, manifest.verification.checks)
     yield from _section("verification", [("status", manifest.verification.status), *checks])
     opset = [(f"opset {domain or 'ai.onnx'}", version) for domain, version in manifest.opset.items()]
     yield from _section("written with", [*opset, *manifest.libraries.items()])
+
+
+def _engines(folder: Path) -> Iterator[str]:
+    """TensorRT engines that were built of the folder, whether they fit this machine or not."""
+    found = stamps(folder)
+    if not found:
+        return
+    rows: list[tuple[str, object]] = []
+    for path in found:
+        try:
+            stamp = read(path)
+        except EngineError as error:
+            rows.append((path.name, str(error)))
+            continue
+        profiles = " and ".join(profile.name for profile in stamp.profiles)
+        bounds = f"{stamp.most_batch} rows, {stamp.most_sequence} tokens and {stamp.most_edits} edits of each"
+        sampler = "its function" if stamp.plugin == "none" else "the plugin"
+        rows.append((stamp.engine, f"{size_text(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
+    yield from _section("engines", rows)
 
 
 def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:

@@ -13,7 +13,7 @@ import pytest
 
 from cuda_double import Gpu
 from runtime.tensorrt.conftest import Open
-from tensorrt_double import TensorRT
+from tensorrt_double import Context, TensorRT
 from topw_deploy.errors import EngineError, GenerationError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.tensorrt.cuda import Cuda, DeviceMemory
@@ -155,6 +155,30 @@ def test_memory_that_cannot_be_had_is_one_sentence(opened: Open, gpu: Gpu, on_cp
         model.generate("abc", **HOT)
     gpu.free_bytes = before
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "message"),
+    [
+        ("infer_shapes", ["edit_ids"], "does not take a run without edit_ids"),
+        ("infer_shapes", RuntimeError("shapes\n  clash"), "does not take these shapes: shapes clash"),
+        ("set_input_shape", False, r"does not take \w+ of shape \[.*\]: it gave no reason"),
+        ("set_tensor_address", False, "does not take the address of"),
+        ("execute_async_v3", False, "does not take the run"),
+        ("set_optimization_profile_async", False, "does not take the engine's profile 1"),
+    ],
+)
+def test_what_tensorrt_refuses_is_one_sentence(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, method: str, answer: Any, message: str
+) -> None:
+    def refuse(self: Context, *arguments: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Context, method, refuse)
+    with pytest.raises(GenerationError, match=f"^the engine failed at step 0: TensorRT {message}"):
+        opened().generate("abc", **HOT)
 
 
 def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: TensorRT) -> None:

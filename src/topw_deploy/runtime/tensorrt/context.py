@@ -65,8 +65,8 @@ class Context:
             self._require(self._raw.set_tensor_address(name, at), f"the address of {name}")
             self._addresses[name] = at
         if new_shapes:
-            missing = self._raw.infer_shapes()
-            self._require(not missing, f"a run without {', '.join(missing)}")
+            unset = self._unset()
+            self._require(not unset, f"a run without {', '.join(unset)}")
 
     def run(self, copies: Copies, *, repeated: bool) -> None:
         """Put the engine's work into the stream, between its copies. repeated: a step like those before and after it,
@@ -101,6 +101,14 @@ class Context:
         self._require(self._raw.execute_async_v3(self._stream.handle), "the run")
         if copies.out.size:
             self._stream.copy_out(copies.host + copies.out.start, copies.device + copies.out.start, copies.out.size)
+
+    def _unset(self) -> list[str]:
+        """Inputs whose shape the engine still wants, or that fit no profile together."""
+        try:
+            return list(self._raw.infer_shapes())
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise GenerationError(f"TensorRT does not take these shapes: {reason}.") from None
 
     def _require(self, done: bool, what: str) -> None:
         if not done:
