@@ -66,16 +66,15 @@ __device__ __forceinline__ T warp_scan(T value) {
   return value;
 }
 
-// Of all threads, in every thread. For operations whose order does not matter: not for sums of floats. T of at most 8
-// bytes.
+// Of all threads, in every thread. Larger or Smaller: a value may be taken twice. T of at most 8 bytes.
 template <class T, class Operation>
 __device__ __forceinline__ T block_reduce(T value, Operation operation, BlockScratch &scratch) {
   T *const of_warp = reinterpret_cast<T *>(scratch.values);
   value = warp_reduce(value, operation);
   if (lane_index() == 0) of_warp[warp_index()] = value;
   __syncthreads();
-  value = of_warp[0];
-  for (int i = 1; i < warps(); ++i) value = operation(value, of_warp[i]);
+#pragma unroll 8
+  for (int i = 0; i < warps(); ++i) value = operation(value, of_warp[i]);
   __syncthreads();
   return value;
 }
@@ -99,7 +98,7 @@ __device__ __forceinline__ Best better(Best a, Best b) {
   return of_b > of_a || (of_b == of_a && b.place < a.place) ? b : a;
 }
 
-__device__ __forceinline__ Best block_best(Best best, BlockScratch &scratch) {
+__device__ TOPW_OUT_OF_LINE inline Best block_best(Best best, BlockScratch &scratch) {
   for (int step = kWarp / 2; step > 0; step /= 2) {
     const Best other = {__shfl_xor_sync(kEveryLane, best.value, step), __shfl_xor_sync(kEveryLane, best.place, step)};
     best = better(best, other);
@@ -109,8 +108,8 @@ __device__ __forceinline__ Best block_best(Best best, BlockScratch &scratch) {
     scratch.places[warp_index()] = best.place;
   }
   __syncthreads();
-  best = {scratch.values[0], scratch.places[0]};
-  for (int i = 1; i < warps(); ++i) best = better(best, {scratch.values[i], scratch.places[i]});
+#pragma unroll 4
+  for (int i = 0; i < warps(); ++i) best = better(best, {scratch.values[i], scratch.places[i]});
   __syncthreads();
   return best;
 }
@@ -155,6 +154,7 @@ __device__ TOPW_OUT_OF_LINE inline void block_scan(double *first, double *second
 #pragma unroll 1
   for (int i = warp_index(); i < (second ? 2 : 1); i += warps()) scanning::carries(scratch.totals[i], tiles);
   __syncthreads();
+#pragma unroll 1
   for (int32_t i = kWarp + own_index(); i < count; i += block_size()) {
     first[i] += scratch.totals[0][i / kWarp];
     if (second) second[i] += scratch.totals[1][i / kWarp];
@@ -174,6 +174,7 @@ __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *ite
   __syncthreads();
   for (int32_t run = 2; run <= size; run *= 2) {
     for (int32_t step = run / 2; step > 0; step /= 2) {
+#pragma unroll 2
       for (int32_t pair = own_index(); pair < size / 2; pair += block_size()) {
         const int32_t low = 2 * pair - (pair & (step - 1)), high = low + step;
         const bool ascending = (low & run) == 0;
@@ -204,6 +205,7 @@ __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *ite
 // keys and sorted [count], in shared memory, apart. Begins with a barrier.
 __device__ __forceinline__ void block_rank_sort(const uint64_t *keys, int32_t count, uint64_t *sorted) {
   __syncthreads();
+#pragma unroll 1
   for (int32_t i = own_index(); i < count; i += block_size()) {
     const uint64_t key = keys[i];
     int32_t rank = 0;
@@ -243,6 +245,7 @@ template <class Key>
 __device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t wanted, int32_t enough,
                                                  BlockScratch &scratch) {
   uint32_t lowest = 0xffffffffu, highest = 0;
+#pragma unroll 1
   for (int32_t i = own_index(); i < count; i += block_size()) {
     const uint32_t k = key(i);
     lowest = k < lowest ? k : lowest;
@@ -257,8 +260,10 @@ __device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t
   uint64_t prefix = static_cast<uint64_t>(lowest) >> (shift + width);  // of the key looked for
   uint32_t below = 0;  // keys under all with this prefix
   for (;;) {
+#pragma unroll 1
     for (int32_t b = own_index(); b < 256; b += block_size()) scratch.bins[b] = 0;
     __syncthreads();
+#pragma unroll 1
     for (int32_t i = own_index(); i < count; i += block_size()) {
       const uint64_t k = key(i);
       if (k >> (shift + width) == prefix) atomicAdd(&scratch.bins[(k >> shift) & ((1u << width) - 1)], 1u);
@@ -267,6 +272,7 @@ __device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t
     if (warp_index() == 0) {  // a lane has eight neighbouring bins
       const int first = 8 * lane_index();
       uint32_t sum = 0;
+#pragma unroll
       for (int b = first; b < first + 8; ++b) sum += scratch.bins[b];
       uint32_t reached = below + warp_scan(sum) - sum;
       if (reached < static_cast<uint32_t>(wanted) && reached + sum >= static_cast<uint32_t>(wanted)) {

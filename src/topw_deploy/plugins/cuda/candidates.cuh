@@ -11,7 +11,7 @@ constexpr int32_t kMostCandidates = 1024;  // beyond, ties or a narrow row, whic
 constexpr int32_t kGroupsWithinGap = 384;  // more than this many: the best few instead of all within the gap
 constexpr int32_t kMostListed = 1024;      // groups that are searched for tokens
 constexpr int32_t kRanked = 256;           // up to here counting is the faster sort
-constexpr int32_t kGroupsAtOnce = 4;       // whose logits a warp has under way
+constexpr int32_t kGroupsAtOnce = 2;       // whose logits a warp has under way
 constexpr double kRounding = 1e-9;         // of J and of log-weights, in units of max(1, lam, beta): the ties' bound
 constexpr double kNucleusRounding = 1e-12;
 
@@ -35,6 +35,7 @@ __device__ inline float bound_below(float top, const Parameters &P, double gap) 
   return nextafterf(static_cast<float>(bound), -static_cast<float>(INFINITY));
 }
 
+template <class Logit>
 class Candidates {
  public:
   __device__ Candidates(const Call &call, const LogitRow &logits, const Parameters &P, float top, CandidateRoom &room,
@@ -44,15 +45,17 @@ class Candidates {
   // Whether the first `kept` of keys() are the crop, and it is certified. Only for geom_scale >= 0 and c > 0. `edge` is
   // the gap's, -inf where lam is 0. `maxima` are lost.
   __device__ bool settle(float edge) {
-    int32_t listed = list(edge);
-    if (listed <= kGroupsWithinGap && collect(edge, listed)) return sum_up(true);
-    if (call_.best_groups == 0) return false;
-    const float from = value_of_key(block_select(
-        logits_.groups(), [&](int32_t g) { return descending_key(maxima_[g]); }, call_.best_groups,
-        call_.best_groups + call_.best_groups / 16, scratch_));
-    if (from == -static_cast<float>(INFINITY)) return false;
-    listed = list(from);
-    return listed <= kMostListed && collect(from, listed) && sum_up(false);
+    float from = edge;
+#pragma unroll 1
+    for (bool within_gap = true;; within_gap = false) {
+      const int32_t listed = list(from);
+      if (listed <= (within_gap ? kGroupsWithinGap : kMostListed) && collect(from, listed)) return sum_up(within_gap);
+      if (!within_gap || call_.best_groups == 0) return false;
+      from = value_of_key(block_select(
+          logits_.groups(), [&](int32_t g) { return descending_key(maxima_[g]); }, call_.best_groups,
+          call_.best_groups + call_.best_groups / 16, scratch_));
+      if (from == -static_cast<float>(INFINITY)) return false;
+    }
   }
 
   __device__ int32_t found() const { return found_; }
@@ -67,6 +70,7 @@ class Candidates {
   __device__ int32_t list(float from) {
     if (own_index() == 0) lists_.listed = lists_.found = 0;
     __syncthreads();
+#pragma unroll 1
     for (int32_t g = own_index(); g < logits_.groups(); g += block_size()) {
       if (!(maxima_[g] >= from) || maxima_[g] == -static_cast<float>(INFINITY)) continue;
       const uint32_t at = atomicAdd(&lists_.listed, 1u);
@@ -76,28 +80,31 @@ class Candidates {
     return static_cast<int32_t>(lists_.listed);
   }
 
+  __device__ void take(float logit, int32_t id, float from) {
+    if (!(logit >= from) || logit == -static_cast<float>(INFINITY)) return;
+    const uint32_t at = atomicAdd(&lists_.found, 1u);
+    if (at < kMostCandidates) room_.keys[at] = token_key(logit, id);
+  }
+
   // Their finite logits from here on, in no order; whether there is room for all.
   __device__ bool collect(float from, int32_t listed) {
-    constexpr int kOfLane = kGroup / kWarp;
+#pragma unroll 1
     for (int32_t first = warp_index(); first < listed; first += kGroupsAtOnce * warps()) {
-      float logits[kGroupsAtOnce][kOfLane];
+      int32_t groups[kGroupsAtOnce];
+      float2 logits[kGroupsAtOnce];
 #pragma unroll
-      for (int u = 0; u < kGroupsAtOnce; ++u)
+      for (int u = 0; u < kGroupsAtOnce; ++u) {
+        const int32_t i = first + u * warps();
+        groups[u] = lists_.groups[i < listed ? i : first];
+        logits[u] = logits_.template two<Logit>(groups[u], lane_index());
+      }
 #pragma unroll
-        for (int k = 0; k < kOfLane; ++k) {
-          const int32_t i = first + u * warps();
-          logits[u][k] = -static_cast<float>(INFINITY);
-          if (i < listed) logits[u][k] = logits_.at(lists_.groups[i] * kGroup + k * kWarp + lane_index());
-        }
-#pragma unroll
-      for (int u = 0; u < kGroupsAtOnce; ++u)
-#pragma unroll
-        for (int k = 0; k < kOfLane; ++k) {
-          if (!(logits[u][k] >= from) || logits[u][k] == -static_cast<float>(INFINITY)) continue;
-          const int32_t id = lists_.groups[first + u * warps()] * kGroup + k * kWarp + lane_index();
-          const uint32_t at = atomicAdd(&lists_.found, 1u);
-          if (at < kMostCandidates) room_.keys[at] = token_key(logits[u][k], id);
-        }
+      for (int u = 0; u < kGroupsAtOnce; ++u) {
+        if (first + u * warps() >= listed) break;
+        const int32_t id = groups[u] * kGroup + lane_index();
+        take(logits[u].x, id, from);
+        take(logits[u].y, id + kGroup / 2, from);
+      }
     }
     __syncthreads();
     found_ = static_cast<int32_t>(lists_.found);
@@ -111,6 +118,7 @@ class Candidates {
       return;
     }
     const int32_t size = power_of_two_from(found_);
+#pragma unroll 1
     for (int32_t i = found_ + own_index(); i < size; i += block_size()) room_.keys[i] = ~uint64_t{0};
     block_sort(room_.keys, nullptr, size);
     sorted_ = room_.keys;
@@ -122,6 +130,7 @@ class Candidates {
     const int64_t pool = call_.options.top_m;
     const int32_t counted = found_ < pool ? found_ : static_cast<int32_t>(pool);
     double *const Gamma = sums(), *const Phi = reinterpret_cast<double *>(maxima_);
+#pragma unroll 1
     for (int32_t i = own_index(); i < counted; i += block_size()) {
       const double a = log_weight(logit_of(sorted_[i]), top_, P_.selection), p = weight(a);
       Gamma[i] = p;
@@ -129,6 +138,7 @@ class Candidates {
     }
     block_scan(Gamma, Phi, counted, scratch_);
     Best best = {-static_cast<double>(INFINITY), INT32_MAX};
+#pragma unroll 1
     for (int32_t i = own_index(); i < counted; i += block_size())
       best = better(best, {Phi[i] / Gamma[i] + P_.c * log(Gamma[i]), i});
     best = block_best(best, scratch_);

@@ -9,6 +9,7 @@
 namespace topw {
 
 constexpr unsigned kCertifyThreads = 256;
+constexpr unsigned kCertifyBlocks = 4;  // on a multiprocessor: all that launch.cu starts for it
 
 // What a row's largest logit and its parameters make of it.
 enum class Way : int32_t { invalid, keep_best, settle, open };
@@ -51,17 +52,18 @@ __device__ inline void answer_invalid(const Call &call, int64_t row) {
 }
 
 // The largest logit alone, the lowest id among equals: a greedy row, or one whose J never rises (beta <= lam).
-__device__ inline void keep_best(const LogitRow &logits, float top, const float *maxima, uint64_t *key,
+template <class Logit>
+__device__ void keep_best(const LogitRow &logits, float top, const float *maxima, uint64_t *key,
                                  BlockScratch &scratch) {
   int32_t group = INT32_MAX;
+#pragma unroll 1
   for (int32_t g = own_index(); g < logits.groups() && group == INT32_MAX; g += block_size())
     if (maxima[g] == top) group = g;
   group = block_reduce(group, Smaller(), scratch);
   if (warp_index() == 0) {
-    int32_t id = INT32_MAX;
-    for (int32_t k = kGroup - kWarp + lane_index(); k >= 0; k -= kWarp)
-      if (logits.at(group * kGroup + k) == top) id = group * kGroup + k;
-    id = warp_reduce(id, Smaller());
+    const float2 two = logits.template two<Logit>(group, lane_index());
+    int32_t id = group * kGroup + lane_index();
+    id = warp_reduce(two.x == top ? id : two.y == top ? id + kGroup / 2 : INT32_MAX, Smaller());
     if (lane_index() == 0) *key = token_key(top, id);
   }
   __syncthreads();
@@ -71,6 +73,7 @@ __device__ inline void keep_best(const LogitRow &logits, float top, const float 
 __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima) {
   const float4 *const from = reinterpret_cast<const float4 *>(call.workspace.maxima + row * call.padded_groups);
   float largest = -static_cast<float>(INFINITY);
+#pragma unroll 2
   for (int32_t i = own_index(); i < call.padded_groups / 4; i += block_size()) {
     const float4 four = __ldcg(from + i);
     reinterpret_cast<float4 *>(maxima)[i] = four;
@@ -80,7 +83,8 @@ __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima
 }
 
 // All of a row that is not in one block's chunk, by the block that came last.
-__device__ inline void finish_or_open(const Call &call, int64_t row, CandidateLists &lists) {
+template <class Logit>
+__device__ void finish_or_open(const Call &call, int64_t row, CandidateLists &lists) {
   TOPW_SHARED(RowPlan, plan);
   TOPW_SHARED(BlockScratch, scratch);
   CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
@@ -96,11 +100,11 @@ __device__ inline void finish_or_open(const Call &call, int64_t row, CandidateLi
     if (own_index() == 0) answer_invalid(call, row);
     return;
   }
-  Candidates candidates(call, logits, plan.P, top, room, maxima, lists, scratch);
+  Candidates<Logit> candidates(call, logits, plan.P, top, room, maxima, lists, scratch);
   bool settled = way == Way::settle && candidates.settle(plan.edge);
   Kept kept = {candidates.keys(), candidates.kept(), true};
   if (way == Way::keep_best) {
-    keep_best(logits, top, maxima, room.keys, scratch);
+    keep_best<Logit>(logits, top, maxima, room.keys, scratch);
     kept = {room.keys, 1, true};
     settled = true;
   }
@@ -127,7 +131,7 @@ __device__ inline bool last_of_row(const Call &call, int64_t row) {
 
 // Blocks: `chunks` for every row, one row after another.
 template <class Logit>
-__global__ void __launch_bounds__(kCertifyThreads) certify(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const __grid_constant__ Call call) {
   TOPW_SHARED(CandidateLists, lists);
   static_assert(sizeof(lists.groups) >= kMostChunkGroups * sizeof(int32_t), "the slots of a chunk lie there");
   const int64_t row = blockIdx.x / static_cast<unsigned>(call.chunks);
@@ -142,7 +146,7 @@ __global__ void __launch_bounds__(kCertifyThreads) certify(const __grid_constant
     measure_chunk<Logit>(call, chunk);
   }
   if (call.outputs.keep_mask) clear_keep_mask(call, chunk);
-  if (last_of_row(call, row)) finish_or_open(call, row, lists);
+  if (last_of_row(call, row)) finish_or_open<Logit>(call, row, lists);
 }
 
 }  // namespace topw

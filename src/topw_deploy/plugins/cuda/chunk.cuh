@@ -28,58 +28,68 @@ struct alignas(16) Pack {
   Logit logits[kSize];
 };
 
-// Consecutive logits; what lies behind the row's end is anything.
-template <class Logit>
-__device__ __forceinline__ Pack<Logit> load_pack(const Logit *raw, int32_t token, int32_t vocab, bool aligned) {
-  Pack<Logit> pack;
-  if (aligned && token + Pack<Logit>::kSize <= vocab) {
-    const uint4 bytes = __ldg(reinterpret_cast<const uint4 *>(raw + token));
-    memcpy(&pack, &bytes, sizeof pack);
-  } else {
-#pragma unroll
-    for (int i = 0; i < Pack<Logit>::kSize; ++i) pack.logits[i] = raw[token + i < vocab ? token + i : vocab - 1];
-  }
-  return pack;
-}
-
 // What a maximum is made of: +inf where there is a NaN or +inf, which makes the row invalid.
 __device__ __forceinline__ float or_invalid(float logit) {
   return logit < static_cast<float>(INFINITY) ? logit : static_cast<float>(INFINITY);
 }
 
 template <class Logit>
-__device__ __forceinline__ float largest_of(const Pack<Logit> &pack, int32_t token, int32_t vocab) {
+__device__ __forceinline__ float largest_of(const uint4 &bytes) {
+  Pack<Logit> pack;
+  memcpy(&pack, &bytes, sizeof pack);
   float largest = -static_cast<float>(INFINITY);
 #pragma unroll
-  for (int i = 0; i < Pack<Logit>::kSize; ++i)
-    if (token + i < vocab) largest = Larger()(or_invalid(to_float(pack.logits[i])), largest);
+  for (int i = 0; i < Pack<Logit>::kSize; ++i) largest = Larger()(or_invalid(to_float(pack.logits[i])), largest);
   return largest;
 }
 
-// The maxima of a chunk's groups as they came. Several neighbouring lanes have a group.
+// Maxima of whole groups that lie at multiples of 16 bytes. Several neighbouring lanes have a group.
 template <class Logit>
-__device__ void measure_chunk(const Call &call, const Chunk &chunk) {
+__device__ void measure_packs(const Logit *raw, int32_t first, int32_t last, float *maxima) {
   constexpr int kLanes = kGroup / Pack<Logit>::kSize, kGroups = kWarp / kLanes;
-  const Logit *raw = raw_row<Logit>(call, chunk.row);
-  float *maxima = call.workspace.maxima + chunk.row * call.padded_groups;
-  const int32_t vocab = static_cast<int32_t>(call.inputs.vocab);
-  const bool aligned = reinterpret_cast<uintptr_t>(raw) % 16 == 0;
-  const int32_t of_lane = lane_index() / kLanes, place = lane_index() % kLanes * Pack<Logit>::kSize;
-  const int32_t stride = warps() * kGroups;
-  for (int32_t start = chunk.first + warp_index() * kGroups; start < chunk.last; start += kLoadsAtOnce * stride) {
-    Pack<Logit> packs[kLoadsAtOnce];
-#pragma unroll
-    for (int u = 0; u < kLoadsAtOnce; ++u)
-      if (start + u * stride < chunk.last)
-        packs[u] = load_pack(raw, (start + u * stride + of_lane) * kGroup + place, vocab, aligned);
+  const int32_t stride = warps() * kGroups, of_lane = lane_index() / kLanes, place = lane_index() % kLanes;
+#pragma unroll 1
+  for (int32_t start = first + warp_index() * kGroups; start < last; start += kLoadsAtOnce * stride) {
+    uint4 packs[kLoadsAtOnce];
 #pragma unroll
     for (int u = 0; u < kLoadsAtOnce; ++u) {
-      if (start + u * stride >= chunk.last) break;  // for the whole warp
       const int32_t group = start + u * stride + of_lane;
-      const float largest = warp_reduce(largest_of(packs[u], group * kGroup + place, vocab), Larger(), kLanes);
-      if (place == 0 && group < chunk.last) maxima[group] = largest;
+      packs[u] = __ldg(reinterpret_cast<const uint4 *>(raw + (group < last ? group : start) * kGroup) + place);
+    }
+#pragma unroll
+    for (int u = 0; u < kLoadsAtOnce; ++u) {
+      const int32_t group = start + u * stride + of_lane;
+      if (start + u * stride >= last) break;  // for the whole warp
+      const float largest = warp_reduce(largest_of<Logit>(packs[u]), Larger(), kLanes);
+      if (place == 0 && group < last) maxima[group] = largest;
     }
   }
+}
+
+// Maxima of any groups: a warp has one, and two logits of several at once.
+template <class Logit>
+__device__ void measure_loosely(const Logit *raw, int32_t vocab, int32_t first, int32_t last, float *maxima) {
+#pragma unroll kLoadsAtOnce
+  for (int32_t group = first + warp_index(); group < last; group += warps()) {
+    const int32_t id = group * kGroup + lane_index(), other = id + kWarp;
+    const float nothing = -static_cast<float>(INFINITY);
+    const float here = id < vocab ? or_invalid(to_float(raw[id])) : nothing;
+    const float there = other < vocab ? or_invalid(to_float(raw[other])) : nothing;
+    const float largest = warp_reduce(Larger()(here, there), Larger());
+    if (lane_index() == 0) maxima[group] = largest;
+  }
+}
+
+// The maxima of a chunk's groups as they came, and -inf behind the row's last.
+template <class Logit>
+__device__ void measure_chunk(const Call &call, const Chunk &chunk) {
+  const Logit *raw = raw_row<Logit>(call, chunk.row);
+  float *maxima = call.workspace.maxima + chunk.row * call.padded_groups;
+  const int32_t vocab = static_cast<int32_t>(call.inputs.vocab), whole = vocab / kGroup;
+  int32_t packed = reinterpret_cast<uintptr_t>(raw) % 16 == 0 ? whole : chunk.first;
+  packed = packed < chunk.last ? packed : chunk.last;
+  measure_packs(raw, chunk.first, packed, maxima);
+  measure_loosely(raw, vocab, packed, chunk.last, maxima);
   if (chunk.last == call.groups && own_index() < call.padded_groups - call.groups)
     maxima[call.groups + own_index()] = -static_cast<float>(INFINITY);
 }
@@ -105,10 +115,12 @@ class ChunkEdits {
   // After measure_chunk, whose maxima it corrects. `slots` is shared memory for every group of the chunk.
   __device__ void apply() {
     const int32_t groups = chunk_.last - chunk_.first;
+#pragma unroll 1
     for (int32_t g = own_index(); g < groups; g += block_size()) slots_[g] = kNoEdit;
     __syncthreads();
     const int wrong = find();
     const bool some = __syncthreads_or(wrong != 0);
+#pragma unroll 1
     for (int32_t g = own_index(); g < groups; g += block_size())
       call_.workspace.patch_of[chunk_.row * call_.groups + chunk_.first + g] = slots_[g] == kNoEdit ? -1 : slot(g);
     if (!some) return;
@@ -141,6 +153,7 @@ class ChunkEdits {
   // Enters the lowest edit of every group. 0: this thread found none; 2: one whose penalty makes the row invalid.
   __device__ int find() {
     int found = 0;
+#pragma unroll 1
     for (int32_t e = own_index(); e < edits_; e += block_size()) {
       const int32_t at = token(e);
       if (at < 0) continue;
@@ -154,6 +167,7 @@ class ChunkEdits {
   // visit(group, place) for every logit of every patched group; a warp has a group.
   template <class Visit>
   __device__ void for_patched(Visit visit) {
+#pragma unroll 1
     for (int32_t g = warp_index(); g < chunk_.last - chunk_.first; g += warps()) {
       if (slots_[g] == kNoEdit) continue;
       for (int32_t k = lane_index(); k < kGroup; k += kWarp) visit(g, k);
@@ -162,6 +176,7 @@ class ChunkEdits {
 
   // The last edit of every token, at its place in the patch.
   __device__ void mark_last() {
+#pragma unroll 1
     for (int32_t e = own_index(); e < edits_; e += block_size()) {
       const int32_t at = token(e);
       if (at >= 0) atomicMax(&marks(at / kGroup)[at % kGroup], e);
@@ -170,6 +185,7 @@ class ChunkEdits {
 
   __device__ void write_patches() {
     const Logit *raw = raw_row<Logit>(call_, chunk_.row);
+#pragma unroll 1
     for (int32_t g = warp_index(); g < chunk_.last - chunk_.first; g += warps()) {
       if (slots_[g] == kNoEdit) continue;
       float largest = -static_cast<float>(INFINITY);
@@ -207,8 +223,10 @@ __device__ inline void clear_keep_mask(const Call &call, const Chunk &chunk) {
   const uintptr_t start = reinterpret_cast<uintptr_t>(mask + from);
   int64_t whole = (to - from) / 16 * 16;
   if (start % 16 != 0) whole = 0;
+#pragma unroll 1
   for (int64_t i = 16 * own_index(); i < whole; i += 16 * block_size())
     *reinterpret_cast<uint4 *>(mask + from + i) = uint4{0, 0, 0, 0};
+#pragma unroll 1
   for (int64_t i = from + whole + own_index(); i < to; i += block_size()) mask[i] = 0;
 }
 

@@ -20,6 +20,7 @@ struct Kept {
 __device__ inline int32_t draw(const Parameters &P, const Kept &kept, const double *G, BlockScratch &scratch) {
   const double reached = P.uniform * G[kept.size - 1];
   int32_t first = kept.size - 1;
+#pragma unroll 1
   for (int32_t i = own_index(); i < first; i += block_size())
     if (G[i] > reached) first = i;
   return block_reduce(first, Smaller(), scratch);
@@ -28,6 +29,7 @@ __device__ inline int32_t draw(const Parameters &P, const Kept &kept, const doub
 // The weights of the crop at one temperature, unbounded below, as inclusive sums in `room`.
 __device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top, double temperature, double *room,
                                    BlockScratch &scratch) {
+#pragma unroll 1
   for (int32_t i = own_index(); i < kept.size; i += block_size())
     room[i] = exp(log_weight(logit_of(kept.keys[i]), top, temperature));
   block_scan(room, nullptr, kept.size, scratch);
@@ -38,9 +40,11 @@ __device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top,
 __device__ inline void write_outputs(const Call &call, int64_t row, const Parameters &P, const Kept &kept,
                                      int32_t place, double total, const topw_report &report) {
   const topw_outputs &out = call.outputs;
-  if (out.keep_mask)
+  if (out.keep_mask) {
+#pragma unroll 1
     for (int32_t i = own_index(); i < kept.size; i += block_size())
       out.keep_mask[row * call.inputs.vocab + id_of(kept.keys[i])] = 1;
+  }
   if (own_index() != 0) return;
   const float drawn = logit_of(kept.keys[place]), largest = logit_of(kept.keys[0]);
   out.next_token[row] = id_of(kept.keys[place]);

@@ -10,7 +10,6 @@
 namespace topw {
 namespace {
 
-constexpr int kBlocksToEach = 4;          // multiprocessor: so many blocks of certify, that all of them read at once
 constexpr double kBestTokens = 640;       // certify's look at the best tokens, where the gap leaves too many
 constexpr int64_t kFewestGroups = 64;     // for it
 constexpr double kCrowded = 3;            // tokens to a group: beyond, maxima say little about how many there are
@@ -56,7 +55,7 @@ int32_t best_groups(int64_t groups) {
 // As many chunks as keep the device busy, and no smaller than one load of every thread.
 void cut_into_chunks(const topw_cuda_shape &shape, unsigned threads, Call &call) {
   const int64_t of_load = static_cast<int64_t>(threads) * (shape.logits_type == TOPW_FLOAT32 ? 4 : 8) / kGroup;
-  const int64_t blocks = static_cast<int64_t>(multiprocessors()) * kBlocksToEach;
+  const int64_t blocks = static_cast<int64_t>(multiprocessors()) * kCertifyBlocks;
   int64_t groups = (call.groups * call.inputs.batch + blocks - 1) / blocks;
   groups = (groups + of_load - 1) / of_load * of_load;
   if (groups > kMostChunkGroups) groups = kMostChunkGroups;

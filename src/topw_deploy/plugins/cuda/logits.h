@@ -82,6 +82,20 @@ class LogitRow {
     return {one(0), one(1), one(2), one(3)};
   }
 
+  // Logits lane and lane + 32 of a group, by a whole warp where the type is known.
+  template <class Logit>
+  __device__ float2 two(int32_t group, int lane) const {
+    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + lane;
+    if (slot >= 0) {
+      const float *const patch = patches_ + static_cast<int64_t>(slot) * kGroup + lane;
+      return {__ldcg(patch), __ldcg(patch + kGroup / 2)};
+    }
+    const Logit *const from = reinterpret_cast<const Logit *>(raw_) + first;
+    const float nothing = -static_cast<float>(INFINITY);
+    return {first < vocab_ ? to_float(from[0]) : nothing,
+            first + kGroup / 2 < vocab_ ? to_float(from[kGroup / 2]) : nothing};
+  }
+
   // As it came, without edits.
   __device__ float raw(int32_t id) const {
     if (type_ == TOPW_FLOAT32) return reinterpret_cast<const float *>(raw_)[id];
