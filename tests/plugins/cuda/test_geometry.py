@@ -56,11 +56,11 @@ def unexplained(found: KernelSamples, cases: list[Case], options: TopWOptions, g
     return lines
 
 
-@pytest.mark.parametrize(("sizes", "rows"), [(SMALL, 2400), (LARGER, 150)], ids=("small", "larger"))
+@pytest.mark.parametrize(("sizes", "rows"), [(SMALL, 2400), (LARGER, 90)], ids=("small", "larger"))
 def test_random_and_adversarial_rows_are_answered_as_by_the_reference(
     kernel: EmulatedKernel, sizes: tuple[Size, ...], rows: int
 ) -> None:
-    layouts = ((64, 3), (32, 1), (96, 4))
+    layouts = ((64, 3), (32, 1), (96, 4)) if sizes is SMALL else ((256, 2), (128, 3), (512, 1))
     outcome = fuzz(kernel, rows, 5, lambda number, _: kernel.emulate(number, *layouts[number % 3]), sizes)
     (side,) = outcome.sides.values()
     assert side.unexplained == []
@@ -142,13 +142,13 @@ def test_a_repulsive_row_that_never_comes_to_rest_ends_where_the_reference_does(
     assert (again.reports["steps"] < 100_000).all()
 
 
-@pytest.mark.parametrize("top_m", [1278, 4096])
-def test_large_pools_are_scanned_where_shared_memory_ends(kernel: EmulatedKernel, top_m: int) -> None:
-    options = TopWOptions(top_m=top_m, metric="cosine")
-    table, geometry, cases = open_rows(options, 6000, 5, 2)
-    kernel.emulate(seed=2, threads=128, blocks=2)
+@pytest.mark.parametrize(("top_m", "metric"), [(1278, "cosine"), (4096, "uniform")])
+def test_large_pools_are_scanned_where_shared_memory_ends(kernel: EmulatedKernel, top_m: int, metric: str) -> None:
+    options = TopWOptions(top_m=top_m, metric=metric)
+    table, geometry, cases = open_rows(options, 4500, 5, 1)
+    kernel.emulate(seed=2, threads=512, blocks=2)
     found = sampled(kernel, cases, options, table)
-    assert set(found.reports["stage"]) & set(OPEN)
+    assert set(found.reports["stage"]) & set(OPEN[1:])
     assert unexplained(found, cases, options, geometry) == []
 
 
