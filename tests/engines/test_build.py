@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from topw_deploy.engines.build import build_engine
 from topw_deploy.engines.request import EngineRequest
 from topw_deploy.engines.stamp import read
 from topw_deploy.errors import EngineError, ManifestError, ParameterError
+from topw_deploy.manifest import load_manifest, save_manifest
 from topw_deploy.plugins import driver
 from toy_model import Toy, export, export_sampler
 
@@ -87,6 +89,14 @@ def test_half_precision_without_the_plugin_is_refused(trt: TensorRT, out: Path, 
         build(out, fp16=True, plugin="none")
     request.getfixturevalue("no_plugin")
     with pytest.raises(EngineError, match=r"--fp16 needs the sampler's plugin, and .*; or export with --dtype fp16"):
+        build(out, fp16=True)
+
+
+def test_half_precision_is_not_asked_for_twice(out: Path) -> None:
+    manifest = load_manifest(out)
+    assert manifest.decoder is not None
+    save_manifest(out, replace(manifest, decoder=replace(manifest.decoder, weights_dtype="float16")))
+    with pytest.raises(EngineError, match=r"--fp16 is for float32, and the weights of .* are float16; leave it out"):
         build(out, fp16=True)
 
 

@@ -55,8 +55,12 @@ def build_engine(
     Raises EngineError, ManifestError or ParameterError.
     """
     started = time.perf_counter()
-    manifest, _, cache_length = exported(request.out)
+    manifest, decoder, cache_length = exported(request.out)
     profiles = request.profiles(cache_length)
+    if request.fp16 and decoder.weights_dtype != "float":
+        raise EngineError(
+            f"--fp16 is for float32, and the weights of {request.out} are {decoder.weights_dtype}; leave it out."
+        )
     trt = library.load()
     network.check_version(trt)
     machine = this_machine(str(trt.__version__))

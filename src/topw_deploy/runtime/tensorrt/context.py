@@ -29,8 +29,7 @@ class Copies:
 class Context:
     """Profile number `profile` of `engine`, computing in `scratch`, which contexts of one stream may share.
 
-    runs, captures, launches: how often it was enqueued, captured, and launched as a graph. why_no_graph: why it never
-    will be, as TensorRT or CUDA said when it was tried.
+    why_no_graph: why steps are never launched as a graph, as TensorRT or CUDA said when it was tried; "" otherwise.
     """
 
     def __init__(self, trt: Any, engine: Any, profile: int, stream: Stream, scratch: Block, logger: Any) -> None:
@@ -49,7 +48,6 @@ class Context:
         self._graph: Graph | None = None
         self._captured: Copies | None = None
         self.why_no_graph = ""
-        self.runs = self.captures = self.launches = 0
 
     def set(self, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
         """Have the next runs use these shapes of the inputs, and these addresses of all inputs and outputs."""
@@ -73,14 +71,12 @@ class Context:
         which is captured when the context has run once in this state, and launched as a graph from then on."""
         if repeated and self._graph is not None and self._captured == copies:
             self._graph.launch()
-            self.launches += 1
             return
         self._graph = None
         if repeated and self._warm and not self.why_no_graph and self._capture(copies):
             self.run(copies, repeated=True)
             return
         self._enqueue(copies)
-        self.runs += 1
         self._warm = True
 
     def _capture(self, copies: Copies) -> bool:
@@ -92,7 +88,6 @@ class Context:
             self.why_no_graph = str(error)
             return False
         self._captured = copies
-        self.captures += 1
         return True
 
     def _enqueue(self, copies: Copies) -> None:

@@ -88,6 +88,13 @@ class EngineSession:
         """Zeroed memory of the device."""
         return DeviceMemory(self.cuda, size)
 
+    @property
+    def why_no_graph(self) -> str:
+        """Why steps are enqueued anew each time instead of launched as a CUDA graph; "" where they are launched, or
+        where none was tried so far."""
+        with self._lock:
+            return next((c.why_no_graph for lane in self._free for c in lane.contexts if c.why_no_graph), "")
+
     def profile_for(self, batch: int, sequence: int, edits: int) -> int:
         """The number of the profile to run this shape with. Raises GenerationError where the engine has none."""
         found = preferred(self.stamp.profiles, batch, sequence, edits)
