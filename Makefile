@@ -10,10 +10,13 @@ PIP_FLAGS ?=
 VENV      := .venv
 WHEELS    := .venv-wheels
 PEERS     := .peers
+CUDA      := .cuda
+NVIDIA    := .nvidia
+GPU       := .venv-gpu
 BIN       := $(VENV)/bin
 INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test lint peers fuzz fuzz-native bench wheels clean help
+.PHONY: demo test lint peers cuda-tools nvidia fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -31,6 +34,10 @@ lint: $(VENV)/dev.stamp     ## ruff and mypy
 
 peers: $(PEERS)/folders.stamp  ## folders by optimum, mobius and onnxruntime-genai's builder for `make test` to graft onto
 
+cuda-tools: $(CUDA)/tools.stamp  ## NVIDIA's compilers as pip packages, for `make test` to compile the kernels with
+
+nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packages, for `make test`; they need no GPU
+
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
 	$(BIN)/python -m benchmarks.fuzz_sampler --rows 250000
 	$(BIN)/python -m benchmarks.fuzz_tail --rows 100000
@@ -38,8 +45,14 @@ fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, again
 fuzz-native: $(VENV)/dev.stamp  ## the native sampler under address and undefined-behaviour sanitizers, ten minutes
 	$(BIN)/python tests/plugins/native/fuzz.py --seconds 600
 
+fuzz-cuda: $(VENV)/dev.stamp  ## random rows through the CUDA kernels in emulation, against the reference
+	$(BIN)/python -m benchmarks.fuzz_cuda --rows 50000
+
 bench: $(VENV)/dev.stamp    ## the figures of docs/benchmarks.md
 	$(BIN)/python -m benchmarks
+
+gpu: $(GPU)/dev.stamp       ## on a machine with an NVIDIA GPU and nvcc: build, check 100,000 rows, capture, measure
+	$(GPU)/bin/python -m benchmarks.gpu
 
 wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampler for Linux, one without for the rest
 	rm -rf dist build
@@ -55,7 +68,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) $(PEERS) out dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(GPU) out dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt
@@ -88,4 +101,24 @@ $(PEERS)/%.stamp: tests/peers/%.txt
 $(PEERS)/folders.stamp: $(VENV)/dev.stamp $(PEERS)/optimum.stamp $(PEERS)/genai.stamp \
 		tests/peers/models.py tests/peers/make_folders.py tests/peers/run_builders.py
 	$(BIN)/python -m tests.peers.make_folders $(PEERS)
+	@touch $@
+
+# CUDA 13's nvcc and CUDA 12's run-time compiler. An nvcc on PATH goes before the former.
+$(CUDA)/tools.stamp: tests/plugins/cuda/tools.txt
+	$(PYTHON) -m venv --clear $(CUDA)/tools
+	$(CUDA)/tools/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $<
+	@touch $@
+
+# Where these packages cannot be had, the folder says why and the tests are skipped with that reason.
+$(NVIDIA)/ready.stamp: $(VENV)/dev.stamp tests/nvidia/requirements.txt tests/nvidia/make_environment.py
+	$(BIN)/python -m tests.nvidia.make_environment $(NVIDIA) $(PIP_FLAGS)
+	@touch $@
+
+# As .venv, with torch for CUDA (pip's own on Linux) and onnxruntime-gpu in the place of onnxruntime, never beside it.
+$(GPU)/dev.stamp: constraints.txt pyproject.toml setup.py $(wildcard src/topw_deploy/plugins/*/*)
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) torch
+	$(GPU)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e '.[dev]'
+	$(GPU)/bin/pip uninstall --quiet --yes onnxruntime
+	$(GPU)/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) "onnxruntime-gpu==$$(sed -n 's/^onnxruntime==//p' constraints.txt)"
 	@touch $@

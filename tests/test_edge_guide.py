@@ -1,0 +1,52 @@
+"""docs/edge.md: what it says runs on a CPU does, word for word and in its order."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.plugins.cuda import tools
+
+PAGE = (Path(__file__).parents[1] / "docs" / "edge.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"<!-- runs on a CPU(?P<needs>[^>]*) -->\n```sh\n(?P<commands>.*?)```", re.DOTALL)
+
+
+def commands(needs: str) -> list[str]:
+    """Those of the page's blocks that need just this, in its order."""
+    blocks = "".join(block["commands"] for block in BLOCK.finditer(PAGE) if block["needs"] == needs)
+    lines = blocks.splitlines()
+    return [command for line in lines if (command := line.partition(" #")[0].strip())]
+
+
+def run(command: str, folder: Path, **variables: str) -> None:
+    """`command` as a user types it, with this environment's programs."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | variables
+    words = shlex.split(command)
+    program = shutil.which(words[0], path=environment["PATH"])
+    assert program, f"{words[0]} is not installed beside {sys.executable}"
+    done = subprocess.run([program, *words[1:]], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def test_every_block_is_one_that_is_run() -> None:
+    assert {block["needs"] for block in BLOCK.finditer(PAGE)} == {"", ", needs nvcc"}
+    assert PAGE.count("<!-- runs on a CPU") == len(BLOCK.findall(PAGE))
+    assert len(commands("")) == 6
+    assert len(commands(", needs nvcc")) == 2
+
+
+def test_the_commands_for_a_cpu_work(tmp_path: Path) -> None:
+    for command in commands(""):
+        run(command, tmp_path)
+
+
+def test_the_kernels_are_compiled_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    home = tools.home()
+    for command in commands(", needs nvcc"):
+        run(command, tmp_path, **({} if home is None else {"CUDA_HOME": str(home)}))
+    assert (tmp_path / "libtopw_cuda.so").stat().st_size > 100_000
