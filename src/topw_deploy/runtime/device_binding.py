@@ -3,7 +3,8 @@
 What a step changes goes to the device in one copy, and what it gives comes back in another. Everything lies at the same
 address as long as its shape is the same, also in the next generation: so a CUDA graph of a step can be run again.
 
-Run in tests by onnxruntime's CPU provider, with a double of the device; not run on a GPU.
+Run in tests by onnxruntime's CPU provider, with a double of the device, and by its CUDA provider, over a stand-in for
+CUDA's runtime whose kernels do nothing; not run on a GPU.
 """
 
 from __future__ import annotations

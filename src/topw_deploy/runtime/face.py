@@ -21,7 +21,7 @@ class Memory(Protocol):
     pointer: int
 
     def clear(self, size: int) -> None:
-        """Zero the first `size` bytes."""
+        """Zero at least the first `size` bytes."""
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
         """Let `edit` write into the bytes, uint8 [size]; those of a device come to the host and go back."""

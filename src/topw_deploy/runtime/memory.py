@@ -35,11 +35,8 @@ class DeviceMemory:
         self._value = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), *device)
         self.pointer: int = self._value.data_ptr()
 
-    def clear(self, size: int) -> None:
-        def zero(memory: np.ndarray) -> None:
-            memory[:size] = 0
-
-        self.change(zero)
+    def clear(self, size: int) -> None:  # and what lies behind: onnxruntime copies a value as a whole
+        self._value.update_inplace(np.zeros(self.size, np.uint8))
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
         host = self._value.numpy()

@@ -1,0 +1,90 @@
+"""onnxruntime's CUDA provider on a machine without a GPU, over a stand-in for CUDA's runtime."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.emulated import CUDA_SOURCES, compiled
+
+from topw_deploy.plugins import build, cuda_build
+
+from tests.plugins.cuda import tools
+from .make_stand_in import make
+
+HERE = Path(__file__).parent
+SOURCE = Path(build.__file__).parents[2]
+Generate = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def python() -> Path:
+    """The interpreter with onnxruntime's CUDA provider."""
+    path = tools.ROOT / "onnxruntime" / "bin" / "python"
+    if not path.is_file():
+        reason = f"{tools.ROOT / 'onnxruntime'} is not there; `make cuda-tools` brings it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return path
+
+
+@pytest.fixture(scope="session")
+def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
+    """The folder with the libraries that stand in for CUDA's, made once for the same sources."""
+    (provider,) = python.parents[1].glob("lib/python*/site-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so")
+    digest = hashlib.sha256(str(provider.stat().st_size).encode())
+    for source in ("stand_in.cpp", "make_stand_in.py"):
+        digest.update((HERE / source).read_bytes())
+    assert request.config.cache is not None
+    folder = request.config.cache.mkdir("stand-in") / digest.hexdigest()[:16]
+    if not (folder / "ready").is_file():
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                home = tools.home()
+                if home is not None:
+                    patch.setenv("CUDA_HOME", str(home))
+                make(folder, provider, cuda_build.find_toolkit().headers)
+        except (build.NotBuiltError, subprocess.CalledProcessError) as error:
+            pytest.fail(f"the stand-in does not compile: {getattr(error, 'stderr', error)}")
+        (folder / "ready").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cuda_library(request: pytest.FixtureRequest) -> Path:
+    """The CUDA library with the emulated kernels."""
+    assert request.config.cache is not None
+    sources = [HERE / "sampler_kernels.cpp", CUDA_SOURCES / "ort_cuda.cpp", *sorted(build.SOURCES.glob("*.cpp"))]
+    return compiled(request.config.cache.mkdir("emulated"), sources, ["-DTOPW_WITH_CUDA=90"])
+
+
+@pytest.fixture(scope="session")
+def generate(python: Path, stand_in: Path, cuda_library: Path) -> Generate:
+    """(folder, requests, native=True, **settings of from_pretrained) -> what worker.py answers."""
+
+    def run(
+        folder: Path, requests: Sequence[dict[str, Any]] = (), *, native: bool = True, **settings: Any
+    ) -> dict[str, Any]:
+        environment = {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(stand_in),
+            "PYTHONPATH": str(SOURCE),
+            "TOPW_CUDA_LIBRARY": str(cuda_library),
+            "TOPW_NATIVE": str(int(native)),
+        }
+        words = [folder, json.dumps({"provider": "cuda", **settings}), json.dumps(list(requests))]
+        done = subprocess.run(
+            [str(python), str(HERE / "worker.py"), *map(str, words)], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+    return run

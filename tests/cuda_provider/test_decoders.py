@@ -1,0 +1,114 @@
+"""Exported decoders on onnxruntime's own CUDA provider, whose kernels do nothing here, and with the sampler's, which are
+emulated: where every node is, what a step copies, and that its graph is captured once. The logits are what lies in
+memory, so nothing is said of a decoder's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.export.tiny_models import export, write_checkpoint
+
+from .conftest import Generate
+
+
+Folder = Callable[..., Path]
+PROMPTS = [[1, 5, 6, 7, 9], [1, 8]]
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": PROMPTS, "max_new_tokens": 12, "seed": seed, "temperature": 1.5, "lam": 0.1, "ignore_eos": True}
+    for seed in (3, 4, 3)
+]
+GRAPHS = {"provider_options": {"enable_cuda_graph": "1"}}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """(family, **settings of the export) -> the folder, made once."""
+    made: dict[str, Path] = {}
+
+    def find(family: str, **settings: Any) -> Path:
+        key = f"{family}{settings}"
+        if key not in made:
+            root = tmp_path_factory.mktemp("exported")
+            export(write_checkpoint(root / "checkpoint", family), root / "out", **settings)
+            made[key] = root / "out"
+        return made[key]
+
+    return find
+
+
+def operators(found: dict[str, Any]) -> set[str]:
+    return {operator for operator, _ in found["cpu_nodes"]}
+
+
+@pytest.mark.parametrize("family", ["llama_untied", "qwen3", "gemma3"])
+def test_standard_operators_stay_on_the_gpu_and_a_step_is_captured_once(
+    generate: Generate, folder: Folder, family: str
+) -> None:
+    path = folder(family, dtype="fp16", target="tensorrt", max_length=64)
+    plain, captured = generate(path, REQUESTS), generate(path, REQUESTS, **GRAPHS)
+    for found in (plain, captured):
+        assert (found["sampler"], found["why"]) == ("native", "")
+        assert not any(computes for _, computes in found["cpu_nodes"])
+    assert [run["captures"] for run in plain["runs"]] == [0, 0, 0]
+    assert [run["captures"] for run in captured["runs"]] == [1, 0, 0]
+    assert [run["replays"] for run in captured["runs"]] == [11, 11, 11]  # all but the prompt's draw
+    assert all(run["mistakes"] == 0 for run in captured["runs"])
+    for run in captured["runs"][1:]:
+        assert run["to_host"] == 12  # the results, in one copy
+        assert run["to_device"] == 12 + 2 + 1  # what changes, in one copy; twice the rest; zeros for the cache
+    assert [run["tokens"] for run in captured["runs"]] == [run["tokens"] for run in plain["runs"]]
+    assert len(set(captured["runs"][0]["tokens"][0])) > 3  # a replay draws with the step's own number
+    assert captured["runs"][0]["tokens"] == captured["runs"][2]["tokens"] != captured["runs"][1]["tokens"]
+
+
+def test_edits_change_in_a_captured_step(generate: Generate, folder: Folder) -> None:
+    path = folder("llama_untied", dtype="fp16", target="tensorrt", max_length=64)
+    penalised = [{**REQUESTS[0], "repetition_penalty": 1.3, "no_repeat_ngram_size": 1}]
+    plain, captured = generate(path, penalised), generate(path, penalised, **GRAPHS)
+    (run,) = captured["runs"]
+    assert run["tokens"] == plain["runs"][0]["tokens"]
+    assert all(len(set(row)) == 12 for row in run["tokens"])  # no token comes twice
+    assert run["mistakes"] == 0
+
+
+def test_half_precision_attention_of_onnxruntimes_own_runs_on_the_gpu_but_cannot_be_captured(
+    generate: Generate, folder: Folder
+) -> None:
+    path = folder("llama_untied", dtype="fp16")
+    found = generate(path, REQUESTS)
+    assert found["sampler"] == "native"
+    assert operators(found) == {"Squeeze", "Concat", "Add", "Sub", "Cast", "ReduceMax"}  # lengths of the rows
+    assert not any(computes for _, computes in found["cpu_nodes"])
+    refused = generate(path, **GRAPHS)["error"]
+    assert "cannot use the graph capture feature" in refused
+    assert "export with --target tensorrt" in refused
+
+
+def test_attention_that_the_provider_lacks_in_float32_is_named_and_not_run_on_the_cpu_unasked(
+    generate: Generate, folder: Folder
+) -> None:
+    error = generate(folder("llama_untied"))["error"]
+    assert error.startswith("cuda leaves 2 nodes to the CPU: 2 GroupQueryAttention (topw.attention.GroupQueryAttention")
+    assert "export with --dtype fp16; pass allow_fallback=True" in error
+    accepted = generate(folder("llama_untied"), allow_fallback=True)
+    assert ["GroupQueryAttention", True] in accepted["cpu_nodes"]
+
+
+def test_without_the_library_the_function_is_told_apart_and_cannot_be_captured(
+    generate: Generate, folder: Folder
+) -> None:
+    path = folder("llama_untied", dtype="fp16", target="tensorrt", max_length=64)
+    found = generate(path, native=False)
+    assert (found["sampler"], found["why"]) == ("graph", "TOPW_NATIVE=0 switches it off")
+    refused = generate(path, native=False, **GRAPHS)["error"]
+    assert "control flow" in refused
+    assert "topw plugins build --cuda" in refused
+
+
+def test_the_static_form_of_the_function_can_be_captured(generate: Generate, folder: Folder) -> None:
+    path = folder("llama_untied", dtype="fp16", target="tensorrt", max_length=64, tail="static")
+    found = generate(path, native=False, **GRAPHS)
+    assert (found["sampler"], found.get("error")) == ("graph", None)
