@@ -66,7 +66,7 @@ class Alternation {
   }
 
   // From the first k0 tokens of the pool. Leaves the crop as the members.
-  __device__ TOPW_ONE_COPY void run(int32_t k0) {
+  __device__ TOPW_OUT_OF_LINE void run(int32_t k0) {
     kept = k0;
     for (int32_t i = own_index(); i < pool_; i += block_size()) memory_.state[i] = i < k0 ? kMember : 0;
     __syncthreads();
@@ -95,7 +95,7 @@ class Alternation {
         scratch_);
     int32_t joined = 0;
     for (int32_t i = own_index(); i < pool_; i += block_size()) joined += prepare(i);
-    if (measures_) joined_ += block_reduce(joined, Plus(), scratch_);
+    if (measures_) joined_ += block_sum(joined, scratch_);
     if (P_.scale < 0) {
       if (measures_) measure(P_.scale);
     } else {
@@ -142,7 +142,7 @@ class Alternation {
       double Gmax = 0;
       for (int32_t i = own_index(); i < pool_; i += block_size())
         if (memory_.state[i] & (kMember | kCandidate)) Gmax += memory_.p[i];
-      Gmax = block_reduce(Gmax, Plus(), scratch_) * (1 + kRounding);
+      Gmax = block_sum(Gmax, scratch_) * (1 + kRounding);
       if (own_index() == 0) {
         scratch_.values[0] = reached - P_.c * log(Gmax) - kRounding * P_.unit;
         scratch_.values[1] = 1 / Gmax;
@@ -280,7 +280,7 @@ class Alternation {
       differs |= next != ((known & kSaved) != 0);
       memory_.state[i] = static_cast<uint8_t>((known & ~(kMember | kNext)) | (next ? kMember : 0));
     }
-    entered_ = block_reduce(entered, Plus(), scratch_);
+    entered_ = block_sum(entered, scratch_);
     differs_ = __syncthreads_or(differs) != 0;
   }
 

@@ -52,7 +52,7 @@ class Distances {
 
   // What a team does together: job.fresh lengths, job.rows times job.cols distances, and the rows' distances to the
   // set of cols into memory.distance.
-  __device__ TOPW_ONE_COPY void run(const Job &job) {
+  __device__ TOPW_OUT_OF_LINE void run(const Job &job) {
     if (job.fresh > 0) {
       measure_lengths(job);
       team_.barrier();
@@ -301,7 +301,7 @@ class Distances {
   }
 
   // Those marked that may be among the nearest, `kth` being the k-th smallest value as it was summed up.
-  __device__ TOPW_ONE_COPY void measure_near_ones(const Job &job, int32_t position, float length, float *own, float kth) {
+  __device__ TOPW_OUT_OF_LINE void measure_near_ones(const Job &job, int32_t position, float length, float *own, float kth) {
     for (int32_t first = 0; first < job.cols; first += kWarp) {
       const int32_t c = first + lane_index();
       bool again = false;

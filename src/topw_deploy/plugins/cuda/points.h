@@ -60,7 +60,7 @@ __device__ __forceinline__ Piece read_shorts(const uint16_t *from, int32_t count
 }
 
 // (code - zero point) * scale, as dequantise_row has it.
-__device__ TOPW_ONE_COPY inline Piece read_codes(const topw_table &table, int64_t token, int32_t k, int32_t count) {
+__device__ TOPW_OUT_OF_LINE inline Piece read_codes(const topw_table &table, int64_t token, int32_t k, int32_t count) {
   const topw_blocks &blocks = table.blocks;
   const int64_t in_row = blocks_in_row(table), zeros_in_row = zero_points_in_row(table);
   const int64_t elements = table.hidden / codes_per_element(table.dtype, blocks);

@@ -40,7 +40,7 @@ class PoolTaker {
       : row_(row), top_(top), wanted_(wanted), keys_(keys), capacity_(capacity), groups_(groups), scratch_(scratch) {}
 
   // Leaves the keys of the pool's tokens in `keys`, sorted; how many. Fewer than wanted only if no more are finite.
-  __device__ TOPW_ONE_COPY int32_t run() {
+  __device__ TOPW_OUT_OF_LINE int32_t run() {
     int32_t count = from_maxima();
     if (count < 0) count = selected();
     for (int32_t i = count + own_index(); i < power_of_two_from(count); i += block_size()) keys_[i] = ~uint64_t{0};

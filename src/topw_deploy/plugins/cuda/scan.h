@@ -8,6 +8,19 @@
 
 namespace topw::crop {
 
+// Of all threads, in every thread; of floats in an order that depends on the number of threads.
+template <class T>
+__device__ inline T block_sum(T value, BlockScratch &scratch) {
+  T *const of_warp = reinterpret_cast<T *>(scratch.values);
+  value = warp_reduce(value, Plus());
+  if (lane_index() == 0) of_warp[warp_index()] = value;
+  __syncthreads();
+  value = 0;
+  for (int i = 0; i < warps(); ++i) value += of_warp[i];
+  __syncthreads();
+  return value;
+}
+
 struct Maximum {
   double J;
   int32_t size;  // of the first prefix that has it

@@ -10,9 +10,6 @@
 
 namespace topw {
 
-// A function with registers of its own: a long one, or one that is called from many places.
-#define TOPW_ONE_COPY __attribute__((noinline))
-
 constexpr int kTeams = 32;      // at most
 constexpr int kTeamWords = 32;  // of control memory for each, zero between steps: 128 bytes, a cache line
 
