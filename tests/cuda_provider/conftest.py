@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from benchmarks.emulated import CUDA_SOURCES, compiled
+from tests.plugins.cuda import tools
 
 from topw_deploy.plugins import build, cuda_build
 
-from tests.plugins.cuda import tools
 from .make_stand_in import make
 
 HERE = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""Exported decoders on onnxruntime's own CUDA provider, whose kernels do nothing here, and with the sampler's, which are
+"""Exported decoders on onnxruntime's own CUDA provider, whose kernels do nothing here, with the sampler's, which are
 emulated: where every node is, what a step copies, and that its graph is captured once. The logits are what lies in
 memory, so nothing is said of a decoder's numbers."""
 
@@ -12,7 +12,6 @@ import pytest
 from tests.export.tiny_models import export, write_checkpoint
 
 from .conftest import Generate
-
 
 Folder = Callable[..., Path]
 PROMPTS = [[1, 5, 6, 7, 9], [1, 8]]

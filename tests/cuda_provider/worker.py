@@ -38,4 +38,4 @@ def main(folder: str, settings: dict[str, Any], requests: list[dict[str, Any]]) 
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))))
+    sys.stdout.write(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))) + "\n")
