@@ -250,7 +250,7 @@ def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module._Sink, "__call__", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(EngineError, match=r"engines cannot be written: No space left on device; make room"):
         build(out)
     assert written(out) == []
 
@@ -263,6 +263,7 @@ def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatc
         ({"max_edits": 0}, "max_edits is 0, but must be an integer >= 1"),
         ({"profile": "all"}, "profile is 'all', but must be one of both, decode, prefill"),
         ({"workspace": 0}, "workspace is 0, but must be at least 1 byte"),
+        ({"timing_cache": Path("/absent/timings")}, "timing_cache is /absent/timings, but /absent is no folder"),
     ],
 )
 def test_bounds_are_checked_before_tensorrt_is_asked(out: Path, settings: dict[str, Any], message: str) -> None:

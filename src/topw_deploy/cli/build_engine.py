@@ -99,7 +99,8 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
 @contextlib.contextmanager
 def _bar(total: int, _unit: str) -> Iterator[Callable[[int], object]]:
     """A bar of click's, where stderr is a terminal: the target machine may have no tqdm."""
-    with click.progressbar(
-        length=total, label="building", file=sys.stderr, hidden=not sys.stderr.isatty(), show_eta=False
-    ) as shown:
+    if not sys.stderr.isatty():
+        yield lambda _part: None
+        return
+    with click.progressbar(length=total, label="building", file=sys.stderr, show_eta=False) as shown:
         yield shown.update

@@ -68,11 +68,37 @@ def build_engine(
     if request.fp16 and chosen.kind == "none":
         raise EngineError(f"--fp16 needs the sampler's plugin, and {chosen.why_none}; or export with --dtype fp16.")
     tell(f"TensorRT {machine.tensorrt}, {machine.gpu} (sm_{machine.sm}), {chosen.said}")
+    job = _Job(trt, request, manifest, profiles, cache_length, machine, chosen)
+    try:
+        path, stamp = _write(job, bar)
+    except BrokenPipeError:  # of whoever watches the progress
+        raise
+    except OSError as error:
+        raise EngineError(f"{request.out / FOLDER} cannot be written: {error.strerror or error}; make room.") from None
+    return Built(path, stamp, time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request with everything that was found out for it."""
+
+    trt: Any
+    request: EngineRequest
+    manifest: Manifest
+    profiles: tuple[Profile, ...]
+    cache_length: int
+    machine: Machine
+    chosen: plugin.Chosen
+
+
+def _write(job: _Job, bar: Bar) -> tuple[Path, EngineStamp]:
+    """Build the engine into its place and, when that is whole, put its stamp beside it."""
+    request, machine = job.request, job.machine
     folder = request.out / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"{_slug(machine)}{ENGINE_SUFFIX}"
     with _atomic(path) as (stream, digest):
-        serialize(trt, request, manifest, profiles, _Sink(stream, digest), bar)
+        serialize(job.trt, request, job.manifest, job.profiles, _Sink(stream, digest), bar)
         size = stream.tell()
         path.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)  # from here on the old engine is gone
     stamp = EngineStamp(
@@ -83,16 +109,16 @@ def build_engine(
         tensorrt=machine.tensorrt,
         gpu=machine.gpu,
         sm=machine.sm,
-        plugin=chosen.kind,
-        plugin_version=chosen.version,
+        plugin=job.chosen.kind,
+        plugin_version=job.chosen.version,
         precision="fp16" if request.fp16 else "as exported",
-        cache_length=cache_length,
-        profiles=profiles,
+        cache_length=job.cache_length,
+        profiles=job.profiles,
         workspace=request.workspace,
         topw_deploy=_our_version(),
     )
     write(folder, stamp)
-    return Built(path, stamp, time.perf_counter() - started)
+    return path, stamp
 
 
 def serialize(

@@ -21,7 +21,7 @@ class EngineRequest:
     engine may use; None for TensorRT's choice. timing_cache: a file to read timings from and write them to.
     plugin: "auto", "python", "none", or the path of the plugin's library.
 
-    Raises ParameterError for bounds out of range and for fp16 without a plugin.
+    Raises ParameterError for bounds out of range, a timing cache in no folder, and fp16 without a plugin.
     """
 
     out: Path
@@ -39,6 +39,8 @@ class EngineRequest:
             raise ParameterError(f"profile is {self.profile!r}, but must be one of {', '.join(KINDS)}.")
         if self.workspace is not None and self.workspace < 1:
             raise ParameterError(f"workspace is {self.workspace}, but must be at least 1 byte.")
+        if self.timing_cache is not None and not self.timing_cache.parent.is_dir():
+            raise ParameterError(f"timing_cache is {self.timing_cache}, but {self.timing_cache.parent} is no folder.")
         if self.fp16 and self.plugin == "none":
             raise ParameterError(
                 "fp16 would compute the sampler's function in half precision, too; build with the plugin, or export "

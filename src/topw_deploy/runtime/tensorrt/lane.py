@@ -9,7 +9,7 @@ from topw_deploy.runtime.tensorrt.context import Context
 from topw_deploy.runtime.tensorrt.cuda import Block, Cuda, Pinned, Stream
 from topw_deploy.runtime.tensorrt.layout import Layout
 
-_LEAST = 64 << 10  # bytes: a decoding step of any batch up to about twenty rows
+_LEAST = 64 << 10  # bytes: more than most steps and pieces of prompts need
 
 
 class Lane:

@@ -101,7 +101,7 @@ class EngineSession:
         if found is None:
             raise GenerationError(
                 f"the engine has no profile for {batch} rows, {sequence} new tokens and {edits} edits; build it with "
-                "larger bounds"
+                "larger bounds."
             )
         return found
 
