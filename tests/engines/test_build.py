@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 import pytest
 
 from cuda_double import Gpu
-from tensorrt_double import TensorRT
+from tensorrt_double import Config, TensorRT
 from topw_deploy.engines import plugin
 from topw_deploy.engines.build import build_engine
 from topw_deploy.engines.request import EngineRequest
 from topw_deploy.engines.stamp import read
 from topw_deploy.errors import EngineError, ManifestError, ParameterError
-from topw_deploy.manifest import load_manifest, save_manifest
+from topw_deploy.manifest import Verification, load_manifest, save_manifest
 from topw_deploy.plugins import driver
 from toy_model import Toy, export, export_sampler
 
@@ -120,6 +121,8 @@ def test_timings_of_another_machine_are_refused(trt: TensorRT, out: Path, tmp_pa
     (tmp_path / "timings").write_bytes(b"10.15.0.1")
     with pytest.raises(EngineError, match=r"timings is of another GPU or another TensorRT; delete it"):
         build(out, timing_cache=tmp_path / "timings")
+    with pytest.raises(EngineError, match="cannot be read: Is a directory"):
+        build(out, timing_cache=tmp_path)
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -220,7 +223,10 @@ def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, ou
     assert read(engine.with_suffix(".json")).most_batch == 1
 
 
-def test_a_build_that_fails_says_why_and_leaves_nothing(trt: TensorRT, out: Path) -> None:
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_build_that_fails_says_why_and_leaves_nothing(trt: TensorRT, out: Path, streams: bool) -> None:
+    if not streams:
+        del trt.module.IStreamWriter
     trt.fails = "no tactic\n  for node 7"
     with pytest.raises(EngineError, match=r"could not build an engine \(no tactic for node 7\); give smaller bounds"):
         build(out)
@@ -241,6 +247,41 @@ def test_a_new_engine_takes_the_place_of_the_old_one_of_the_same_machine(trt: Te
     gpu.name = "Another GPU"
     build(out)
     assert len(written(out)) == 4
+
+
+def test_profiles_that_are_not_taken_are_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Config, "add_optimization_profile", lambda self, profile: -1)
+    with pytest.raises(EngineError, match=r"does not take the profile .*decode.*; give smaller bounds"):
+        build(out)
+
+
+def test_a_stamp_that_cannot_be_written_leaves_no_part_of_it(
+    trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_ = os.replace
+
+    def refuse_stamps(source: Any, target: Any) -> None:
+        if str(target).endswith(".json"):
+            raise OSError(28, "No space left on device")
+        replace_(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse_stamps)
+    with pytest.raises(EngineError, match="No space left on device"):
+        build(out)
+    assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # which nobody uses without its stamp
+
+
+def test_a_closed_terminal_is_no_full_disk(trt: TensorRT, out: Path) -> None:
+    @contextlib.contextmanager
+    def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
+        def closed(part: int) -> None:
+            raise BrokenPipeError
+
+        yield closed
+
+    with pytest.raises(BrokenPipeError):
+        build_engine(EngineRequest(out=out), bar=bar)
+    assert written(out) == []
 
 
 def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +324,19 @@ def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
         build(export_sampler(tmp_path / "sampler", toy))
     with pytest.raises(ManifestError, match=r"has no topw_manifest\.json"):
         build(tmp_path)
+
+
+def test_exports_that_are_unfinished_or_leave_the_caches_length_open(out: Path) -> None:
+    manifest = load_manifest(out)
+    save_manifest(out, replace(manifest, verification=Verification(status="provisional")))
+    with pytest.raises(EngineError, match="verification never ended; export the model again"):
+        build(out)
+    inputs = [
+        replace(i, shape=(*i.shape[:2], "max_length", i.shape[3])) if len(i.shape) == 4 else i for i in manifest.inputs
+    ]
+    save_manifest(out, replace(manifest, inputs=tuple(inputs)))
+    with pytest.raises(EngineError, match="has no fixed length, which TensorRT wants; export with --max-length"):
+        build(out)
 
 
 def test_what_is_missing_on_the_machine_is_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,11 @@ import pytest
 
 from cuda_double import Gpu
 from runtime.tensorrt.conftest import Open
-from tensorrt_double import Context, TensorRT
+from tensorrt_double import Context, Engine, TensorRT
 from topw_deploy.errors import EngineError, GenerationError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.tensorrt.cuda import Cuda, DeviceMemory
+from topw_deploy.runtime.tensorrt.session import EngineSession
 
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
 
@@ -155,6 +156,19 @@ def test_memory_that_cannot_be_had_is_one_sentence(opened: Open, gpu: Gpu, on_cp
         model.generate("abc", **HOT)
     gpu.free_bytes = before
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
+
+
+def test_a_context_that_cannot_be_had_is_one_sentence(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "create_execution_context", lambda self, strategy: None)
+    with pytest.raises(GenerationError, match="TensorRT gave no context for the engine: it gave no reason"):
+        opened().generate("abc", **HOT)
+
+
+def test_a_shape_that_no_profile_holds_is_one_sentence(opened: Open) -> None:
+    session = opened()._session
+    assert isinstance(session, EngineSession)
+    with pytest.raises(GenerationError, match="no profile for 5 rows, 1 new tokens and 0 edits; build it with larger"):
+        session.profile_for(5, 1, 0)
 
 
 @pytest.mark.parametrize(

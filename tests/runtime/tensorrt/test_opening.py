@@ -231,6 +231,14 @@ def test_a_gpu_may_be_chosen_by_number(opened: Open) -> None:
         opened({"provider_options": {"device_id": -1}})
 
 
+def test_a_device_without_room_is_one_sentence(out: Path, gpu: Gpu, trt: TensorRT) -> None:
+    build_engine(EngineRequest(out=out))
+    gpu.free_bytes = 0
+    message = r"\.engine cannot be opened: CUDA failed in cudaMallocHost .*; build one with"
+    with pytest.raises(ProviderError, match=message):
+        load(out)
+
+
 def test_a_tensor_that_is_wanted_on_the_host_is_refused(
     out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,10 +20,6 @@ class Span:
     start: int
     size: int
 
-    @property
-    def end(self) -> int:
-        return self.start + self.size
-
 
 class Layout:
     """The places of a run's tensors.
