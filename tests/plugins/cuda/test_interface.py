@@ -1,0 +1,106 @@
+"""topw_cuda.h: what is refused and why, how large the workspace is, and that it is C."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.emulated import CUDA_SOURCES, EmulatedKernel
+
+from topw_deploy.errors import ParameterError, PluginError
+from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
+from topw_deploy.plugins.kernel import TABLE_TYPES, _Blocks, _Inputs, _Outputs, _Table
+from topw_deploy.sampling import TopWOptions
+
+UNIFORM = TopWOptions(metric="uniform")
+PLAIN = CudaShape(UNIFORM, batch=4, vocab=50_000, edits=8)
+
+
+def table(tokens: int = 50_000, hidden: int = 64, dtype: str = "float16", blocks: _Blocks | None = None) -> _Table:
+    return _Table(None, tokens, hidden, TABLE_TYPES[dtype], 0, None, None, None, blocks or _Blocks())
+
+
+def with_table(described: _Table) -> CudaShape:
+    return replace(PLAIN, options=TopWOptions(metric="cosine"), table=described)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        (replace(PLAIN, vocab=524_289), "the vocabulary is larger than 524288"),
+        (replace(PLAIN, vocab=0), "the vocabulary"),
+        (replace(PLAIN, options=replace(UNIFORM, top_m=4097)), "top_m is larger than 4096"),
+        (replace(PLAIN, options=replace(UNIFORM, potential="knn", knn_k=17)), "knn_k is larger than 16"),
+        (replace(PLAIN, batch=1 << 17), "the batch"),
+        (with_table(table(hidden=8193)), "wider than 8192"),
+        (with_table(table(tokens=49_999)), "fewer rows than the vocabulary"),
+        (with_table(table(dtype="uint8")), "of a type that is not read"),
+        (with_table(table(dtype="uint8", blocks=_Blocks(3, 32, 1))), "of a type that is not read"),
+    ],
+)
+def test_what_the_kernels_do_not_serve_is_refused_with_the_reason(
+    kernel: EmulatedKernel, shape: CudaShape, words: str
+) -> None:
+    assert words in kernel.refusal(shape)
+    assert kernel.workspace_bytes(shape) == 0
+    assert kernel.control_bytes(shape) == 0
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        PLAIN,
+        replace(PLAIN, vocab=524_288, logits_type="bfloat16", batch=256),
+        replace(PLAIN, vocab=900, options=replace(UNIFORM, top_m=5000)),
+        replace(PLAIN, options=replace(UNIFORM, top_m=4096, potential="knn", knn_k=16)),
+        with_table(table(hidden=8192)),
+        with_table(table(dtype="uint8", blocks=_Blocks(8, 32, 1))),
+        with_table(table(dtype="uint4", blocks=_Blocks(4, 128, 10))),
+    ],
+)
+def test_what_they_serve_has_a_workspace_that_grows_with_batch_and_edits(
+    kernel: EmulatedKernel, shape: CudaShape
+) -> None:
+    assert kernel.refusal(shape) == ""
+    control, room = kernel.control_bytes(shape), kernel.workspace_bytes(shape)
+    assert 0 < control < room
+    assert control % 256 == room % 256 == 0
+    for more in (replace(shape, batch=shape.batch + 100), replace(shape, edits=shape.edits + 100)):
+        assert kernel.workspace_bytes(more) > room or shape.edits * 64 > shape.vocab
+
+
+def test_a_call_that_does_not_fit_its_shape_is_not_launched(kernel: EmulatedKernel) -> None:
+    room = np.zeros(kernel.workspace_bytes(PLAIN) + 256, np.uint8)
+    address = room.ctypes.data + -room.ctypes.data % 256
+    for batch, vocab, edits in ((5, 50_000, 8), (4, 49_999, 8), (4, 50_000, 9), (-1, 50_000, 0)):
+        with pytest.raises(PluginError, match="not launched"):
+            kernel.launch(PLAIN, None, _Inputs(batch, vocab, edits), _Outputs(), address)
+    with pytest.raises(PluginError, match="not launched"):
+        kernel.launch(with_table(table()), None, _Inputs(1, 50_000, 0), _Outputs(), address)
+
+
+def test_logits_of_other_types_are_refused(kernel: EmulatedKernel) -> None:
+    with pytest.raises(ParameterError, match="float64"):
+        kernel.refusal(replace(PLAIN, logits_type="float64"))
+
+
+def test_a_file_that_is_no_such_library_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "libtopw_cuda.so"
+    path.write_bytes(b"no library")
+    with pytest.raises(PluginError, match="no library with the CUDA kernels"):
+        CudaKernel(path)
+
+
+def test_the_header_is_c99(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source = tmp_path / "user.c"
+    source.write_text('#include "topw_cuda.h"\nint main(void) { return topw_cuda_device_count(); }\n')
+    flags = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", f"-I{CUDA_SOURCES}"]
+    done = subprocess.run([compiler, *flags, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
