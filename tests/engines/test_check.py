@@ -78,6 +78,13 @@ def test_a_cache_of_any_length_is_unsupported(tmp_path: Path) -> None:
     assert all("as a number" in node.reason for node in report.unsupported)
 
 
+def test_a_graph_that_tensorrt_takes_and_build_engine_does_not_is_told_of(tmp_path: Path) -> None:
+    report = check(export(tmp_path / "out", Toy.random(1), form="concat"), "tensorrt", ask=False)
+    assert report.passed
+    assert report.needs == ""
+    assert report.next_step.startswith("topw build-engine builds decoders with a cache in place: export with")
+
+
 @pytest.mark.parametrize("tail", ["portable", "static"])
 def test_the_tails_for_tensorrt_are_inlined_whole(tail: str, tmp_path: Path) -> None:
     report = check(sampler(tmp_path, tail=tail), "tensorrt", ask=False)

@@ -34,6 +34,11 @@ def next_step(
         return "topw plugins build --cuda (for Python) or --tensorrt-root DIR (for C++): the function cannot stand in"
     if manifest.decoder is None:
         return "give model.onnx to TensorRT's parser, for a profile of your batches and edits"
+    if manifest.decoder.kv_form != "static" or manifest.decoder.target != "tensorrt":
+        return (
+            "topw build-engine builds decoders with a cache in place: export with --target tensorrt --max-length N; this "
+            "graph is for other builders"
+        )
     return f"topw build-engine {_quoted(out)}"
 
 

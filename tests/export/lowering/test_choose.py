@@ -59,9 +59,10 @@ def test_a_fixed_length_stands_in_the_signature_and_bounds_the_context(narrow: T
     ("dtype", "width", "operators"),
     [("float32", 16, 0), ("float16", 8, 0), ("bfloat16", 8, 0), ("float16", 16, 1), ("bfloat16", 16, 1)],
 )
+@pytest.mark.parametrize(("kv", "max_length"), [("static", 64), ("concat", None)])
 def test_attention_is_spelled_out_for_tensorrt_where_it_has_no_fused_kernel(
-    dtype: str, width: int, operators: int
+    dtype: str, width: int, operators: int, kv: str, max_length: int | None
 ) -> None:
     decoder = trace(make_model(tiny(head_dim=width)).to(dtype=getattr(torch, dtype)))
-    lower(decoder, kv="static", target="tensorrt", context_length=64, max_length=64)
+    lower(decoder, kv=kv, target="tensorrt", context_length=64, max_length=max_length)
     assert sum(node.op_type == "Attention" for node in decoder.model.graph) == operators

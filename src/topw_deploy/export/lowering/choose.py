@@ -38,7 +38,7 @@ def lower(
     # The trace computes equal angles once per use; one value each lets the lowerings see that they are equal.
     CommonSubexpressionEliminationPass()(decoder.model)
     if kv == "concat":
-        concat.lower(decoder)
+        concat.lower(decoder, tensorrt=target == "tensorrt")
         return Lowered()
     if target == "tensorrt":
         return _scattered(decoder, context_length, max_length)

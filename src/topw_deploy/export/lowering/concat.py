@@ -13,14 +13,17 @@ import onnx_ir as ir
 
 from topw_deploy.export.editor import GraphEditor, find_input
 from topw_deploy.export.lowering.layers import attention_layers
-from topw_deploy.export.lowering.standard_attention import attend
+from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.trace import MARKER_DOMAIN, TracedDecoder
 
 PREFIX = "topw.attention"
 
 
-def lower(decoder: TracedDecoder) -> None:
-    """Replace every marker of `decoder.model` in place; adds the graph input `attention_mask` [batch, past + new]."""
+def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
+    """Replace every marker of `decoder.model` in place; adds the graph input `attention_mask` [batch, past + new].
+
+    tensorrt: write attention out where TensorRT refuses to build the operator.
+    """
     graph = decoder.model.graph
     editor = GraphEditor(graph, PREFIX)
     attention_mask = ir.Value(
@@ -34,7 +37,8 @@ def lower(decoder: TracedDecoder) -> None:
         _query, keys, values = layer.marker.inputs
         assert keys is not None
         assert values is not None
-        attend(editor, layer, keys, values, masks.of(layer.window))
+        spelled_out = tensorrt and not tensorrt_fuses(layer)
+        attend(editor, layer, keys, values, masks.of(layer.window), spelled_out=spelled_out)
     decoder.model.opset_imports.pop(MARKER_DOMAIN, None)
     editor.finish()
     for value in graph.outputs:

@@ -17,7 +17,7 @@ from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.lowering.flat import Flattened, flattened, rotary_kind
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.packed_qkv import packed
-from topw_deploy.export.lowering.standard_attention import attend
+from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.lowering.static import StaticInputs, finish, replace_present
 from topw_deploy.export.trace import TracedDecoder
 
@@ -41,18 +41,11 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
         values = editor.op("TensorScatter", [layer.past_value, layer.new_value, inputs.write_indices], axis=2)
         # TensorRT refuses to build the operator where it has no fused attention; onnxruntime reads a prompt faster with
         # the operator.
-        spelled_out = max_length is not None and not _tensorrt_fuses(layer)
+        spelled_out = max_length is not None and not tensorrt_fuses(layer)
         attend(editor, layer, keys, values, masks.of(layer.window), spelled_out=spelled_out)
         replace_present(model.graph, layer, keys, values, max_length or "max_length")
     model.opset_imports[""] = max(OPSET, model.opset_imports[""])
     finish(model, editor, inputs)
-
-
-def _tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT has fused attention for prompts with such heads: half precision, 16 to 256 numbers by eights
-    (found by building, TensorRT-RTX 1.7.1)."""
-    half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 
 
 def _heads_together(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
