@@ -31,12 +31,13 @@ def with_table(described: _Table) -> CudaShape:
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (replace(PLAIN, vocab=524_289), "the vocabulary is larger than 524288"),
-        (replace(PLAIN, vocab=0), "the vocabulary"),
+        (replace(PLAIN, vocab=524_289), "the vocabulary has no token, or more than 524288"),
+        (replace(PLAIN, vocab=0), "the vocabulary has no token"),
         (replace(PLAIN, options=replace(UNIFORM, top_m=4097)), "top_m is larger than 4096"),
-        (replace(PLAIN, options=replace(UNIFORM, potential="knn", knn_k=17)), "knn_k is larger than 16"),
-        (replace(PLAIN, batch=1 << 17), "the batch"),
-        (with_table(table(hidden=8193)), "wider than 8192"),
+        (replace(PLAIN, logits_type="float32", edits=-1), "edits to a row"),
+        (replace(PLAIN, options=replace(UNIFORM, potential="knn", knn_k=17)), "knn_k is more than 16"),
+        (replace(PLAIN, batch=1 << 17), "the batch has more than 65536 rows"),
+        (with_table(table(hidden=8193)), "no coordinate, or more than 8192"),
         (with_table(table(tokens=49_999)), "fewer rows than the vocabulary"),
         (with_table(table(dtype="uint8")), "of a type that is not read"),
         (with_table(table(dtype="uint8", blocks=_Blocks(3, 32, 1))), "of a type that is not read"),

@@ -25,7 +25,7 @@ bool known_table(const topw_table &table) {
 const char *refusal_of_table(const topw_cuda_shape &shape) {
   if (shape.options.metric == TOPW_UNIFORM) return nullptr;
   if (shape.options.metric < 0 || shape.options.metric > TOPW_UNIFORM) return "the metric is not known";
-  if (shape.table.hidden < 1 || shape.table.hidden > kMostHidden) return "the table is wider than 8192";
+  if (shape.table.hidden < 1 || shape.table.hidden > kMostHidden) return "the table has no coordinate, or more than 8192";
   if (shape.table.tokens < shape.vocab) return "the table has fewer rows than the vocabulary has tokens";
   return known_table(shape.table) ? nullptr : "the table is of a type that is not read on the device";
 }
@@ -34,13 +34,13 @@ const char *refusal(const topw_cuda_shape &shape) {
   const topw_options &options = shape.options;
   if (shape.logits_type != TOPW_FLOAT32 && shape.logits_type != TOPW_FLOAT16 && shape.logits_type != TOPW_BFLOAT16)
     return "the logits are neither float32 nor float16 nor bfloat16";
-  if (shape.vocab < 1 || shape.vocab > kMostVocab) return "the vocabulary is larger than 524288";
-  if (shape.batch < 0 || shape.batch > 65536) return "the batch is larger than 65536";
+  if (shape.vocab < 1 || shape.vocab > kMostVocab) return "the vocabulary has no token, or more than 524288";
+  if (shape.batch < 0 || shape.batch > 65536) return "the batch has more than 65536 rows";
   if (shape.edits < 0 || shape.edits > kMostVocab) return "there are more than 524288 edits to a row";
-  if (options.top_m < 1 || (options.top_m < shape.vocab ? options.top_m : shape.vocab) > kMostPool)
-    return "top_m is larger than 4096";
+  if (options.top_m < 1) return "top_m is less than 1";
+  if ((options.top_m < shape.vocab ? options.top_m : shape.vocab) > kMostPool) return "top_m is larger than 4096";
   if (options.alt_iters < 1) return "alt_iters is less than 1";
-  if (options.knn_k < 0 || options.knn_k > kMostNeighbours) return "knn_k is larger than 16";
+  if (options.knn_k < 0 || options.knn_k > kMostNeighbours) return "knn_k is more than 16";
   return refusal_of_table(shape);
 }
 
