@@ -13,7 +13,7 @@
 
 namespace topw::crop {
 
-// What is known of a pool token, as bits of Memory::state.
+// What is known of a pool token, as bits of Memory::state. Exact: its distance to the set is known; a member's is 0.
 constexpr uint8_t kMember = 1, kCandidate = 2, kExact = 4, kWasMember = 8, kSaved = 16, kMeasured = 32, kNext = 64;
 
 constexpr double kRounding = 1e-9;     // of J, in units of max(1, lam, beta): the ties' bound
@@ -68,6 +68,7 @@ class Alternation {
   // From the first k0 tokens of the pool. Leaves the crop as the members.
   __device__ TOPW_OUT_OF_LINE void run(int32_t k0) {
     kept = k0;
+#pragma unroll 1
     for (int32_t i = own_index(); i < pool_; i += block_size()) memory_.state[i] = i < k0 ? kMember : 0;
     __syncthreads();
     int64_t last = most_steps_ > 1 ? most_steps_ : 1;
@@ -82,18 +83,27 @@ class Alternation {
     literal = static_cast<int64_t>(pool_) * joined_;
   }
 
-  __device__ bool member(int32_t i) const { return memory_.state[i] & kMember; }
+  // The positions of the members, into memory.cols.
+  __device__ void list_members() { list(kMember, kMember, memory_.cols); }
 
  private:
+  __device__ bool member(int32_t i) const { return memory_.state[i] & kMember; }
+
+  // The positions whose bits of `mask` are `bits`, in their order; how many.
+  __device__ TOPW_OUT_OF_LINE int32_t list(uint8_t mask, uint8_t bits, int32_t *positions) {
+    return block_compact(
+        pool_, [&](int32_t i) { return (memory_.state[i] & mask) == bits; },
+        [&](int32_t i, int32_t place) { positions[place] = i; }, scratch_);
+  }
+
   __device__ double base_phi(int32_t i) const { return P_.lam * memory_.a[i]; }
   __device__ double phi(int32_t i) const { return -P_.scale * static_cast<double>(memory_.distance[i]) + base_phi(i); }
 
   __device__ void step() {
     ++steps;
-    members_ = block_compact(
-        pool_, [&](int32_t i) { return member(i); }, [&](int32_t i, int32_t place) { memory_.cols[place] = i; },
-        scratch_);
+    members_ = list(kMember, kMember, memory_.cols);
     int32_t joined = 0;
+#pragma unroll 1
     for (int32_t i = own_index(); i < pool_; i += block_size()) joined += prepare(i);
     if (measures_) joined_ += block_sum(joined, scratch_);
     if (P_.scale < 0) {
@@ -110,7 +120,7 @@ class Alternation {
   __device__ int32_t prepare(int32_t i) {
     const uint8_t known = memory_.state[i], kept_bits = kWasMember | kSaved | kMeasured;
     if (known & kMember) {
-      memory_.state[i] = static_cast<uint8_t>((known & kept_bits) | kMember | kWasMember);
+      memory_.state[i] = static_cast<uint8_t>((known & kept_bits) | kMember | kWasMember | kExact);
       return known & kWasMember ? 0 : 1;
     }
     memory_.state[i] = static_cast<uint8_t>((known & kept_bits) | kCandidate | (measures_ ? 0 : kExact));
@@ -125,6 +135,7 @@ class Alternation {
 
   // A lower bound of the best J of this step: the best over prefixes of S, where no distance counts.
   __device__ double surely_reached() {
+#pragma unroll 1
     for (int32_t n = own_index(); n < members_; n += block_size()) {
       const int32_t i = memory_.cols[n];
       room_.sums[0][n] = memory_.p[i];
@@ -137,9 +148,11 @@ class Alternation {
   }
 
   // Row test: drops candidates that cannot be kept, given the mass that is left if the others stay.
-  __device__ void prune(double reached) {
+  __device__ TOPW_OUT_OF_LINE void prune(double reached) {
+#pragma unroll 1
     for (int round = 0; round < kRounds; ++round) {
       double Gmax = 0;
+#pragma unroll 1
       for (int32_t i = own_index(); i < pool_; i += block_size())
         if (memory_.state[i] & (kMember | kCandidate)) Gmax += memory_.p[i];
       Gmax = block_sum(Gmax, scratch_) * (1 + kRounding);
@@ -150,6 +163,7 @@ class Alternation {
       __syncthreads();
       const double needed = scratch_.values[0], share = scratch_.values[1];
       int dropped = 0;
+#pragma unroll 1
       for (int32_t i = own_index(); i < pool_; i += block_size())
         if (memory_.state[i] & kCandidate && phi(i) + P_.c * h(memory_.p[i] * share) < needed) {
           memory_.state[i] &= static_cast<uint8_t>(~kCandidate);
@@ -166,23 +180,12 @@ class Alternation {
     const int32_t most = at_once < kFewestRows ? kFewestRows : static_cast<int32_t>(at_once < pool_ ? at_once : pool_);
     for (;;) {
       Job job = {1, 0, 0, members_};
-      const int32_t found = block_compact(
-          pool_, [&](int32_t i) { return (memory_.state[i] & (kCandidate | kExact)) == kCandidate; },
-          [&](int32_t i, int32_t place) {
-            if (place < most) memory_.rows[place] = i;
-          },
-          scratch_);
+      const int32_t found = list(kCandidate | kExact, kCandidate, memory_.rows);
       if (found == 0) return;
       job.rows = found < most ? found : most;
-      for (int32_t n = own_index(); n < job.rows; n += block_size()) memory_.state[memory_.rows[n]] |= kExact;
-      __syncthreads();
-      job.fresh = block_compact(
-          pool_, [&](int32_t i) { return (memory_.state[i] & (kMember | kExact)) && !(memory_.state[i] & kMeasured); },
-          [&](int32_t i, int32_t place) {
-            memory_.fresh[place] = i;
-            memory_.state[i] |= kMeasured;
-          },
-          scratch_);
+      mark(memory_.rows, job.rows, kExact);
+      job.fresh = list(kExact | kMeasured, kExact, memory_.fresh);
+      mark(memory_.fresh, job.fresh, kMeasured);
       if (own_index() == 0) *memory_.job = job;
       team_.barrier();
       distances_.run(job);
@@ -192,8 +195,15 @@ class Alternation {
     }
   }
 
+  __device__ void mark(const int32_t *positions, int32_t count, uint8_t bit) {
+#pragma unroll 1
+    for (int32_t n = own_index(); n < count; n += block_size()) memory_.state[positions[n]] |= bit;
+    __syncthreads();
+  }
+
   // They were written by other blocks: this one's first level of cache may hold what was there before.
   __device__ void read_distances(const Job &job) {
+#pragma unroll 1
     for (int32_t n = own_index(); n < job.rows; n += block_size()) {
       const int32_t i = memory_.rows[n];
       memory_.distance[i] = __ldcg(memory_.distance + i);
@@ -204,25 +214,28 @@ class Alternation {
   // Orders what is left by phi, and makes the best prefix the new set. Members are in order as they are, for their phi
   // falls with the pool's order; so the candidates are sorted, and both orders merged.
   __device__ void scan() {
-    const int32_t count = block_compact(
-        pool_, [&](int32_t i) { return memory_.state[i] & kCandidate; },
-        [&](int32_t i, int32_t place) {
-          room_.keys[place] = phi_key(phi(i));
-          room_.items[place] = static_cast<uint32_t>(i);
-        },
-        scratch_);
+    const int32_t count = list(kCandidate, kCandidate, memory_.rows);
+#pragma unroll 1
+    for (int32_t n = own_index(); n < count; n += block_size()) {
+      room_.keys[n] = phi_key(phi(memory_.rows[n]));
+      room_.items[n] = static_cast<uint32_t>(memory_.rows[n]);
+    }
+    __syncthreads();
     if (count > 1) {
       const int32_t size = power_of_two_from(count);
+#pragma unroll 1
       for (int32_t n = count + own_index(); n < size; n += block_size()) {
         room_.keys[n] = ~uint64_t{0};
         room_.items[n] = 0xffffffffu;
       }
       block_sort(room_.keys, room_.items, size);
     }
+#pragma unroll 1
     for (int32_t n = own_index(); n < members_; n += block_size()) {
       const int32_t i = memory_.cols[n];
       place(i, n + candidates_before(count, phi_key(base_phi(i)), i), base_phi(i));
     }
+#pragma unroll 1
     for (int32_t n = own_index(); n < count; n += block_size()) {
       const int32_t i = static_cast<int32_t>(room_.items[n]);
       place(i, n + members_before(room_.keys[n], i), phi(i));
@@ -242,6 +255,7 @@ class Alternation {
 
   __device__ int32_t candidates_before(int32_t count, uint64_t key, int32_t i) const {
     int32_t low = 0, high = count;
+#pragma unroll 1
     while (low < high) {
       const int32_t middle = (low + high) / 2;
       const uint64_t other = room_.keys[middle];
@@ -255,6 +269,7 @@ class Alternation {
 
   __device__ int32_t members_before(uint64_t key, int32_t i) const {
     int32_t low = 0, high = members_;
+#pragma unroll 1
     while (low < high) {
       const int32_t middle = (low + high) / 2, member = memory_.cols[middle];
       const uint64_t other = phi_key(base_phi(member));
@@ -269,10 +284,12 @@ class Alternation {
   // The first `kept` of the order become the set; counts those that were not in it before, and compares with the set
   // that was saved.
   __device__ void take_prefix() {
+#pragma unroll 1
     for (int32_t n = own_index(); n < kept; n += block_size()) memory_.state[memory_.order[n]] |= kNext;
     __syncthreads();
     int32_t entered = 0;
     int differs = 0;
+#pragma unroll 1
     for (int32_t i = own_index(); i < pool_; i += block_size()) {
       const uint8_t known = memory_.state[i];
       const bool next = known & kNext;
@@ -288,6 +305,7 @@ class Alternation {
   __device__ int64_t period() {
     if (saved_at_ > 0 && !differs_) return steps - saved_at_;
     if ((steps & (steps - 1)) == 0) {
+#pragma unroll 1
       for (int32_t i = own_index(); i < pool_; i += block_size())
         memory_.state[i] = static_cast<uint8_t>((memory_.state[i] & ~kSaved) | (member(i) ? kSaved : 0));
       saved_at_ = steps;

@@ -43,12 +43,11 @@ TOPW_SHARED_CODE inline int64_t tile_bytes(int64_t threads) {
 class Distances {
  public:
   __device__ Distances(const Call &call, const Memory &memory, Team &team)
-      : table_(call.table),
+      : points_(call.table, call.options.metric),
         metric_(call.options.metric),
         neighbours_(call.options.knn_k > 1 ? call.options.knn_k : 1),
         memory_(memory),
-        team_(team),
-        hidden_(static_cast<int32_t>(call.table.hidden)) {}
+        team_(team) {}
 
   // What a team does together: job.fresh lengths, job.rows times job.cols distances, and the rows' distances to the
   // set of cols into memory.distance.
@@ -67,7 +66,7 @@ class Distances {
  private:
   __device__ int32_t global_warp() const { return warp_index() * team_.size() + team_.rank(); }
   __device__ int32_t team_warps() const { return warps() * team_.size(); }
-  __device__ int32_t slices() const { return (hidden_ + kSlice - 1) / kSlice; }
+  __device__ int32_t slices() const { return (points_.hidden() + kSlice - 1) / kSlice; }
   __device__ int32_t sections() const { return (slices() + kSection - 1) / kSection; }
   __device__ int32_t token(int32_t position) const {
     return static_cast<int32_t>(__ldcg(memory_.tokens + position) & 0xffffffffu);
@@ -76,7 +75,7 @@ class Distances {
   __device__ void measure_lengths(const Job &job) {
     for (int32_t n = global_warp(); n < job.fresh; n += team_warps()) {
       const int32_t position = __ldcg(memory_.fresh + n);
-      const Length length = measure_length(table_, metric_, token(position));
+      const Length length = points_.measure(token(position));
       if (lane_index() != 0) continue;
       memory_.inverse_norm[position] = length.inverse_norm;
       memory_.squared_length[position] = length.squared;
@@ -159,15 +158,28 @@ class Distances {
 
   // Coordinates of all points of the tile into shared memory; zeros where there is none.
   __device__ void load(const Tile &tile, float *points, int32_t both, int32_t slice) const {
-    constexpr int kPieces = kSlice / kPiece;
-    for (int32_t unit = own_index(); unit < both * kPieces; unit += block_size()) {
-      const int32_t r = unit / kPieces, k = slice * kSlice + unit % kPieces * kPiece;
-      Piece piece = {};
-      if (tile.tokens[r] >= 0 && k < hidden_)
-        piece = read_point(table_, metric_, tile.tokens[r], k, tile.inverse_norms[r]);
-      float4 *const to = reinterpret_cast<float4 *>(points + r * kTileStride + unit % kPieces * kPiece);
-      to[0] = {piece.at[0], piece.at[1], piece.at[2], piece.at[3]};
-      to[1] = {piece.at[4], piece.at[5], piece.at[6], piece.at[7]};
+    constexpr int kPieces = kSlice / kPiece, kTogether = 2;
+#pragma unroll 1
+    for (int32_t first = own_index(); first < both * kPieces; first += kTogether * block_size()) {
+      Raw raw[kTogether];
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const int32_t unit = first + n * block_size(), r = unit / kPieces, k = slice * kSlice + unit % kPieces * kPiece;
+        raw[n] = {};
+        if (unit < both * kPieces && tile.tokens[r] >= 0 && k < points_.hidden())
+          raw[n] = points_.fetch(tile.tokens[r], k);
+      }
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        const int32_t unit = first + n * block_size(), r = unit / kPieces, k = slice * kSlice + unit % kPieces * kPiece;
+        if (unit >= both * kPieces) break;
+        Piece piece = {};
+        if (tile.tokens[r] >= 0 && k < points_.hidden())
+          piece = points_.point(points_.decode(raw[n]), k, tile.inverse_norms[r]);
+        float4 *const to = reinterpret_cast<float4 *>(points + r * kTileStride + unit % kPieces * kPiece);
+        to[0] = {piece.at[0], piece.at[1], piece.at[2], piece.at[3]};
+        to[1] = {piece.at[4], piece.at[5], piece.at[6], piece.at[7]};
+      }
     }
   }
 
@@ -326,48 +338,16 @@ class Distances {
 
   // The square of a distance, or the cosine's own.
   __device__ double measure_in_double(int32_t one, int32_t other) const {
-    const double inverse[2] = {inverse_norm(one), inverse_norm(other)};
-    double squares = 0, product = 0;
-    for (int32_t k = lane_index() * kPiece; k < hidden_; k += kWarp * kPiece) {
-      const int32_t count = hidden_ - k < kPiece ? hidden_ - k : kPiece;
-      const Piece x = read_piece(table_, one, k), y = read_piece(table_, other, k);
-      const Piece rate = read_floats(table_.inverse_std + k, count), mean = read_floats(table_.mean + k, count);
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        const double moved = metric_ == TOPW_MAHALANOBIS ? 0.0 : static_cast<double>(mean.at[i]);
-        const double a = (static_cast<double>(x.at[i]) - moved) * inverse[0] * static_cast<double>(rate.at[i]);
-        const double b = (static_cast<double>(y.at[i]) - moved) * inverse[1] * static_cast<double>(rate.at[i]);
-        squares += (a - b) * (a - b);
-        product += a * b;
-      }
-    }
-    if (metric_ != TOPW_COSINE) return warp_reduce(squares, Plus());
-    product = warp_reduce(product, Plus());
+    double squares, product;
+    points_.compare_in_double(one, other, squares, product);
+    if (metric_ != TOPW_COSINE) return squares;
     return product > 1 ? 0.0 : product < -1 ? 2.0 : 1 - product;
   }
 
-  __device__ double inverse_norm(int32_t row) const {
-    double sum = 0;
-    for (int32_t k = lane_index() * kPiece; k < hidden_; k += kWarp * kPiece) {
-      const int32_t count = hidden_ - k < kPiece ? hidden_ - k : kPiece;
-      const Piece x = read_piece(table_, row, k);
-      const Piece rate = read_floats(table_.inverse_std + k, count), mean = read_floats(table_.mean + k, count);
-#pragma unroll
-      for (int i = 0; i < kPiece; ++i) {
-        const double plain = static_cast<double>(x.at[i]);
-        const double white = (plain - static_cast<double>(mean.at[i])) * static_cast<double>(rate.at[i]);
-        sum += metric_ == TOPW_MAHALANOBIS ? plain * plain : white * white;
-      }
-    }
-    const double norm = sqrt(warp_reduce(sum, Plus()));
-    return 1 / (norm < kSmallestNorm ? kSmallestNorm : norm);
-  }
-
-  const topw_table &table_;
-  int32_t metric_, neighbours_;
+  const Points points_;
+  const int32_t metric_, neighbours_;
   const Memory &memory_;
   Team &team_;
-  int32_t hidden_;
 };
 
 }  // namespace topw::crop

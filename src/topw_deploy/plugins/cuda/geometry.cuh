@@ -44,6 +44,7 @@ struct PoolSums {
 
 __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, const Memory &memory, const Room &room,
                                  BlockScratch &scratch) {
+#pragma unroll 1
   for (int32_t i = own_index(); i < size; i += block_size()) {
     memory.tokens[i] = room.keys[i];
     const double a = log_weight(logit_of(room.keys[i]), top, P.selection), p = weight(a);
@@ -56,6 +57,7 @@ __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, c
   const double reached = P.init_top_p * room.sums[0][size - 1];
   int32_t k0 = size;
   if (P.init_top_p < 1)
+#pragma unroll 1
     for (int32_t i = own_index(); i < k0; i += block_size())
       if (room.sums[0][i] >= reached) k0 = i + 1;
   k0 = block_reduce(k0, Smaller(), scratch);
@@ -76,20 +78,21 @@ __device__ inline void answer_row(const Call &call, int64_t row, const Memory &m
   const PoolSums pool = weigh(P, state.top, taker.run(), memory, room, scratch);
 
   topw_report report = {TOPW_POOL, pool.size, 0, 0, 0, 0};
-  if (P.scale >= 0 && pool.K <= pool.k0) {  // T2
-    finish_row(call, row, P, state.top, {room.keys, pool.K, true}, report, room.sums[0], scratch);
-    return;
+  Kept kept = {room.keys, pool.K, P.scale >= 0 && pool.K <= pool.k0};  // T2
+  if (!kept.certified) {
+    Alternation alternation(call, P, memory, pool.size, room, team, distances, scratch);
+    alternation.run(pool.k0);
+    alternation.list_members();
+    kept.size = alternation.kept;
+#pragma unroll 1
+    for (int32_t n = own_index(); n < kept.size; n += block_size()) room.keys[n] = memory.tokens[memory.cols[n]];
+    __syncthreads();
+    report.stage = P.scale >= 0 ? TOPW_GEOMETRY : TOPW_LITERAL;
+    report.steps = static_cast<int32_t>(alternation.steps < INT32_MAX ? alternation.steps : INT32_MAX);
+    report.distances = alternation.pairs;
+    report.distances_avoided = alternation.literal > alternation.pairs ? alternation.literal - alternation.pairs : 0;
   }
-  Alternation alternation(call, P, memory, pool.size, room, team, distances, scratch);
-  alternation.run(pool.k0);
-  const int32_t kept = block_compact(
-      pool.size, [&](int32_t i) { return alternation.member(i); },
-      [&](int32_t i, int32_t place) { room.keys[place] = memory.tokens[i]; }, scratch);
-  report.stage = P.scale >= 0 ? TOPW_GEOMETRY : TOPW_LITERAL;
-  report.steps = static_cast<int32_t>(alternation.steps < INT32_MAX ? alternation.steps : INT32_MAX);
-  report.distances = alternation.pairs;
-  report.distances_avoided = alternation.literal > alternation.pairs ? alternation.literal - alternation.pairs : 0;
-  finish_row(call, row, P, state.top, {room.keys, kept, false}, report, room.sums[0], scratch);
+  finish_row(call, row, P, state.top, kept, report, room.sums[0], scratch);
 }
 
 // What a block does that does not lead: its share of every job, until it is sent home.

@@ -65,14 +65,17 @@ class LogitRow {
     return id < vocab_ ? raw(id) : -static_cast<float>(INFINITY);
   }
 
-  // Logits 4 * quarter to 4 * quarter + 3 of a group, quarter under 16, by one instruction where they lie so.
-  __device__ float4 four(int32_t group, int32_t quarter) const {
-    const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + 4 * quarter;
+  // Where a group's patch lies; negative: nowhere.
+  __device__ int32_t slot(int32_t group) const { return patch_of_ ? __ldcg(patch_of_ + group) : -1; }
+
+  // Logits 4 * quarter to 4 * quarter + 3 of a group, whose slot this is; by one instruction where they lie so.
+  __device__ float4 four(int32_t group, int32_t quarter, int32_t slot) const {
     if (slot >= 0)
       return __ldcg(reinterpret_cast<const float4 *>(patches_ + static_cast<int64_t>(slot) * kGroup) + quarter);
+    const int32_t first = group * kGroup + 4 * quarter;
     const unsigned char *const from = raw_ + static_cast<int64_t>(first) * (type_ == TOPW_FLOAT32 ? 4 : 2);
     const bool aligned = reinterpret_cast<uintptr_t>(from) % (type_ == TOPW_FLOAT32 ? 16 : 8) == 0;
-    if (!aligned || first + 4 > vocab_) return {at(first), at(first + 1), at(first + 2), at(first + 3)};
+    if (!aligned || first + 4 > vocab_) return four_apart(first);
     if (type_ == TOPW_FLOAT32) return *reinterpret_cast<const float4 *>(from);
     const uint64_t all = *reinterpret_cast<const uint64_t *>(from);
     const auto one = [&](int n) {
@@ -80,6 +83,10 @@ class LogitRow {
       return type_ == TOPW_FLOAT16 ? from_float16(bits) : from_bfloat16(bits);
     };
     return {one(0), one(1), one(2), one(3)};
+  }
+
+  __device__ TOPW_OUT_OF_LINE float4 four_apart(int32_t first) const {
+    return {at(first), at(first + 1), at(first + 2), at(first + 3)};
   }
 
   // Logits lane and lane + 32 of a group, by a whole warp where the type is known.

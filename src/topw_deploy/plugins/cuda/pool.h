@@ -16,7 +16,7 @@
 namespace topw::crop {
 
 constexpr int kQuarters = kGroup / 4;   // a group is read in so many pieces of four
-constexpr int kAtOnce = 8;              // of them that a thread asks for before it waits for the first
+constexpr int kAtOnce = 4, kAFew = 2;   // of them that a thread asks for before it waits for the first
 constexpr int kSteps = 256;
 
 // Which tokens are taken: those not under `bound`, and at most `last_step` steps under the row's largest.
@@ -98,15 +98,15 @@ class PoolTaker {
 
   // Counts the tokens that `cut` takes by steps, and has it take no more steps than needed. False if they are too few,
   // or too many in one step, or the steps have no width.
-  __device__ bool narrow(Cut &cut) {
+  __device__ TOPW_OUT_OF_LINE bool narrow(Cut &cut) {
     const float range = top_ - cut.bound;
     if (!(range > 0 && range < FLT_MAX)) return false;
     cut.rate = static_cast<float>(kSteps) / range;
     if (!(cut.rate < FLT_MAX)) return false;
     for (int32_t b = own_index(); b < kSteps; b += block_size()) scratch_.bins[b] = 0;
     __syncthreads();
-    for_each_batch([&](const Batch &batch) {
-      for_each_token(batch, [&](int, float logit, int32_t id) {
+    for_each_batch<kAFew>([&](int32_t, const Batch<kAFew> &batch) {
+      for_each_token<kAFew>(batch, [&](int, float logit, int32_t id) {
         if (!cut.holds(logit, id)) return;
         const int32_t step = cut.step(logit);
         atomicAdd(&scratch_.bins[step < kSteps ? step : kSteps - 1], 1u);
@@ -139,9 +139,11 @@ class PoolTaker {
     scratch_.chosen[1] = reached + scratch_.bins[b];
   }
 
+  __device__ TOPW_OUT_OF_LINE float logit_at(int32_t id) const { return row_.at(id); }
+
   // From the whole row, whatever it holds.
-  __device__ int32_t selected() {
-    const auto key = [&](int32_t id) { return descending_key(row_.at(id)); };
+  __device__ TOPW_OUT_OF_LINE int32_t selected() {
+    const auto key = [&](int32_t id) { return descending_key(logit_at(id)); };
     listed_ = -1;
     Cut cut = everything_from(block_select(row_.vocab(), key, wanted_, capacity_, scratch_));
     int32_t count = take(cut);
@@ -152,23 +154,24 @@ class PoolTaker {
     const int32_t equals = wanted_ - take(cut);
     const float bound = cut.bound;
     cut.last_id = static_cast<int32_t>(block_select(
-        row_.vocab(), [&](int32_t id) { return row_.at(id) == bound ? static_cast<uint32_t>(id) : 0xffffffffu; },
+        row_.vocab(), [&](int32_t id) { return logit_at(id) == bound ? static_cast<uint32_t>(id) : 0xffffffffu; },
         equals, equals, scratch_));
     return take(cut);
   }
 
+  template <int kCount>
   struct Batch {
-    float4 logits[kAtOnce];
-    int32_t ids[kAtOnce];  // of the first of each four
+    float4 logits[kCount];
+    int32_t ids[kCount];  // of the first of each four
   };
 
   // The keys of the tokens that `cut` takes, in no order, as far as there is room; how many they are.
-  __device__ int32_t take(const Cut &cut) {
+  __device__ TOPW_OUT_OF_LINE int32_t take(const Cut &cut) {
     if (own_index() == 0) scratch_.chosen[0] = 0;
     __syncthreads();
-    for_each_batch([&](const Batch &batch) {
+    for_each_batch<kAtOnce>([&](int32_t first, const Batch<kAtOnce> &batch) {
       uint32_t taken = 0;  // a bit for each token
-      for_each_token(batch, [&](int bit, float logit, int32_t id) {
+      for_each_token<kAtOnce>(batch, [&](int bit, float logit, int32_t id) {
         taken |= static_cast<uint32_t>(cut.takes(logit, id)) << bit;
       });
       if (!__any_sync(kEveryLane, taken != 0)) return;
@@ -176,10 +179,11 @@ class PoolTaker {
       uint32_t place = 0;
       if (lane_index() == kWarp - 1) place = atomicAdd(&scratch_.chosen[0], sum);
       place = __shfl_sync(kEveryLane, place, kWarp - 1) + sum - own;
-      if (taken == 0) return;
-      for_each_token(batch, [&](int bit, float logit, int32_t id) {
-        if (taken >> bit & 1 && place++ < static_cast<uint32_t>(capacity_)) keys_[place - 1] = token_key(logit, id);
-      });
+      for (; taken; taken &= taken - 1, ++place) {  // few: so they are read again, and not kept in every register
+        const int bit = __ffs(static_cast<int>(taken)) - 1;
+        const int32_t id = first_id(first + bit / 4 * block_size()) + bit % 4;
+        if (place < static_cast<uint32_t>(capacity_)) keys_[place] = token_key(logit_at(id), id);
+      }
     });
     __syncthreads();
     const int32_t count = static_cast<int32_t>(scratch_.chosen[0]);
@@ -187,10 +191,10 @@ class PoolTaker {
     return count;
   }
 
-  template <class Visit>
-  __device__ static void for_each_token(const Batch &batch, Visit visit) {
+  template <int kCount, class Visit>
+  __device__ static void for_each_token(const Batch<kCount> &batch, Visit visit) {
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
+    for (int n = 0; n < kCount; ++n) {
       visit(4 * n, batch.logits[n].x, batch.ids[n]);
       visit(4 * n + 1, batch.logits[n].y, batch.ids[n] + 1);
       visit(4 * n + 2, batch.logits[n].z, batch.ids[n] + 2);
@@ -198,24 +202,35 @@ class PoolTaker {
     }
   }
 
-  // visit(batch) until the tokens of the listed groups, or of all, have come; by whole warps, -inf where there is none.
-  template <class Visit>
+  // The first of four tokens, counted over the listed groups or all.
+  __device__ int32_t first_id(int32_t piece) const {
+    const int32_t group = listed_ < 0 ? piece / kQuarters : groups_[piece / kQuarters];
+    return group * kGroup + piece % kQuarters * 4;
+  }
+
+  // visit(piece, batch) until the tokens of the listed groups, or of all, have come; by whole warps, -inf where there is
+  // none. `piece` is the thread's first four of the batch, the others follow at a block's distance.
+  template <int kCount, class Visit>
   __device__ void for_each_batch(Visit visit) {
     const int32_t pieces = (listed_ < 0 ? row_.groups() : listed_) * kQuarters;
     const float none = -static_cast<float>(INFINITY);
-    for (int32_t first = 0; first < pieces; first += kAtOnce * block_size()) {
-      Batch batch;
+#pragma unroll 1
+    for (int32_t first = 0; first < pieces; first += kCount * block_size()) {
+      Batch<kCount> batch;
+      int32_t slots[kCount];
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
+      for (int n = 0; n < kCount; ++n) {
         const int32_t piece = first + n * block_size() + own_index();
-        batch.logits[n] = {none, none, none, none};
-        batch.ids[n] = 0;
-        if (piece >= pieces) continue;
-        const int32_t group = listed_ < 0 ? piece / kQuarters : groups_[piece / kQuarters];
-        batch.logits[n] = row_.four(group, piece % kQuarters);
-        batch.ids[n] = group * kGroup + piece % kQuarters * 4;
+        batch.ids[n] = piece < pieces ? first_id(piece) : -1;
+        slots[n] = piece < pieces ? row_.slot(batch.ids[n] / kGroup) : -1;
       }
-      visit(batch);
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) {
+        batch.logits[n] = {none, none, none, none};
+        const int32_t id = batch.ids[n];
+        if (id >= 0) batch.logits[n] = row_.four(id / kGroup, id % kGroup / 4, slots[n]);
+      }
+      visit(first + own_index(), batch);
     }
   }
 
