@@ -91,9 +91,16 @@ def test_attention_that_the_provider_lacks_in_float32_is_named_and_not_run_on_th
 ) -> None:
     error = generate(folder("llama_untied"))["error"]
     assert error.startswith("cuda leaves 2 nodes to the CPU: 2 GroupQueryAttention (topw.attention.GroupQueryAttention")
-    assert "export with --dtype fp16; pass allow_fallback=True" in error
+    assert "export with --dtype fp16, or, for int4 and int8, with --kv concat; pass allow_fallback=True" in error
     accepted = generate(folder("llama_untied"), allow_fallback=True)
     assert ["GroupQueryAttention", True] in accepted["cpu_nodes"]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_quantised_weights_and_tables_are_read_on_the_gpu(generate: Generate, folder: Folder, dtype: str) -> None:
+    found = generate(folder("llama_tied", dtype=dtype, kv="concat"))
+    assert found["sampler"] == "native"
+    assert not any(computes for _, computes in found["cpu_nodes"])
 
 
 def test_without_the_library_the_function_is_told_apart_and_cannot_be_captured(

@@ -29,7 +29,8 @@ _ON_SHAPES = frozenset((
 # fmt: on
 
 _HINTS = {
-    "GroupQueryAttention": "onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16",
+    "GroupQueryAttention": "onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16, or, for "
+    "int4 and int8, with --kv concat",
     "TopWSample": "the library of the native sampler is not for this provider: see `topw doctor`",
 }
 
