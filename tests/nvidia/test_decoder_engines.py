@@ -12,17 +12,17 @@ from transformers import GemmaConfig, LlamaConfig
 from .conftest import Ask, assert_built
 
 SLOTS, PROMPT = 64, 16
-BATCHES = [[1, 1], [1, 16]]
+BATCHES = [[1, 16]]
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": ("llama_tied", {}),
     "llama-static": ("llama_untied", {"tail": "static"}),
     "llama-half": (LlamaConfig(**_COMMON, head_dim=16), {"dtype": "fp16"}),
     "llama-narrow-half": (LlamaConfig(**_COMMON, head_dim=8), {"dtype": "bf16"}),
+    "llama-copied-cache": ("llama_tied", {"kv": "concat", "max_length": None}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "phi3": ("phi3", {}),
     "gemma": (GemmaConfig(**_COMMON, head_dim=8), {}),
-    "gemma2": ("gemma2", {}),
     "demo": ("demo", {"max_length": 256}),
 }
 
@@ -39,18 +39,16 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def inlined(nvidia: Ask, decoders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    return _built(nvidia, decoders, BATCHES, None)
+    return _built(nvidia, decoders, None)
 
 
 @pytest.fixture(scope="session")
 def plugged(nvidia: Ask, decoders: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    return _built(nvidia, decoders, BATCHES[1:], "python")
+    return _built(nvidia, decoders, "python")
 
 
-def _built(
-    nvidia: Ask, decoders: dict[str, Path], batches: list[list[int]], plugin: str | None
-) -> dict[str, dict[str, Any]]:
-    tasks = [{"model": str(path / "model.onnx"), "batches": batches, "sequence": PROMPT} for path in decoders.values()]
+def _built(nvidia: Ask, decoders: dict[str, Path], plugin: str | None) -> dict[str, dict[str, Any]]:
+    tasks = [{"model": str(path / "model.onnx"), "batches": BATCHES, "sequence": PROMPT} for path in decoders.values()]
     return dict(zip(decoders, nvidia(tasks, plugin=plugin), strict=True))
 
 

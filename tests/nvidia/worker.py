@@ -76,10 +76,12 @@ def parsed(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(tensor: Any, batch: int, task: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """The smallest and the largest shape of an input for so many rows."""
-    most = EDITS if tensor.name.startswith("edit_") else int(task.get("sequence", 1))
+    """An input's smallest and largest shape for so many rows; a copied cache holds as much as a call brings."""
+    least, most = 1, EDITS if tensor.name.startswith("edit_") else int(task.get("sequence", 1))
+    if tensor.name == "attention_mask":
+        least, most = 2 * least, 2 * most
     fixed = list(tensor.shape)[1:]
-    return [batch, *(1 if size < 0 else size for size in fixed)], [batch, *(most if s < 0 else s for s in fixed)]
+    return [batch, *(least if size < 0 else size for size in fixed)], [batch, *(most if s < 0 else s for s in fixed)]
 
 
 def checked(folder: str) -> dict[str, Any]:

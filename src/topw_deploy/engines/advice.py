@@ -36,8 +36,8 @@ def next_step(
         return "give model.onnx to TensorRT's parser, for a profile of your batches and edits"
     if manifest.decoder.kv_form != "static" or manifest.decoder.target != "tensorrt":
         return (
-            "topw build-engine builds decoders with a cache in place: export with --target tensorrt --max-length N; this "
-            "graph is for other builders"
+            "topw build-engine builds decoders with a cache in place: export with --target tensorrt --max-length N; "
+            "this graph is for other builders"
         )
     return f"topw build-engine {_quoted(out)}"
 
