@@ -1,12 +1,18 @@
 // topw_cuda_launch over the emulated kernels, which a captured graph runs again with the addresses that it was given.
+// A workspace that comes for the first time while a graph is captured is refused: it was allocated then.
 
 #include <dlfcn.h>
+
+#include <algorithm>
+#include <vector>
 
 #define topw_cuda_launch topw_cuda_launch_now
 #include "launch.cu"
 #undef topw_cuda_launch
 
 extern "C" {
+
+constexpr int kCaptureUnsupported = 900;
 
 struct Step {
   topw_cuda_shape shape;
@@ -28,9 +34,12 @@ TOPW_EXPORT int topw_cuda_launch(const topw_cuda_shape *shape, const topw_table 
   using Capture = int (*)(void (*)(void *), void *);
   static const Capture capture = reinterpret_cast<Capture>(
       dlsym(dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD), "stand_in_capture"));
+  static std::vector<void *> known;
+  const bool is_known = std::find(known.begin(), known.end(), workspace) != known.end();
   Step *step = new Step{*shape, table ? *table : topw_table{}, table != nullptr, *inputs, *outputs, workspace};
-  if (capture(run, step)) return 0;
+  if (capture(run, step)) return is_known ? 0 : kCaptureUnsupported;
   delete step;
+  if (!is_known) known.push_back(workspace);
   return topw_cuda_launch_now(shape, table, inputs, outputs, workspace, stream);
 }
 }
