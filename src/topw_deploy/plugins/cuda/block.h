@@ -145,7 +145,8 @@ __device__ __forceinline__ void carries(double *totals, int32_t count) {
 // Inclusive prefix sums, in place, of one or two arrays [count] in shared or global memory; count at most kMostScanned.
 // The order of additions depends on `count` alone. Needs no barrier before it if each thread wrote the elements
 // own_index() + n * block_size().
-__device__ TOPW_OUT_OF_LINE inline void block_scan(double *first, double *second, int32_t count, BlockScratch &scratch) {
+__device__ TOPW_OUT_OF_LINE inline void block_scan(double *first, double *second, int32_t count,
+                                                   BlockScratch &scratch) {
   const int32_t tiles = (count + kWarp - 1) / kWarp;
 #pragma unroll 1
   for (int i = 0; i < (second ? 2 : 1); ++i) scanning::tiles(i ? second : first, count, scratch.totals[i]);

@@ -40,7 +40,15 @@ class Candidates {
  public:
   __device__ Candidates(const Call &call, const LogitRow &logits, const Parameters &P, float top, CandidateRoom &room,
                         float *maxima, CandidateLists &lists, BlockScratch &scratch)
-      : call_(call), logits_(logits), P_(P), top_(top), room_(room), maxima_(maxima), lists_(lists), scratch_(scratch), sorted_(room.keys) {}
+      : call_(call),
+        logits_(logits),
+        P_(P),
+        top_(top),
+        room_(room),
+        maxima_(maxima),
+        lists_(lists),
+        scratch_(scratch),
+        sorted_(room.keys) {}
 
   // Whether the first `kept` of keys() are the crop, and it is certified. Only for geom_scale >= 0 and c > 0. `edge` is
   // the gap's, -inf where lam is 0. `maxima` are lost.
@@ -62,7 +70,9 @@ class Candidates {
   __device__ int32_t kept() const { return kept_; }
   __device__ const uint64_t *keys() const { return sorted_; }
   // Room for as many doubles; `weighed` if it holds the sums that the draw asks for.
-  __device__ double *sums() const { return reinterpret_cast<double *>(sorted_ == room_.keys ? room_.spare : room_.keys); }
+  __device__ double *sums() const {
+    return reinterpret_cast<double *>(sorted_ == room_.keys ? room_.spare : room_.keys);
+  }
   __device__ bool weighed() const { return weighed_; }
 
  private:

@@ -22,8 +22,8 @@ struct RowPlan {  // in shared memory, from one thread to all
 };
 
 // The first thread's part, while the maxima arrive.
-__device__ inline void read_parameters(const Call &call, int64_t row, RowPlan &plan) {
-  const bool valid = plan.P.read(call.inputs, row);
+__device__ inline void take_parameters(const Call &call, const GivenParameters &given, RowPlan &plan) {
+  const bool valid = plan.P.take(given);
   plan.way = !valid ? Way::invalid
              : plan.P.greedy || (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
              : plan.P.scale < 0 ? Way::open : Way::settle;
@@ -84,13 +84,13 @@ __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima
 
 // All of a row that is not in one block's chunk, by the block that came last.
 template <class Logit>
-__device__ void finish_or_open(const Call &call, int64_t row, CandidateLists &lists) {
+__device__ void finish_or_open(const Call &call, int64_t row, const GivenParameters &given, CandidateLists &lists) {
   TOPW_SHARED(RowPlan, plan);
   TOPW_SHARED(BlockScratch, scratch);
   CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
   float *const maxima = reinterpret_cast<float *>(dynamic_shared() + sizeof(CandidateRoom));
 
-  if (own_index() == 0) read_parameters(call, row, plan);
+  if (own_index() == 0) take_parameters(call, given, plan);
   const float top = block_reduce(load_maxima(call, row, maxima), Larger(), scratch);
   if (own_index() == 0) decide(top, call, row, plan);
   __syncthreads();
@@ -146,7 +146,9 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
     measure_chunk<Logit>(call, chunk);
   }
   if (call.outputs.keep_mask) clear_keep_mask(call, chunk);
-  if (last_of_row(call, row)) finish_or_open<Logit>(call, row, lists);
+  GivenParameters given = {};  // asked for now, they are there when the ticket is
+  if (own_index() == 0) given = given_parameters(call.inputs, row);
+  if (last_of_row(call, row)) finish_or_open<Logit>(call, row, given, lists);
 }
 
 }  // namespace topw

@@ -3,8 +3,8 @@
 // Fibres run until they have to wait: at a barrier, at a warp function, or while they poll memory (`pause`). Which of
 // those that could run goes on is drawn by a seed, so a missing barrier shows as a result that changes with it; odd
 // seeds let a warp run ahead of the others. What is wrong on a device is an error here, with the place in the source: a
-// barrier that some threads do not reach, or reach elsewhere; a warp function without all lanes; more shared memory than
-// was asked for. After an error the launch is abandoned. One launch at a time in a process.
+// barrier that some threads do not reach, or reach elsewhere; a warp function without all lanes; more shared memory
+// than was asked for. After an error the launch is abandoned. One launch at a time in a process.
 //
 // Not emulated: time, caches, and the order in which other blocks see writes. A missing __threadfence does not show.
 #ifndef TOPW_CUDA_EMULATOR_H

@@ -1,5 +1,5 @@
-// Contexts of fibres: saving one and going on with another. glibc's swapcontext makes two system calls for signal masks;
-// this makes none, and an emulated launch switches millions of times.
+// Contexts of fibres: saving one and going on with another. glibc's swapcontext makes two system calls for signal
+// masks; this makes none, and an emulated launch switches millions of times.
 #ifndef TOPW_CUDA_FIBRE_H
 #define TOPW_CUDA_FIBRE_H
 

@@ -55,9 +55,9 @@ __device__ inline void write_outputs(const Call &call, int64_t row, const Parame
 }
 
 // Draws, and writes all outputs of the row but `mass`, for which it leaves the crop's weight in the row's state. Called
-// by all threads of one block with the same arguments, a barrier after `kept.keys` was written; ends with one. `room` [kept.size]
-// doubles, shared or global, that are nobody else's; `weighed` if it holds what sum_weights would write for the drawing
-// temperature. `top` is the row's largest logit; with a negative geom_scale it may not be in the crop.
+// by all threads of one block with the same arguments, a barrier after `kept.keys` was written; ends with one. `room`
+// [kept.size] doubles, shared or global, that are nobody else's; `weighed` if it holds what sum_weights would write for
+// the drawing temperature. `top` is the row's largest logit; with a negative geom_scale it may not be in the crop.
 __device__ inline void finish_row(const Call &call, int64_t row, const Parameters &P, float top, const Kept &kept,
                                   const topw_report &report, double *room, BlockScratch &scratch,
                                   bool weighed = false) {

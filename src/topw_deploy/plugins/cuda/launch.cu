@@ -25,7 +25,8 @@ bool known_table(const topw_table &table) {
 const char *refusal_of_table(const topw_cuda_shape &shape) {
   if (shape.options.metric == TOPW_UNIFORM) return nullptr;
   if (shape.options.metric < 0 || shape.options.metric > TOPW_UNIFORM) return "the metric is not known";
-  if (shape.table.hidden < 1 || shape.table.hidden > kMostHidden) return "the table has no coordinate, or more than 8192";
+  if (shape.table.hidden < 1 || shape.table.hidden > kMostHidden)
+    return "the table has no coordinate, or more than 8192";
   if (shape.table.tokens < shape.vocab) return "the table has fewer rows than the vocabulary has tokens";
   return known_table(shape.table) ? nullptr : "the table is of a type that is not read on the device";
 }
@@ -44,7 +45,8 @@ const char *refusal(const topw_cuda_shape &shape) {
   return refusal_of_table(shape);
 }
 
-// Where certify's look at the best tokens begins: as many maxima as kBestTokens reach if chance throws them into groups.
+// Where certify's look at the best tokens begins: as many maxima as kBestTokens reach if chance throws them into
+// groups.
 int32_t best_groups(int64_t groups) {
   const double to_each = kBestTokens / static_cast<double>(groups);
   if (groups < kFewestGroups) return 0;
@@ -113,7 +115,8 @@ int launch_mass(const Call &call, void *stream) {
   const unsigned threads = threads_of_block(kMassThreads), of_block = threads / kWarp;
   const unsigned units = static_cast<unsigned>(mass_units_of(call.inputs.vocab));
   const unsigned of_row = (units + of_block - 1) / of_block;
-  const Launch how = {of_row * static_cast<unsigned>(call.inputs.batch), threads, units * sizeof(double), false, stream};
+  const unsigned blocks = of_row * static_cast<unsigned>(call.inputs.batch);
+  const Launch how = {blocks, threads, units * sizeof(double), false, stream};
   return launch(how, mass, call, static_cast<int32_t>(of_row));
 }
 

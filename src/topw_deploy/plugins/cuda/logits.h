@@ -30,7 +30,9 @@ __device__ __forceinline__ uint32_t descending_key(float value) {
   return bits >> 31 ? bits : bits ^ 0x7fffffffu;
 }
 
-__device__ __forceinline__ float value_of_key(uint32_t key) { return float_of_bits(key >> 31 ? key : key ^ 0x7fffffffu); }
+__device__ __forceinline__ float value_of_key(uint32_t key) {
+  return float_of_bits(key >> 31 ? key : key ^ 0x7fffffffu);
+}
 
 // (logit descending, id ascending) as one number, ascending.
 __device__ __forceinline__ uint64_t token_key(float logit, int32_t id) {

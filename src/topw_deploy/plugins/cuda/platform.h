@@ -29,7 +29,7 @@ constexpr unsigned kEveryLane = 0xffffffffu;
 constexpr int kUnlaunchable = 1;   // cudaErrorInvalidValue
 constexpr size_t kSharedByDefault = 48 * 1024;  // what a block has without asking
 constexpr size_t kStaticAtMost = 16 * 1024;     // of that, what the variables of any kernel here take
-constexpr size_t kSharedOnRequest = 99 * 1024;  // what it has on every device from sm_86 on if launch.cu asks; sm_75: 64
+constexpr size_t kSharedOnRequest = 99 * 1024;  // what it has from sm_80 on if launch.cu asks; sm_75: 64
 
 }  // namespace topw
 
@@ -93,8 +93,8 @@ cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
-// How many blocks of a kernel the device holds at once; 0 if not even one. Remembers the last answer for the thread: the
-// steps of a loop all ask the same.
+// How many blocks of a kernel the device holds at once; 0 if not even one. Remembers the last answer for the thread:
+// the steps of a loop all ask the same.
 template <class Kernel>
 int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
   static thread_local int asked_device = -1, blocks = 0;

@@ -112,7 +112,8 @@ inline Workspace lay_out(const topw_cuda_shape &shape, void *memory, int64_t *by
     w.patch_of = reinterpret_cast<int32_t *>(take(batch * groups_of(shape.vocab) * floats));
     w.patches = reinterpret_cast<float *>(take(batch * patch_slots_of(shape.vocab, shape.edits) * kGroup * floats));
   }
-  w.masses = reinterpret_cast<double *>(take(batch * mass_units_of(shape.vocab) * static_cast<int64_t>(sizeof(double))));
+  const int64_t masses = batch * mass_units_of(shape.vocab);
+  w.masses = reinterpret_cast<double *>(take(masses * static_cast<int64_t>(sizeof(double))));
   w.team_scratch = take(team_scratch_bytes(shape));
   *bytes = at;
   return w;

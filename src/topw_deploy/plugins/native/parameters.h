@@ -15,6 +15,16 @@ TOPW_SHARED_CODE inline bool finite_and_not_negative(float value) {
   return value >= 0 && value < static_cast<float>(INFINITY);
 }
 
+// As they come.
+struct GivenParameters {
+  float temperature, selection_temperature, lam, beta, init_top_p, geom_scale, uniform;
+};
+
+TOPW_SHARED_CODE inline GivenParameters given_parameters(const topw_inputs &inputs, int64_t row) {
+  return {inputs.temperature[row], inputs.selection_temperature[row], inputs.lam[row], inputs.beta[row],
+          inputs.init_top_p[row],  inputs.geom_scale[row],            inputs.uniform[row]};
+}
+
 struct Parameters {
   double lam, beta, c;  // c = beta - lam
   double temperature, selection, init_top_p, scale, uniform;
@@ -23,26 +33,29 @@ struct Parameters {
   double unit;            // max(1, lam, beta): what an error in J is measured in
 
   // False if one lies outside its interval.
-  [[nodiscard]] TOPW_SHARED_CODE bool read(const topw_inputs &inputs, int64_t row);
+  [[nodiscard]] TOPW_SHARED_CODE bool take(const GivenParameters &given);
+  [[nodiscard]] TOPW_SHARED_CODE bool read(const topw_inputs &inputs, int64_t row) {
+    return take(given_parameters(inputs, row));
+  }
 };
 
-TOPW_SHARED_CODE inline bool Parameters::read(const topw_inputs &inputs, int64_t row) {
-  const float own_selection = inputs.selection_temperature[row], drawing = inputs.temperature[row];
-  lam = inputs.lam[row];
-  beta = inputs.beta[row];
+TOPW_SHARED_CODE inline bool Parameters::take(const GivenParameters &given) {
+  lam = given.lam;
+  beta = given.beta;
   c = beta - lam;
-  temperature = drawing;
-  selection = own_selection == 0 ? drawing : own_selection;
-  init_top_p = inputs.init_top_p[row];
-  scale = inputs.geom_scale[row];
-  uniform = inputs.uniform[row];
-  greedy = drawing < kGreedyBelow;
+  temperature = given.temperature;
+  selection = given.selection_temperature == 0 ? given.temperature : given.selection_temperature;
+  init_top_p = given.init_top_p;
+  scale = given.geom_scale;
+  uniform = given.uniform;
+  greedy = given.temperature < kGreedyBelow;
   certain_selection = selection < static_cast<double>(kGreedyBelow);
   const double larger = lam > beta ? lam : beta;
   unit = larger > 1 ? larger : 1;
-  return finite_and_not_negative(inputs.lam[row]) && finite_and_not_negative(inputs.beta[row]) &&
-         finite_and_not_negative(drawing) && finite_and_not_negative(own_selection) && init_top_p > 0 &&
-         init_top_p <= 1 && scale - scale == 0 && uniform >= 0 && uniform < 1;  // a finite number less itself is 0
+  return finite_and_not_negative(given.lam) && finite_and_not_negative(given.beta) &&
+         finite_and_not_negative(given.temperature) && finite_and_not_negative(given.selection_temperature) &&
+         init_top_p > 0 && init_top_p <= 1 && scale - scale == 0 &&  // a finite number less itself is 0
+         uniform >= 0 && uniform < 1;
 }
 
 }  // namespace topw
