@@ -19,6 +19,7 @@ from topw_deploy.errors import GenerationError
 from topw_deploy.runtime import TopWModel, device_binding
 from topw_deploy.runtime.device_binding import Area, DeviceBinding, Lanes
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.memory import DeviceMemory
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.sampling import TopWOptions
 from toy_model import Toy, export
@@ -244,6 +245,31 @@ def test_a_failed_run_says_where_and_gives_its_memory_back(folders: dict[str, Pa
     with pytest.raises(GenerationError, match="onnxruntime failed at step 0: CUDA failure 700"):
         model.generate("abcd", max_new_tokens=20)
     assert len(model._session._lanes._free) == 1  # type: ignore[union-attr]
+
+
+def test_nothing_is_asked_of_the_device_while_another_generation_may_be_capturing(
+    folders: dict[str, Path], on_a_device: Open
+) -> None:
+    model, _ = on_a_device(folders["grouped"], graphs=True)
+    lanes = model._session._lanes  # type: ignore[union-attr]
+    entered: list[str] = []
+
+    class Recorded:
+        def __enter__(self) -> None:
+            entered.append("in")
+
+        def __exit__(self, *_: object) -> None:
+            entered.append("out")
+
+    lanes.alone = Recorded()
+    memory = DeviceMemory(64, ("cpu", 0), lanes.alone)
+    memory.change(lambda _: entered.append("changes"))
+    memory.clear(64)
+    lanes.borrow()
+    assert entered == ["in", "out", "in", "changes", "out", "in", "out", "in", "out"]
+    entered.clear()
+    model.generate("abc", seed=0, max_new_tokens=3, **SETTINGS)
+    assert entered == ["in", "out"] * (3 + 2)  # its lane, its cache, and its runs
 
 
 def test_results_keep_their_places_among_the_outputs_that_are_left_on_the_device(

@@ -72,24 +72,30 @@ class Lanes:
         self._graphs: dict[object, ort.RunOptions] = {}
         self._uncaptured = _run_options(_NOT_CAPTURED) if graphs else None
         self._lock = threading.Lock()
-        # While a step is captured, nothing else may be asked of the device.
+        # While a step is captured, nobody may allocate or copy on the device.
         self.alone: Any = threading.Lock() if graphs else nullcontext()
 
     def borrow(self) -> Lane:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        return Lane(self._device)
+        with self.alone:
+            return Lane(self._device)
 
     def give_back(self, lane: Lane) -> None:
         with self._lock:
             self._free.append(lane)
 
-    def run_options(self, bound: object | None) -> ort.RunOptions | None:
+    @property
+    def uncaptured(self) -> ort.RunOptions | None:
+        """How to run what does not come again."""
+        return self._uncaptured
+
+    def captured(self, bound: object) -> ort.RunOptions | None:
         """How to run what is bound: by the CUDA graph of exactly these names, addresses and shapes, captured when it is
-        first asked for; None is bound to nothing that comes again."""
-        if bound is None or self._uncaptured is None:
-            return self._uncaptured
+        first asked for."""
+        if self._uncaptured is None:
+            return None
         with self._lock:
             if bound not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
                 self._graphs[bound] = _run_options(str(len(self._graphs) + 1))
@@ -114,7 +120,7 @@ class DeviceBinding(Binding):
         self._placed: dict[str, Area] = {}  # the areas that the bound addresses are in; empty: nothing is bound yet
         self._stale = True  # whether the device has not seen the other inputs as they are
         self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # names of an area, and their places on the host
-        self._bound: object = None  # all names, addresses and shapes
+        self._graph: tuple[ort.RunOptions | None] | None = None  # how to run a step of what is bound; None: not known
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         known = self._arrays.get(name)
@@ -141,7 +147,7 @@ class DeviceBinding(Binding):
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
         super().bind_memory(source, target, element_type, shape, pointer)
         self._memory[source] = (element_type, tuple(shape), pointer)
-        self._bound = None
+        self._graph = None
 
     def another(self) -> DeviceBinding:
         return DeviceBinding(self._session, self._lanes, self._lane)
@@ -155,7 +161,7 @@ class DeviceBinding(Binding):
         with self._lanes.alone:
             self._load()
             # The runs of a prompt, of which step 0 is the last, have shapes of their own.
-            self._compute(step, self._lanes.run_options(self._all_bound() if step else None))
+            self._compute(step, self._repeated() if step else self._lanes.uncaptured)
             if step is not None:
                 self._lane.areas["results"].download()
         for name, place in self._copies["results"]:
@@ -180,7 +186,7 @@ class DeviceBinding(Binding):
         parts = {"changing": changing, "rest": rest, "results": self._results}
         starts = {part: _starts(arrays) for part, arrays in parts.items()}
         self._lane.reserve({part: found[_END] for part, found in starts.items()})
-        self._placed, self._stale, self._bound = dict(self._lane.areas), True, None
+        self._placed, self._stale, self._graph = dict(self._lane.areas), True, None
         for part, arrays in parts.items():
             area = self._placed[part]
             bind = self._io.bind_output if part == "results" else self._io.bind_input
@@ -189,13 +195,13 @@ class DeviceBinding(Binding):
                 pointer = area.pointer + starts[part][name]
                 bind(name, self._device, _ELEMENTS[array.dtype.name], array.shape, pointer)
 
-    def _all_bound(self) -> object:
-        if self._bound is None:
+    def _repeated(self) -> ort.RunOptions | None:
+        if self._graph is None:
             arrays = {**self._arrays, **self._results}
             pointers = tuple(area.pointer for area in self._placed.values())
             shapes = tuple((name, name in self._changes, arrays[name].shape) for name in sorted(arrays))
-            self._bound = (pointers, shapes, tuple(sorted(self._memory.items())))
-        return self._bound
+            self._graph = (self._lanes.captured((pointers, shapes, tuple(sorted(self._memory.items())))),)
+        return self._graph[0]
 
 
 def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:

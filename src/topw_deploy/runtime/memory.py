@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import onnxruntime as ort
@@ -28,17 +29,21 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, which onnxruntime allocates."""
+    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, which onnxruntime allocates. alone: what to hold
+    whenever the device is asked for something."""
 
-    def __init__(self, size: int, device: tuple[str, int]) -> None:
-        self.size = size
-        self._value = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), *device)
+    def __init__(self, size: int, device: tuple[str, int], alone: AbstractContextManager[object]) -> None:
+        self.size, self._alone = size, alone
+        with alone:
+            self._value = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), *device)
         self.pointer: int = self._value.data_ptr()
 
     def clear(self, size: int) -> None:  # and what lies behind: onnxruntime copies a value as a whole
-        self._value.update_inplace(np.zeros(self.size, np.uint8))
+        with self._alone:
+            self._value.update_inplace(np.zeros(self.size, np.uint8))
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        host = self._value.numpy()
-        edit(host)
-        self._value.update_inplace(host)
+        with self._alone:
+            host = self._value.numpy()
+            edit(host)
+            self._value.update_inplace(host)

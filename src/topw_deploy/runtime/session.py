@@ -62,7 +62,7 @@ class OpenGraph:
 
     def memory(self, size: int) -> Memory:
         """Zeroed memory of the session's device."""
-        return HostMemory(size) if self.device[0] == "cpu" else DeviceMemory(size, self.device)
+        return HostMemory(size) if self._lanes is None else DeviceMemory(size, self.device, self._lanes.alone)
 
 
 class GraphSession(OpenGraph):
