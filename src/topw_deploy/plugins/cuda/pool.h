@@ -213,7 +213,8 @@ class PoolTaker {
   template <int kCount, class Visit>
   __device__ void for_each_batch(Visit visit) {
     const int32_t pieces = (listed_ < 0 ? row_.groups() : listed_) * kQuarters;
-    const float none = -static_cast<float>(INFINITY);
+    float4 none;
+    none.x = none.y = none.z = none.w = -static_cast<float>(INFINITY);
 #pragma unroll 1
     for (int32_t first = 0; first < pieces; first += kCount * block_size()) {
       Batch<kCount> batch;
@@ -226,7 +227,7 @@ class PoolTaker {
       }
 #pragma unroll
       for (int n = 0; n < kCount; ++n) {
-        batch.logits[n] = {none, none, none, none};
+        batch.logits[n] = none;
         const int32_t id = batch.ids[n];
         if (id >= 0) batch.logits[n] = row_.four(id / kGroup, id % kGroup / 4, slots[n]);
       }
