@@ -112,6 +112,14 @@ def test_a_pool_that_tensorrt_cannot_sort_leaves_the_plugin_alone(tmp_path: Path
     assert "selects 4000" in report.nodes[0].reason
 
 
+def test_a_pool_that_neither_tensorrt_nor_the_kernels_sort_is_unsupported(tmp_path: Path) -> None:
+    options = TopWOptions(metric="uniform", top_m=5000)
+    report = check(sampler(tmp_path, options=options, vocab=8192), "tensorrt", ask=False)
+    assert not report.passed
+    assert "top_m is 5000, and the kernels serve at most 4096" in report.unsupported[0].reason
+    assert "--top-m at most 3840" in report.next_step
+
+
 def test_a_sampler_that_neither_function_nor_plugin_serves_is_unsupported(tmp_path: Path) -> None:
     out = sampler(tmp_path, tail="onnxruntime")
     model = onnx.load(out / "model.onnx")
@@ -120,6 +128,23 @@ def test_a_sampler_that_neither_function_nor_plugin_serves_is_unsupported(tmp_pa
     report = check(out, "tensorrt", ask=False)
     assert not report.passed
     assert "com.microsoft.Other()" in report.unsupported[0].reason
+
+
+def test_a_node_that_does_not_tell_of_its_outputs_is_inlined_alone(tmp_path: Path) -> None:
+    """As exports before the attributes with_mass and with_keep_mask have it."""
+    out = export(tmp_path / "out", Toy.random(1), form="scatter", max_length=128, with_mass=True)
+    model = onnx.load(out / "model.onnx")
+    node = model.graph.node[-1]
+    kept = [each for each in node.attribute if not each.name.startswith("with_")]
+    del node.attribute[:]
+    node.attribute.extend(kept)
+    rewrite(out, model)
+    report = check(out, "tensorrt", ask=False)
+    assert report.passed
+    (found,) = (each for each in report.nodes if each.operator == "topw.TopWSample")
+    assert found.verdict == "inlined"
+    assert "tell of 4 outputs and it has 5" in found.reason
+    assert report.next_step == f"topw build-engine {out} --plugin none"
 
 
 def test_functions_that_functions_call_are_read_too_and_one_that_calls_itself_is_refused(tmp_path: Path) -> None:

@@ -97,7 +97,10 @@ def _plugin(nodes: Sequence[NodeVerdict]) -> str:
 
 
 def _inlined(nodes: Sequence[NodeVerdict]) -> str:
-    return f"{len(nodes)} nodes of functions: {', '.join(sorted({node.operator for node in nodes}))}"
+    inner = [node for node in nodes if node.where != "graph"]
+    called = "".join(f"{node.operator} ({node.name}){': ' + node.reason if node.reason else ''}; "
+                     for node in nodes if node.where == "graph")  # fmt: skip
+    return f"{called}{len(inner)} nodes of functions: {', '.join(sorted({node.operator for node in inner}))}"
 
 
 _VERDICTS = {"native": _counted, "plugin": _plugin, "inlined": _inlined, "unsupported": _counted}

@@ -17,6 +17,8 @@ class Sorted(Protocol):
     def operator(self) -> str: ...
     @property
     def verdict(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
 
 
 def next_step(
@@ -39,7 +41,8 @@ def next_step(
             "topw build-engine builds decoders with a cache in place: export with --target tensorrt --max-length N; "
             "this graph is for other builders"
         )
-    return f"topw build-engine {_quoted(out)}"
+    without = " --plugin none" if any(node.verdict == "inlined" and node.reason for node in nodes) else ""
+    return f"topw build-engine {_quoted(out)}{without}"
 
 
 def _export_again(refused: set[str], manifest: Manifest) -> str:

@@ -22,10 +22,11 @@ from topw_deploy.engines.walk import walk
 from topw_deploy.errors import EngineError, ParameterError, PluginError
 from topw_deploy.manifest import TARGETS, load_manifest
 from topw_deploy.plugins.tensorrt import tensorrt_module
-from topw_deploy.plugins.tensorrt.node import NodeSettings
+from topw_deploy.plugins.tensorrt.node import INPUTS, TABLE_INPUTS, NodeSettings
 
 MODEL = "model.onnx"
 SAMPLER = ("topw", "TopWSample")
+TABLE_AT = len(INPUTS) + TABLE_INPUTS.index("table")
 VERDICTS = ("native", "plugin", "inlined", "unsupported")
 
 _NAMES = {"tensorrt": "TensorRT", "onnxruntime": "onnxruntime"}
@@ -87,7 +88,7 @@ def check(out: Path, target: str, *, ask: bool = True) -> Report:
     manifest = load_manifest(out)
     model = read_model(out / MODEL)
     nodes = tuple(sort_nodes(model, target))
-    parser, not_asked = _asked(out / MODEL) if ask and target == "tensorrt" else (None, "it was not to be asked")
+    parser, not_asked = _asked(out / MODEL) if ask and target == "tensorrt" else (None, "not wanted")
     needs, objections = _needs(model, target), tuple(_objections(model, target))
     report = Report(str(out), target, nodes, needs, objections, parser, not_asked if parser is None else "", "")
     return replace(report, next_step=next_step(report.passed, report.needs_plugin, nodes, target, manifest, out))
@@ -107,22 +108,41 @@ def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
 
 
 def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterator[NodeVerdict]:
-    """The plugin where it is registered, else the function; a refused function leaves the plugin alone."""
+    """The plugin where it is registered, else the function; where one of them is refused, the other alone."""
     body = model.functions.get(SAMPLER)
     inlined = list(_inlined(node, scope, model, refusal)) if body is not None else []
     refused = [each for each in inlined if each.verdict == "unsupported"]
+    unserved = _plugins_refusal(node, scope) if refusal is operators.refusal else None
     if body is not None and not refused:
-        yield NodeVerdict(node.name, node.operator, "graph", "plugin")
+        verdict, reason = (
+            ("plugin", "") if unserved is None else ("inlined", f"the plugin does not serve it: {unserved}")
+        )
+        yield NodeVerdict(node.name, node.operator, "graph", verdict, reason)
         yield from inlined
         return
-    first = f"its function has {refused[0].operator}: {refused[0].reason}" if refused else "its function is not there"
+    reason = f"its function has {refused[0].operator}: {refused[0].reason}" if refused else "its function is not there"
+    if unserved is not None:
+        reason += f"; and the plugin does not serve it: {unserved}"
+    yield NodeVerdict(node.name, node.operator, "graph", "plugin" if unserved is None else "unsupported", reason)
+
+
+def _plugins_refusal(node: Node, scope: Scope) -> str | None:
+    """Why TensorRT's plugin does not take the node, as a clause."""
     try:
-        NodeSettings.from_fields(dict(node.attributes))
+        settings = NodeSettings.from_fields(dict(node.attributes))
     except PluginError as error:
-        reason = f"{first}; and the plugin does not serve it: {str(error).partition(';')[0]}"
-        yield NodeVerdict(node.name, node.operator, "graph", "unsupported", reason)
-        return
-    yield NodeVerdict(node.name, node.operator, "graph", "plugin", first)
+        return str(error).partition(";")[0].rstrip(".")
+    if len(settings.outputs) != len(node.outputs):
+        told = len(settings.outputs)
+        return f"its attributes tell of {told} outputs and it has {len(node.outputs)} (an older export)"
+    vocab = _last_size(node, scope, 0)
+    return settings.beyond_kernels(vocab, _last_size(node, scope, TABLE_AT) if settings.has_table else 1) or None
+
+
+def _last_size(node: Node, scope: Scope, place: int) -> int:
+    """The last size of an input's shape, 1 where the file does not say."""
+    shape = scope.shapes.get(node.inputs[place]) if len(node.inputs) > place else None
+    return shape[-1] if shape and isinstance(shape[-1], int) else 1
 
 
 def _inlined(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from topw_deploy.plugins import shared_library
 from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.kernel import COLUMNS, Kernel, KernelTable
 from topw_deploy.plugins.tensorrt.kernels import Kernels
-from topw_deploy.plugins.tensorrt.node import NodeSettings
+from topw_deploy.plugins.tensorrt.node import CallShape, NodeSettings
 from topw_deploy.sampling.parameters import TopWOptions
 
 VOCAB, HIDDEN, BATCH = 300, 8, 4
@@ -152,6 +153,27 @@ def test_what_the_kernels_refuse_is_refused_while_the_engine_is_built(
     logits = [described("int8", (1, 900)), *inputs[1:]]
     with pytest.raises(PluginError, match="logits are"):
         plugin.TopWSamplePlugin(UNIFORM, kernels).configure_plugin(logits, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "vocab", "hidden"),
+    [
+        ({"top_m": 4096}, 9000, 8), ({"top_m": 4097}, 9000, 8), ({"top_m": 4097}, 4096, 8), ({"knn_k": 16}, 99, 8),
+        ({"knn_k": 17}, 99, 8), ({}, 524288, 8), ({}, 524289, 8), ({}, 99, 8192), ({}, 99, 8193),
+    ],
+)  # fmt: skip
+def test_the_limits_that_are_told_without_the_library_are_the_librarys(
+    kernels: Kernels, changes: dict[str, int], vocab: int, hidden: int
+) -> None:
+    settings = replace(FULL, **changes)
+    call = CallShape(
+        settings=settings, batch=1, vocab=vocab, edits=1, logits_type="float32", tokens=vocab, hidden=hidden
+    )
+    if settings.beyond_kernels(vocab, hidden):
+        with pytest.raises(PluginError, match="the kernels do not serve this sampler"):
+            kernels.check(call)
+    else:
+        kernels.check(call)
 
 
 def test_an_engine_gives_the_plugin_back_that_it_was_built_with(plugin: Any, trt: Any, kernels: Kernels) -> None:

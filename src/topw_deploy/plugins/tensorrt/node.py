@@ -30,6 +30,9 @@ OUTPUT_TYPES = {
 }
 """Outputs in their order; the last two on request."""
 
+MOST_POOL, MOST_NEIGHBOURS, MOST_VOCAB, MOST_HIDDEN = 4096, 16, 524288, 8192
+"""What the kernels serve (topw_cuda_refusal of topw_cuda.h); here for whoever asks before there is a library."""
+
 FLOATS = ("float32", "float16", "bfloat16")
 _NUMBERS = ("top_m", "alt_iters", "knn_k", "with_mass", "with_keep_mask")
 _TEXTS = ("metric", "table_form")
@@ -86,6 +89,16 @@ class NodeSettings:
         """By name, in the order of FIELDS: what an engine keeps."""
         values = asdict(self)
         return {name: values[name] for name in FIELDS}
+
+    def beyond_kernels(self, vocab: int = 1, hidden: int = 1) -> str:
+        """Why the kernels do not serve the node over so many tokens and coordinates, as a clause; empty if they do."""
+        for what, value, most in (
+            ("top_m", min(self.top_m, vocab), MOST_POOL), ("knn_k", self.knn_k, MOST_NEIGHBOURS),
+            ("the vocabulary", vocab, MOST_VOCAB), ("the table's width", hidden, MOST_HIDDEN),
+        ):  # fmt: skip
+            if value > most:
+                return f"{what} is {value}, and the kernels serve at most {most}"
+        return ""
 
     @property
     def has_table(self) -> bool:
