@@ -313,7 +313,8 @@ class Distances {
   }
 
   // Those marked that may be among the nearest, `kth` being the k-th smallest value as it was summed up.
-  __device__ TOPW_OUT_OF_LINE void measure_near_ones(const Job &job, int32_t position, float length, float *own, float kth) {
+  __device__ TOPW_OUT_OF_LINE void measure_near_ones(const Job &job, int32_t position, float length, float *own,
+                                                      float kth) {
     for (int32_t first = 0; first < job.cols; first += kWarp) {
       const int32_t c = first + lane_index();
       bool again = false;

@@ -176,7 +176,7 @@ class Points {
     return {static_cast<float>(inverse), unit ? 1.0f : static_cast<float>(length * inverse * inverse)};
   }
 
-  // The inverse of the norm that Length has, and the squared distance and product of two points, in double; by one warp.
+  // The inverse of the norm that Length has; squared distance and product of two points. In double, by one warp.
   __device__ double inverse_norm_in_double(int64_t token) const {
     double sum = 0;
 #pragma unroll 1

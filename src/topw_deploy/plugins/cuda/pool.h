@@ -208,8 +208,8 @@ class PoolTaker {
     return group * kGroup + piece % kQuarters * 4;
   }
 
-  // visit(piece, batch) until the tokens of the listed groups, or of all, have come; by whole warps, -inf where there is
-  // none. `piece` is the thread's first four of the batch, the others follow at a block's distance.
+  // visit(piece, batch) until the tokens of the listed groups, or of all, have come; by whole warps, -inf where there
+  // is none. `piece` is the thread's first four of the batch, the others follow at a block's distance.
   template <int kCount, class Visit>
   __device__ void for_each_batch(Visit visit) {
     const int32_t pieces = (listed_ < 0 ? row_.groups() : listed_) * kQuarters;

@@ -42,13 +42,14 @@ struct Roughly {
 
 // Of the prefixes whose inclusive sums of p and p * phi these are, [count] with count >= 1. For c <= 0 J never rises:
 // the first, whatever rounding says. Every thread wrote or has seen its elements own_index() + n * block_size().
-__device__ TOPW_OUT_OF_LINE inline Maximum first_maximiser(const double *Gamma, const double *Phi, int32_t count, double c,
-                                          BlockScratch &scratch) {
+__device__ TOPW_OUT_OF_LINE inline Maximum first_maximiser(const double *Gamma, const double *Phi, int32_t count,
+                                                           double c, BlockScratch &scratch) {
   if (c <= 0) return {Phi[0] / Gamma[0] + c * log(Gamma[0]), 1};
   const float rough_c = static_cast<float>(c);
   float low = -static_cast<float>(INFINITY);
 #pragma unroll 1
-  for (int32_t i = own_index(); i < count; i += block_size()) low = Larger()(Roughly(Gamma[i], Phi[i], rough_c).low, low);
+  for (int32_t i = own_index(); i < count; i += block_size())
+    low = Larger()(Roughly(Gamma[i], Phi[i], rough_c).low, low);
   low = block_reduce(low, Larger(), scratch);
   Best best = {-static_cast<double>(INFINITY), INT32_MAX};
 #pragma unroll 1
