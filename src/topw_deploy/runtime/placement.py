@@ -47,8 +47,10 @@ class CpuNode:
 def record(options: ort.SessionOptions) -> None:
     """Have sessions opened with `options` remember where their nodes are."""
     try:
-        options.get_session_config_entry(_RECORD)
+        recorded = options.get_session_config_entry(_RECORD) == "1"
     except Exception:  # noqa: BLE001  # onnxruntime's way of saying that there is none
+        recorded = False
+    if not recorded:
         options.add_session_config_entry(_RECORD, "1")
 
 
