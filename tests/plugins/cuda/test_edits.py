@@ -53,6 +53,21 @@ def test_edited_rows_are_answered_as_rows_whose_logits_came_so(
     assert same_bits(kernel.sample(came_so, chosen, UNIFORM, mass=True, keep_mask=True), found) == []
 
 
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_edited_logits_in_half_precision_are_edited_as_the_numbers_they_hold(kernel: EmulatedKernel, kind: str) -> None:
+    rng = np.random.default_rng(4)
+    logits = (rng.standard_normal((12, 700)) * 3).astype(np.float32)
+    if kind == "float16":
+        stored = logits.astype(np.float16)
+        held = stored.astype(np.float32)
+    else:
+        stored = (logits.view(np.uint32) >> 16).astype(np.uint16)
+        held = (stored.astype(np.uint32) << 16).view(np.float32)
+    given = some_edits(rng, 12, 700, 90)
+    half = kernel.sample(stored, options=UNIFORM, edits=given, mass=True, keep_mask=True)
+    assert same_bits(kernel.sample(held, options=UNIFORM, edits=given, mass=True, keep_mask=True), half) == []
+
+
 def test_of_several_edits_of_one_token_the_last_counts_in_any_order_of_threads(
     kernel: EmulatedKernel, cpu: Kernel
 ) -> None:
