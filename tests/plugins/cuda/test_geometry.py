@@ -15,7 +15,8 @@ from tests.plugins.cuda.certified_rows import native_kernel, same_bits
 from tests.plugins.native_cases import columns, scenario_cases
 from tests.plugins.quantised_tables import Form, quantised_table
 
-from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable
+from topw_deploy.plugins.cuda_kernel import CudaShape
+from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable, _table
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, sample_row
 
 OPEN = [STAGES.index(name) for name in ("pool", "geometry", "literal")]
@@ -180,3 +181,13 @@ def test_quantised_tables_give_the_geometry_of_the_rows_they_stand_for(kernel: E
     assert np.isin(found.reports["stage"], OPEN).sum() > 10
     assert unexplained(found, cases, options, geometry) == []
     assert same_bits(found, sampled(kernel, cases, options, KernelTable(rows, *statistics))) == []
+
+
+def test_blocks_of_codes_that_are_not_whole_eights_are_refused(kernel: EmulatedKernel) -> None:
+    quantised = quantised_table(Form(), 20, 1)
+    statistics = np.zeros(48, np.float32), np.ones(48, np.float32)
+    described = _table(KernelTable(quantised.codes, *statistics, None, quantised.blocks))
+    assert described is not None
+    assert kernel.refusal(CudaShape(TopWOptions(), 1, 20, table=described)) == ""
+    described.blocks.block_size = 20
+    assert "type that is not read" in kernel.refusal(CudaShape(TopWOptions(), 1, 20, table=described))
