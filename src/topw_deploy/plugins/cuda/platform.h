@@ -99,12 +99,14 @@ template <class Kernel>
 int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
   static thread_local int asked_device = -1, blocks = 0;
   static thread_local size_t asked_shared = 0;
+  static thread_local Kernel *asked_kernel = nullptr;
   int device = 0, of_each = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  if (device == asked_device && shared == asked_shared) return blocks;
+  if (device == asked_device && kernel == asked_kernel && shared == asked_shared) return blocks;
   if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, static_cast<int>(threads), shared) != cudaSuccess)
     return 0;
   asked_device = device;
+  asked_kernel = kernel;
   asked_shared = shared;
   blocks = of_each * multiprocessors();
   return blocks;
