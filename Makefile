@@ -34,7 +34,7 @@ lint: $(VENV)/dev.stamp     ## ruff and mypy
 
 peers: $(PEERS)/folders.stamp  ## folders by optimum, mobius and onnxruntime-genai's builder for `make test` to graft onto
 
-cuda-tools: $(CUDA)/tools.stamp  ## NVIDIA's compilers as pip packages, for `make test` to compile the kernels with
+cuda-tools: $(CUDA)/tools.stamp $(CUDA)/onnxruntime.stamp  ## NVIDIA's compilers and onnxruntime-gpu, for `make test`
 
 nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packages, for `make test`; they need no GPU
 
@@ -106,7 +106,13 @@ $(PEERS)/folders.stamp: $(VENV)/dev.stamp $(PEERS)/optimum.stamp $(PEERS)/genai.
 # CUDA 13's nvcc and CUDA 12's run-time compiler. An nvcc on PATH goes before the former.
 $(CUDA)/tools.stamp: tests/plugins/cuda/tools.txt
 	$(PYTHON) -m venv --clear $(CUDA)/tools
-	$(CUDA)/tools/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $<
+	$(CUDA)/tools/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps $(PIP_FLAGS) -r $<
+	@touch $@
+
+# onnxruntime's CUDA provider, which tests open over a stand-in for CUDA's runtime.
+$(CUDA)/onnxruntime.stamp: tests/cuda_provider/requirements.txt
+	$(PYTHON) -m venv --clear $(CUDA)/onnxruntime
+	$(CUDA)/onnxruntime/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps $(PIP_FLAGS) -r $<
 	@touch $@
 
 # Where these packages cannot be had, the folder says why and the tests are skipped with that reason.
