@@ -171,7 +171,7 @@ def export(
     folder: Path,
     toy: Toy,
     *,
-    left_padding: bool = True,
+    padding: bool = True,
     with_mass: bool = False,
     defaults: TopWParameters | None = None,
     generation_config: Mapping[str, Any] | None = None,
@@ -182,7 +182,10 @@ def export(
     form: str = "concat",
     buffer_step: int = 0,
 ) -> Path:
-    """Write `folder` as the exporter would and return it; `form` as in toy_graph.py."""
+    """Write `folder` as the exporter would and return it.
+
+    form: as in toy_graph.py. padding: whether rows of a batch may have different lengths.
+    """
     folder.mkdir(parents=True)
     spec = TailSpec(
         options=toy.options,
@@ -209,7 +212,8 @@ def export(
         head_dim=HEAD_DIMS[form],
         kv_dtype="float",
         context_length=context_length,
-        left_padding=left_padding and form != "shared",
+        left_padding=padding and form != "shared",
+        right_padding=padding and form == "shared",
         ragged_chunks=form in ("concat", "scatter"),
         buffer_step=buffer_step,
     )
