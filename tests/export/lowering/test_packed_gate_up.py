@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -11,6 +13,7 @@ import onnxruntime as ort
 import pytest
 from tiny_models import make_model
 
+from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.packed_gate_up import pack_gates
@@ -109,3 +112,13 @@ def test_a_decoder_with_a_copied_cache_keeps_the_products_of_its_trace(traced: T
     decoder = replace(traced, model=traced.model.clone())
     lower(decoder, kv="concat", target="onnxruntime", context_length=64)
     assert not any("gate_up" in name for name in decoder.model.graph.initializers)
+
+
+@pytest.mark.parametrize(("dtype", "joined"), [("fp32", 0), ("int4", 2)])
+def test_an_export_joins_the_gates_of_weights_to_be_quantised(
+    tmp_path: Path, checkpoint: Callable[[str], Path], dtype: str, joined: int
+) -> None:
+    out = tmp_path / "out"
+    export_model(ExportRequest(model=str(checkpoint("llama_untied")), output=out, dtype=dtype, verify=False))
+    splits = [node for node in ir.load(out / "model.onnx").graph if node.op_type == "Split"]
+    assert len(splits) == joined  # one for each layer
