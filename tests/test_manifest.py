@@ -140,6 +140,7 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
         ({"defaults__tempratur": 1}, "tempratur"),
         ({"decoder__num_layers": 3}, "3 layers but 2 head counts"),
         ({"decoder__left_padding": "yes"}, "left_padding"),
+        ({"decoder__right_padding": 1}, "right_padding"),
         ({"decoder__ragged_chunks": 1}, "ragged_chunks is 1"),
         ({"decoder__attention": None}, "attention is None"),
         ({"decoder__quantisation": "int4"}, "quantisation is 'int4'"),

@@ -171,7 +171,7 @@ def export(
     folder: Path,
     toy: Toy,
     *,
-    left_padding: bool = True,
+    padding: bool = True,
     with_mass: bool = False,
     defaults: TopWParameters | None = None,
     generation_config: Mapping[str, Any] | None = None,
@@ -183,8 +183,11 @@ def export(
     buffer_step: int = 0,
     max_length: int | None = None,
 ) -> Path:
-    """Write `folder` as the exporter would and return it; `form` as in toy_graph.py. max_length: as --target tensorrt
-    writes it, with a cache ("scatter") of so many slots."""
+    """Write `folder` as the exporter would and return it.
+
+    form: as in toy_graph.py. padding: whether rows of a batch may have different lengths. max_length: as --target
+    tensorrt writes it, with a cache ("scatter") of so many slots.
+    """
     folder.mkdir(parents=True)
     spec = TailSpec(
         options=toy.options,
@@ -211,7 +214,8 @@ def export(
         head_dim=HEAD_DIMS[form],
         kv_dtype="float",
         context_length=context_length,
-        left_padding=left_padding and form != "shared",
+        left_padding=padding and form != "shared",
+        right_padding=padding and form == "shared",
         ragged_chunks=form in ("concat", "scatter"),
         buffer_step=max_length or buffer_step,
         buffer_least=max_length or 0,

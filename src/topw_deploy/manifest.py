@@ -57,7 +57,9 @@ class DecoderInfo:
     tokens each behind a past; if not, they take them into an empty cache, one at a time, or each row alone.
     buffer_step: 0 if a step's cost does not depend on the buffer's length; otherwise the runtime keeps the buffer just
     above what is needed, at a multiple of this. buffer_least: fewest tokens that a buffer must hold, 0 for any: an
-    operator that keeps a sliding window in it refuses a shorter one. weights: bytes of initializers by element type.
+    operator that keeps a sliding window in it refuses a shorter one. left_padding, right_padding: whether rows of one
+    batch may have different lengths, padded on that side (`concat` on the left, `shared` on the right; `static` has
+    lengths per row and needs neither). weights: bytes of initializers by element type.
     quantisation: how this package quantised the weights (export.quantise.Quantisation's fields), {} if it did not.
     """
 
@@ -68,9 +70,10 @@ class DecoderInfo:
     head_dim: tuple[int, ...]  # one per layer
     kv_dtype: str  # ONNX element type of the cache, "float" or "float16"
     context_length: int  # most tokens a sequence may have
-    left_padding: bool  # False: rows of one batch must have equal lengths
+    left_padding: bool
     weights_dtype: str = "float"
     attention: str = ""  # "GroupQueryAttention" | "Attention" | ""
+    right_padding: bool = False
     ragged_chunks: bool = True
     buffer_step: int = 0
     buffer_least: int = 0
@@ -297,7 +300,7 @@ def _decoder(data: dict[str, Any]) -> DecoderInfo:
     dims = tuple(_whole("head_dim", n) for n in data["head_dim"])
     if not len(heads) == len(dims) == layers:
         raise ValueError(f"decoder has {layers} layers but {len(heads)} head counts and {len(dims)} head sizes")
-    for name in ("left_padding", "ragged_chunks"):
+    for name in ("left_padding", "right_padding", "ragged_chunks"):
         if not isinstance(data.get(name, True), bool):
             raise ValueError(f"{name} is {data[name]!r}, not true or false")
     if not isinstance(data.get("attention", ""), str):

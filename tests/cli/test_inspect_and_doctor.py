@@ -51,6 +51,8 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
         head_dim=(3, 2),
         kv_dtype="float16",
         context_length=1024,
+        left_padding=False,
+        right_padding=False,
         ragged_chunks=False,
         buffer_step=256,
         weights={"int4": 3 << 20, "float16": 1 << 20},
@@ -63,6 +65,7 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
         "20 bytes a token, 20.0 KiB for one sequence of the full context",
         "in steps of 256 tokens",
         "one row at a time",
+        "must have equal lengths",
         "int4 3.0 MiB; float16 1.0 MiB; 4.0 MiB in all",
     ):
         assert part in shown

@@ -169,7 +169,7 @@ def test_the_form_is_what_was_asked_for(family: str, lowering: str) -> None:
             family == "gpt2"
         )  # its positions are added, too
     else:
-        assert (form.attention, form.ragged_chunks, form.buffer_step) == ("Attention", True, 256)
+        assert (form.attention, form.ragged_chunks, form.buffer_step) == ("Attention", True, 64)
         assert kinds.count("TensorScatter") == 2 * layers
         assert {node.domain for node in decoder.model.graph} == {""}
         assert decoder.model.opset_imports[""] == 24

@@ -90,6 +90,29 @@ def test_an_operator_that_keeps_a_window_alone_sets_the_least_length_of_its_buff
     assert load_decoder(file, file.parent).info.buffer_least == 16
 
 
+def test_rows_may_be_padded_on_the_right_where_the_mask_sums_tell_their_lengths(tmp_path: Path) -> None:
+    model = decoder()
+    file = written(tmp_path / "sums", model)
+    assert load_decoder(file, file.parent).info.right_padding
+    node = next(node for node in model.graph if node.name == "attention_1")
+    node.attributes["sliding_window_cache"] = ir.AttrInt64("sliding_window_cache", 1)
+    node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", 16)
+    file = written(tmp_path / "kept", model)
+    assert not load_decoder(file, file.parent).info.right_padding
+
+
+@pytest.mark.parametrize("instead", ["Shape", "ReduceMax"])
+def test_rows_told_by_the_width_of_the_mask_must_have_equal_lengths(tmp_path: Path, instead: str) -> None:
+    model = decoder()
+    mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
+    editor = GraphEditor(model.graph, "other")
+    lengths = editor.op("Cast", [editor.op(instead, [mask])], to=ir.DataType.INT32)
+    next(node for node in model.graph if node.name == "attention_1").replace_input_with(5, lengths)
+    editor.finish()
+    file = written(tmp_path / "made", model)
+    assert not load_decoder(file, file.parent).info.right_padding
+
+
 def test_a_cache_that_something_else_reads_too_is_concatenated(tmp_path: Path) -> None:
     model = decoder()
     past = next(value for value in model.graph.inputs if value.name == "past_key_values.1.value")

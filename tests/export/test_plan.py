@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,28 @@ def test_a_dry_run_foresees_the_memory_of_each_stage(sharded: tuple[Path, Export
     assert list(foreseen) == ["graph", "writing"]
     assert foreseen["graph"] > resident_bytes() / 4  # torch at least
     assert foreseen["writing"] < 2 * foreseen["graph"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parameters", "measured"),
+    [
+        ("int4", 53_500_000, 1_414),  # 52 M and their scales, 32,000 tokens
+        ("int4", 116_800_000, 1_904),  # 113 M, 151,936 tokens
+        ("int4", 618_000_000, 4_520),  # 600 M, 32,000 tokens, untied
+        ("float16", 52_000_000, 1_632),
+        ("float16", 113_200_000, 2_427),
+        ("float16", 600_000_000, 7_463),
+        ("float", 52_000_000, 1_667),
+        ("float", 113_200_000, 2_657),
+        ("float", 201_900_000, 3_363),  # 1,024 wide, 32,000 tokens
+    ],
+)
+def test_the_forecast_of_a_verification_is_within_a_tenth_of_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, parameters: int, measured: int
+) -> None:
+    monkeypatch.setattr(depth, "parameter_count", lambda _model: parameters)
+    built = SimpleNamespace(decoder=SimpleNamespace(info=SimpleNamespace(weights_dtype=dtype), model=None))
+    assert depth.verification_bytes(built) == pytest.approx(measured * 1e6, rel=0.1)  # type: ignore[arg-type]
 
 
 def test_no_data_file_is_larger_than_asked_for_and_all_of_them_load(sharded: tuple[Path, ExportReport]) -> None:

@@ -43,6 +43,7 @@ VERIFIED = (
     "genai-int4-llama-tied",
     "genai-int4-llama-untied",
 )
+PADDED_RIGHT = ("mobius-cpu-mistral", "genai-llama-untied", "genai-fp16-llama-tied", "genai-int4-llama-untied")
 RUNNABLE = sorted(set(PEERS) - {"mobius-static-llama-tied"})
 
 
@@ -101,6 +102,29 @@ def test_greedy_tokens_of_half_and_quarter_precision_are_their_makers(
         found = model.generate(PROMPT, max_new_tokens=30, temperature=0.0).token_ids
     assert found == wanted[: len(found)]
     assert len(found) == len(wanted) or found[-1] == 2  # the end of a sequence ends ours
+
+
+@pytest.mark.parametrize("name", sorted(set(PADDED_RIGHT) & set(FAITHFUL)))
+def test_prompts_of_different_lengths_share_a_batch_and_give_torchs_tokens(
+    grafted: Callable, torch_greedy: Callable, name: str
+) -> None:
+    graft = grafted(name, verify=True)
+    prompts = [[(7 * i + row) % 300 + 3 for i in range(n)] for row, n in enumerate((2 * WINDOW + 5, 1, WINDOW, 3))]
+    wanted = [torch_greedy(graft.source.checkpoint, prompt, WINDOW) for prompt in prompts]
+    for chunk in (None, 7):
+        with TopWModel.from_pretrained(graft.path, prefill_chunk=chunk) as model:
+            found = model.generate(prompts, max_new_tokens=[WINDOW, 3, WINDOW, WINDOW - 1], **GREEDY)
+        for row, tokens in enumerate(found):
+            assert tokens.token_ids == wanted[row][: len(tokens.token_ids)]
+        assert [len(row.token_ids) for row in found] == [WINDOW, 3, WINDOW, WINDOW - 1]
+
+
+@pytest.mark.parametrize("name", PADDED_RIGHT)
+def test_a_batch_padded_on_the_right_is_part_of_the_verification(grafted: Callable, name: str) -> None:
+    graft = grafted(name, verify=True)
+    assert described(graft.path).right_padding
+    (check,) = (c for c in graft.report.verification.checks if c.name == "right-padded batch logits")
+    assert check.passed
 
 
 @pytest.mark.parametrize("name", ["genai-llama-tied", "mobius-cpu-mistral", "genai-gemma2"])

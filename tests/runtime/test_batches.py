@@ -92,7 +92,7 @@ def test_draws_depend_on_real_tokens_not_on_padding(model: TopWModel, monkeypatc
 
 
 def test_a_decoder_that_cannot_pad_takes_equal_lengths_only(load: Load) -> None:
-    model = load(Toy.random(0), left_padding=False)
+    model = load(Toy.random(0), padding=False)
     assert len(model.generate(["abc", "def"], max_new_tokens=2)) == 2
     with pytest.raises(PromptError, match="cannot pad, but the prompts of the batch have 3, 2 tokens"):
         model.generate(["abc", "de"])

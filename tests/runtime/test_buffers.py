@@ -55,7 +55,7 @@ def test_growing_moves_every_row_of_every_tensor_and_zeroes_what_is_new() -> Non
     for index, tensor in enumerate(tensors(buffers)):
         tensor[:] = np.arange(tensor.size).reshape(tensor.shape) % 1000 + index
         before.append(tensor.copy())
-    for tokens, length in ((9, 16), (40, 40), (99, 104), (104, 104)):
+    for tokens, length in ((9, 16), (39, 40), (99, 104), (104, 112)):
         lender.make_room(buffers, tokens)
         assert buffers.length == length
         for old, new in zip(before, tensors(buffers), strict=True):
@@ -82,6 +82,14 @@ def test_tensors_do_not_overlap_and_begin_where_vector_instructions_like_it() ->
         assert tensor.ctypes.data % 64 == 0
         tensor[:] = index + 1
     assert all((tensor == index + 1).all() for index, tensor in enumerate(tensors(buffers)))
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(65, 72), (256, 264), (800, 832), (970, 1000)])
+def test_a_long_buffer_grows_by_more_since_more_has_to_be_moved(tokens: int, length: int) -> None:
+    lender = pool(step=8)
+    buffers = lender.borrow(1, 1000, 8)
+    lender.make_room(buffers, tokens)
+    assert buffers.length == length
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(1, 64), (64, 64), (65, 128), (999, 1000), (1000, 1000)])

@@ -20,7 +20,6 @@ from toy_graph import FORMS
 from toy_model import BOS, CONTEXT, PAD, Toy, byte_ids, export
 
 IN_PLACE = FORMS[1:]
-RAGGED = FORMS[:3]  # the forms that take prompts of different lengths
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True}
 PROMPTS = ["a", "some much longer prompt than the others", "middle one", "four of them", "b"]
 STEP = 8  # of the buffers that scatter grows: short, so that they grow often
@@ -63,7 +62,7 @@ def test_every_token_equals_the_reference_in_whatever_pieces_the_prompt_goes_in(
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 4, 40])  # 40: the two rows in the middle share a run
-@pytest.mark.parametrize("form", RAGGED)
+@pytest.mark.parametrize("form", FORMS)
 def test_rows_of_different_lengths_are_what_they_are_alone(opened: Open, form: str, chunk: int | None) -> None:
     model = opened(form, prefill_chunk=chunk)
     columns: dict[str, list[Any]] = {
@@ -77,9 +76,13 @@ def test_rows_of_different_lengths_are_what_they_are_alone(opened: Open, form: s
         assert [together[row]] == tokens(model, prompt, **{name: values[row] for name, values in columns.items()})
 
 
+@pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("chunk", [None, 4, 20])
-def test_rows_of_equal_lengths_are_what_they_are_alone_in_a_foreign_graph(opened: Open, chunk: int | None) -> None:
-    model = opened("shared", prefill_chunk=chunk)
+def test_rows_of_equal_lengths_are_what_they_are_alone_in_a_foreign_graph(
+    toy: Toy, tmp_path: Path, chunk: int | None, padding: bool
+) -> None:
+    folder = export(tmp_path / "out", toy, form="shared", padding=padding)
+    model = TopWModel.from_pretrained(folder, provider="cpu", prefill_chunk=chunk)
     prompts = ["ten letter", "other word", "that makes"]
     columns = {"max_new_tokens": [30, 3, 17], "seed": [1, 2, 3]}
     together = tokens(model, prompts, **columns)
@@ -87,9 +90,10 @@ def test_rows_of_equal_lengths_are_what_they_are_alone_in_a_foreign_graph(opened
         assert [together[row]] == tokens(model, prompt, **{name: values[row] for name, values in columns.items()})
 
 
-def test_a_foreign_graph_takes_equal_lengths_only(opened: Open) -> None:
+def test_a_foreign_graph_that_may_not_be_padded_takes_equal_lengths_only(toy: Toy, tmp_path: Path) -> None:
+    model = TopWModel.from_pretrained(export(tmp_path / "out", toy, form="shared", padding=False), provider="cpu")
     with pytest.raises(PromptError, match="cannot pad, but the prompts of the batch have 3, 2 tokens"):
-        opened("shared").generate(["abc", "de"])
+        model.generate(["abc", "de"])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -306,7 +306,7 @@ def test_thread_counts_out_of_range_are_parameter_errors(folder: Path, threads: 
 
 def test_a_graph_may_lack_positions_and_mask(toy: Toy, tmp_path: Path) -> None:
     """Some makers' decoders compute positions themselves: what the graph does not ask for is not bound."""
-    folder = export(tmp_path / "bare", toy, left_padding=False)
+    folder = export(tmp_path / "bare", toy, padding=False)
     model = onnx.load(folder / "model.onnx")
     graph = model.graph
     kept = [i for i in graph.input if i.name not in ("position_ids", "attention_mask")]

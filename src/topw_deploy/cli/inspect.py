@@ -112,7 +112,8 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
             f"accuracy level {how.get('accuracy_level')}",
         )
     yield "context", f"{decoder.context_length} tokens"
-    yield "left padding", "yes" if decoder.left_padding else "no: prompts of a batch must have equal lengths"
+    ragged = decoder.left_padding or decoder.right_padding
+    yield "prompts of a batch", "may have different lengths" if ragged else "must have equal lengths"
 
 
 def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:

@@ -78,6 +78,7 @@ def _decoder(
         kv=request.kv,
         target=request.target or TARGETS[0],
         max_length=request.max_length,
+        quantised=request.quantisation is not None,
         stages=stages,
     )
     if request.quantisation is not None:

@@ -14,6 +14,7 @@ from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.editor import find_input
 from topw_deploy.export.left_out import lost_soft_cap, window_of
 from topw_deploy.export.reach import reach
+from topw_deploy.export.row_lengths import kept_window, takes_right_padding
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.weights import external_files
 from topw_deploy.manifest import DecoderInfo
@@ -144,7 +145,8 @@ def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
         weights_dtype=_weights_dtype(graph),
         attention=next((name for name in _ATTENTION if any(node.op_type == name for node in graph)), ""),
         ragged_chunks=not in_place,
-        buffer_least=max((_kept_window(node) for node in graph), default=0),
+        right_padding=in_place and takes_right_padding(graph),
+        buffer_least=max((kept_window(node) for node in graph), default=0),
     )
 
 
@@ -152,12 +154,6 @@ def _reads_in_place(graph: ir.Graph) -> bool:
     """Whether every cache tensor goes into GroupQueryAttention and nowhere else."""
     caches = [value for value in graph.inputs if _CACHE.fullmatch(value.name or "")]
     return all({node.op_type for node, _ in value.uses()} == {_IN_PLACE} for value in caches)
-
-
-def _kept_window(node: ir.Node) -> int:
-    """The sliding window that `node` may keep alone, so that a shorter buffer is an error; 0 where it keeps all."""
-    keeps = node.attributes.get("sliding_window_cache")
-    return node.attributes["local_window_size"].as_int() if keeps is not None and keeps.as_int() else 0
 
 
 def _cache_type(graph: ir.Graph) -> str:

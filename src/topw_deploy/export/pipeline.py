@@ -166,8 +166,10 @@ def _verify(
             progress(f"Verifying the first {layers} layers")
             checked = partial(verify_first_layers, request, layers, few, export_model, partial(verify, where=few))
             verification, may_pad = stages.verified(manifest, checked)
-    if built.decoder.info.left_padding and not may_pad:
-        built.decoder.info = replace(built.decoder.info, left_padding=False)
-        why = "is wrong for rows padded on the left" if request.verify else "was not checked for left padding"
+    info = built.decoder.info
+    if (info.left_padding or info.right_padding) and not may_pad:
+        side = "left" if info.left_padding else "right"
+        built.decoder.info = replace(info, left_padding=False, right_padding=False)
+        why = f"is wrong for rows padded on the {side}" if request.verify else f"was not checked for {side} padding"
         built.notices.append(f"this decoder {why}, so the prompts of a batch must have equal lengths")
     return verification

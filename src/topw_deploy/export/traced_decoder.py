@@ -11,6 +11,7 @@ from topw_deploy.export.checkpoint import context_length, load_unread, overflowi
 from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.kept_trace import load_trace, save_trace
 from topw_deploy.export.lowering import lower
+from topw_deploy.export.packed.formats import packed_format
 from topw_deploy.export.progress import Progress
 from topw_deploy.export.source import Source
 from topw_deploy.export.stages import Stages
@@ -39,10 +40,12 @@ def traced_decoder(
     kv: str | None = None,
     target: str = "onnxruntime",
     max_length: int | None = None,
+    quantised: bool = False,
     stages: Stages | None = None,
 ) -> Decoder:
     """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know.
 
+    quantised: whether the weights will be, whose small products are worth joining where float ones are not.
     stages: where the traced graph of an interrupted export may lie, and this one's is kept; None for a dry run.
     """
     progress(f"Loading {source.id} in {dtype}")
@@ -72,7 +75,9 @@ def traced_decoder(
         )
     traced = _traced(model, opset, progress, stages)
     context = context_length(model.config)
-    lowered = lower(traced, kv=kv, target=target, context_length=context, max_length=max_length)
+    # Codes of a checkpoint stay its own only where a whole product is packed alike, which two joined ones may not be.
+    join_gates = quantised and packed_format(source.folder) is None
+    lowered = lower(traced, kv=kv, target=target, context_length=context, max_length=max_length, join_gates=join_gates)
     progress(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import make_model
@@ -40,7 +41,7 @@ def test_a_decoder_that_the_operator_refuses_falls_back_with_the_reason(narrow: 
 
 def test_standard_operators_serve_it_in_place(narrow: TracedDecoder) -> None:
     form = lower(copy(narrow), kv=None, target="tensorrt", context_length=64)
-    assert (form.kv_form, form.attention, form.buffer_step) == ("static", "Attention", 256)
+    assert (form.kv_form, form.attention, form.buffer_step) == ("static", "Attention", 64)
     assert form.notice is not None
     assert "--max-length" in form.notice
 
@@ -53,6 +54,19 @@ def test_a_fixed_length_stands_in_the_signature_and_bounds_the_context(narrow: T
     caches = [value for value in (*graph.inputs, *graph.outputs) if "." in (value.name or "")]
     assert len(caches) == 4
     assert {value.shape[2] for value in caches} == {128}
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("float16", 0.5)])
+@pytest.mark.parametrize("kv", ["static", "concat"])
+def test_the_operator_multiplies_without_a_factor_where_a_kernel_asks_for_it(kv: str, dtype: str, scale: float) -> None:
+    decoder = trace(make_model(tiny()).to(dtype=getattr(torch, dtype)))
+    lower(decoder, kv=kv, target="tensorrt", context_length=64)
+    (attention,) = (node for node in decoder.model.graph if node.op_type == "Attention")
+    assert attention.attributes["scale"].as_float() == scale
+    before = attention.inputs[0].producer()
+    assert (before.op_type == "Mul") == (scale == 1)
+    if scale == 1:
+        assert before.inputs[1].const_value.numpy() == np.float32(0.5)  # heads of 4 numbers
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import onnxruntime as ort
 import pytest
 
 from topw_deploy.export.editor import GraphEditor
-from topw_deploy.export.lowering.packed_qkv import packed, side_by_side
+from topw_deploy.export.lowering.one_product import side_by_side
+from topw_deploy.export.lowering.packed_qkv import packed
 
 WIDTHS, HIDDEN = (6, 4, 4), 5
 GENERATOR = np.random.default_rng(0)

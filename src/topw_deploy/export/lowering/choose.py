@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
+from topw_deploy.export.lowering.packed_gate_up import pack_gates
 from topw_deploy.export.trace import TracedDecoder
 
 
@@ -27,13 +28,19 @@ class Lowered:
 
 
 def lower(
-    decoder: TracedDecoder, *, kv: str | None, target: str, context_length: int, max_length: int | None = None
+    decoder: TracedDecoder,
+    *,
+    kv: str | None,
+    target: str,
+    context_length: int,
+    max_length: int | None = None,
+    join_gates: bool = True,
 ) -> Lowered:
     """Replace every marker of `decoder` in place.
 
     kv: `static`, `concat`, or None for static where the decoder can. target: `onnxruntime` or `tensorrt`.
     context_length: most tokens of a sequence. max_length: slots of the cache, fixed in a graph for tensorrt, a multiple
-    of 64; None leaves them to the runtime.
+    of 64; None leaves them to the runtime. join_gates: see packed_gate_up.py; only static forms do.
     """
     # The trace computes equal angles once per use; one value each lets the lowerings see that they are equal.
     CommonSubexpressionEliminationPass()(decoder.model)
@@ -41,17 +48,21 @@ def lower(
         concat.lower(decoder, tensorrt=target == "tensorrt")
         return Lowered()
     if target == "tensorrt":
-        return _scattered(decoder, context_length, max_length)
+        return _scattered(decoder, context_length, max_length, join_gates)
     reason = group_query.refusal(decoder)
     if reason is not None:
         concat.lower(decoder)
         return Lowered(notice=f"the cache is copied in every step (--kv concat), because {reason}")
     group_query.lower(decoder, context_length)
+    if join_gates:
+        pack_gates(decoder.model)
     return Lowered("static", group_query.OPERATOR, ragged_chunks=False)
 
 
-def _scattered(decoder: TracedDecoder, context_length: int, max_length: int | None) -> Lowered:
+def _scattered(decoder: TracedDecoder, context_length: int, max_length: int | None, join_gates: bool) -> Lowered:
     scatter.lower(decoder, max_length)
+    if join_gates:
+        pack_gates(decoder.model)
     if max_length is None:
         notice = (
             "NVIDIA's parser wants the cache's length as a number: export with --max-length before building an engine"

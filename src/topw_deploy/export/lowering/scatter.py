@@ -24,7 +24,7 @@ from topw_deploy.export.trace import TracedDecoder
 PREFIX = "topw.attention"
 OPERATOR = "Attention"
 OPSET = 24  # the first with TensorScatter
-BUFFER_STEP = 256
+BUFFER_STEP = 64  # tokens; at 1,024 a step then costs at most 6 % more attention than it must
 
 
 def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:

@@ -39,8 +39,15 @@ def tensorrt_fuses(layer: AttentionLayer) -> bool:
 
 
 def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """The operator of opset 23, with one output only: NVIDIA's parser takes no other form."""
-    return editor.op("Attention", [layer.query, keys, values, mask], scale=layer.scale, dtype=layer.output.dtype)
+    """The operator of opset 23, with one output only: NVIDIA's parser takes no other form.
+
+    In float32 the query is scaled before it. A decode step multiplies by one row, for which onnxruntime has a kernel
+    that reads the cache 1.3 times as fast, but not for a product that has a factor.
+    """
+    query, scale = layer.query, layer.scale
+    if query.dtype == ir.DataType.FLOAT:
+        query, scale = _scaled(editor, query, scale), 1.0
+    return editor.op("Attention", [query, keys, values, mask], scale=scale, dtype=layer.output.dtype)
 
 
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
@@ -50,12 +57,11 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
     runtimes followed either. After the mask it would let every query see the future.
     """
     op, constant = editor.op, editor.constant
-    query, cap = layer.query, layer.softcap
+    query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap
     number = _scalars(query.dtype)
     # The query heads that share a key head become more rows of it, so keys and values are never repeated.
     grouped = op("Reshape", [query, constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
-    scaled = op("Mul", [grouped, constant(number(layer.scale / (cap or 1.0)))])
-    scores = op("MatMul", [scaled, op("Transpose", [keys], perm=[0, 1, 3, 2])])
+    scores = op("MatMul", [grouped, op("Transpose", [keys], perm=[0, 1, 3, 2])])
     if cap:
         scores = op("Mul", [op("Tanh", [scores]), constant(number(cap))])
     scores = op("Reshape", [scores, constant(np.array([0, layer.heads, -1, 0]))])  # [batch, heads, sequence, tokens]
@@ -65,6 +71,13 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
     output = op("MatMul", [weights, values])  # [batch, kv_heads, group * sequence, dim]
     shape = constant(np.array([0, layer.heads, -1, layer.value_dim]))
     return op("Reshape", [output, shape], dtype=layer.output.dtype)
+
+
+def _scaled(editor: GraphEditor, value: ir.Value, scale: float) -> ir.Value:
+    if scale == 1:
+        return value
+    factor = editor.constant(_scalars(value.dtype)(scale))
+    return editor.op("Mul", [value, factor], dtype=value.dtype, shape=value.shape)
 
 
 def _scalars(dtype: ir.DataType) -> type:

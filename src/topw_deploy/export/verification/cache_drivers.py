@@ -112,14 +112,9 @@ class _Static(_InPlace):
     """Rows without gaps: attended columns move to the left, and each row says how many it has."""
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
-        attended = attention_mask[:, -ids.shape[1] :].astype(bool)
-        lengths = attended.sum(axis=1)
-        columns = max(1, int(lengths.max()))
-        compact = np.zeros((len(ids), columns), np.int64)
-        for row, seen in enumerate(attended):
-            compact[row, : lengths[row]] = ids[row, seen]
+        compact, lengths = _to_the_left(ids, attention_mask)
         # A row without a token takes a column of padding, which the next token overwrites.
-        real = np.maximum(lengths, 1)
+        real, columns = np.maximum(lengths, 1), compact.shape[1]
         self._hold(int(self._used.max()) + columns)
         together = self._decoder.ragged_chunks or len(ids) == 1 or columns == 1 or not self._used.any()
         if together:
@@ -137,17 +132,39 @@ class _Static(_InPlace):
 
 
 class _Shared(_InPlace):
-    """Another exporter's GroupQueryAttention: rows of equal lengths, told by the mask."""
+    """Another exporter's GroupQueryAttention: the sums of the mask say how long rows are, logits are the last column's.
+
+    So rows that bring different numbers of tokens get all but the last ones first, padded on the right.
+    """
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
-        columns = ids.shape[1]
-        self._hold(attention_mask.shape[1])
-        positions = (np.cumsum(attention_mask, axis=1) - 1)[:, -columns:]
-        feeds = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions}
-        if len(ids) == 1 or columns == 1 or not self._used.any():
-            logits = self._run(slice(None), feeds)
-        else:
+        compact, lengths = _to_the_left(ids, attention_mask)
+        real, columns = np.maximum(lengths, 1), compact.shape[1]
+        self._hold(int(self._used.max()) + columns)
+        if len(ids) == 1 or columns == 1 or (real.min() == columns and not self._used.any()):
+            logits = self._rows(slice(None), compact, self._used)
+        elif self._used.any():
             each = [slice(row, row + 1) for row in range(len(ids))]
-            logits = np.concatenate([self._run(r, {name: value[r] for name, value in feeds.items()}) for r in each])
-        self._used += columns
+            logits = np.concatenate([self._rows(r, compact[r, : real[r][0]], self._used[r]) for r in each])
+        else:
+            self._rows(slice(None), compact[:, :-1], self._used)
+            logits = self._rows(slice(None), compact[np.arange(len(ids)), real - 1, None], real - 1)
+        self._used += lengths
         return logits
+
+    def _rows(self, rows: slice, ids: Array, starts: NDArray[np.int64]) -> Array:
+        """All columns of `ids` count as tokens, behind `starts` [batch] of them."""
+        positions = starts[:, None] + np.arange(ids.shape[1])
+        ends = positions[:, -1:] + 1
+        mask = (np.arange(ends.max()) < ends).astype(np.int64)
+        return self._run(rows, {"input_ids": ids, "attention_mask": mask, "position_ids": positions})
+
+
+def _to_the_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The attended ones of the new columns without gaps, [batch, columns >= 1], and how many they are, [batch]."""
+    attended = attention_mask[:, -ids.shape[1] :].astype(bool)
+    lengths = attended.sum(axis=1)
+    compact = np.zeros((len(ids), max(1, int(lengths.max()))), np.int64)
+    for row, seen in enumerate(attended):
+        compact[row, : lengths[row]] = ids[row, seen]
+    return compact, lengths

@@ -36,11 +36,13 @@ def decoder_checks(
     chunks = _chunks(len(ids))
     chunked = _by_runs(probe, ids, reference.logits_by_runs(ids, chunks), chunks)
     yield check("chunked prefill logits", chunked, f"chunks of {chunks}")
+    lengths = [len(sequence) for sequence in sequences]
     if decoder.left_padding:
-        lengths = [len(sequence) for sequence in sequences]
         yield check(LEFT_PADDED, _padded(probe, sequences, wanted, left=True), f"lengths {lengths}")
-        if decoder.kv_form == "static":
-            yield check(RIGHT_PADDED, _padded(probe, sequences, wanted, left=False), f"lengths {lengths}")
+    if decoder.right_padding:
+        wanted = _last_tokens_apart(reference, sequences, wanted)
+    if decoder.kv_form == "static" or decoder.right_padding:
+        yield check(RIGHT_PADDED, _padded(probe, sequences, wanted, left=False), f"lengths {lengths}")
 
 
 def _chunks(length: int) -> list[int]:
@@ -79,6 +81,19 @@ def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.nda
             if mask[row, start:end].any():
                 differences.append(_difference(found[row], rows[seen - 1]))
     return differences
+
+
+def _last_tokens_apart(reference: Reference, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> list[np.ndarray]:
+    """`wanted` for a cache whose rows are fed their last tokens in a run of their own: NaN where `_padded` does not
+    look."""
+    first = max(len(ids) for ids in sequences) - 2
+    found = []
+    for ids, rows in zip(sequences, wanted, strict=True):
+        together = min(len(ids), first)
+        runs = [run for run in (together - 1, min(together, 1)) if run > 0] + [1] * (len(ids) - together)
+        found.append(np.full_like(rows, np.nan))
+        found[-1][np.cumsum(runs) - 1] = reference.logits_by_runs(ids, runs)
+    return found
 
 
 def _difference(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -16,7 +16,7 @@ from topw_deploy.export.memory import StageMemory
 from topw_deploy.export.progress import Progress
 from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.source import Source, resolve
-from topw_deploy.export.verification.names import LEFT_PADDED
+from topw_deploy.export.verification.names import LEFT_PADDED, RIGHT_PADDED
 from topw_deploy.manifest import Check, Manifest, Verification
 
 
@@ -36,7 +36,7 @@ class VerifyOutcome:
 def verify_in_subprocess(
     folder: Path, source: Source, request: ExportRequest, progress: Progress, memory: StageMemory | None = None
 ) -> tuple[Verification, bool]:
-    """Verify the folder being exported; also says whether batches may be padded on the left.
+    """Verify the folder being exported; also says whether batches may be padded.
 
     Raises VerificationError naming the first check that fails. A decoder of another exporter may fail at padding
     alone: its rows then need equal lengths, which the manifest tells the runtime.
@@ -51,7 +51,7 @@ def verify_in_subprocess(
     outcome = run_checks(task, progress)
     if memory is not None:
         memory.peaks["verification"] = outcome.peak
-    if source.onnx is not None and [check.name for check in outcome.failed] == [LEFT_PADDED]:
+    if source.onnx is not None and [check.name for check in outcome.failed] in ([LEFT_PADDED], [RIGHT_PADDED]):
         kept = tuple(check for check in outcome.checks if check.passed)
         return Verification(status="passed", checks=kept), False
     if outcome.failed:

@@ -17,6 +17,7 @@ from topw_deploy.runtime.memory import ALIGNMENT
 from topw_deploy.runtime.session import ELEMENT_TYPES
 
 _ROUND = 64  # tokens that a buffer's length is a multiple of
+_GROWTH = 32  # a longer buffer is also worth this share of itself more, since growing moves all of it
 _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
 
 
@@ -139,7 +140,7 @@ class BufferPool:
 
     def make_room(self, buffers: Buffers, tokens: int) -> None:
         """Grow `buffers` to hold `tokens` tokens per row."""
-        buffers.grow(min(_round_up(tokens, self._step), buffers.capacity))
+        buffers.grow(min(_round_up(tokens + tokens // _GROWTH, self._step), buffers.capacity))
 
     def _new(self, batch: int, length: int) -> Memory:
         return self._memory(self._layout.size(batch, length))

@@ -83,4 +83,5 @@ class Caches:
 
 def takes_ragged_batches(decoder: DecoderInfo) -> bool:
     """Whether prompts of different lengths may share a batch."""
-    return decoder.kv_form == "static" or (decoder.kv_form == "concat" and decoder.left_padding)
+    takes = {"static": True, "concat": decoder.left_padding, "shared": decoder.right_padding}
+    return takes[decoder.kv_form]

@@ -20,7 +20,7 @@ class InPlaceCache(ABC):
     """`past_key_values.{i}.key|value` and `present.{i}.key|value` [B, kv_heads, max_length, head_dim], the same memory.
 
     How prompts go in, at most `chunk` tokens of all rows in a run:
-    - piece by piece, padded on the right, where one run takes them all or the graph adds ragged pieces;
+    - piece by piece, padded on the right, where one run takes and ends them all or the graph adds ragged pieces;
     - else first all but the last tokens, of a few rows that fit one run or row by row, and then the last tokens of all
       rows. That is what GroupQueryAttention asks for: behind a past, it takes one token of each row, or several of a
       single one.
@@ -41,7 +41,8 @@ class InPlaceCache(ABC):
         self._lengths = np.array([len(prompt) for prompt in prompts], np.int64)  # [B]
         width = int(self._lengths.max())
         self._piece = max(1, min(chunk // len(prompts), session.most_columns or chunk))  # tokens of a row
-        self._together = len(prompts) == 1 or width <= self._piece or self._takes_ragged_pieces
+        in_one_run = width <= self._piece and (self._ends_rows_anywhere or int(self._lengths.min()) == width)
+        self._together = len(prompts) == 1 or in_one_run or self._takes_ragged_pieces
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
         self._buffers = pool.borrow(len(prompts), tokens, min(width, self._piece) if self._together else width)
@@ -65,6 +66,11 @@ class InPlaceCache(ABC):
     @abstractmethod
     def _takes_ragged_pieces(self) -> bool:
         """Whether rows of a batch may add different numbers of tokens behind a past."""
+
+    @property
+    @abstractmethod
+    def _ends_rows_anywhere(self) -> bool:
+        """Whether a run ends in the logits of each row's own last token, and not of the last column."""
 
     @abstractmethod
     def _bind_piece(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:

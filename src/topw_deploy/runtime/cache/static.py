@@ -38,6 +38,10 @@ class StaticCache(InPlaceCache):
     def _takes_ragged_pieces(self) -> bool:
         return self._decoder.ragged_chunks
 
+    @property
+    def _ends_rows_anywhere(self) -> bool:
+        return True
+
     def _bind_piece(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         binding.bind_array("input_ids", ids)
         binding.bind_array("write_indices", starts)
