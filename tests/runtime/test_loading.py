@@ -236,11 +236,45 @@ def test_a_provider_that_is_not_built_in_is_an_error_with_the_remedy(folder: Pat
 
 @pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
 def test_a_provider_that_is_not_built_in_may_be_fallen_back_from_but_nonsense_may_not(folder: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="cuda could not start, running on cpu"):
+    message = "cuda could not start, running on cpu: .* was built without 'cuda': .*pip install"
+    with pytest.warns(RuntimeWarning, match=message):
         model = TopWModel.from_pretrained(folder, provider="cuda", allow_fallback=True)
     assert model.provider == "CPUExecutionProvider"
     with pytest.raises(ProviderError, match="'nonsense' is not an execution provider"):
         TopWModel.from_pretrained(folder, provider="nonsense", allow_fallback=True)
+
+
+@pytest.mark.parametrize("provider", ["cpu", "auto", "cuda", "tensorrt"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("abc", "provider_options is 'abc', but must be a mapping"),
+        ([("device_id", 0)], r"provider_options is \[\('device_id', 0\)\], but must be a mapping"),
+        ({1: 2}, "provider_options is {1: 2}, but must be a mapping"),
+        ({"device_id": "x"}, "device_id is 'x', but must be the number of a GPU"),
+        ({"device_id": -1}, "device_id is '-1', but must be the number of a GPU"),
+    ],
+)
+def test_options_of_providers_are_checked_before_anything_is_opened(
+    folder: Path, provider: str, options: Any, message: str
+) -> None:
+    with pytest.raises(ParameterError, match=message):
+        TopWModel.from_pretrained(folder, provider=provider, provider_options=options)
+
+
+@pytest.mark.parametrize("provider", [None, 3, ["cuda", "cpu"]])
+def test_a_provider_is_a_name(folder: Path, provider: Any) -> None:
+    with pytest.raises(ParameterError, match=r"provider is .*, but must be a name such as 'auto'"):
+        TopWModel.from_pretrained(folder, provider=provider)
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in ort.get_available_providers(), reason="this onnxruntime has CUDA")
+def test_cuda_graphs_that_nobody_captures_are_not_passed_over(folder: Path) -> None:
+    graphs = {"provider_options": {"enable_cuda_graph": "1"}}
+    with pytest.raises(ParameterError, match="enable_cuda_graph is for provider='cuda', and 'cpu' was asked for"):
+        TopWModel.from_pretrained(folder, provider="cpu", **graphs)
+    with pytest.warns(RuntimeWarning, match="enable_cuda_graph is not used: running on cpu"):
+        assert TopWModel.from_pretrained(folder, **graphs).provider == "CPUExecutionProvider"
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +319,8 @@ def test_a_provider_that_raises_is_named_and_the_graph_is_not_blamed(
     monkeypatch.setattr(session, "_new_session", broken)
     with pytest.raises(ProviderError, match=r"cuda could not open .*no CUDA-capable device"):
         TopWModel.from_pretrained(folder, provider="cuda")
+    with pytest.warns(RuntimeWarning, match=r"cuda could not start, running on cpu: .*no CUDA-capable device"):
+        TopWModel.from_pretrained(folder, provider="cuda", allow_fallback=True)
 
 
 def test_session_and_thread_options_reach_onnxruntime(folder: Path) -> None:

@@ -24,6 +24,7 @@ def open_session(folder: ModelFolder, *, provider: str, allow_fallback: bool, **
     "tensorrt" is an engine of the folder that fits this machine, else onnxruntime's provider of that name.
     Raises what GraphSession does, and ProviderError where there is neither.
     """
+    providers.check_options(provider, options.get("provider_options"))
     if provider.lower() != ENGINE:
         return GraphSession(folder, provider=provider, allow_fallback=allow_fallback, **options)
     try:
@@ -32,8 +33,10 @@ def open_session(folder: ModelFolder, *, provider: str, allow_fallback: bool, **
         reason = str(error).rstrip(".")
     if ENGINE in providers.available():
         if has_engines(folder.path):
-            warnings.warn(f"onnxruntime's TensorRT runs instead of an engine: {reason}.", RuntimeWarning, stacklevel=4)
-    elif not allow_fallback:
+            warnings.warn(f"onnxruntime's TensorRT runs instead of an engine: {reason}.", RuntimeWarning, stacklevel=3)
+    elif allow_fallback:
+        warnings.warn(f"there is no engine to run: {reason}.", RuntimeWarning, stacklevel=3)
+    else:
         hint = "" if "topw build-engine" in reason else f"; build one with `topw build-engine {folder.path}`"
         raise ProviderError(
             f"there is no engine to run and this onnxruntime has no TensorRT: {reason}{hint}, or use another provider."
@@ -51,10 +54,7 @@ def _engine(
     inter_op_num_threads: int | None = None,
 ) -> EngineSession:
     native.check_choice(sampler)
-    device = str((provider_options or {}).get("device_id", 0))
-    if not device.isdecimal():
-        raise ParameterError(f"device_id is {device!r}, but must be the number of a GPU, from 0.")
-    session = EngineSession(folder, int(device))
+    session = EngineSession(folder, int((provider_options or {}).get("device_id", 0)))
     theirs = {
         "session_options": session_options,
         "intra_op_num_threads": intra_op_num_threads,

@@ -7,11 +7,12 @@ from typing import Any
 
 import onnxruntime as ort
 
-from topw_deploy.errors import ProviderError
+from topw_deploy.errors import ParameterError, ProviderError
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 _SUFFIX = "ExecutionProvider"
+_CHOOSE = "choose one of those or 'auto'"
 
 # Where onnxruntime keeps a tensor of each provider; every other provider takes and gives host memory.
 _DEVICES = {CUDA: "cuda", "TensorrtExecutionProvider": "cuda", "NvTensorRTRTXExecutionProvider": "cuda"}
@@ -28,6 +29,23 @@ def available() -> tuple[str, ...]:
     return tuple(short_name(name) for name in ort.get_available_providers())
 
 
+def check_options(provider: object, options: object) -> None:
+    """Raises ParameterError for a provider that is no name, for options that are no mapping from names, and for a
+    device_id that is no GPU's number."""
+    if not isinstance(provider, str):
+        raise ParameterError(f"provider is {provider!r}, but must be a name such as 'auto', 'cpu', 'cuda', 'tensorrt'.")
+    if options is None:
+        return
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise ParameterError(
+            f"provider_options is {options!r:.60}, but must be a mapping from onnxruntime's names, like "
+            "{'device_id': 0}."
+        )
+    device = str(options.get("device_id", 0))
+    if not device.isdecimal():
+        raise ParameterError(f"device_id is {device!r}, but must be the number of a GPU, from 0.")
+
+
 def resolve(provider: str, allow_fallback: bool = False) -> str:
     """onnxruntime's full name for `provider`: `auto` (CUDA where this build has it, else the CPU), a short name
     in any case (`cuda`), or a full one. Raises ProviderError for a name that is no provider, and when this build of
@@ -42,18 +60,22 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
             return name
     if allow_fallback and wanted in known:
         return known[wanted]
-    what = (
-        f"this onnxruntime {ort.__version__} was built without {provider!r}"
-        if wanted in known
-        else f"{provider!r} is not an execution provider"
-    )
-    raise ProviderError(f"{what}: it has {', '.join(available())}; {_remedy(wanted)}.")
+    if wanted in known:
+        raise ProviderError(f"{why_absent(provider)}.")
+    raise ProviderError(f"{provider!r} is not an execution provider: it has {', '.join(available())}; {_CHOOSE}.")
+
+
+def why_absent(provider: str) -> str:
+    """Why this onnxruntime does not have `provider`, a short name or a full one, and what to do, as a clause."""
+    remedy = _remedy(provider.lower().removesuffix(_SUFFIX.lower()))
+    what = f"this onnxruntime {ort.__version__} was built without {provider!r}"
+    return f"{what}: it has {', '.join(available())}; {remedy}"
 
 
 def _remedy(wanted: str) -> str:
     if wanted in ("cuda", "tensorrt"):
         return "for NVIDIA devices run: pip uninstall onnxruntime && pip install 'topw-deploy[gpu]'"
-    return "choose one of those or 'auto'"
+    return _CHOOSE
 
 
 def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:

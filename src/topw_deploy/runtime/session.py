@@ -97,32 +97,43 @@ class GraphSession(OpenGraph):
         sampler: str = "auto",
     ) -> None:
         native.check_choice(sampler)
+        providers.check_options(provider, provider_options)
         options = _session_options(session_options, intra_op_num_threads, inter_op_num_threads)
         asked = providers.resolve(provider, allow_fallback)
         wanted = asked if providers.short_name(asked) in providers.available() else providers.CPU
+        unused = asked == providers.CPU and _asks_for_graphs(provider_options)
+        if unused and provider != "auto":
+            raise ParameterError("enable_cuda_graph is for provider='cuda', and 'cpu' was asked for; leave it out.")
         graphs = _wants_graphs(folder, wanted, provider_options)
         if wanted != providers.CPU:
             placement.record(options)
         lenient = allow_fallback or provider == "auto"
-        opened = _open(folder, wanted, provider_options, options, lenient, sampler)
+        opened, failure = _open(folder, wanted, provider_options, options, lenient, sampler)
         self.sampler, self.why_graph = opened.sampler, opened.why_graph
         self.provider = providers.check_used(wanted, opened.raw, lenient)
         self.cpu_nodes = () if self.provider == providers.CPU else placement.cpu_nodes(opened.raw)
         if not lenient:
             placement.check(self.cpu_nodes, self.provider)
-        self._tell(asked)
+        self._tell(asked, failure, unused)
         _check_io(folder, opened.raw)
         device = providers.device_of(self.provider), _device_number(provider_options)
         super().__init__(opened.raw, device, graphs=graphs and self.provider == providers.CUDA)
 
-    def _tell(self, asked: str) -> None:
-        """Warn of what was accepted."""
+    def _tell(self, asked: str, failure: str, graphs_unused: bool) -> None:
+        """Warn of what was accepted. failure: what the provider said that was asked for, if it said anything."""
+        doctor, name = "; `topw doctor` says what is missing", providers.short_name(asked)
         if self.provider != asked:
-            what = f"{providers.short_name(asked)} could not start, running on {providers.short_name(self.provider)}"
+            if name not in providers.available():
+                failure = providers.why_absent(name)
+            what = f"{name} could not start, running on {providers.short_name(self.provider)}"
+            what += f": {failure}" if failure else doctor
+        elif graphs_unused:
+            what = "enable_cuda_graph is not used: running on cpu"
         else:
             what = placement.complaint(self.cpu_nodes, self.provider)
+            what += doctor if what else ""
         if what:
-            warnings.warn(f"{what}; `topw doctor` says what is missing.", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"{what}.", RuntimeWarning, stacklevel=5)
 
 
 def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
@@ -137,7 +148,7 @@ def empty_value(shape: tuple[int, ...], dtype: str, device: tuple[str, int]) -> 
 
 def _wants_graphs(folder: ModelFolder, provider: str, provider_options: Mapping[str, Any] | None) -> bool:
     """Whether steps are to be captured into CUDA graphs. Raises ParameterError where they cannot be."""
-    if provider != providers.CUDA or str((provider_options or {}).get("enable_cuda_graph", "0")).lower() in _OFF:
+    if provider != providers.CUDA or not _asks_for_graphs(provider_options):
         return False
     decoder = folder.manifest.decoder
     if decoder is None or decoder.kv_form != "static":
@@ -147,6 +158,10 @@ def _wants_graphs(folder: ModelFolder, provider: str, provider_options: Mapping[
             "model with --kv static."
         )
     return True
+
+
+def _asks_for_graphs(provider_options: Mapping[str, Any] | None) -> bool:
+    return str((provider_options or {}).get("enable_cuda_graph", "0")).lower() not in _OFF
 
 
 def _device_number(provider_options: Mapping[str, Any] | None) -> int:
@@ -178,7 +193,9 @@ def _open(
     options: ort.SessionOptions,
     fallback: bool,
     sampler: str,
-) -> native.Opened:
+) -> tuple[native.Opened, str]:
+    """The session, and why it is the CPU's where another provider was wanted and `fallback` allows that."""
+
     def on(provider: str, chain: list[Any]) -> native.Opened:
         return native.open_session(
             lambda: _new_session(folder, chain, options),
@@ -190,7 +207,7 @@ def _open(
         )
 
     try:
-        return on(wanted, providers.session_providers(wanted, provider_options))
+        return on(wanted, providers.session_providers(wanted, provider_options)), ""
     except ProviderError:
         raise
     except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
@@ -204,7 +221,7 @@ def _open(
         except Exception as second:  # noqa: BLE001
             raise _refused(folder, second) from None
         if fallback:
-            return session
+            return session, native.one_line(error)
         hint = _HINT_FOR_GRAPHS if "graph capture feature" in str(error) else "see `topw doctor`, or use provider='cpu'"
         raise ProviderError(
             f"{providers.short_name(wanted)} could not open {folder.model} ({native.one_line(error)}); {hint}."
