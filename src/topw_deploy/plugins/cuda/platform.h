@@ -86,11 +86,27 @@ inline int multiprocessors() {
   return count;
 }
 
-// Asks for so many dynamic bytes where a block does not have them anyway.
+// Asks for dynamic bytes where a block does not have so many anyway: for all that the device grants, whatever the call.
+// The limit is the kernel's and not the call's, so a thread with a smaller call would else take them from another whose
+// launch is yet to come. Remembers the last answer for the thread.
 template <class Kernel>
 cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
+  static thread_local int asked_device = -1;
+  static thread_local Kernel *asked_kernel = nullptr;
   if (bytes + kStaticAtMost <= kSharedByDefault) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  int device = 0, most = 0;
+  cudaError_t failed = cudaGetDevice(&device);
+  if (failed || (device == asked_device && kernel == asked_kernel)) return failed;
+  cudaFuncAttributes found = {};
+  failed = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (!failed) failed = cudaFuncGetAttributes(&found, kernel);
+  if (!failed)
+    failed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  most - static_cast<int>(found.sharedSizeBytes));
+  if (failed) return failed;
+  asked_device = device;
+  asked_kernel = kernel;
+  return cudaSuccess;
 }
 
 // How many blocks of a kernel the device holds at once; 0 if not even one. Remembers the last answer for the thread:
