@@ -176,6 +176,8 @@ def load_manifest(folder: str | Path) -> Manifest:
             raw = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise ManifestError(f"{folder} has no {MANIFEST_NAME}: it is not a finished export; run topw-export.") from None
+    except NotADirectoryError:
+        raise ManifestError(f"{folder} is a file; give the folder around it, which holds {MANIFEST_NAME}.") from None
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {error.strerror or error}.") from None
     if len(raw) > _MAX_BYTES:

@@ -79,6 +79,10 @@ def test_inspect_gives_the_manifest_as_json(invoke: Invoke, random_model: Path) 
 def test_inspect_refuses_what_does_not_load(invoke: Invoke, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="not a finished export"):
         invoke("inspect", tmp_path)
+    (tmp_path / "model.onnx").write_bytes(b"")
+    for command in ("inspect", "check", "build-engine"):
+        with pytest.raises(ManifestError, match=r"model.onnx is a file; give the folder around it"):
+            invoke(command, tmp_path / "model.onnx")
 
 
 def test_doctor_says_what_would_be_used(invoke: Invoke) -> None:

@@ -48,12 +48,14 @@ def test_inspect_lists_engines_and_stamps_that_are_none(
     assert "engines" not in capsys.readouterr().out
     assert call(str(out), "--max-batch", "2", "--max-sequence", "16", "-q") == 0
     (out / "engines" / "other.json").write_text("{}")
+    (out / "engines" / "half.engine").write_bytes(b"...")
     capsys.readouterr()
     assert run(topw, "topw", "TOPW", ["inspect", str(out)]) == 0
     shown = capsys.readouterr().out
     assert "for decode and prefill: 2 rows, 16 tokens and 128 edits of each; sampled by the plugin" in shown
     assert "other.json" in shown
     assert "is no stamp of an engine" in shown
+    assert "has no stamp, as when its build was cut short: not used" in shown
 
 
 def test_generate_runs_the_engine(trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,13 @@ def test_a_damaged_engine_is_refused(built: Built, out: Path, damage: Callable[[
             {"profiles": [{"name": "x", "batch": {"least": 2, "usual": 1, "most": 1}, "sequence": {}, "edits": {}}]},
             "batch is 2, 1, 1, which do not rise",
         ),
-        ({"colour": "red"}, "colour"),
+        ({"profiles": 3}, "profiles is 3, not a list"),
+        ({"profiles": ["decode"]}, "a profile is 'decode', not an object of JSON"),
+        ({"profiles": [{"name": "x", "batch": 3}]}, "batch is 3, not an object of JSON"),
+        ({"plugin": "mine"}, "plugin is 'mine', not one of python, library, none"),
+        ({"precision": "fp8"}, "precision is 'fp8', not one of as exported, fp16"),
+        ({"gpu": "two\nlines"}, r"gpu is 'two\\nlines', not a text of one line"),
+        ({"colour": "red"}, "it has a field 'colour', of which this topw_deploy knows nothing"),
     ],
 )
 def test_a_malformed_stamp_is_refused(built: Built, out: Path, changes: dict[str, Any], message: str) -> None:
@@ -124,20 +131,43 @@ def test_a_malformed_stamp_is_refused(built: Built, out: Path, changes: dict[str
         fitting(out, HERE)
 
 
-@pytest.mark.parametrize("data", [b"{", b"[]", b"\xff", b"null", b" " * (2 << 20)])
-def test_what_is_no_stamp_at_all_is_refused(built: Built, out: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", "it is not JSON: changed or cut short"),
+        (b"[" * 100_000, "it is not JSON: changed or cut short"),
+        (b"[]", r"it is \[\], not an object of JSON"),
+        (b"\xff", "it is not JSON: changed or cut short"),
+        (b"null", "it is None, not an object of JSON"),
+        (b" " * (2 << 20), "it is larger than 1048576 bytes"),
+    ],
+)
+def test_what_is_no_stamp_at_all_is_refused(built: Built, out: Path, data: bytes, message: str) -> None:
     path = built.path.with_suffix(".json")
     path.write_bytes(data)
-    with pytest.raises(EngineError, match="is no stamp of an engine"):
+    with pytest.raises(EngineError, match=rf"is no stamp of an engine \({message}\)\.$"):
         read(path)
-    with pytest.raises(EngineError, match="build one with"):
+    with pytest.raises(EngineError, match=r"\); build one with"):
+        fitting(out, HERE)
+
+
+@pytest.mark.parametrize(
+    "put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/nowhere"), lambda path: path.symlink_to(__file__)]
+)
+def test_a_stamp_that_is_no_file_of_the_folder_is_refused(built: Built, out: Path, put: Callable[[Path], Any]) -> None:
+    path = built.path.with_suffix(".json")
+    path.unlink()
+    put(path)
+    with pytest.raises(EngineError, match=r"is no stamp of an engine \(it is no file of the folder\); build one with"):
         fitting(out, HERE)
 
 
 def test_an_engine_without_a_stamp_was_never_finished(built: Built, out: Path) -> None:
     built.path.with_suffix(".json").unlink()
     assert has_engines(out)
-    with pytest.raises(EngineError, match=r"out has no engine; build one with `topw build-engine .*out`"):
+    with pytest.raises(
+        EngineError, match=r"^engines/double-gpu\S+ has no stamp, as when its build was cut short; build one"
+    ):
         fitting(out, HERE)
 
 

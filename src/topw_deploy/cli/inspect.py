@@ -10,7 +10,7 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.sizes import size_text
-from topw_deploy.engines.find import stamps
+from topw_deploy.engines.find import stamps, unfinished
 from topw_deploy.engines.stamp import read
 from topw_deploy.errors import EngineError
 from topw_deploy.manifest import Check, DecoderInfo, Manifest, TensorSpec, load_manifest
@@ -64,11 +64,8 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 def _engines(folder: Path) -> Iterator[str]:
     """TensorRT engines that were built of the folder, whether they fit this machine or not."""
-    found = stamps(folder)
-    if not found:
-        return
     rows: list[tuple[str, object]] = []
-    for path in found:
+    for path in stamps(folder):
         try:
             stamp = read(path)
         except EngineError as error:
@@ -78,7 +75,9 @@ def _engines(folder: Path) -> Iterator[str]:
         bounds = f"{stamp.most_batch} rows, {stamp.most_sequence} tokens and {stamp.most_edits} edits of each"
         sampler = "its function" if stamp.plugin == "none" else "the plugin"
         rows.append((stamp.engine, f"{size_text(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
-    yield from _section("engines", rows)
+    rows += [(path.name, "has no stamp, as when its build was cut short: not used") for path in unfinished(folder)]
+    if rows:
+        yield from _section("engines", rows)
 
 
 def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:

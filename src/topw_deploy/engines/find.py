@@ -35,9 +35,15 @@ def stamps(out: Path) -> list[Path]:
     return sorted((out / FOLDER).glob(f"*{STAMP_SUFFIX}"))
 
 
+def unfinished(out: Path) -> list[Path]:
+    """What looks like an engine and has no stamp, by name: its build never ended."""
+    stamped = {path.with_suffix(ENGINE_SUFFIX) for path in stamps(out)}
+    return sorted(path for path in (out / FOLDER).glob(f"*{ENGINE_SUFFIX}") if path not in stamped)
+
+
 def has_engines(out: Path) -> bool:
     """Whether anything was ever built into this folder, whole or not."""
-    return bool(stamps(out)) or any((out / FOLDER).glob(f"*{ENGINE_SUFFIX}"))
+    return bool(stamps(out) or unfinished(out))
 
 
 def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
@@ -57,6 +63,7 @@ def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
         if not reason:
             return engine, stamp
         reasons.append(f"{FOLDER}/{stamp.engine} {reason}")
+    reasons += [f"{FOLDER}/{path.name} has no stamp, as when its build was cut short" for path in unfinished(out)]
     raise EngineError(f"{'; '.join(reasons) or f'{out} has no engine'}; build one with `topw build-engine {out}`.")
 
 

@@ -21,6 +21,7 @@ from topw_deploy.manifest import MANIFEST_NAME, sha256_of
 FOLDER = "engines"
 FORMAT_VERSION = 1
 ENGINE_SUFFIX, STAMP_SUFFIX = ".engine", ".json"
+PLUGINS, PRECISIONS = ("python", "library", "none"), ("as exported", "fp16")
 _MAX_BYTES = 1 << 20  # a stamp is 2 KB; a larger file is not one, and must not fill memory
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.engine")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -68,20 +69,19 @@ class EngineStamp:
 def read(path: Path) -> EngineStamp:
     """The stamp in `path`, every field checked. Raises EngineError for one that is unreadable or malformed."""
     try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # opening a pipe would wait for ever
+            raise ValueError("it is no file of the folder")
         with path.open("rb") as stream:
             raw = stream.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
             raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
-        data = json.loads(raw.decode("utf-8"))
-        version = data["format_version"]
-        if version != FORMAT_VERSION:
-            raise ValueError(f"it has format version {version!r}, not {FORMAT_VERSION}")
-        return _parse(data)
+        return _parse(_object("it", _decoded(raw)))
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        reason = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise EngineError(f"{path} is no stamp of an engine ({reason})") from None
+    except KeyError as error:
+        raise EngineError(f"{path} is no stamp of an engine (field {error} is missing).") from None
+    except ValueError as error:
+        raise EngineError(f"{path} is no stamp of an engine ({error}).") from None
 
 
 def write(folder: Path, stamp: EngineStamp) -> Path:
@@ -106,37 +106,61 @@ def manifest_hash(out: Path) -> str:
     return sha256_of(out / MANIFEST_NAME)
 
 
+def _decoded(raw: bytes) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON: changed or cut short") from None
+
+
 def _parse(data: dict[str, Any]) -> EngineStamp:
+    version = data["format_version"]
+    if version != FORMAT_VERSION:
+        raise ValueError(f"it has format version {version!r:.60}, not {FORMAT_VERSION}")
+    unknown = sorted(data.keys() - EngineStamp.__dataclass_fields__.keys())
+    if unknown:
+        raise ValueError(f"it has a field {unknown[0]!r:.60}, of which this topw_deploy knows nothing")
     if not _NAME.fullmatch(_text(data, "engine")):
         raise ValueError(f"engine is {data['engine']!r}, not the name of an .engine file in the same folder")
     for name in ("sha256", "manifest"):
         if not _SHA256.fullmatch(_text(data, name)):
             raise ValueError(f"{name} is {data[name]!r:.80}, not a SHA-256 in hexadecimal")
-    for name in ("tensorrt", "gpu", "plugin", "plugin_version", "precision", "topw_deploy"):
+    for name in ("tensorrt", "gpu", "plugin_version", "topw_deploy"):
         _text(data, name)
+    for name, known in (("plugin", PLUGINS), ("precision", PRECISIONS)):
+        if _text(data, name) not in known:
+            raise ValueError(f"{name} is {data[name]!r:.60}, not one of {', '.join(known)}")
     for name in ("size", "sm", "cache_length"):
         _whole(name, data[name], 1)
     if data["workspace"] is not None:
         _whole("workspace", data["workspace"], 1)
+    if not isinstance(data["profiles"], list):
+        raise ValueError(f"profiles is {data['profiles']!r:.60}, not a list")
     profiles = tuple(
         Profile(_text(p, "name"), *(_range(name, p[name]) for name in ("batch", "sequence", "edits")))
-        for p in data["profiles"]
+        for p in (_object("a profile", each) for each in data["profiles"])
     )
     if not profiles:
         raise ValueError("it has no profiles")
     return EngineStamp(**{**data, "profiles": profiles})
 
 
-def _range(name: str, data: dict[str, Any]) -> Range:
-    least, usual, most = (_whole(name, data[key], 0) for key in ("least", "usual", "most"))
+def _range(name: str, data: object) -> Range:
+    least, usual, most = (_whole(name, _object(name, data)[key], 0) for key in ("least", "usual", "most"))
     if not least <= usual <= most:
         raise ValueError(f"{name} is {least}, {usual}, {most}, which do not rise")
     return Range(least, usual, most)
 
 
+def _object(what: str, data: object) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} is {data!r:.60}, not an object of JSON")
+    return data
+
+
 def _text(data: dict[str, Any], name: str) -> str:
-    if not isinstance(data[name], str):
-        raise ValueError(f"{name} is {data[name]!r:.60}, not a text")
+    if not isinstance(data[name], str) or not data[name].isprintable():
+        raise ValueError(f"{name} is {data[name]!r:.60}, not a text of one line")
     return str(data[name])
 
 
