@@ -4,6 +4,7 @@ do, outside the ties of docs/graph.md, section 4, for float32; and no bit of an 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tests.plugins.cuda.certified_rows import native_kernel, same_bits
 from tests.plugins.native_cases import columns, scenario_cases
 from tests.plugins.quantised_tables import Form, quantised_table
 
+from topw_deploy.errors import PluginError
 from topw_deploy.plugins.cuda_kernel import CudaShape
 from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable, _table
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, sample_row
@@ -191,3 +193,29 @@ def test_blocks_of_codes_that_are_not_whole_eights_are_refused(kernel: EmulatedK
     assert kernel.refusal(CudaShape(TopWOptions(), 1, 20, table=described)) == ""
     described.blocks.block_size = 20
     assert "type that is not read" in kernel.refusal(CudaShape(TopWOptions(), 1, 20, table=described))
+
+
+class Stuck(EmulatedKernel):
+    """Its first launch finds a barrier whose counter is not zero, and ends there."""
+
+    _first = True
+
+    def _room_for(self, shape: CudaShape) -> int:
+        room = super()._room_for(shape)
+        if self._first:
+            self._aligned()[256:260] = 255  # Control::teams[0][0]
+        self._first = False
+        return room
+
+
+def test_a_step_that_fails_leaves_no_rows_to_the_next(emulated_library: Path) -> None:
+    options = TopWOptions(top_m=60)
+    table, _, cases = open_rows(options, 300, 8, 4)
+    kernel = Stuck(emulated_library)
+    kernel.emulate(seed=1, threads=32, blocks=8)
+    with pytest.raises(PluginError, match="wait for memory that no one writes"):
+        sampled(kernel, cases, options, table)
+    shape = CudaShape(options, len(cases), 300, 0, "float32", _table(table))
+    assert not kernel._control(shape).any()
+    found = sampled(kernel, cases, options, table)
+    assert np.isin(found.reports["stage"], OPEN).any()

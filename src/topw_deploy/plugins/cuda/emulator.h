@@ -125,6 +125,7 @@ inline unsigned threads_of_block(unsigned threads) {
 }
 inline const char *error_text(int code) { return code == 0 ? "no error" : emulator::error(); }
 inline int last_error() { return 0; }
+inline int zero(void *memory, size_t bytes, void *) { return memset(memory, 0, bytes) ? 0 : 1; }
 inline int device_count() { return 1; }
 
 }  // namespace topw

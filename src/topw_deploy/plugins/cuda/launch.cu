@@ -133,7 +133,11 @@ int launch_step(const topw_cuda_shape &shape, const topw_table *table, const top
   int failed = launch_certify(shape, call, stream);
   if (!failed) failed = launch_geometry(shape, call, stream);
   if (!failed && outputs.mass) failed = launch_mass(call, stream);
-  if (failed) last_error();
+  if (failed) {
+    last_error();
+    zero(workspace, static_cast<size_t>(control_bytes(shape)), stream);  // rows that certify leaves to no one
+    last_error();
+  }
   return failed;
 }
 

@@ -131,6 +131,9 @@ int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
 inline unsigned threads_of_block(unsigned threads) { return threads; }
 inline const char *error_text(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
 inline int last_error() { return cudaGetLastError(); }  // and forgets it
+inline int zero(void *memory, size_t bytes, void *stream) {
+  return cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream));
+}
 
 inline int device_count() {
   int count = 0;

@@ -28,8 +28,8 @@ typedef struct {
 TOPW_EXPORT const char *topw_cuda_refusal(const topw_cuda_shape *);
 
 /* What a step of this shape needs, whatever the device; 0 for a shape that is refused. The workspace is aligned to 256
- * bytes. Its first `control` bytes are zero before its first launch, and are zero again after each; the rest may hold
- * anything. Launches that share a workspace must not overlap. */
+ * bytes. Its first `control` bytes are zero before its first launch, and are zero again after each, also after one that
+ * answers an error; the rest may hold anything. Launches that share a workspace must not overlap. */
 TOPW_EXPORT int64_t topw_cuda_workspace_bytes(const topw_cuda_shape *);
 TOPW_EXPORT int64_t topw_cuda_control_bytes(const topw_cuda_shape *);
 
