@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,19 @@ class Cases:
         inputs = feeds([random_case(rng, self._vocab) for _ in range(rows)], edits)
         inputs["edit_ids"] = np.stack([rng.permutation(self._vocab)[:edits] for _ in range(rows)]).astype(np.int64)
         return inputs
+
+
+def test_threads_that_run_one_session_wait_for_each_others_launches(operator_library: Path) -> None:
+    """The emulation holds one launch at a time, as a stream holds one step's launches next to each other."""
+    wanted = Wanted(mass=True)
+    session, rng = open_model(wanted.model(), operator_library), np.random.default_rng(7)
+    given = [Cases(wanted).feed(rng, 6, 2) for _ in range(8)]
+    alone = [run(session, inputs) for inputs in given]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda inputs: run(session, inputs), given))
+    for found, expected in zip(together, alone, strict=True):
+        for name, values in expected.items():
+            assert np.array_equal(found[name], values), name
 
 
 def test_no_rows_give_empty_outputs(operator_library: Path) -> None:

@@ -49,6 +49,7 @@ Status *compute(void *data, ort::KernelContext *context) {
   const char *refusal = topw_cuda_refusal(&shape);
   if (refusal) return refuse(api, ort::kInvalidArgument, "%s", refusal);
   int failed = 0;
+  const DeviceWorkspaces::Turn turn(kernel.workspaces);
   const DeviceWorkspace *workspace = kernel.workspaces.find(shape, stream, &failed);
   if (!failed)
     failed = topw_cuda_launch(&workspace->shape, kernel.node.has_table() ? &call.table : nullptr, &call.inputs,

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <thread>
 
 #include "topw_cuda.h"
 
@@ -45,6 +46,21 @@ struct DeviceWorkspace {
 // twice the largest. None is freed before the operator is, for a captured graph goes on writing to the one it knows.
 class DeviceWorkspaces {
  public:
+  // Held while a workspace is found and a step launched into it. Two threads may run a session on one stream, and the
+  // launches of one's step must not come between those of the other's.
+  class Turn {
+   public:
+    explicit Turn(DeviceWorkspaces &all) : busy_(all.busy_) {
+      while (busy_.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+    }
+    ~Turn() { busy_.clear(std::memory_order_release); }
+    Turn(const Turn &) = delete;
+    Turn &operator=(const Turn &) = delete;
+
+   private:
+    std::atomic_flag &busy_;
+  };
+
   ~DeviceWorkspaces() {
     while (DeviceWorkspace *workspace = all_) {
       all_ = workspace->next;
@@ -54,8 +70,8 @@ class DeviceWorkspaces {
   }
 
   // The workspace for a call of this shape, allocated where none fits. Null, and *failed a cudaError_t, without memory.
+  // By whose turn it is.
   const DeviceWorkspace *find(const topw_cuda_shape &shape, void *stream, int *failed) {
-    lock();
     topw_cuda_shape wanted = shape;
     DeviceWorkspace *found = nullptr;
     for (DeviceWorkspace *workspace = all_; workspace; workspace = workspace->next) {
@@ -66,7 +82,6 @@ class DeviceWorkspaces {
     }
     if (!found && !topw_cuda_refusal(&wanted)) found = make(wanted, stream, failed);
     if (!found) found = make(shape, stream, failed);
-    unlock();
     return found;
   }
 
@@ -89,12 +104,6 @@ class DeviceWorkspaces {
     if (*failed) return free(made), nullptr;
     return all_ = made;
   }
-
-  void lock() {  // held for a walk over a few workspaces, or for an allocation that happens once
-    while (busy_.test_and_set(std::memory_order_acquire)) {
-    }
-  }
-  void unlock() { busy_.clear(std::memory_order_release); }
 
   std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
   DeviceWorkspace *all_ = nullptr;
