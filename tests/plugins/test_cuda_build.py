@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -120,9 +121,39 @@ def test_a_build_that_fails_says_where_and_leaves_the_library_that_was_there(
         cuda_build.build(output, tell=said.append)
     assert said == [f"nvcc 12.6 ({tmp_path / 'usual' / 'bin' / 'nvcc'}), sm_75, sm_80, sm_86, sm_87, sm_89, sm_90"]
     assert output.read_bytes() == b"of an earlier build"
-    monkeypatch.setenv("CXX", "python -m ziglang c++")
-    with pytest.raises(PluginError, match=r"nvcc takes one program as its C\+\+ compiler, and CXX is python -m"):
+    monkeypatch.setenv("CXX", f"{sys.executable} -m ziglang c++")
+    with pytest.raises(PluginError, match=r"nvcc takes one program as its C\+\+ compiler, and CXX is \S+ -m ziglang"):
         cuda_build.build(output)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [("file/lib.so", "Not a directory"), ("", "Is a directory"), ("/proc/lib.so", "No such file or directory")],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
+    install: Install, tmp_path: Path, place: str, reason: str
+) -> None:
+    install(tmp_path / "usual")
+    (tmp_path / "file").write_bytes(b"")
+    said: list[str] = []
+    with pytest.raises(PluginError, match=rf"cannot be written \({reason}\); name another file with --output"):
+        cuda_build.build(tmp_path / place, tell=said.append)
+    assert said == []
+    with pytest.raises(build.NotBuiltError, match="cannot be written"):
+        build.put(Path(__file__), tmp_path / "file" / "lib.so")
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [(" ", "there is no such program"), ("nowhere -O2", "there is no such program"), ('"', "which is no command line")],
+)
+def test_a_compiler_that_is_none_is_named(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, reason: str
+) -> None:
+    install(tmp_path / "usual")
+    monkeypatch.setenv("CXX", named)
+    with pytest.raises(PluginError, match=rf"the CUDA library was not built: CXX is '{named}', .*{reason}"):
+        cuda_build.build(tmp_path / "lib.so")
 
 
 def test_a_library_is_for_gpus_that_have_its_code_or_compile_its_ptx() -> None:

@@ -69,7 +69,7 @@ def test_a_compiler_gives_a_library_that_needs_no_other_than_the_systems(tmp_pat
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
-        ("/nowhere/c++", "cannot be run"),
+        ("/nowhere/c++", "there is no such program"),
         ("false", "failed"),
         ("true", "wrote no library"),
         (f"{sys.executable} -c 'import sys; sys.exit(\"fatal error: no disk\")'", "fatal error: no disk"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("native")
@@ -58,6 +60,20 @@ def _build(output: Path) -> None:
         put(made, output)
 
 
+def check_place(output: Path) -> None:
+    """Raises NotBuiltError where no file can be made at `output`: better said before minutes of compiling than after.
+
+    Folders on the way to it are made later, by `put`."""
+    above = next(folder for folder in (output.parent, *output.parents) if os.path.lexists(folder))
+    try:
+        if output.is_dir():  # so is the empty path
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise NotBuiltError(f"{output} cannot be written ({error.strerror or error})") from None
+
+
 def put(made: Path, output: Path) -> None:
     """In one piece, and as a new file: a process that has the old one loaded keeps it."""
     beside = output.with_name(f".{output.name}.{os.getpid()}")
@@ -66,15 +82,22 @@ def put(made: Path, output: Path) -> None:
         shutil.copyfile(made, beside)
         beside.replace(output)
     except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise NotBuiltError(f"{output} cannot be written ({error})") from None
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise NotBuiltError(f"{output} cannot be written ({error.strerror or error})") from None
 
 
 def find_compiler() -> list[str]:
     """The C++ compiler's command line. Raises NotBuiltError where there is none."""
     named = os.environ.get("CXX")
     if named:
-        return shlex.split(named)
+        try:
+            words = shlex.split(named)
+        except ValueError as error:
+            raise NotBuiltError(f"CXX is {named!r}, which is no command line ({error})") from None
+        if not words or not shutil.which(words[0]):
+            raise NotBuiltError(f"CXX is {named!r}, and there is no such program; name another, or unset it")
+        return words
     for name in _COMPILERS:
         path = shutil.which(name)
         if path:

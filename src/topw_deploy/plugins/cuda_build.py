@@ -80,6 +80,7 @@ def build(
     if sys.platform != "linux":
         raise PluginError(f"the CUDA library is built on Linux, and this is {sys.platform}; models run their function.")
     output = shared_library.PACKAGED_CUDA if output is None else output
+    check_place(output)
     toolkit = find_toolkit()
     chosen = choose_architectures(toolkit, architectures)
     tell(f"nvcc {toolkit.version} ({toolkit.nvcc}), {', '.join(f'sm_{number}' for number in chosen)}")
@@ -93,6 +94,14 @@ def build(
     except native_build.NotBuiltError as reason:
         raise PluginError(f"the CUDA library was not built: {reason}.") from None
     return Built(output, chosen, toolkit.version, time.perf_counter() - started, output.stat().st_size)
+
+
+def check_place(output: Path) -> None:
+    """Raises PluginError where no file can be made at `output`."""
+    try:
+        native_build.check_place(output)
+    except native_build.NotBuiltError as reason:
+        raise PluginError(f"{reason}; name another file with --output.") from None
 
 
 def find_toolkit() -> Toolkit:

@@ -58,9 +58,10 @@ def build(
     if sys.platform != "linux":
         raise PluginError(f"the plugin is built on Linux, and this is {sys.platform}; TensorRT inlines the function.")
     headers, version = find_headers(root)
+    output = PACKAGED if output is None else output
+    cuda_build.check_place(output)
     toolkit = cuda_build.find_toolkit()
     chosen = cuda_build.choose_architectures(toolkit, architectures)
-    output = PACKAGED if output is None else output
     names = ", ".join(f"sm_{number}" for number in chosen)
     tell(f"TensorRT {version} ({headers}), nvcc {toolkit.version} ({toolkit.nvcc}), {names}")
     sources = [SOURCE, native_build.SOURCES / "quantised.cpp"]  # the latter is what the kernels share with the CPU's
@@ -102,7 +103,8 @@ def _version(folder: Path) -> tuple[int, ...]:
     try:
         text = (folder / "NvInferVersion.h").read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise PluginError(f"{folder / 'NvInferVersion.h'} cannot be read ({error}); install TensorRT again.") from None
+        reason = error.strerror or error
+        raise PluginError(f"{folder / 'NvInferVersion.h'} cannot be read ({reason}); install TensorRT again.") from None
     defined: dict[str, str] = dict(re.findall(r"^#define\s+(\w+)\s+(\w+)", text, re.MULTILINE))
     found = []
     for name in ("NV_TENSORRT_MAJOR", "NV_TENSORRT_MINOR"):
