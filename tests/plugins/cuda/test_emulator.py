@@ -107,3 +107,18 @@ def test_blocks_of_no_whole_warps_or_too_many_are_refused(probes: ctypes.CDLL, t
     out = np.zeros(2048, np.int32)
     assert probes.probe_reverse(threads, address(out), 1) == 1
     assert f"a block of {threads} threads" in error(probes)
+
+
+def test_many_threads_leave_the_process_its_mappings(probes: ctypes.CDLL) -> None:
+    """A process may have 65,530 of them, and what needs one more fails in the strangest places."""
+    blocks, before = 128, mappings()
+    probes.probe_settings(1, blocks)
+    arrived, out = np.zeros(2, np.uint32), np.zeros(1, np.int32)
+    assert probes.probe_meet(blocks, 1, address(arrived), address(out), 1) == 0
+    assert out.tolist() == [blocks * 64]
+    assert mappings() - before < blocks * 64 / 32
+
+
+def mappings() -> int:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        return sum(1 for _ in maps)

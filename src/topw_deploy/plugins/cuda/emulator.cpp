@@ -28,6 +28,8 @@ namespace {
 
 constexpr unsigned kMostThreads = 1024;
 constexpr uint64_t kPatience = 20000;  // pauses of each live thread during which nothing else happens
+constexpr size_t kStacksAtOnce = 256;
+constexpr uint64_t kEndOfStack = 0x746f70775f656e64;
 
 struct Block;
 
@@ -166,15 +168,26 @@ void join_warp(const Place &place, unsigned mask, Warp &warp) {
 
 Warp &own_warp() { return self()->block->warps[current->threadIdx.x / 32]; }
 
+// Many stacks to a mapping, of which a process may have some ten thousand: what lies under a stack is another one, so a
+// mark at its end tells whether it was written beyond.
 unsigned char *stack_of(size_t index) {
-  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  while (stacks.size() <= index) {  // a page that cannot be written lies under each
-    void *const memory = mmap(nullptr, kStack + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), size = page + kStacksAtOnce * kStack;
+  while (stacks.size() <= index) {  // a page that cannot be written lies under the lowest
+    void *const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return nullptr;
     mprotect(memory, page, PROT_NONE);
-    stacks.push_back(static_cast<unsigned char *>(memory) + page);
+    for (size_t i = 0; i < kStacksAtOnce; ++i)
+      stacks.push_back(static_cast<unsigned char *>(memory) + page + i * kStack);
   }
-  return stacks[index];
+  unsigned char *const stack = stacks[index];
+  memcpy(stack, &kEndOfStack, sizeof kEndOfStack);
+  return stack;
+}
+
+bool stacks_held() {
+  for (uint64_t i = 0; i < live; ++i)
+    if (memcmp(stacks[i], &kEndOfStack, sizeof kEndOfStack) != 0) return false;
+  return true;
 }
 
 Block &new_block(const Launch &how) {
@@ -215,6 +228,7 @@ bool start_block(const Launch &how, unsigned number) {
 }
 
 void end_blocks() {
+  if (failure.empty() && !stacks_held()) failure = "a thread wrote beyond its stack";
   ready.clear();
   for (auto &block : blocks) spare_blocks.push_back(std::move(block));
   blocks.clear();
