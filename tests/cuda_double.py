@@ -11,6 +11,7 @@ waits gets CUDA's error and spoils the capture.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -51,7 +52,7 @@ class Stream:
 class Gpu:
     """The device of the double, and a log of what was asked of it: `calls` in order, `launches` of graphs.
 
-    free_bytes: what may still be allocated. pageable: copies from or to memory of the host that is not pinned.
+    devices: how many there are; their memory is one. free_bytes: what may still be allocated. pageable: copies from or to memory of the host that is not pinned.
     """
 
     def __init__(self, name: str = "Double GPU", architecture: int = 90) -> None:
@@ -63,6 +64,9 @@ class Gpu:
         self.streams: dict[int, Stream] = {}
         self.graphs: dict[int, list[Work]] = {}
         self.pageable = 0
+        self.devices = 1
+        self.device_of: dict[int, int] = {}  # of what was allocated there, by its address
+        self._spoken_to = threading.local()
         self.module = self._module()
         self._handles = iter(range(1, 1 << 30))
 
@@ -107,7 +111,10 @@ class Gpu:
         return called
 
     def cudaSetDevice(self, device: int) -> tuple[int]:
-        return (_OK if device == 0 else _INVALID,)
+        if device not in range(self.devices):
+            return (_INVALID,)
+        self._spoken_to.device = device
+        return (_OK,)
 
     def cudaGetErrorString(self, error: Any) -> tuple[int, bytes]:
         return _OK, error.name.encode()
@@ -116,7 +123,10 @@ class Gpu:
         return (_OK,)
 
     def cudaMalloc(self, size: int) -> tuple[int, int | None]:
-        return self._allocate(self.device, size)
+        code, pointer = self._allocate(self.device, size)
+        if pointer is not None:
+            self.device_of[pointer] = getattr(self._spoken_to, "device", 0)
+        return code, pointer
 
     def cudaFree(self, pointer: int) -> tuple[int]:
         return self._free(self.device, pointer)

@@ -7,6 +7,7 @@ import gc
 import inspect
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def test_a_launched_step_is_one_launch_and_one_wait(opened: Open, gpu: Gpu) -> N
     calls = calls_of(gpu, lambda: next(stream))  # some steps: not every byte is a character
     steps = calls["cudaGraphLaunch"]
     assert steps >= 1
-    assert calls == {"cudaGraphLaunch": steps, "cudaStreamSynchronize": steps}
+    assert calls == {"cudaSetDevice": steps, "cudaGraphLaunch": steps, "cudaStreamSynchronize": steps}
     assert gpu.pageable == 0
 
 
@@ -66,7 +67,8 @@ def test_a_step_with_edits_copies_them_beside_the_graph(opened: Open, gpu: Gpu) 
         next(stream)
     calls = calls_of(gpu, lambda: next(stream))
     steps = calls["cudaGraphLaunch"]
-    assert calls == {"cudaMemcpyAsync": 3 * steps, "cudaGraphLaunch": steps, "cudaStreamSynchronize": steps}
+    launched = {"cudaSetDevice": steps, "cudaGraphLaunch": steps, "cudaStreamSynchronize": steps}
+    assert calls == {**launched, "cudaMemcpyAsync": 3 * steps}
 
 
 def test_a_row_that_ends_changes_no_shape(opened: Open, gpu: Gpu) -> None:
@@ -206,6 +208,15 @@ def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: Ten
     assert gpu.at(memory.pointer, 1000).tolist() == [i % 251 for i in range(1000)]
     memory.clear(400)
     assert gpu.at(memory.pointer, 1000).tolist() == [0] * 400 + [i % 251 for i in range(400, 1000)]
+
+
+def test_two_devices_in_one_thread_and_one_in_another_keep_their_memory_apart(gpu: Gpu, trt: TensorRT) -> None:
+    gpu.devices = 2
+    first, second = Cuda(0), Cuda(1)
+    made = [DeviceMemory(cuda, 1000) for cuda in (second, first, second)]
+    with ThreadPoolExecutor(1) as other:
+        made.append(other.submit(DeviceMemory, second, 1000).result())
+    assert [gpu.device_of[memory.pointer] for memory in made] == [1, 0, 1, 1]
 
 
 def test_a_device_that_is_not_there_is_refused(gpu: Gpu, trt: TensorRT) -> None:

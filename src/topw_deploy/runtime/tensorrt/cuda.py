@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,14 +28,12 @@ class Cuda:
         except ImportError as error:
             raise EngineError(f"cuda.bindings.runtime cannot be imported ({error}); run: {INSTALL}") from None
         self._device = device
-        self._thread = threading.local()
         self.use()
 
     def use(self) -> None:
-        """Have the calling thread speak to this device: every thread begins with the first one."""
-        if not getattr(self._thread, "set", False):
-            self.call("cudaSetDevice", self._device)
-            self._thread.set = True
+        """Have the calling thread speak to this device: every thread begins with the first one, and whoever else uses
+        CUDA in it may have chosen another since."""
+        self.call("cudaSetDevice", self._device)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What CUDA's function `name` answers beside its error."""
@@ -148,6 +145,7 @@ class DeviceMemory:
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = size
+        cuda.use()
         self._cuda, self._block, self._stream = cuda, cuda.memory(size), cuda.stream()
         self.pointer = self._block.pointer
         self.clear(size)
