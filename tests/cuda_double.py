@@ -52,7 +52,8 @@ class Stream:
 class Gpu:
     """The device of the double, and a log of what was asked of it: `calls` in order, `launches` of graphs.
 
-    devices: how many there are; their memory is one. free_bytes: what may still be allocated. pageable: copies from or to memory of the host that is not pinned.
+    devices: how many there are; their memory is one. free_bytes: what may still be allocated. pageable: copies from or
+    to memory of the host that is not pinned.
     """
 
     def __init__(self, name: str = "Double GPU", architecture: int = 90) -> None:
