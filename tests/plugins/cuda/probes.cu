@@ -37,6 +37,10 @@ __global__ void diverge(int32_t kind) {
   }
 }
 
+__global__ void load(const int32_t *from, float4 *out) {
+  *out = __ldg(reinterpret_cast<const float4 *>(from));
+}
+
 __global__ void exchange(int32_t *out) {
   const int32_t own = static_cast<int32_t>(threadIdx.x);
   int32_t *const results = out + 8 * own;
@@ -150,6 +154,7 @@ TOPW_EXPORT int probe_reverse(unsigned threads, int32_t *out, int with_barrier) 
   return launch(how(1, threads), reverse, out, with_barrier != 0);
 }
 TOPW_EXPORT int probe_diverge(unsigned threads, int32_t kind) { return launch(how(2, threads), diverge, kind); }
+TOPW_EXPORT int probe_load(const int32_t *from, float4 *out) { return launch(how(1, 32), load, from, out); }
 TOPW_EXPORT int probe_exchange(unsigned threads, int32_t *out) { return launch(how(1, threads), exchange, out); }
 TOPW_EXPORT int probe_static_shared(int32_t *out) { return launch(how(1, 32), take_too_much, out); }
 TOPW_EXPORT int probe_dynamic_shared(int32_t *out, int32_t bytes, int32_t allowed) {

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.emulated import built
 
 THREADS = 128
 
@@ -73,6 +78,18 @@ def test_warp_and_block_votes_and_shuffles_answer_as_cuda_defines_them(probes: c
     assert (out[:, 7] == 0).all()
 
 
+def test_a_load_that_is_not_aligned_is_an_error_that_names_the_place(probes: ctypes.CDLL) -> None:
+    memory = np.zeros(32, np.int32)
+    aligned = memory[-memory.ctypes.data // 4 % 4 :]
+    aligned[:8] = range(8)
+    out = aligned[16:]
+    assert probes.probe_load(address(aligned[4:]), address(out)) == 0
+    assert out[:4].tolist() == [4, 5, 6, 7]
+    assert probes.probe_load(address(aligned[5:]), address(out)) == 1
+    assert error(probes).startswith("a load of 16 bytes at probes.cu:")
+    assert error(probes).endswith("is not aligned")
+
+
 def test_more_shared_memory_than_was_asked_for_is_an_error(probes: ctypes.CDLL) -> None:
     out = np.zeros(32, np.int32)
     assert probes.probe_static_shared(address(out)) == 1
@@ -122,3 +139,17 @@ def test_many_threads_leave_the_process_its_mappings(probes: ctypes.CDLL) -> Non
 def mappings() -> int:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return sum(1 for _ in maps)
+
+
+def test_no_kernel_reads_behind_an_array_or_from_an_address_that_is_not_aligned(
+    request: pytest.FixtureRequest, emulated_library: Path
+) -> None:
+    """The compiler's own checks are for what goes by neither __ldg nor __ldcg."""
+    assert request.config.cache is not None
+    checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+    path = built(request.config.cache.mkdir("emulated"), checks)
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+    words = [sys.executable, str(Path(__file__).with_name("guarded.py")), str(path)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

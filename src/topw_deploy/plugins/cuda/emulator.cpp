@@ -300,6 +300,10 @@ unsigned ballot(const Place &place, unsigned mask, bool vote) {
   return votes;
 }
 
+void misaligned(const Place &place, size_t bytes) {
+  fail("a load of " + std::to_string(bytes) + " bytes at " + written(place) + " is not aligned");
+}
+
 void *shared_variable(const void *tag, size_t bytes, size_t alignment) {
   Block &block = *self()->block;
   for (const auto &[known, offset] : block.variables)

@@ -4,7 +4,7 @@
 // those that could run goes on is drawn by a seed, so a missing barrier shows as a result that changes with it; odd
 // seeds let a warp run ahead of the others. What is wrong on a device is an error here, with the place in the source: a
 // barrier that some threads do not reach, or reach elsewhere; a warp function without all lanes; more shared memory
-// than was asked for. After an error the launch is abandoned. One launch at a time in a process.
+// than was asked for; a load by __ldg or __ldcg from an address that its type may not have. After an error the launch is abandoned. One launch at a time in a process.
 //
 // Not emulated: time, caches, and the order in which other blocks see writes. A missing __threadfence does not show.
 #ifndef TOPW_CUDA_EMULATOR_H
@@ -49,6 +49,7 @@ void warp_barrier(const Place &, unsigned mask);
 // Deposits `value`, waits for the warp, and returns what `lane` deposited.
 uint64_t exchange(const Place &, unsigned mask, uint64_t value, int lane);
 unsigned ballot(const Place &, unsigned mask, bool vote);
+[[noreturn]] void misaligned(const Place &, size_t bytes);
 void *shared_variable(const void *tag, size_t bytes, size_t alignment);
 unsigned char *dynamic_shared();
 void yield();
@@ -154,6 +155,8 @@ inline int device_count() { return 1; }
 #define __ballot_sync(mask, vote) ::topw::emulator::ballot(TOPW_PLACE, mask, static_cast<bool>(vote))
 #define __any_sync(mask, vote) static_cast<int>(__ballot_sync(mask, vote) != 0)
 #define __all_sync(mask, vote) static_cast<int>(__ballot_sync(mask, vote) == (mask))
+#define __ldcg(...) ::topw::emulator::loaded(TOPW_PLACE, __VA_ARGS__)
+#define __ldg(...) ::topw::emulator::loaded(TOPW_PLACE, __VA_ARGS__)
 
 namespace topw {
 namespace emulator {
@@ -161,6 +164,12 @@ namespace emulator {
 template <class T>
 T shuffle_up(const Place &place, unsigned mask, T value, int by) {
   return shuffle(place, mask, value, lane() >= by ? lane() - by : lane());
+}
+
+template <class T>
+T loaded(const Place &place, const T *address) {
+  if (reinterpret_cast<uintptr_t>(address) % alignof(T) != 0) misaligned(place, sizeof(T));
+  return *address;
 }
 
 template <class T>
@@ -181,15 +190,6 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-
-template <class T>
-T __ldcg(const T *address) {
-  return *address;
-}
-template <class T>
-T __ldg(const T *address) {
-  return *address;
-}
 
 template <class T>
 T atomicAdd(T *address, T value) {
