@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toy_model import Toy, export
+from toy_model import Toy, export, export_sampler
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,14 @@ def test_the_report_as_json_has_every_node(invoke, refused: Path) -> None:
     report = json.loads(result.stdout)
     assert (report["target"], report["passed"], report["parser"]) == ("onnxruntime", True, None)
     assert {node["verdict"] for node in report["nodes"]} == {"native", "plugin", "inlined"}
+
+
+def test_a_sampler_alone_is_not_sent_to_generate(invoke, tmp_path: Path) -> None:
+    alone = export_sampler(tmp_path / "sampler", Toy.random(1))
+    for target, advice in (("onnxruntime", "topw_deploy.runtime.TopWSampler"), ("tensorrt", "to TensorRT's parser")):
+        result = invoke("check", alone, "--target", target, "--no-ask")
+        assert result.exit_code == 0
+        assert advice in result.stdout.splitlines()[-1]
 
 
 def test_a_folder_that_is_no_export_is_one_sentence(invoke, tmp_path: Path) -> None:

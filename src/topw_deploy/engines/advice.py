@@ -26,6 +26,8 @@ def next_step(
 ) -> str:
     """passed, needs_plugin: as the report says. nodes: its verdicts."""
     if target == "onnxruntime":
+        if passed and manifest.decoder is None:
+            return "open the folder with topw_deploy.runtime.TopWSampler, or give model.onnx to onnxruntime"
         return f"topw generate {_quoted(out)} PROMPT" if passed else "export the model again for onnxruntime"
     refused = {node.operator for node in nodes if node.verdict == "unsupported"}
     if not passed and refused:
