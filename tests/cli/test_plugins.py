@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from topw_deploy.cli import doctor
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import cuda_build, driver, report
+from topw_deploy.plugins.tensorrt import build as tensorrt_build
 
 from .conftest import Invoke
 
@@ -72,6 +74,7 @@ FOUND = report.Report(
     report.CpuLibrary("/lib/libtopw.so", "avx2", ""),
     report.CudaLibrary("/lib/libtopw_cuda.so", (75, 90), ""),
     driver.Driver("13.0", (driver.Device("NVIDIA H200", 90),), ""),
+    report.TensorRTLibrary("/lib/libtopw_tensorrt.so", ""),
 )
 
 
@@ -80,12 +83,23 @@ def test_what_is_there_is_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch)
     assert invoke("plugins", "show").stdout.splitlines() == [
         "CPU library   /lib/libtopw.so, avx2",
         "CUDA library  /lib/libtopw_cuda.so, sm_75 sm_90",
+        "TRT library   /lib/libtopw_tensorrt.so",
         "GPU 0         NVIDIA H200, sm_90",
         "driver        runs CUDA 13.0",
     ]
     found = json.loads(invoke("plugins", "show", "--json").stdout)
     assert found["cuda"]["architectures"] == [75, 90]
     assert found["driver"]["devices"] == [{"name": "NVIDIA H200", "architecture": 90}]
+
+
+def test_tensorrts_library_is_shown_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TOPW_TENSORRT_LIBRARY", raising=False)
+    monkeypatch.setattr(tensorrt_build, "PACKAGED", tmp_path / "libtopw_tensorrt.so")
+    assert "topw plugins build --tensorrt-root DIR" in report.tensorrt_library().why_none
+    (tmp_path / "libtopw_tensorrt.so").touch()
+    assert report.tensorrt_library().path == str(tmp_path / "libtopw_tensorrt.so")
+    monkeypatch.setenv("TOPW_TENSORRT_LIBRARY", "/nowhere")
+    assert report.tensorrt_library().why_none == "TOPW_TENSORRT_LIBRARY names /nowhere, which is no file"
 
 
 def test_doctor_tells_of_the_cuda_library_and_of_the_driver(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,5 +109,6 @@ def test_doctor_tells_of_the_cuda_library_and_of_the_driver(invoke: Invoke, monk
         "NVIDIA driver: runs CUDA 13.0, NVIDIA H200, sm_90",
     }
     missing = report.CudaLibrary(None, (), "it was not built here")
-    monkeypatch.setattr(report, "look", lambda: report.Report(FOUND.cpu, missing, driver.Driver(None, (), "none")))
+    without = dataclasses.replace(FOUND, cuda=missing, driver=driver.Driver(None, (), "none"))
+    monkeypatch.setattr(report, "look", lambda: without)
     assert doctor._cuda_lines(doctor._cuda()) == ["CUDA sampler: none (it was not built here)", "NVIDIA driver: none"]

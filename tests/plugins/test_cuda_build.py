@@ -233,6 +233,7 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
     assert found.cuda.why_unused == "it has no code for sm_87 (run: topw plugins build --cuda --arch 87)"
     assert report.lines(found)[1:] == [
         f"CUDA library  {tmp_path / 'other.so'}, sm_80 sm_90, unused: {found.cuda.why_unused}",
+        f"TRT library   none: {found.tensorrt.why_none}",
         "GPU 0         Orin, sm_87",
         "driver        runs CUDA 12.6",
     ]

@@ -5,18 +5,14 @@ Both kinds of plugin keep the same fields in an engine, so either may run what t
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import EngineError, PluginError
 from topw_deploy.plugins import tensorrt as plugins
-from topw_deploy.plugins.tensorrt.build import PACKAGED
+from topw_deploy.plugins.tensorrt.build import VARIABLE, installed
 from topw_deploy.plugins.tensorrt.module import VERSION
-
-VARIABLE = "TOPW_TENSORRT_LIBRARY"
-"""Names another library of the plugin than the one in the package; none is ever taken from a model's folder."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ def choose(asked: str, trt: Any) -> Chosen:
     except PluginError as error:
         if asked == "python":
             raise EngineError(f"the plugin cannot be had: {error}") from None
-        path = _installed()
+        path = installed()
         if path is None:
             return Chosen("none", "", str(error).rstrip("."))
         _load(path, trt)
@@ -70,18 +66,10 @@ def prepare(kind: str, version: str, trt: Any) -> None:
     try:
         plugins.register()
     except PluginError as error:
-        path = _installed()
+        path = installed()
         if path is None:
             raise EngineError(f"it needs the sampler's plugin, which cannot be had: {str(error).rstrip('.')}") from None
         _load(path, trt)
-
-
-def _installed() -> Path | None:
-    """The plugin's library: the one that the variable names, else the one that was built into the package."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given)
-    return PACKAGED if PACKAGED.is_file() else None
 
 
 def _load(path: Path, trt: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from topw_deploy.plugins import driver, shared_library
+from topw_deploy.plugins.tensorrt import build as tensorrt_build
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,26 @@ class CudaLibrary:
 
 
 @dataclass(frozen=True)
+class TensorRTLibrary:
+    """The plugin for hosts in C++. path: None where there is no such file; why_none then says why, as a clause. It is
+    not loaded: only TensorRT can."""
+
+    path: str | None
+    why_none: str
+
+
+@dataclass(frozen=True)
 class Report:
     cpu: CpuLibrary
     cuda: CudaLibrary
     driver: driver.Driver
+    tensorrt: TensorRTLibrary
 
 
 def look() -> Report:
     """Load what there is, and ask the driver."""
     found = driver.look()
-    return Report(cpu_library(), cuda_library(found), found)
+    return Report(cpu_library(), cuda_library(found), found, tensorrt_library())
 
 
 def cpu_library() -> CpuLibrary:
@@ -65,12 +76,24 @@ def cuda_library(found: driver.Driver) -> CudaLibrary:
     return CudaLibrary(str(path), library.architectures, why)
 
 
+def tensorrt_library() -> TensorRTLibrary:
+    path = tensorrt_build.installed()
+    if path is None:
+        return TensorRTLibrary(
+            None, "it was not built here (`topw plugins build --tensorrt-root DIR` makes it, for C++)"
+        )
+    if not path.is_file():
+        return TensorRTLibrary(None, f"{tensorrt_build.VARIABLE} names {path}, which is no file")
+    return TensorRTLibrary(str(path), "")
+
+
 def lines(report: Report) -> list[str]:
     """The report as text."""
     cpu, cuda = report.cpu, report.cuda
     return [
         f"CPU library   {cpu.path}, {cpu.instruction_set}" if cpu.path else f"CPU library   none: {cpu.why_none}",
         cuda_line("CUDA library  ", cuda),
+        f"TRT library   {report.tensorrt.path or f'none: {report.tensorrt.why_none}'}",
         *driver_lines(report.driver),
     ]
 

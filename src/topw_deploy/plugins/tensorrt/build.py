@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from topw_deploy.plugins.tensorrt.module import OLDEST
 SOURCE = Path(__file__).with_name("topw_plugin.cpp")
 PACKAGED = Path(__file__).parents[1] / "libtopw_tensorrt.so"
 """Where the library is written unless it is said otherwise."""
+VARIABLE = "TOPW_TENSORRT_LIBRARY"
+"""Names another library of the plugin than the one in the package; none is ever taken from a model's folder."""
 
 HEADERS = ("include", "include/x86_64-linux-gnu", "include/aarch64-linux-gnu", ".")
 """Where NvInferRuntime.h lies below a TensorRT's folder: of its archive, of Debian's packages (--tensorrt-root /usr),
@@ -75,6 +78,15 @@ def build(
     except native_build.NotBuiltError as reason:
         raise PluginError(f"the plugin was not built: {reason}.") from None
     return BuiltPlugin(output, version, chosen, time.perf_counter() - started, output.stat().st_size)
+
+
+def installed() -> Path | None:
+    """The plugin's library: the file that VARIABLE names, there or not, else the one that was built into the package;
+    None where there is neither."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    return PACKAGED if PACKAGED.is_file() else None
 
 
 def find_headers(root: Path) -> tuple[Path, str]:
