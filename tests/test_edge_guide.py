@@ -40,6 +40,12 @@ def test_every_block_is_one_that_is_run() -> None:
     assert len(commands(", needs nvcc")) == 2
 
 
+def test_trtexec_is_told_to_ask_the_library_for_its_plugin() -> None:
+    """--staticPlugins would only open the library, which registers nothing by itself: it has getCreators."""
+    assert "--dynamicPlugins=libtopw_tensorrt.so" in PAGE
+    assert "--staticPlugins" not in PAGE
+
+
 def test_the_commands_for_a_cpu_work(tmp_path: Path) -> None:
     for command in commands(""):
         run(command, tmp_path)
