@@ -73,7 +73,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("there is no CUDA GPU here, or this torch was built without CUDA; nothing was checked.")
+        reason = (
+            "there is no CUDA GPU here" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+        )
+        raise SystemExit(f"{reason}, so nothing was checked; run it on a machine with a GPU, with a torch for CUDA.")
     print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; {machine()}\n")
     failed = False
     with tempfile.TemporaryDirectory(prefix="topw-gpu-") as scratch:

@@ -518,9 +518,12 @@ struct Session {
         fail(status, path + " does not load");
     }
     if (on_device) {
-      const auto cuda_options =
-          make<OrtCUDAProviderOptionsV2>(ort->ReleaseCUDAProviderOptions, ort->CreateCUDAProviderOptions);
-      check(ort->SessionOptionsAppendExecutionProvider_CUDA_V2(options.get(), cuda_options.get()));
+      const std::string without = ort_name + " does not start CUDA; give one that does with --onnxruntime, or --provider cpu";
+      OrtCUDAProviderOptionsV2 *raw = nullptr;
+      if (OrtStatus *status = ort->CreateCUDAProviderOptions(&raw)) fail(status, without);
+      const Owned<OrtCUDAProviderOptionsV2> cuda_options(raw, ort->ReleaseCUDAProviderOptions);
+      if (OrtStatus *status = ort->SessionOptionsAppendExecutionProvider_CUDA_V2(options.get(), cuda_options.get()))
+        fail(status, without);
       device = make<OrtMemoryInfo>(ort->ReleaseMemoryInfo, ort->CreateMemoryInfo, "Cuda", OrtDeviceAllocator, 0,
                                    OrtMemTypeDefault);
     }
