@@ -176,3 +176,19 @@ def test_a_pool_smaller_than_the_candidates_settles_the_row_by_itself(kernel: Em
         options = replace(UNIFORM, top_m=top_m)
         cases = random_rows(cpu, top_m, 600, 120, options)
         assert differences_from(sampled(cpu, cases, options), sampled(kernel, cases, options)) == []
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
+def test_rows_of_which_most_groups_are_masked_are_answered_as_by_the_cpu(
+    kernel: EmulatedKernel, cpu: Kernel, spread: float
+) -> None:
+    """Where fewer groups have a finite logit than the look at the best tokens asks for, its bound lies behind -inf."""
+    groups, options = 66, TopWOptions(metric="uniform", top_m=200)
+    logits = (np.random.default_rng(4).standard_normal((groups + 1, groups * 64)) * spread).astype(np.float32)
+    for row, finite in enumerate(range(groups, 0, -1)):
+        logits[row, finite * 64 :] = -np.inf
+    logits[groups, 1:] = -np.inf
+    given = {"temperature": 1.0, "lam": 0.5, "beta": 2.0, "geom_scale": 1.0, "uniform": 0.37}
+    columns_ = {name: np.full(groups + 1, value, np.float32) for name, value in given.items()}
+    wanted = cpu.sample(logits, columns_, options, mass=True, keep_mask=True)
+    assert differences_from(wanted, kernel.sample(logits, columns_, options, mass=True, keep_mask=True)) == []

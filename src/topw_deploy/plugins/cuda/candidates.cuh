@@ -62,7 +62,7 @@ class Candidates {
       from = value_of_key(block_select(
           logits_.groups(), [&](int32_t g) { return descending_key(maxima_[g]); }, call_.best_groups,
           call_.best_groups + call_.best_groups / 16, scratch_));
-      if (from == -static_cast<float>(INFINITY)) return false;
+      if (!(from > -static_cast<float>(INFINITY))) return false;  // NaN, too: a bound of bits may lie behind -inf
     }
   }
 
