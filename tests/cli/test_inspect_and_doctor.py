@@ -3,6 +3,8 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +102,18 @@ def test_doctor_fails_where_models_cannot_run(invoke: Invoke, monkeypatch: pytes
     assert "run: pip install 'topw-deploy[cpu]'" in result.stdout
     assert "a model would run on: nothing" in result.stdout
     assert doctor.diagnose().problems
+
+
+def test_doctor_says_whether_engines_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("tensorrt")
+    module.__version__ = "10.15.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    assert "TensorRT: 10.15.1" in doctor._lines(doctor.diagnose())
+    for name in ("tensorrt", "tensorrt_bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (line,) = (line for line in doctor._lines(doctor.diagnose()) if line.startswith("TensorRT: "))
+    assert line.startswith("TensorRT: none: TensorRT's Python module cannot be imported (tensorrt: ")
+    assert line.endswith("pip install 'topw-deploy[tensorrt]'")
 
 
 def test_doctor_sees_two_wheels_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

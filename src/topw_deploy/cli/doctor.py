@@ -29,6 +29,9 @@ EXPORT = (
 WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-silicon")
 """Distributions that all install the same module `onnxruntime`, so that only one of them may be there."""
 
+ENGINES = ("tensorrt", "cuda-python")
+"""What runs engines: shown where it is installed."""
+
 # An ONNX model of one Identity node (IR version 8, opset 17): what a provider must be able to open.
 _PROBE = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCggIARIECgIIAUIECgAQEQ=="
 
@@ -59,7 +62,8 @@ class Cuda:
 class Diagnosis:
     """versions: installed ones by distribution. providers: short name -> "starts" or why it does not, best first.
     would_use: what provider="auto" gives, None without onnxruntime. native: the native sampler's library. cuda: the one
-    with the kernels for NVIDIA GPUs, and what the driver says.
+    with the kernels for NVIDIA GPUs, and what the driver says. tensorrt: the version of its Python module, or why there
+    is none.
     problems: (what is wrong, the command to run)."""
 
     topw_deploy: str
@@ -70,6 +74,7 @@ class Diagnosis:
     would_use: str | None
     native: Native
     cuda: Cuda
+    tensorrt: str
     problems: list[tuple[str, str]]
     hints: list[tuple[str, str]]
 
@@ -88,7 +93,7 @@ def command(as_json: bool) -> int:
 
 def diagnose() -> Diagnosis:
     """Look at this installation. Opens a one-node model on every provider, so "starts" is what was seen."""
-    names = (*RUNTIME, *EXPORT, *WHEELS[1:])
+    names = (*RUNTIME, *EXPORT, *WHEELS[1:], *ENGINES)
     versions = {name: _version(name) for name in names}
     providers, would_use, problems = _providers()
     wheels = [name for name in WHEELS if versions[name]]
@@ -113,6 +118,7 @@ def diagnose() -> Diagnosis:
         would_use=would_use,
         native=_native(),
         cuda=_cuda(),
+        tensorrt=_tensorrt(),
         problems=problems,
         hints=hints,
     )
@@ -169,6 +175,16 @@ def _cuda() -> Cuda:
     return Cuda(found.cuda.path, found.cuda.architectures, found.cuda.why_unused, found.driver.cuda, gpus)
 
 
+def _tensorrt() -> str:
+    from topw_deploy.errors import PluginError
+    from topw_deploy.plugins.tensorrt import tensorrt_module
+
+    try:
+        return str(tensorrt_module().__version__)
+    except PluginError as error:
+        return f"none: {error}"
+
+
 def _state(ort: Any, name: str, options: Any = None) -> str:
     options = options or ort.SessionOptions()
     options.log_severity_level = 4
@@ -192,7 +208,7 @@ def _lines(found: Diagnosis) -> list[str]:
     lines += ["", "providers"]
     lines += [f"  {name.ljust(16)} {state}" for name, state in found.providers.items()] or ["  none"]
     lines += ["", f"a model would run on: {found.would_use or 'nothing'}", _native_line(found.native)]
-    lines += _cuda_lines(found.cuda)
+    lines += [*_cuda_lines(found.cuda), f"TensorRT: {found.tensorrt}"]
     for title, pairs in (("problem", found.problems), ("hint", found.hints)):
         lines += [f"{title}: {what}; run: {cure}" for what, cure in pairs]
     return lines

@@ -77,7 +77,7 @@ def exported(out: Path) -> tuple[Manifest, DecoderInfo, int]:
     if decoder.target != "tensorrt" or decoder.kv_form != "static" or not decoder.ragged_chunks:
         raise EngineError(
             f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "
-            "and --max-length."
+            "--kv static --max-length N."
         )
     length = {spec.shape[2] for spec in manifest.inputs if spec.name.startswith("past_key_values.")}
     numbers = [size for size in length if isinstance(size, int)]
