@@ -225,7 +225,8 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
     assert report.look().cuda.why_unused == f"TOPW_CUDA_LIBRARY names {tmp_path / 'nowhere.so'}, which is no file"
     (tmp_path / "other.so").write_bytes(b"\x7fELF and nothing more")
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "other.so"))
-    assert report.look().cuda.why_unused.startswith("it does not load (")
+    named = f"the library that TOPW_CUDA_LIBRARY='{tmp_path / 'other.so'}' names does not load ("
+    assert report.look().cuda.why_unused.startswith(named)
     pretended = library.CudaLibrary.__new__(library.CudaLibrary)
     pretended.path, pretended.architectures = tmp_path / "other.so", (80, 90)
     monkeypatch.setattr(library, "load_cuda", lambda path: pretended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from topw_deploy.plugins import driver, shared_library
 from topw_deploy.plugins.tensorrt import build as tensorrt_build
@@ -57,7 +58,13 @@ def cpu_library() -> CpuLibrary:
     try:
         return CpuLibrary(str(path), shared_library.load(path).instruction_set, "")
     except OSError as error:
-        return CpuLibrary(None, None, f"it does not load ({error})")
+        return CpuLibrary(None, None, _unloadable(path, "cpu", error))
+
+
+def _unloadable(path: Path, kind: shared_library.Kind, error: OSError) -> str:
+    """As a clause, with the variable that named the library where one did."""
+    named = shared_library.variable_naming(path, kind)
+    return f"{f'the library that {named} names' if named else 'it'} does not load ({error})"
 
 
 def cuda_library(found: driver.Driver) -> CudaLibrary:
@@ -67,7 +74,7 @@ def cuda_library(found: driver.Driver) -> CudaLibrary:
     try:
         library = shared_library.load_cuda(path)
     except OSError as error:
-        return CudaLibrary(None, (), f"it does not load ({error})")
+        return CudaLibrary(None, (), _unloadable(path, "cuda", error))
     unserved = [device for device in found.devices if not library.serves(device.architecture)]
     why = found.why_none
     if unserved and len(unserved) == len(found.devices):
