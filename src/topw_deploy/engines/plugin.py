@@ -80,4 +80,6 @@ def _load(path: Path, trt: Any) -> None:
         )
     trt.get_plugin_registry().load_library(str(path.absolute()))
     if not plugins.registered():
-        raise EngineError(f"{path} has no plugin for the sampler's node; build it with `topw plugins build`.")
+        raise EngineError(
+            f"{path} has no plugin for the sampler's node; `topw plugins build --tensorrt-root` makes one."
+        )

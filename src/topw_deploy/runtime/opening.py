@@ -37,7 +37,9 @@ def open_session(folder: ModelFolder, *, provider: str, allow_fallback: bool, **
     elif allow_fallback:
         warnings.warn(f"there is no engine to run: {reason}.", RuntimeWarning, stacklevel=3)
     else:
-        hint = "" if "topw build-engine" in reason else f"; build one with `topw build-engine {folder.path}`"
+        # Without a GPU there is nothing to build, and advice that is there already is not given twice.
+        known = "topw build-engine" in reason or "can be built" in reason
+        hint = "" if known else f"; build one with `topw build-engine {folder.path}`"
         raise ProviderError(
             f"there is no engine to run and this onnxruntime has no TensorRT: {reason}{hint}, or use another provider."
         )

@@ -18,6 +18,7 @@ from tensorrt_double import Engine, TensorRT
 from topw_deploy.engines.build import build_engine
 from topw_deploy.engines.request import EngineRequest
 from topw_deploy.errors import ParameterError, PluginError, ProviderError
+from topw_deploy.plugins import driver
 from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.runtime import TopWModel, providers
 from topw_deploy.runtime.session import GraphSession
@@ -62,6 +63,12 @@ def test_without_an_engine_the_command_to_build_one_is_named(out: Path, trt: Ten
     with pytest.raises(ProviderError, match=message) as caught:
         load(out)
     assert str(caught.value).count("topw build-engine") == 1
+
+
+def test_without_a_gpu_nobody_is_sent_to_build(out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    with pytest.raises(ProviderError, match=r"there is no NVIDIA driver; see `topw plugins show`, or use another pro"):
+        load(out)
 
 
 def test_without_tensorrt_the_command_to_install_it_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
