@@ -84,8 +84,8 @@ class EmulatedKernel(CudaKernel):
     def emulate(self, seed: int = 1, threads: int = 0, blocks: int = 4) -> None:
         """seed: of the order in which threads run. threads: of a block, 0 for as many as on a device. blocks: the
         device's multiprocessors, each of which holds one cooperative block."""
-        self.library.topw_emulate.argtypes = _EMULATE
-        self.library.topw_emulate(seed, threads, blocks)
+        self.handle.topw_emulate.argtypes = _EMULATE
+        self.handle.topw_emulate(seed, threads, blocks)
 
     def sample(
         self,

@@ -30,7 +30,7 @@ from topw_deploy.plugins import cuda_build
 PARTS = ("check", "capture", "speed", "models")
 
 
-def library(given: Path | None, scratch: Path) -> Path:
+def kernels(given: Path | None, scratch: Path) -> Path:
     """The library to check: the one named, or one built for this GPU. Raises PluginError."""
     if given is not None:
         return given
@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--library", type=Path, help="default: built here, for this GPU")
+    parser.add_argument("--library", type=Path, dest="kernels", help="default: built here, for this GPU")
     parser.add_argument("--folder", type=Path, help="an exported model for onnxruntime; default: the demo")
     parser.add_argument("--tensorrt-folder", type=Path, help="one with an engine for this GPU; default: the demo")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
@@ -81,7 +81,7 @@ def main() -> int:
     failed = False
     with tempfile.TemporaryDirectory(prefix="topw-gpu-") as scratch:
         try:
-            kernel = DeviceKernel(library(given.library, Path(scratch)), torch.device("cuda"))
+            kernel = DeviceKernel(kernels(given.kernels, Path(scratch)), torch.device("cuda"))
         except PluginError as error:
             raise SystemExit(str(error)) from None
         if "check" in given.only:

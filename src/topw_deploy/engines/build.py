@@ -6,18 +6,17 @@ Parsed and built with NVIDIA's parser and builder on a machine without a GPU; wh
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from topw_deploy.engines import library, network, plugin
+from topw_deploy.engines.atomic import replacing
 from topw_deploy.engines.find import Machine, this_machine
 from topw_deploy.engines.profiles import Profile
 from topw_deploy.engines.progress import Phases, monitor
@@ -97,7 +96,8 @@ def _write(job: _Job, bar: Bar) -> tuple[Path, EngineStamp]:
     folder = request.out / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"{_slug(machine)}{ENGINE_SUFFIX}"
-    with _atomic(path) as (stream, digest):
+    digest = hashlib.sha256()
+    with replacing(path) as stream:
         serialize(job.trt, request, job.manifest, job.profiles, _Sink(stream, digest), bar)
         size = stream.tell()
         path.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)  # from here on the old engine is gone
@@ -150,7 +150,7 @@ def serialize(
             "bounds or a larger --workspace."
         )
     if request.timing_cache is not None:
-        with _atomic(request.timing_cache) as (stream, _):
+        with replacing(request.timing_cache) as stream:
             stream.write(memoryview(config.get_timing_cache().serialize()))
 
 
@@ -200,22 +200,6 @@ class _Sink:
     def __call__(self, data: bytes | memoryview) -> None:
         self._stream.write(data)
         self._digest.update(data)
-
-
-@contextmanager
-def _atomic(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
-    """A temporary file, with a digest for what is written into it, which takes the place of `path` at the end."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem[:40]}-")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream, hashlib.sha256()
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _slug(machine: Machine) -> str:

@@ -7,13 +7,12 @@ fits. The stamp is written last: an engine without one was never finished.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from topw_deploy.engines.atomic import replacing
 from topw_deploy.engines.profiles import Profile, Range
 from topw_deploy.errors import EngineError
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
@@ -87,17 +86,8 @@ def read(path: Path) -> EngineStamp:
 def write(folder: Path, stamp: EngineStamp) -> Path:
     """Put the stamp beside its engine by an atomic replace; `folder` is the one that holds both."""
     path = (folder / stamp.engine).with_suffix(STAMP_SUFFIX)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".stamp-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(stamp.to_json())
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as stream:
+        stream.write(stamp.to_json().encode("utf-8"))
     return path
 
 

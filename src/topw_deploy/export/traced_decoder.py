@@ -59,20 +59,7 @@ def traced_decoder(
     if dtype == "float16" and stages is not None:  # a dry run reads no weights
         progress("Checking activations for float16 overflow")
         notices.append(_overflow_notice(model, source.folder, stages))
-    if dtype == "bfloat16":
-        notices.append(
-            "bfloat16 graphs cannot run on a CPU: use --dtype fp32 there; its decoder was not run to verify it"
-        )
-    if switching_rope(model.config) is not None:
-        notices.append(
-            f"this model changes its rotary frequencies beyond {context_length(model.config)} tokens, which a graph "
-            "cannot; the export's context ends there"
-        )
-    if has_experts(model):
-        notices.append(
-            "this mixture of experts copies each token's experts to multiply with them, so a prompt takes memory in "
-            "proportion to its length times the experts' size: expect that only short prompts fit"
-        )
+    notices += _limits_of(model, dtype)
     traced = _traced(model, opset, progress, stages)
     context = context_length(model.config)
     # Codes of a checkpoint stay its own only where a whole product is packed alike, which two joined ones may not be.
@@ -101,6 +88,26 @@ def traced_decoder(
         target=target,
     )
     return Decoder(traced.model, info, foreign=False)
+
+
+def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
+    """What a graph of this model will not do, or not cheaply, in sentences."""
+    found = []
+    if dtype == "bfloat16":
+        found.append(
+            "bfloat16 graphs cannot run on a CPU: use --dtype fp32 there; its decoder was not run to verify it"
+        )
+    if switching_rope(model.config) is not None:
+        found.append(
+            f"this model changes its rotary frequencies beyond {context_length(model.config)} tokens, which a graph "
+            "cannot; the export's context ends there"
+        )
+    if has_experts(model):
+        found.append(
+            "this mixture of experts copies each token's experts to multiply with them, so a prompt takes memory in "
+            "proportion to its length times the experts' size: expect that only short prompts fit"
+        )
+    return found
 
 
 def _traced(model: PreTrainedModel, opset: int, progress: Progress, stages: Stages | None) -> TracedDecoder:

@@ -62,9 +62,9 @@ class CudaKernel:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            self.library = ctypes.CDLL(str(path))
+            self.handle = ctypes.CDLL(str(path))
             self._declare()
-            version = self.library.topw_cuda_abi_version()
+            version = self.handle.topw_cuda_abi_version()
         except (OSError, AttributeError) as error:
             raise PluginError(f"{path} is no library with the CUDA kernels ({error}); build it again.") from None
         if version != CUDA_ABI_VERSION:
@@ -74,7 +74,7 @@ class CudaKernel:
             )
 
     def _declare(self) -> None:
-        library, shape = self.library, POINTER(_Shape)
+        library, shape = self.handle, POINTER(_Shape)
         library.topw_cuda_refusal.argtypes, library.topw_cuda_refusal.restype = (shape,), c_char_p
         library.topw_cuda_workspace_bytes.argtypes, library.topw_cuda_workspace_bytes.restype = (shape,), c_int64
         library.topw_cuda_control_bytes.argtypes, library.topw_cuda_control_bytes.restype = (shape,), c_int64
@@ -86,20 +86,20 @@ class CudaKernel:
     @property
     def device_count(self) -> int:
         """GPUs that the driver shows; 0 without a driver."""
-        return int(self.library.topw_cuda_device_count())
+        return int(self.handle.topw_cuda_device_count())
 
     def refusal(self, shape: CudaShape) -> str:
         """Why the kernels do not serve calls of this shape, as a clause; empty if they do."""
-        reason = self.library.topw_cuda_refusal(byref(shape.structure()))
+        reason = self.handle.topw_cuda_refusal(byref(shape.structure()))
         return reason.decode("utf-8") if reason else ""
 
     def workspace_bytes(self, shape: CudaShape) -> int:
         """Scratch memory that a call of at most this shape needs, aligned to 256 bytes; 0 for one that is refused."""
-        return int(self.library.topw_cuda_workspace_bytes(byref(shape.structure())))
+        return int(self.handle.topw_cuda_workspace_bytes(byref(shape.structure())))
 
     def control_bytes(self, shape: CudaShape) -> int:
         """The first bytes of that memory, which are zero before its first launch and zero again after each."""
-        return int(self.library.topw_cuda_control_bytes(byref(shape.structure())))
+        return int(self.handle.topw_cuda_control_bytes(byref(shape.structure())))
 
     def launch(
         self,
@@ -111,10 +111,10 @@ class CudaKernel:
         stream: int = 0,
     ) -> None:
         """Enqueues a step on the stream. All addresses are the device's. Raises PluginError where CUDA refuses."""
-        code = self.library.topw_cuda_launch(
+        code = self.handle.topw_cuda_launch(
             byref(shape.structure()), None if table is None else byref(table), byref(inputs), byref(outputs),
             workspace, stream,
         )  # fmt: skip
         if code:
-            reason = self.library.topw_cuda_error(code).decode("utf-8", "replace")
+            reason = self.handle.topw_cuda_error(code).decode("utf-8", "replace")
             raise PluginError(f"the CUDA kernels were not launched: {reason} (error {code}).")

@@ -39,7 +39,7 @@ def zero(address: int, size: int, stream: int) -> None:
 @pytest.fixture
 def kernels(emulated_library: Path) -> Kernels:
     made = Kernels(emulated_library, zero)
-    emulate = made._kernel.library.topw_emulate
+    emulate = made._kernel.handle.topw_emulate
     emulate.argtypes = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
     emulate(1, 64, 3)
     return made
