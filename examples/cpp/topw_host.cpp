@@ -665,14 +665,15 @@ class Cache {
 class StaticCache : public Cache {
  public:
   StaticCache(const Session &session, const Folder &folder, Binding &binding, std::int64_t tokens)
-      : session_(session), binding_(binding) {
+      : session_(session), binding_(binding), told_reach_(folder.inputs.count("total_sequence_length") > 0) {
     const std::int64_t rounded = std::min((tokens + 63) / 64 * 64, std::max(folder.context, tokens));
     for (const CachePart &part : folder.cache) {
       const std::int64_t fixed = folder.fixed_size(part.past, 2);
       if (fixed >= 0 && fixed < tokens)
         throw Failure("prompt and answer may have " + std::to_string(tokens) + " tokens, this export's cache holds " +
                       std::to_string(fixed) + "; lower --max-new-tokens.");
-      bind(part, folder.cache_type, fixed >= 0 ? fixed : std::max(rounded, folder.buffer_least));
+      room_ = fixed >= 0 ? fixed : std::max(rounded, folder.buffer_least);
+      bind(part, folder.cache_type);
     }
   }
 
@@ -681,6 +682,7 @@ class StaticCache : public Cache {
     binding_.host_input("input_ids", ids.data(), {1, length_});
     binding_.changing_input("write_indices", &written_, {1});
     binding_.host_input("row_lengths", &length_, {1});
+    bind_reach(length_);
   }
   void feed_token(std::int64_t id) override {
     const bool bound = written_ > 0;
@@ -690,16 +692,22 @@ class StaticCache : public Cache {
     if (bound) return;
     binding_.changing_input("input_ids", &id_, {1, 1});
     binding_.host_input("row_lengths", &length_, {1});
+    bind_reach(room_);
   }
 
  private:
-  void bind(const CachePart &part, ElementType type, std::int64_t room) {
-    const Shape shape{1, part.heads, room, part.head_size};
+  // How far a run may reach, which GroupQueryAttention reads on the host, wherever it computes.
+  void bind_reach(std::int64_t tokens) {
+    reach_ = std::int32_t(tokens);
+    if (told_reach_) binding_.host_input("total_sequence_length", &reach_, {1});
+  }
+  void bind(const CachePart &part, ElementType type) {
+    const Shape shape{1, part.heads, room_, part.head_size};
     const Value value = make<OrtValue>(ort->ReleaseValue, ort->CreateTensorAsOrtValue, session_.allocator.get(),
                                        shape.data(), shape.size(), type);
     void *data = nullptr;
     check(ort->GetTensorMutableData(value.get(), &data));
-    clear(data, part.heads * room * part.head_size * cache_element_bytes(type));
+    clear(data, part.heads * room_ * part.head_size * cache_element_bytes(type));
     binding_.input(part.past, value.get());  // which keeps the tensor
     binding_.output(part.present, value.get());
   }
@@ -718,6 +726,9 @@ class StaticCache : public Cache {
 
   const Session &session_;
   Binding &binding_;
+  const bool told_reach_;
+  std::int32_t reach_ = 0;
+  std::int64_t room_ = 0;  // slots of the buffers
   std::int64_t id_ = 0, written_ = 0, length_ = 0;  // the token fed, those in the buffer, and those that a run adds
 };
 

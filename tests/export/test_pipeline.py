@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -125,6 +126,14 @@ def test_a_half_precision_export_reports_its_activations_and_verifies(
     assert manifest.decoder.kv_dtype == "float16"
     assert manifest.verification.status == "passed"
     assert report.notices == ("no activation left float16's range on the sample text",)
+
+
+@pytest.mark.parametrize("settings", [{}, {"target": "tensorrt", "max_length": 64}])
+def test_half_precision_with_norms_in_float32_verifies(
+    tmp_path: Path, checkpoint: Callable[[str], Path], settings: dict[str, Any]
+) -> None:
+    export(checkpoint("gemma3"), tmp_path / "out", dtype="fp16", verify=True, **settings)
+    assert load_manifest(tmp_path / "out").verification.status == "passed"
 
 
 def test_activations_beyond_half_precision_are_named(tmp_path: Path) -> None:

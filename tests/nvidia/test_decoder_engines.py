@@ -23,6 +23,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "phi3": ("phi3", {}),
     "gemma": (GemmaConfig(**_COMMON, head_dim=8), {}),
+    "gemma-half": (GemmaConfig(**_COMMON, head_dim=16), {"dtype": "fp16"}),
     "demo": ("demo", {"max_length": 256}),
 }
 

@@ -43,6 +43,10 @@ class Binding:
         """Bind a host array as `bind_array` does; every run sees what it holds then."""
         self.bind_array(name, array)
 
+    def bind_on_host(self, name: str, array: np.ndarray) -> None:
+        """Bind a host array as an input that stays on the host."""
+        self.bind_array(name, array)
+
     def refresh(self, name: str) -> None:
         """Nothing is to be done: runs read the array itself."""
 

@@ -116,6 +116,7 @@ class DeviceBinding(Binding):
         self._lanes, self._lane, self._owns = lanes, lane or lanes.borrow(), lane is None
         self._results: dict[str, np.ndarray] = {}
         self._memory: dict[str, tuple[object, ...]] = {}
+        self._on_host: dict[str, np.ndarray] = {}
         self._changes: set[str] = set()
         self._placed: dict[str, Area] = {}  # the areas that the bound addresses are in; empty: nothing is bound yet
         self._stale = True  # whether the device has not seen the other inputs as they are
@@ -134,6 +135,11 @@ class DeviceBinding(Binding):
         self.bind_array(name, array)
         self._changes.add(name)
         self._placed = {}
+
+    def bind_on_host(self, name: str, array: np.ndarray) -> None:
+        self._on_host[name] = array
+        self._io.bind_input(name, array)
+        self._graph = None
 
     def refresh(self, name: str) -> None:
         self._stale = True
@@ -200,7 +206,9 @@ class DeviceBinding(Binding):
             arrays = {**self._arrays, **self._results}
             pointers = tuple(area.pointer for area in self._placed.values())
             shapes = tuple((name, name in self._changes, arrays[name].shape) for name in sorted(arrays))
-            self._graph = (self._lanes.captured((pointers, shapes, tuple(sorted(self._memory.items())))),)
+            # What is read on the host is captured with what it holds.
+            constants = tuple((name, array.tobytes()) for name, array in sorted(self._on_host.items()))
+            self._graph = (self._lanes.captured((pointers, shapes, constants, tuple(sorted(self._memory.items())))),)
         return self._graph[0]
 
 

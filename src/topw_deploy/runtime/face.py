@@ -39,6 +39,9 @@ class Binding(Protocol):
     def bind_changing(self, name: str, array: np.ndarray) -> None:
         """Bind a host array as an input; every run sees what it holds then."""
 
+    def bind_on_host(self, name: str, array: np.ndarray) -> None:
+        """Bind a host array as an input that the graph reads on the host, wherever it computes."""
+
     def refresh(self, name: str) -> None:
         """Make the graph see what was written into the bound array of `name` since it was bound."""
 

@@ -23,8 +23,8 @@ SAMPLER_OUTPUTS = ("next_token", "logprob", "kept", "certified")
 
 _OFF = ("0", "false")  # how onnxruntime's provider options say no
 _HINT_FOR_GRAPHS = (
-    "leave enable_cuda_graph out, or export with --target tensorrt, whose decoder leaves nothing to the CPU, and build "
-    "the native sampler with `topw plugins build --cuda`"
+    "leave enable_cuda_graph out, or export again with --dtype fp16, which leaves nothing to the CPU, and build the "
+    "native sampler with `topw plugins build --cuda`"
 )
 _MOST_THREADS = 1024  # onnxruntime would start as many as it is told and never come back
 

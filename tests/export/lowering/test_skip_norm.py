@@ -58,3 +58,10 @@ def test_a_sum_that_two_norms_read_stays_as_it_is() -> None:
 
 def test_a_sum_that_broadcasts_stays_as_it_is() -> None:
     assert fuse_skip_norms(model(other=[HIDDEN])) == 0
+
+
+def test_a_norm_whose_weights_have_another_type_stays_as_it_is() -> None:
+    mixed = model()
+    for value in (*mixed.graph.inputs, mixed.graph.outputs[0]):
+        value.type = ir.TensorType(ir.DataType.FLOAT16)
+    assert fuse_skip_norms(mixed) == 0

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
+from topw_deploy.export.lowering.norm_types import cast_rows_of_norms
 from topw_deploy.export.lowering.packed_gate_up import pack_gates
+from topw_deploy.export.lowering.rotary import fuse_rotary
 from topw_deploy.export.trace import TracedDecoder
 
 
@@ -44,11 +46,19 @@ def lower(
     """
     # The trace computes equal angles once per use; one value each lets the lowerings see that they are equal.
     CommonSubexpressionEliminationPass()(decoder.model)
+    fuse_rotary(decoder.model)
     if kv == "concat":
         concat.lower(decoder, tensorrt=target == "tensorrt")
-        return Lowered()
-    if target == "tensorrt":
-        return _scattered(decoder, context_length, max_length, join_gates)
+        lowered = Lowered()
+    elif target == "tensorrt":
+        lowered = _scattered(decoder, context_length, max_length, join_gates)
+    else:
+        lowered = _grouped(decoder, context_length, join_gates)
+    cast_rows_of_norms(decoder.model)
+    return lowered
+
+
+def _grouped(decoder: TracedDecoder, context_length: int, join_gates: bool) -> Lowered:
     reason = group_query.refusal(decoder)
     if reason is not None:
         concat.lower(decoder)

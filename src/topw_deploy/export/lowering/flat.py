@@ -69,7 +69,7 @@ def _rows(editor: GraphEditor, value: ir.Value) -> ir.Value:
         source = node.inputs[0]
         if node.op_type == "Transpose" and source is not None and _swaps_heads(node):
             return source
-        if node.op_type == "RMSNormalization" and source is not None and node.attributes["axis"].as_int() in (-1, 3):
+        if source is not None and _row_by_row(node):
             inner = _rows(editor, source)
             attributes = {name: attribute.value for name, attribute in node.attributes.items()}
             return editor.op(
@@ -78,6 +78,12 @@ def _rows(editor: GraphEditor, value: ir.Value) -> ir.Value:
     assert value.shape is not None
     batch, heads, sequence, dim = value.shape
     return editor.op("Transpose", [value], perm=[0, 2, 1, 3], dtype=value.dtype, shape=[batch, sequence, heads, dim])
+
+
+def _row_by_row(node: ir.Node) -> bool:
+    """Whether the node does to every row of a head's numbers the same, wherever the row is."""
+    norm = node.op_type == "RMSNormalization" and node.attributes["axis"].as_int() in (-1, 3)
+    return norm or node.op_type == "Cast"
 
 
 def _swaps_heads(transpose: ir.Node) -> bool:

@@ -1,9 +1,10 @@
 """The lowering for onnxruntime: com.microsoft.GroupQueryAttention over one buffer bound as past and as present.
 
 The operator takes [batch, sequence, heads * head_dim], so no transpose is left, reads only the slots in use, and may
-turn queries and keys itself. Two of its habits shape what is fed to it (onnxruntime 1.24 to 1.31):
+turn queries and keys itself. Three of its habits shape what is fed to it (onnxruntime 1.24 to 1.31):
 - it takes a call as the start of all rows when total_sequence_length equals the columns of the call; else a batch of
   several rows may bring one new token each only, which the manifest says by `ragged_chunks: false`;
+- it reads total_sequence_length on the host, so that is an input and not computed, which would copy it from a GPU;
 - seqlens_k is one less than a row's tokens *after* the call. Padded columns are counted as if they were real, since it
   finds the past by subtracting the columns.
 """
@@ -51,11 +52,13 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
     editor = GraphEditor(model.graph, PREFIX)
     inputs = StaticInputs(editor)
     op, constant = editor.op, editor.constant
-    last_slots = op("Cast", [op("Sub", [inputs.total, constant(np.array([1]))])], to=ir.DataType.INT32)
-    longest = op("Cast", [op("ReduceMax", [inputs.total], keepdims=0)], to=ir.DataType.INT32)
+    column = op("Range", [constant(np.int64(0)), op("Squeeze", [inputs.sequence]), constant(np.int64(1))])
+    last_column = op("Gather", [column, constant(np.array(-1))])
+    last_slots = op("Cast", [op("Add", [inputs.write_indices, last_column])], to=ir.DataType.INT32)
+    lengths = [last_slots, inputs.host_length()]
     tables = RotaryTables(editor, decoder, context_length)
     for layer in layers:
-        _lower_layer(editor, layer, [last_slots, longest], tables)
+        _lower_layer(editor, layer, lengths, tables)
     model.opset_imports[DOMAIN] = 1
     finish(model, editor, inputs)
     fuse_skip_norms(model)

@@ -52,28 +52,36 @@ def _heads_together(editor: GraphEditor, layer: AttentionLayer) -> AttentionLaye
     """The layer with its heads made by one product, transposed at once, and turned at once: a third of the operators.
 
     Left as it is where queries, keys and values are not products of one value (see packed_qkv.py) or are turned
-    differently.
+    differently, and where different numbers of heads are not turned at all (see `_some_heads`).
     """
     query, key, value = (flattened(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
     if not _turned_alike(query, key) or value.rotary is not None or layer.head_dim != layer.value_dim:
+        return layer
+    if query.rotary is None and layer.heads != layer.kv_heads:
         return layer
     parts = packed(editor, (query.unturned, key.unturned, value.unturned))
     if parts is None:
         return layer
     op, constant, turned = editor.op, editor.constant, layer.heads + layer.kv_heads
-    shape = constant(np.array([0, 0, turned + layer.kv_heads, layer.head_dim]))
+    every = turned + layer.kv_heads
+    shape = constant(np.array([0, 0, every, layer.head_dim]))
     heads = op("Transpose", [op("Reshape", [parts[0], shape])], perm=[0, 2, 1, 3])  # [batch, all heads, sequence, dim]
-    sizes = constant(np.array([turned, layer.kv_heads]))
-    both, new_value = editor.outputs("Split", [heads, sizes], 2, axis=1)
-    if query.rotary is not None:
+    around = heads
+    if query.rotary is not None:  # the values are turned with them, which nobody reads
         attributes = {name: attribute.value for name, attribute in query.rotary.attributes.items()}
-        attributes["num_heads"] = turned
-        both = op("RotaryEmbedding", [both, *query.rotary.inputs[1:]], **attributes)
-    sizes = constant(np.array([layer.heads, layer.kv_heads]))
-    new_query, new_key = editor.outputs("Split", [both, sizes], 2, axis=1)
+        attributes["num_heads"] = every
+        around = op("RotaryEmbedding", [heads, *query.rotary.inputs[1:]], **attributes)
+    new_query, new_key = _some_heads(editor, around, 0, layer.heads), _some_heads(editor, around, layer.heads, turned)
+    new_value = _some_heads(editor, heads, turned, every)
     for old, new in ((layer.query, new_query), (layer.new_key, new_key), (layer.new_value, new_value)):
         new.type, new.shape = old.type, old.shape
     return replace(layer, query=new_query, new_key=new_key, new_value=new_value)
+
+
+def _some_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) -> ir.Value:
+    """Not by Split: onnxruntime's for CUDA copies sizes that are not equal to the device in every run, from memory that
+    is gone when a captured step is run again. It also makes one of slices that are the whole of a value."""
+    return editor.op("Slice", [heads, *(editor.constant(np.array([number])) for number in (start, stop, 1))])
 
 
 def _turned_alike(query: Flattened, key: Flattened) -> bool:

@@ -26,7 +26,7 @@ def fuse_skip_norms(model: ir.Model) -> int:
 def _fuse(editor: GraphEditor, add: ir.Node) -> bool:
     total = add.outputs[0]
     norms = [node for node, place in total.uses() if place == 0 and node.op_type in _FUSED and not node.domain]
-    if len(norms) != 1 or not _equal_rows(add) or not _over_rows(norms[0]):
+    if len(norms) != 1 or not _equal_rows(add) or not _over_rows(norms[0]) or not _of_one_type(add, norms[0]):
         return False
     norm = norms[0]
     epsilon = norm.attributes["epsilon"].as_float() if "epsilon" in norm.attributes else 1e-5
@@ -54,6 +54,13 @@ def _over_rows(norm: ir.Node) -> bool:
     axis = norm.attributes["axis"].as_int() if "axis" in norm.attributes else -1
     weights = norm.inputs[1:]
     return axis in (-1, 2) and all(is_constant(value) and _is_vector(value) for value in weights)
+
+
+def _of_one_type(add: ir.Node, norm: ir.Node) -> bool:
+    """Whether weights and result have the type of the rows, as the fused operator wants: Gemma normalises half
+    precision with weights in float32."""
+    values = (*add.inputs, *norm.inputs[1:], norm.outputs[0])
+    return len({value.dtype for value in values if value is not None}) == 1
 
 
 def _is_vector(value: ir.Value | None) -> bool:

@@ -36,6 +36,12 @@ class StaticInputs:
         self.total = editor.op("Add", [self.write_indices, self.sequence])
         self._positions: ir.Value | None = None
 
+    def host_length(self) -> ir.Value:
+        """Adds total_sequence_length, int32 [1], behind them: the one length that an operator wants on the host."""
+        value = ir.Value(name="total_sequence_length", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
+        self._editor.graph.inputs.insert(3, value)
+        return value
+
     def positions(self) -> ir.Value:
         """int64 [batch, sequence]. Padded columns repeat the position of the row's last token, so that a table of
         positions is never read beyond its end."""

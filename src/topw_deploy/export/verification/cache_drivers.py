@@ -128,7 +128,9 @@ class _Static(_InPlace):
         return logits
 
     def _rows(self, rows: slice, ids: Array, lengths: Array) -> Array:
-        return self._run(rows, {"input_ids": ids, "write_indices": self._used[rows], "row_lengths": lengths})
+        feeds = {"input_ids": ids, "write_indices": self._used[rows], "row_lengths": lengths}
+        reach = np.array([self._used[rows].max() + ids.shape[1]], np.int32)
+        return self._run(rows, {**feeds, "total_sequence_length": reach})
 
 
 class _Shared(_InPlace):

@@ -68,6 +68,10 @@ class EngineBinding:
         self._arrays[name] = array
         self._changing.add(name)
 
+    def bind_on_host(self, name: str, array: np.ndarray) -> None:
+        """No engine reads an input on the host: those operators are onnxruntime's."""
+        self.bind_array(name, array)
+
     def refresh(self, name: str) -> None:
         self._stale.add(name)
 
