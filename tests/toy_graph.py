@@ -2,7 +2,8 @@
 
     concat    Concat
     scatter   static: TensorScatter, which adds ragged pieces of a batch; what is masked is multiplied by zero
-    grouped   static: GroupQueryAttention, which behind a past adds one token per row, or several of a single row
+    grouped   static: GroupQueryAttention, which behind a past adds one token per row, or several of a single row; told
+              on the host how far a run may reach
     shared    GroupQueryAttention driven by attention_mask, as in onnxruntime-genai's graphs
 
 GroupQueryAttention only keeps the cache: its heads are widened with zeros, and what it attends to goes nowhere.
@@ -28,10 +29,10 @@ HEAD_DIMS = {"concat": (4, 3), "scatter": (4, 3), "grouped": (8, 16), "shared": 
 _make = helper.make_node
 _MASK_INPUTS = [("input_ids", ["batch", "sequence"]), ("attention_mask", ["batch", "total"])]
 _LENGTH_INPUTS = [("input_ids", ["batch", "sequence"]), ("write_indices", ["batch"]), ("row_lengths", ["batch"])]
-_INPUTS: dict[str, list[tuple[str, list[str]]]] = {
+_INPUTS: dict[str, list[tuple[str, list[str | int]]]] = {
     "concat": [*_MASK_INPUTS, ("position_ids", ["batch", "sequence"])],
     "scatter": _LENGTH_INPUTS,
-    "grouped": _LENGTH_INPUTS,
+    "grouped": [*_LENGTH_INPUTS, ("total_sequence_length", [1])],
     "shared": _MASK_INPUTS,
 }
 
@@ -62,7 +63,7 @@ def decoder_graph(
         "widen_1": np.array([widths[1] - 3], np.int64),
         "no_pads": np.zeros(7, np.int64),
     }
-    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name, shape in _INPUTS[form]]
+    inputs = [helper.make_tensor_value_info(name, _type_of(name), shape) for name, shape in _INPUTS[form]]
     outputs, nodes = [], [*_features(), *_PLACES[form]()]
     slots = max_length or "max_length"
     lengths = ("past", "total") if form == "concat" else (slots, slots)
@@ -74,6 +75,10 @@ def decoder_graph(
         nodes += _keep(form, layer, pasts, presents)
     nodes += _logits(form)
     return nodes, inputs, outputs, [numpy_helper.from_array(np.asarray(value), name) for name, value in tables.items()]
+
+
+def _type_of(name: str) -> int:
+    return TensorProto.INT32 if name == "total_sequence_length" else TensorProto.INT64
 
 
 _SIDES = ("past_key_values", "present")
@@ -153,10 +158,6 @@ def _static_places() -> list[onnx.NodeProto]:
         _make("Sub", ["row_lengths", "one"], ["last_of_run"]),
         _make("Unsqueeze", ["last_of_run", "head_axis"], ["last_index"]),
         _make("GatherND", ["input_ids", "last_index"], ["last_id"], batch_dims=1),
-        _make("ReduceMax", ["write_indices"], ["furthest"], keepdims=0),
-        _make("Shape", ["input_ids"], ["new_length"], start=1, end=2),
-        _make("Squeeze", ["new_length"], ["new_tokens"]),
-        _make("Add", ["furthest", "new_tokens"], ["total_length"]),
         *_filled_places(),
     ]
 
@@ -167,6 +168,7 @@ def _shared_places() -> list[onnx.NodeProto]:
         *_last_column("input_ids", "last_id"),
         _make("Shape", ["attention_mask"], ["mask_width"], start=1, end=2),
         _make("Squeeze", ["mask_width"], ["total_length"]),
+        _make("Cast", ["total_length"], ["total_sequence_length"], to=TensorProto.INT32),
         *_filled_places(),
     ]
 
@@ -176,7 +178,6 @@ def _filled_places() -> list[onnx.NodeProto]:
     return [
         _make("Sub", ["filled", "one"], ["last_place"]),
         _make("Cast", ["last_place"], ["seqlens_k"], to=TensorProto.INT32),
-        _make("Cast", ["total_length"], ["total_sequence_length"], to=TensorProto.INT32),
         _make("Shape", ["past_key_values.0.key"], ["buffer_shape"], start=2, end=3),
         _make("Squeeze", ["buffer_shape"], ["buffer_length"]),
         _make("Range", ["zero", "buffer_length", "one"], ["columns"]),

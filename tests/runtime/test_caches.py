@@ -76,6 +76,23 @@ def test_rows_of_different_lengths_are_what_they_are_alone(opened: Open, form: s
         assert [together[row]] == tokens(model, prompt, **{name: values[row] for name, values in columns.items()})
 
 
+@pytest.mark.parametrize(("chunk", "pieces"), [(None, [16]), (6, [6, 12, 16])])
+def test_a_prompts_pieces_say_how_far_they_reach_and_steps_how_long_the_buffer_is(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, chunk: int | None, pieces: list[int]
+) -> None:
+    told: list[int] = []
+
+    def bind_on_host(self: Binding, name: str, array: np.ndarray) -> None:
+        assert name == "total_sequence_length"
+        assert (array.dtype, array.shape) == (np.int32, (1,))
+        told.append(int(array[0]))
+        self.bind_array(name, array)
+
+    monkeypatch.setattr(Binding, "bind_on_host", bind_on_host)
+    tokens(opened("grouped", prefill_chunk=chunk, max_length=48), "sixteen letters!")
+    assert told == [*pieces, 48]  # which is bound once for all steps
+
+
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("chunk", [None, 4, 20])
 def test_rows_of_equal_lengths_are_what_they_are_alone_in_a_foreign_graph(

@@ -122,5 +122,5 @@ def test_a_graph_that_onnxruntime_cannot_capture_is_an_error_with_a_way_out(
         return real(folder, chain, options)
 
     monkeypatch.setattr(session, "_new_session", refuse)
-    with pytest.raises(ProviderError, match=r"cannot use the graph capture feature .*export with --target tensorrt"):
+    with pytest.raises(ProviderError, match=r"cannot use the graph capture feature .*export again with --dtype fp16"):
         TopWModel.from_pretrained(folder, provider="cuda", provider_options={"enable_cuda_graph": "1"})
