@@ -68,7 +68,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--library", type=Path, dest="kernels", help="default: built here, for this GPU")
-    parser.add_argument("--folder", type=Path, help="an exported model for onnxruntime; default: the demo")
+    parser.add_argument(
+        "--folder", type=Path, nargs="+", help="exported models for onnxruntime; default: the demo in two forms"
+    )
     parser.add_argument("--tensorrt-folder", type=Path, help="one with an engine for this GPU; default: the demo")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     given = parser.parse_args()
@@ -96,9 +98,9 @@ def main() -> int:
         if "speed" in given.only:
             speeds(kernel, given.rounds)
         if "models" in given.only:
-            folder = given.folder or runtimes.exported(Path(scratch))
+            folders = given.folder or runtimes.exported(Path(scratch))
             engine = given.tensorrt_folder or runtimes.with_engine(Path(scratch))
-            print(runtimes.run(folder, engine, min(given.rounds, 20)) + "\n")
+            print(runtimes.run(folders, engine, min(given.rounds, 20)) + "\n")
     return 1 if failed else 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,13 @@ def topw(*words: str | Path) -> None:
         raise SystemExit(f"topw {words[0]} failed; give folders that are exported, or leave models out with --only.")
 
 
-def exported(scratch: Path) -> Path:
-    """The bundled model, exported for onnxruntime."""
-    topw("export", "demo", scratch / "demo", "--quiet")
-    return scratch / "demo"
+def exported(scratch: Path) -> list[Path]:
+    """The bundled model as onnxruntime runs it on a GPU: in float32 of standard operators, whose logits differ least
+    from the CPU's, and in float16 with its own attention, which it has for CUDA in half precision only."""
+    forms = {"float32": ("--target", "tensorrt"), "float16": ("--dtype", "fp16")}
+    for name, options in forms.items():
+        topw("export", "demo", scratch / name, *options, "--quiet")
+    return [scratch / name for name in forms]
 
 
 def with_engine(scratch: Path) -> Path | None:
@@ -47,20 +52,32 @@ def with_engine(scratch: Path) -> Path | None:
     return folder
 
 
-def ways(folder: Path, tensorrt_folder: Path | None) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Name -> folder and options of `from_pretrained`; the CPU first."""
-    found: dict[str, tuple[Path, dict[str, Any]]] = {
-        "cpu": (folder, {"provider": "cpu"}),
-        "cuda": (folder, {"provider": "cuda"}),
-        "cuda, the file's function": (folder, {"provider": "cuda", "sampler": "graph"}),
-        "cuda, captured": (
-            folder,
-            {"provider": "cuda", "provider_options": {"enable_cuda_graph": "1"}, "max_length": 512, "max_batch": 4},
-        ),
-    }
+@dataclass(frozen=True)
+class Way:
+    """A folder opened in one way. beside: the way whose tokens it should give, the CPU's over the same folder."""
+
+    folder: Path
+    options: dict[str, Any]
+    beside: str
+
+
+def ways(folders: Sequence[Path], tensorrt_folder: Path | None) -> dict[str, Way]:
+    """By name; the CPU first of each folder."""
+    found: dict[str, Way] = {}
+    for folder in folders:
+        cpu = f"{folder.name}, cpu"
+        on_gpu: dict[str, dict[str, Any]] = {
+            "cuda": {},
+            "cuda, the file's function": {"sampler": "graph"},
+            "cuda, captured": {"provider_options": {"enable_cuda_graph": "1"}, "max_length": 512, "max_batch": 4},
+        }
+        found[cpu] = Way(folder, {"provider": "cpu"}, cpu)
+        for name, options in on_gpu.items():
+            found[f"{folder.name}, {name}"] = Way(folder, {"provider": "cuda", **options}, cpu)
     if tensorrt_folder is not None:
-        found["cpu, tensorrt folder"] = (tensorrt_folder, {"provider": "cpu"})
-        found["tensorrt"] = (tensorrt_folder, {"provider": "tensorrt"})
+        cpu = f"{tensorrt_folder.name}, cpu"
+        found[cpu] = Way(tensorrt_folder, {"provider": "cpu"}, cpu)
+        found[f"{tensorrt_folder.name}, tensorrt"] = Way(tensorrt_folder, {"provider": "tensorrt"}, cpu)
     return found
 
 
@@ -74,18 +91,18 @@ def tokens(model: TopWModel) -> list[list[int]]:
     return drawn
 
 
-def run(folder: Path, tensorrt_folder: Path | None, rounds: int) -> str:
+def run(folders: Sequence[Path], tensorrt_folder: Path | None, rounds: int) -> str:
     """A markdown table; a way that does not start is told with its reason."""
     opened: dict[str, TopWModel] = {}
     refused: dict[str, str] = {}
-    for name, (path, options) in ways(folder, tensorrt_folder).items():
+    every = ways(folders, tensorrt_folder)
+    for name, way in every.items():
         try:
-            opened[name] = TopWModel.from_pretrained(path, **options)
+            opened[name] = TopWModel.from_pretrained(way.folder, **way.options)
         except TopWError as error:
             refused[name] = str(error)
             say(f"{name}: {error}")
     drawn = {name: tokens(model) for name, model in opened.items()}
-    wanted = drawn["cpu"]
 
     def per_token(model: TopWModel) -> float:
         result = model.generate(PROMPTS[0], seed=1, max_new_tokens=256, ignore_eos=True)
@@ -94,6 +111,7 @@ def run(folder: Path, tensorrt_folder: Path | None, rounds: int) -> str:
     times = interleave({name: (lambda m=model: per_token(m)) for name, model in opened.items()}, rounds, warmup=2)
     rows: list[tuple[object, ...]] = []
     for name, model in opened.items():
+        wanted = drawn[every[name].beside]
         equal = sum(a == b for a, b in zip(drawn[name], wanted, strict=True))
         rows.append((name, model.sampler, f"{equal} of {len(wanted)}", Spread.of(times[name]).format(digits=3)))
     rows += [(name, reason, "", "") for name, reason in refused.items()]
