@@ -51,10 +51,7 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
     inputs = StaticInputs(editor)
-    op, constant = editor.op, editor.constant
-    column = op("Range", [constant(np.int64(0)), op("Squeeze", [inputs.sequence]), constant(np.int64(1))])
-    last_column = op("Gather", [column, constant(np.array(-1))])
-    last_slots = op("Cast", [op("Add", [inputs.write_indices, last_column])], to=ir.DataType.INT32)
+    last_slots = _last_slots(editor, inputs, in_half=layers[0].query.dtype != ir.DataType.FLOAT)
     lengths = [last_slots, inputs.host_length()]
     tables = RotaryTables(editor, decoder, context_length)
     for layer in layers:
@@ -62,6 +59,21 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
     model.opset_imports[DOMAIN] = 1
     finish(model, editor, inputs)
     fuse_skip_norms(model)
+
+
+def _last_slots(editor: GraphEditor, inputs: StaticInputs, *, in_half: bool) -> ir.Value:
+    """int32 [batch], where each row's last token is after this call if every column is real.
+
+    in_half: whether the operator has kernels for CUDA. There the number of columns, a shape and so on the host, cannot
+    be added to what is on the device without a copy, but it can say how long a range is.
+    """
+    op, constant = editor.op, editor.constant
+    if in_half:
+        columns = op("Range", [constant(np.int64(0)), op("Squeeze", [inputs.sequence]), constant(np.int64(1))])
+        last = op("Add", [inputs.write_indices, op("Gather", [columns, constant(np.array(-1))])])
+    else:
+        last = op("Sub", [inputs.total, constant(np.array([1]))])
+    return op("Cast", [last], to=ir.DataType.INT32)
 
 
 def _lower_layer(editor: GraphEditor, layer: AttentionLayer, lengths: list[ir.Value], tables: RotaryTables) -> None:
