@@ -54,6 +54,9 @@ def operators(found: dict[str, Any]) -> set[str]:
         ("gemma3", {}),
         ("phi3", {}),
         ("gpt2", {}),
+        ("llama_tied", {"dtype": "int4", "compute_dtype": "fp16"}),
+        ("llama_untied", {"dtype": "int4", "compute_dtype": "fp16", "symmetric": False}),
+        ("llama_tied", {"dtype": "int8", "compute_dtype": "fp16"}),
         ("gpt2", {"target": "tensorrt", "max_length": 64}),
     ],
 )
@@ -93,7 +96,9 @@ def test_attention_that_the_provider_lacks_in_float32_is_named_and_not_run_on_th
 ) -> None:
     error = generate(folder("llama_untied"))["error"]
     assert error.startswith("cuda leaves 2 nodes to the CPU: 2 GroupQueryAttention (topw.attention.GroupQueryAttention")
-    assert "export with --dtype fp16, or, for int4 and int8, with --kv concat; pass allow_fallback=True" in error
+    assert (
+        "export with --dtype fp16, or, for int4 and int8, with --compute-dtype fp16; pass allow_fallback=True" in error
+    )
     accepted = generate(folder("llama_untied"), allow_fallback=True)
     assert ["GroupQueryAttention", True] in accepted["cpu_nodes"]
 

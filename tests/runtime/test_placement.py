@@ -84,7 +84,8 @@ def test_an_operator_that_cuda_has_for_other_types_only_comes_with_what_to_do() 
     assert str(raised.value) == (
         "cuda leaves 4 nodes to the CPU: 4 GroupQueryAttention (node.GroupQueryAttention, node.GroupQueryAttention, "
         "node.GroupQueryAttention, ...); onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16"
-        ", or, for int4 and int8, with --kv concat; pass allow_fallback=True to accept that, or use provider='cpu'."
+        ", or, for int4 and int8, with --compute-dtype fp16; pass allow_fallback=True to accept that, or use "
+        "provider='cpu'."
     )
 
 

@@ -90,6 +90,12 @@ def quantisation_options(command: Command) -> Command:
     }
     options = (
         click.option(
+            "--compute-dtype",
+            type=click.Choice(("fp32", "fp16")),
+            default=None,
+            help="int4, int8: type of everything but the weights, the cache included; fp16 for GPUs.  [default: fp32]",
+        ),
+        click.option(
             "--block-size",
             "--int4-block-size",
             "block_size",

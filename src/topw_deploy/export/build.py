@@ -15,12 +15,17 @@ from topw_deploy.export.packed.checkpoint import PackedCheckpoint
 from topw_deploy.export.progress import Bar, Progress
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.packed_rows import PackedRows
-from topw_deploy.export.request import DEFAULT_OPSET, DTYPES, ExportRequest
+from topw_deploy.export.request import DEFAULT_OPSET, ExportRequest
 from topw_deploy.export.source import Source
 from topw_deploy.export.stages import Stages
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.weights import tidy
 from topw_deploy.manifest import TARGETS
+
+# What is asked of a trace, and cannot be of a decoder that exists.
+_OF_A_TRACE = (
+    "dtype", "compute_dtype", "opset", "kv", "target", "max_length", "num_hidden_layers", "max_shard_size"
+)  # fmt: skip
 
 
 @dataclass
@@ -57,7 +62,7 @@ def _decoder(
     if source.onnx is not None:
         from topw_deploy.export.decoder_onnx import load_decoder
 
-        for name in ("dtype", "opset", "kv", "target", "max_length", "num_hidden_layers", "max_shard_size"):
+        for name in _OF_A_TRACE:
             if getattr(request, name) is not None:
                 raise ParameterError(
                     f"{name} is {getattr(request, name)!r}, but {source.onnx.name} is an ONNX decoder that exists "
@@ -67,9 +72,15 @@ def _decoder(
         return load_decoder(source.onnx, request.tokenizer or source.folder, notices)
     from topw_deploy.export.traced_decoder import traced_decoder
 
+    packed = PackedCheckpoint.of(source.folder) if request.quantisation is not None else None
+    if packed is not None and request.torch_dtype != "float32":
+        raise ParameterError(
+            f"compute_dtype is {request.compute_dtype!r}, but {source.id} holds {packed.kind.method.upper()} codes, "
+            "which are kept for products in fp32 only; leave --compute-dtype out."
+        )
     decoder = traced_decoder(
         source,
-        dtype=DTYPES[request.dtype or "fp32"],
+        dtype=request.torch_dtype,
         opset=request.opset or DEFAULT_OPSET,
         num_hidden_layers=request.num_hidden_layers,
         trust_remote_code=request.trust_remote_code,
@@ -83,7 +94,6 @@ def _decoder(
     )
     if request.quantisation is not None:
         progress(f"Replacing products and embedding by {request.quantisation.dtype}")
-        packed = PackedCheckpoint.of(source.folder)
         rows = PackedRows(packed) if packed is not None else None
         notices += quantise(decoder.model, request.quantisation, rows)
         chosen = request.quantisation

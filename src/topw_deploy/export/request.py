@@ -16,6 +16,7 @@ from topw_deploy.sizes import parse_size
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
 """Names of --dtype -> torch's type of the traced weights; those of int4 and int8 are quantised afterwards."""
+COMPUTE_DTYPES = ("fp32", "fp16")
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
 KV_REQUESTS = ("static", "concat")
@@ -30,6 +31,7 @@ class ExportRequest:
     whose operators the decoder is written in, onnxruntime or tensorrt. None for the defaults (fp32; 23, or 24 for
     tensorrt; static where the decoder can; onnxruntime), the only choice for an ONNX decoder that exists already, as
     is num_hidden_layers.
+    compute_dtype: fp32 or fp16, the type of all but the weights in an int4 or int8 export; None for fp32.
     max_length: tokens that a static cache for tensorrt holds, fixed in the graph; None leaves it to the runtime.
     block_size, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8, see
     quantise.Quantisation; None for its defaults.
@@ -50,6 +52,7 @@ class ExportRequest:
     kv: str | None = None
     target: str | None = None
     max_length: int | None = None
+    compute_dtype: str | None = None
     block_size: int | None = None
     symmetric: bool | None = None
     accuracy_level: int | None = None
@@ -80,6 +83,10 @@ class ExportRequest:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ParameterError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+        if self.compute_dtype is not None and self.compute_dtype not in COMPUTE_DTYPES:
+            raise ParameterError(
+                f"compute_dtype is {self.compute_dtype!r}, but must be one of {', '.join(COMPUTE_DTYPES)}."
+            )
         if self.opset is not None and not 23 <= self.opset <= 24:
             raise ParameterError(f"opset is {self.opset}, but must be 23 or 24: older ones have no Attention operator.")
         if self.kv is not None and self.kv not in KV_REQUESTS:
@@ -109,9 +116,15 @@ class ExportRequest:
         return None if self.max_shard_size is None else parse_size(self.max_shard_size)
 
     @property
+    def torch_dtype(self) -> str:
+        """torch's name of the type that the decoder is traced in."""
+        return DTYPES[self.compute_dtype or self.dtype or "fp32"]
+
+    @property
     def quantisation(self) -> Quantisation | None:
         """How the weights are quantised; None for a floating-point dtype. Raises ParameterError for wrong options."""
         given = {
+            "compute_dtype": self.compute_dtype,
             "block_size": self.block_size,
             "symmetric": self.symmetric,
             "accuracy_level": self.accuracy_level,
@@ -120,6 +133,7 @@ class ExportRequest:
         }
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.dtype in DTYPE_BITS:
+            chosen.pop("compute_dtype", None)
             return Quantisation(bits=DTYPE_BITS[self.dtype], **chosen)
         if chosen:
             raise ParameterError(

@@ -16,7 +16,7 @@ import numpy as np
 from topw_deploy.export.journal import DataLog, Journal
 from topw_deploy.export.libraries import library_versions
 from topw_deploy.export.neighbour_bound import Measure
-from topw_deploy.export.request import DTYPES, ExportRequest
+from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.stamp import stamp_of, stamp_of_files
 from topw_deploy.manifest import Check, Manifest, Verification, sha256_of
 from topw_deploy.sampling import Geometry
@@ -35,7 +35,7 @@ class Stages:
         libraries = library_versions()
         wanted = {name: value for name, value in dataclasses.asdict(request).items() if name not in _ELSEWHERE}
         traced = {name: wanted[name] for name in _TRACED}
-        self.trace = stamp_of(source, DTYPES[request.dtype or "fp32"], traced, libraries)
+        self.trace = stamp_of(source, request.torch_dtype, traced, libraries)
         self.weights = stamp_of(source, wanted, libraries)
 
     def log(self) -> DataLog:

@@ -30,7 +30,7 @@ _ON_SHAPES = frozenset((
 
 _HINTS = {
     "GroupQueryAttention": "onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16, or, for "
-    "int4 and int8, with --kv concat",
+    "int4 and int8, with --compute-dtype fp16",
     "TopWSample": "the library of the native sampler is not for this provider: see `topw doctor`",
 }
 

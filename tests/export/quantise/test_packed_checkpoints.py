@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 from packed_checkpoints import Rounded, write_packed
 
-from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
 from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.checkpoint import load_checkpoint
 from topw_deploy.export.packed.checkpoint import PackedCheckpoint
@@ -80,6 +80,14 @@ def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path
     if kind != "awq":
         checks = {check.name: check for check in load_manifest(tmp_path / "out").verification.checks}
         assert checks["prefill logits"].passed
+
+
+def test_a_packed_checkpoints_codes_are_not_rounded_again_for_half_precision(tmp_path: Path) -> None:
+    written(tmp_path / "model", "gptq")
+    request = ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", compute_dtype="fp16")
+    with pytest.raises(ParameterError, match=r"holds GPTQ codes, which are kept for products in fp32 only; leave"):
+        export_model(request)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_packed_checkpoint_may_be_exported_in_float_too(tmp_path: Path) -> None:

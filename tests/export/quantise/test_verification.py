@@ -11,7 +11,7 @@ import pytest
 from tiny_models import write_checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from topw_deploy.errors import VerificationError
+from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.quantise import weight as weight_module
@@ -26,6 +26,7 @@ CASES = {
     "llama_tied": {"dtype": "int4", "block_size": 16, "quantisation_algorithm": "k_quant"},
     "gpt2": {"dtype": "int8", "symmetric": False},
     "qwen2": {"dtype": "int4", "kv": "concat", "exclude_nodes": ("node_linear_3",)},
+    "gemma3": {"dtype": "int4", "compute_dtype": "fp16", "exclude_nodes": ("node_linear_3",)},
 }
 
 
@@ -151,3 +152,22 @@ def test_blocks_of_a_checkpoint_wider_than_a_table_may_have_are_halved(tmp_path:
     nodes = {node.op_type: node for node in ir.load(tmp_path / "out" / "model.onnx").graph}
     assert nodes["GatherBlockQuantized"].attributes["block_size"].as_int() == 16
     assert nodes["MatMulNBits"].attributes["block_size"].as_int() == 64
+
+
+def test_a_compute_dtype_is_that_of_all_but_the_weights(verified: Callable[[str], Path]) -> None:
+    manifest = load_manifest(verified("gemma3"))
+    assert manifest.decoder is not None
+    assert (manifest.decoder.weights_dtype, manifest.decoder.kv_dtype) == ("int4", "float16")
+    graph = ir.load(verified("gemma3") / "model.onnx").graph
+    products = [node for node in graph if node.op_type == "MatMulNBits"]
+    assert {node.inputs[2].dtype for node in products} == {ir.DataType.FLOAT16}
+    (lookup,) = [node for node in graph if node.op_type == "GatherBlockQuantized"]
+    assert lookup.inputs[2].dtype == ir.DataType.FLOAT16
+
+
+@pytest.mark.parametrize("dtype", [None, "fp16", "bf16"])
+def test_a_compute_dtype_belongs_to_quantised_weights(dtype: str | None, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="compute_dtype is an option of quantised weights"):
+        ExportRequest(model="demo", output=tmp_path, dtype=dtype, compute_dtype="fp16")
+    with pytest.raises(ParameterError, match="compute_dtype is 'bf16', but must be one of fp32, fp16"):
+        ExportRequest(model="demo", output=tmp_path, dtype="int4", compute_dtype="bf16")

@@ -35,7 +35,7 @@ _TEXT = (
     "def parse(text):\n    return text.split()\nThe quick brown fox jumps over the lazy dog. In 1815 it was 3.14159, "
     "and München lies south of Nürnberg. Return a list of the words in the string, using sep as the delimiter."
 )
-_TORCH_TYPES = {"float": "float32", "float16": "float16", "bfloat16": "bfloat16", "int4": "float32", "int8": "float32"}
+_TORCH_TYPES = {"float": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 _LONGEST = 64  # tokens of the longest sequence, or a few more where a sliding window must be passed
 _LONGEST_WINDOW = 512
 
@@ -143,7 +143,7 @@ def _reference(task: dict[str, Any], manifest: Manifest) -> Reference | None:
     if task.get("onnx"):
         return MakersReference(Path(task["onnx"]), manifest.decoder)
     if task.get("checkpoint"):
-        dtype = _TORCH_TYPES[manifest.decoder.weights_dtype]
+        dtype = _TORCH_TYPES[manifest.decoder.kv_dtype]
         return TorchReference(
             Path(task["checkpoint"]), dtype, task.get("num_hidden_layers"), bool(task.get("trust_remote_code"))
         )
