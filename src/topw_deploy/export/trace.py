@@ -26,6 +26,7 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 from transformers.masking_utils import AttentionMaskInterface
 
 from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.first_frequencies import first_frequencies
 from topw_deploy.export.shapes_only import ShapesOnly, shapes_only
 
 MARKER_DOMAIN = "topw.trace"
@@ -65,7 +66,7 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     """
     config = model.config.get_text_config(decoder=True)
     _check_layer_types(model, config)
-    with shapes_only(model) as shapes, _marked(model):
+    with shapes_only(model) as shapes, _marked(model), first_frequencies(model):
         cache = _filled_cache(model, config, shapes)
         traced = _export(model, cache)
     heads = tuple(layer.keys.shape[1] for layer in cache.layers)
