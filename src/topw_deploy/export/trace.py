@@ -28,6 +28,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.first_frequencies import first_frequencies
 from topw_deploy.export.shapes_only import ShapesOnly, shapes_only
+from topw_deploy.export.small_terms import small_terms_kept
 
 MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
@@ -174,7 +175,8 @@ def _with_weights(model: PreTrainedModel, traced: ir.Model, shapes: ShapesOnly) 
     try:
         shapes.attach(traced)
         with _silence():
-            onnxscript.optimizer.optimize_ir(traced, should_fold=may_fold)
+            with small_terms_kept(traced.graph):
+                onnxscript.optimizer.optimize_ir(traced, should_fold=may_fold)
             onnxscript.rewriter.onnx_fusions.fuse(traced)
             return traced
     except Exception as error:
