@@ -197,8 +197,10 @@ def _marker_attention(
 ) -> tuple[torch.Tensor, None]:
     """Stands in for attention while tracing; returns no values in eager mode that could be used."""
     unknown = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
-    if unknown or is_causal is False or not getattr(module, "is_causal", True):
+    masked = attention_mask is not None  # transformers' masks are None here, so this is one of the model's own
+    if masked or unknown or is_causal is False or not getattr(module, "is_causal", True):
         what = f"the attention argument {unknown[0]}" if unknown else "attention that is not causal"
+        what = "an attention mask of its own" if masked else what
         raise UnsupportedModelError(
             f"{type(module).__name__} uses {what}, which the export does not know; "
             "choose another model or graft an ONNX decoder made by another exporter."
