@@ -44,6 +44,7 @@ _HARMLESS = {
     "output_hidden_states",
     "output_router_logits",
 }
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # has operators for norms and rotary embeddings; at 24 the tracer spells both out
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH, _PAST, _NEW = 2, 5, 3  # sizes of the sample inputs: any, but all different and above 1
@@ -312,7 +313,8 @@ def _expected_window(config: Any, layer: int) -> int | None:
 
 
 def _untraceable(model: PreTrainedModel, error: BaseException) -> UnsupportedModelError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+    plain = _COLOURS.sub("", str(error)).strip()  # torch.onnx writes for terminals
+    reason = (plain.splitlines() or [type(error).__name__])[0][:120]
     return UnsupportedModelError(
         f"the architecture {type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); "
         "graft an ONNX decoder made by another exporter."
