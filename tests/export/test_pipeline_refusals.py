@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 from tiny_models import VOCAB, export, write_checkpoint, write_decoder, write_tokenizer
-from transformers import BertConfig, LlamaConfig, MambaConfig, T5Config
+from transformers import BertConfig, DogeConfig, FalconConfig, LlamaConfig, MambaConfig, T5Config
 
 from topw_deploy.errors import (
     ExportError,
@@ -71,12 +71,31 @@ def test_an_architecture_that_cannot_be_exported_is_named(
     [
         (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, state_size=4), "MambaForCausalLM"),
         (BertConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "BertSelfAttention"),
+        (
+            DogeConfig(
+                vocab_size=VOCAB,
+                hidden_size=32,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+            ),
+            "DogeAttention uses an attention mask of its own",
+        ),
     ],
 )
 def test_a_model_without_causal_attention_is_named(tmp_path: Path, config: object, message: str) -> None:
     folder = write_checkpoint(tmp_path / "in", config)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match=message):
         export(folder, tmp_path / "out")
+
+
+def test_an_architecture_that_cannot_be_traced_is_named_without_colours(tmp_path: Path) -> None:
+    config = FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    folder = write_checkpoint(tmp_path / "in", config)
+    with pytest.raises(UnsupportedModelError, match="FalconForCausalLM cannot be traced") as refusal:
+        export(folder, tmp_path / "out")
+    assert str(refusal.value).isprintable()
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:

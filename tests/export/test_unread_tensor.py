@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_model
-from transformers import LlamaConfig
+from transformers import Glm4MoeConfig, LlamaConfig
 
 from topw_deploy.errors import SourceError
 from topw_deploy.export.checkpoint import load_checkpoint, load_unread
@@ -59,6 +59,32 @@ def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]
     assert isinstance(merged, UnreadTensor)
     assert merged.file is None
     assert merged.values().shape == merged.shape == (4, 32, 32)
+
+
+def test_buffers_of_a_checkpoint_are_read_since_models_compute_with_them(tmp_path: Path) -> None:
+    """Routers of many mixtures of experts add such a buffer to their scores, and write into what comes of it."""
+    config = Glm4MoeConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    model = make_model(config)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.arange(4.0))
+    model.save_pretrained(tmp_path)
+    unread = load_checkpoint(tmp_path, "float32", unread=True)
+    buffers = dict(unread.named_buffers())
+    assert torch.equal(buffers["model.layers.1.mlp.gate.e_score_correction_bias"], torch.arange(4.0))
+    assert not any(isinstance(buffer, UnreadTensor) for buffer in buffers.values())
+    assert len(trace(unread).head_dim) == 2
 
 
 def test_a_checkpoint_of_the_base_model_gets_its_prefix(tmp_path: Path) -> None:

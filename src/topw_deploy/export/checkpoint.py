@@ -91,9 +91,21 @@ def _unread_model(
         tensors = {name: tensor.values().clone() for name, tensor in tensors.items()}
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, **settings)
-    return type(empty).from_pretrained(
+    model, info = type(empty).from_pretrained(
         None, config=empty.config, state_dict=tensors, dtype=settings["dtype"], output_loading_info=True
     )
+    _read_buffers(model)
+    return model, info
+
+
+def _read_buffers(model: torch.nn.Module) -> None:
+    """Buffers of the checkpoint, such as the bias of a router, are small, and models compute with them in place."""
+    from topw_deploy.export.unread_tensor import UnreadTensor
+
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if isinstance(buffer, UnreadTensor):
+                setattr(module, name, buffer.values().clone())
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:

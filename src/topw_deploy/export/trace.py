@@ -26,7 +26,9 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 from transformers.masking_utils import AttentionMaskInterface
 
 from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.first_frequencies import first_frequencies
 from topw_deploy.export.shapes_only import ShapesOnly, shapes_only
+from topw_deploy.export.small_terms import small_terms_kept
 
 MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
@@ -42,6 +44,7 @@ _HARMLESS = {
     "output_hidden_states",
     "output_router_logits",
 }
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _OPSET = 23  # has operators for norms and rotary embeddings; at 24 the tracer spells both out
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _BATCH, _PAST, _NEW = 2, 5, 3  # sizes of the sample inputs: any, but all different and above 1
@@ -65,7 +68,7 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
     """
     config = model.config.get_text_config(decoder=True)
     _check_layer_types(model, config)
-    with shapes_only(model) as shapes, _marked(model):
+    with shapes_only(model) as shapes, _marked(model), first_frequencies(model):
         cache = _filled_cache(model, config, shapes)
         traced = _export(model, cache)
     heads = tuple(layer.keys.shape[1] for layer in cache.layers)
@@ -173,7 +176,8 @@ def _with_weights(model: PreTrainedModel, traced: ir.Model, shapes: ShapesOnly) 
     try:
         shapes.attach(traced)
         with _silence():
-            onnxscript.optimizer.optimize_ir(traced, should_fold=may_fold)
+            with small_terms_kept(traced.graph):
+                onnxscript.optimizer.optimize_ir(traced, should_fold=may_fold)
             onnxscript.rewriter.onnx_fusions.fuse(traced)
             return traced
     except Exception as error:
@@ -194,8 +198,10 @@ def _marker_attention(
 ) -> tuple[torch.Tensor, None]:
     """Stands in for attention while tracing; returns no values in eager mode that could be used."""
     unknown = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
-    if unknown or is_causal is False or not getattr(module, "is_causal", True):
+    masked = attention_mask is not None  # transformers' masks are None here, so this is one of the model's own
+    if masked or unknown or is_causal is False or not getattr(module, "is_causal", True):
         what = f"the attention argument {unknown[0]}" if unknown else "attention that is not causal"
+        what = "an attention mask of its own" if masked else what
         raise UnsupportedModelError(
             f"{type(module).__name__} uses {what}, which the export does not know; "
             "choose another model or graft an ONNX decoder made by another exporter."
@@ -307,7 +313,8 @@ def _expected_window(config: Any, layer: int) -> int | None:
 
 
 def _untraceable(model: PreTrainedModel, error: BaseException) -> UnsupportedModelError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+    plain = _COLOURS.sub("", str(error)).strip()  # torch.onnx writes for terminals
+    reason = (plain.splitlines() or [type(error).__name__])[0][:120]
     return UnsupportedModelError(
         f"the architecture {type(model).__name__} cannot be traced ({type(error).__name__}: {reason}); "
         "graft an ONNX decoder made by another exporter."

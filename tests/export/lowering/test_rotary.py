@@ -11,10 +11,12 @@ import onnxruntime as ort
 import pytest
 import torch
 from tiny_models import make_model
-from transformers import LlamaConfig
+from transformers import CohereConfig, Ernie4_5Config, GlmConfig, LlamaConfig, Olmo2Config, PhiConfig, PreTrainedConfig
 
 from topw_deploy.export.editor import GraphEditor
 from topw_deploy.export.lowering import lower
+from topw_deploy.export.lowering.narrow_rotary import narrow_rotary
+from topw_deploy.export.lowering.partial_rotary import fuse_partial_rotary
 from topw_deploy.export.lowering.rotary import fuse_rotary
 from topw_deploy.export.trace import trace
 
@@ -49,6 +51,56 @@ def rotation(after: Change = lambda _, value: value, split: int = DIM // 2, swap
     return ir.Model(graph, ir_version=10)
 
 
+def neighbours(*, outside: bool, odd_first: bool = False, repeats: int = 2, wide: bool = False) -> ir.Model:
+    """The same where neighbours are pairs. outside: angles are repeated after cosine and sine, of whose halves the
+    first is taken; odd_first: which of a pair is negated; repeats: of an angle; wide: x is half precision, widened."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
+    editor = GraphEditor(graph, "toy")
+    shape = ["batch", HEADS, "sequence", DIM]
+    kind = ir.DataType.FLOAT16 if wide else FLOAT
+    given = editor.input("x", kind, shape)
+    angles = editor.input("angles", FLOAT, ["batch", "sequence", DIM // 2])
+    numbers = {number: editor.constant(np.array([number])) for number in (-1, 0, 1, 2, 3, DIM // 2, 2**63 - 1)}
+
+    def widened(value: ir.Value) -> ir.Value:
+        return editor.op("Cast", [value], to=FLOAT, dtype=FLOAT, shape=value.shape) if wide else value
+
+    def part(value: ir.Value, start: int, stop: int, step: int) -> ir.Value:
+        return editor.op("Slice", [value, *(numbers[n] for n in (start, stop, len(value.shape) - 1, step))], dtype=kind)
+
+    def repeated(value: ir.Value) -> ir.Value:
+        rank = len(value.shape)
+        axis, times = editor.constant(np.array([rank])), editor.constant(np.array([1] * rank + [repeats]))
+        tiled = editor.op("Tile", [editor.op("Unsqueeze", [value, axis]), times])
+        flat = editor.constant(np.array([0] * (rank - 1) + [-1]))
+        return editor.op("Reshape", [tiled, flat], dtype=FLOAT, shape=[*value.shape[:-1], repeats * value.shape[-1]])
+
+    def factor(function: str) -> ir.Value:
+        whole = ["batch", "sequence", DIM]
+        both = editor.op("Concat", [angles, angles], dtype=FLOAT, shape=whole, axis=-1) if outside else repeated(angles)
+        value = editor.op(function, [both], dtype=FLOAT, shape=whole)
+        value = editor.op("Unsqueeze", [value, numbers[1]], dtype=FLOAT, shape=["batch", 1, "sequence", DIM])
+        if not outside:
+            return value
+        half = part(value, 0, DIM // 2, 1)
+        half.shape = ir.Shape(["batch", 1, "sequence", DIM // 2])
+        return repeated(half)
+
+    x = widened(given)
+    ends = [part(given, start, 2**63 - 1, 2) for start in (0, 1)]
+    first, second = ends if odd_first else ends[::-1]
+    pair = [editor.op("Unsqueeze", [end, numbers[-1]]) for end in (editor.op("Neg", [first]), second)]
+    stacked = editor.op("Concat", pair, axis=-1, shape=["batch", HEADS, "sequence", DIM // 2, 2])
+    turned = editor.op("Reshape", [stacked, editor.constant(np.array([0, 0, 0, DIM]))], dtype=kind, shape=shape)
+    straight = editor.op("Mul", [x, factor("Cos")], dtype=FLOAT)
+    out = editor.op("Add", [straight, editor.op("Mul", [widened(turned), factor("Sin")])], dtype=FLOAT, shape=shape)
+    if wide:
+        out = editor.op("Cast", [out], to=kind, dtype=kind, shape=shape)
+    out.name = "out"
+    graph.outputs.append(out)
+    return ir.Model(graph, ir_version=10)
+
+
 def scaled(editor: GraphEditor, value: ir.Value) -> ir.Value:
     return editor.op("Mul", [editor.constant(np.float32(1.25)), value], dtype=FLOAT)
 
@@ -62,12 +114,13 @@ def there_and_back(editor: GraphEditor, value: ir.Value) -> ir.Value:
     return editor.op("Cast", [double], to=FLOAT, dtype=FLOAT)
 
 
-def run(model: ir.Model) -> np.ndarray:
+def run(model: ir.Model, width: int = DIM) -> np.ndarray:
     generator = np.random.default_rng(0)
-    feeds = {"x": (3, HEADS, 4, DIM), "angles": (3, 4, DIM // 2)}
+    feeds = {"x": (3, HEADS, 4, width), "angles": (3, 4, DIM // 2)}
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    types = {value.name: value.dtype.numpy() for value in model.graph.inputs if value.dtype is not None}
     (out,) = session.run(
-        None, {name: generator.standard_normal(shape).astype(np.float32) for name, shape in feeds.items()}
+        None, {name: generator.standard_normal(shape).astype(types[name]) for name, shape in feeds.items()}
     )
     return out
 
@@ -84,14 +137,82 @@ def test_a_rotation_becomes_one_operator_that_computes_the_same(after: Change, s
     np.testing.assert_allclose(run(fused), run(plain), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", [rotation(scaled_one_by_one), rotation(split=DIM // 4)])
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_rotation_of_neighbours_becomes_one_operator_that_computes_the_same(outside: bool) -> None:
+    plain, fused = neighbours(outside=outside), neighbours(outside=outside)
+    assert fuse_rotary(fused) == 1
+    (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
+    assert node.attributes["interleaved"].as_int() == 1
+    assert not {"Concat", "Slice", "Neg", "Tile"} & {node.op_type for node in fused.graph}
+    np.testing.assert_allclose(run(fused), run(plain), rtol=1e-5, atol=1e-6)
+
+
+def test_heads_that_are_widened_to_be_turned_are_turned_as_they_are() -> None:
+    plain, fused = neighbours(outside=False, wide=True), neighbours(outside=False, wide=True)
+    assert fuse_rotary(fused) == 1
+    np.testing.assert_allclose(run(fused), run(plain), atol=1e-3)
+    assert narrow_rotary(fused) == 1
+    (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
+    assert node.inputs[0] is fused.graph.inputs[0]
+    np.testing.assert_allclose(run(fused), run(plain), atol=4e-3)  # of numbers up to 4 with 11 bits
+
+
+def test_heads_that_are_not_widened_stay_as_they_are() -> None:
+    model = neighbours(outside=False)
+    fuse_rotary(model)
+    assert narrow_rotary(model) == 0
+
+
+def part_of_a_head(gap: int = 0, swapped: bool = False) -> ir.Model:
+    """x [.., 2 * DIM] of which the first DIM numbers are turned. gap: numbers left out. swapped: the rest first."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
+    editor = GraphEditor(graph, "toy")
+    whole = ["batch", HEADS, "sequence", 2 * DIM]
+    x = editor.input("x", FLOAT, whole)
+    angles = editor.input("angles", FLOAT, ["batch", "sequence", DIM // 2])
+    three, one = editor.constant(np.array([3])), editor.constant(np.array([1]))
+
+    def part(start: int, stop: int) -> ir.Value:
+        bounds = [editor.constant(np.array([number])) for number in (start, stop)]
+        return editor.op("Slice", [x, *bounds, three, one], dtype=FLOAT, shape=[*whole[:3], DIM])
+
+    tables = [editor.op(function, [angles], dtype=FLOAT) for function in ("Cos", "Sin")]
+    turned = editor.op("RotaryEmbedding", [part(0, DIM), *tables], num_heads=HEADS, dtype=FLOAT)
+    both = [turned, part(DIM + gap, 2**63 - 1)]
+    out = editor.op("Concat", both[::-1] if swapped else both, axis=-1, dtype=FLOAT, shape=whole)
+    out.name = "out"
+    graph.outputs.append(out)
+    return ir.Model(graph, ir_version=10)
+
+
+def test_a_head_turned_in_part_becomes_one_operator_that_computes_the_same() -> None:
+    plain, fused = part_of_a_head(), part_of_a_head()
+    assert fuse_partial_rotary(fused) == 1
+    assert sorted(node.op_type for node in fused.graph) == ["Cos", "RotaryEmbedding", "Sin"]
+    np.testing.assert_allclose(run(fused, 2 * DIM), run(plain, 2 * DIM), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", [part_of_a_head(gap=1), part_of_a_head(swapped=True)])
+def test_parts_with_a_gap_or_in_another_order_stay_apart(model: ir.Model) -> None:
+    assert fuse_partial_rotary(model) == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        rotation(scaled_one_by_one),
+        rotation(split=DIM // 4),
+        neighbours(outside=False, odd_first=True),
+        neighbours(outside=False, repeats=1),
+    ],
+)
 def test_what_treats_the_halves_differently_is_left_alone(model: ir.Model) -> None:
     before = len(model.graph)
     assert fuse_rotary(model) == 0
     assert len(model.graph) == before
 
 
-def attention(config: LlamaConfig, dtype: torch.dtype) -> ir.Node:
+def attention(config: PreTrainedConfig, dtype: torch.dtype) -> ir.Node:
     model = make_model(config)
     frequencies = model.model.rotary_emb.inv_freq.clone()
     model.to(dtype).model.rotary_emb.inv_freq = frequencies  # which stay float32 in a model that is loaded
@@ -109,6 +230,7 @@ SIZES = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
+    "pad_token_id": 0,
 }
 
 
@@ -121,6 +243,34 @@ def test_half_precision_is_turned_inside_attention_from_tables_of_its_own_type(d
     assert cos.dtype == node.inputs[0].dtype != FLOAT
     angles = np.arange(48)[:, None] * 10000.0 ** -(np.arange(0, 16, 2) / 16)
     np.testing.assert_allclose(cos.const_value.numpy().astype(np.float64), np.cos(angles), atol=torch.finfo(dtype).eps)
+
+
+KINDS = {  # whether neighbours are pairs, and the share of a head of 32 numbers that is turned
+    CohereConfig: (1, 32),
+    Ernie4_5Config: (1, 32),
+    GlmConfig: (1, 16),
+    Olmo2Config: (0, 32),
+    PhiConfig: (0, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_families_with_rotations_of_their_own_are_turned_inside_attention(
+    kind: type[PreTrainedConfig], dtype: torch.dtype
+) -> None:
+    node = attention(kind(**{**SIZES, "hidden_size": 64, "head_dim": 32, "num_key_value_heads": 2}), dtype)
+    interleaved, turned = KINDS[kind]
+    assert node.attributes["do_rotary"].as_int() == 1
+    assert node.attributes["rotary_interleaved"].as_int() == interleaved
+    assert tuple(node.inputs[7].shape) == (48, turned // 2)
+
+
+def test_a_part_of_a_head_that_cuda_cannot_turn_inside_is_turned_before() -> None:
+    node = attention(GlmConfig(**SIZES, head_dim=16, num_key_value_heads=2), torch.float32)
+    assert node.attributes["do_rotary"].as_int() == 0
+    assert node.inputs[0].producer().op_type == "RotaryEmbedding"
+    assert node.inputs[0].producer().attributes["rotary_embedding_dim"].as_int() == 8
 
 
 def test_attention_scaling_is_in_the_tables() -> None:

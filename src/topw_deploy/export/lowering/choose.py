@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from topw_deploy.export.lowering import concat, group_query, scatter
+from topw_deploy.export.lowering.narrow_rotary import narrow_rotary
 from topw_deploy.export.lowering.norm_types import cast_rows_of_norms
 from topw_deploy.export.lowering.packed_gate_up import pack_gates
+from topw_deploy.export.lowering.partial_rotary import fuse_partial_rotary
 from topw_deploy.export.lowering.rotary import fuse_rotary
 from topw_deploy.export.trace import TracedDecoder
 
@@ -47,6 +49,8 @@ def lower(
     # The trace computes equal angles once per use; one value each lets the lowerings see that they are equal.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)
+    narrow_rotary(decoder.model)
+    fuse_partial_rotary(decoder.model)
     if kv == "concat":
         concat.lower(decoder, tensorrt=target == "tensorrt")
         lowered = Lowered()

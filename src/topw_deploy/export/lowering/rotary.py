@@ -1,9 +1,13 @@
 """Rotary embeddings as one operator, where the tracer leaves them spelled out:
 
-    x * cos + concat(-x[half:], x[:half]) * sin       cos = f(Cos(concat(angles, angles))), sin alike
+    x * cos + turned(x) * sin       cos = f(Cos(both(angles))), sin alike
 
-It knows them where `f` is nothing. In half precision `f` is a cast, and with attention scaling (YaRN, LongRoPE) a
-factor. Either acts number by number and leaves both halves equal, so the operator gets `f(Cos(angles))`.
+Most families pair a number with the one half a head away: turned(x) is concat(-x[half:], x[:half]), both(angles) is
+concat(angles, angles). Others (Cohere, GLM, Ernie, Helium) pair neighbours: turned(x) is (-x[1], x[0], -x[3], ...)
+and both repeats each angle, or each first half of f(Cos(concat(angles, angles))).
+
+The tracer knows the first where `f` is nothing. In half precision `f` is a cast, and with attention scaling (YaRN,
+LongRoPE) a factor. Either acts number by number and leaves both of a pair equal, so the operator gets `f(Cos(angles))`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ def fuse_rotary(model: ir.Model) -> int:
     """Replace every rotation of [batch, heads, sequence, head_dim] with a RotaryEmbedding; how many were."""
     editor = GraphEditor(model.graph, "topw.rotary")
     halves: dict[ir.Value, ir.Value] = {}
-    fused = sum(_fuse(editor, node, halves) for node in list(model.graph) if _is(node, "Add"))
+    fused = sum(_fuse(editor, node, halves) for node in list(model.graph) if is_op(node, "Add"))
     if fused:
         editor.finish()
         RemoveUnusedNodesPass()(model)
@@ -31,81 +35,162 @@ def _fuse(editor: GraphEditor, add: ir.Node, halves: dict[ir.Value, ir.Value]) -
     parts = _rotation(add)
     if parts is None:
         return False
-    x, *factors = parts
-    angles = [_angles(factor, name) for factor, name in zip(factors, ("Cos", "Sin"), strict=True)]
-    if None in angles:
+    x, cosines, sines, interleaved = parts
+    found = [_angles(cosines, "Cos", interleaved), _angles(sines, "Sin", interleaved)]
+    if None in found:
         return False
-    cos, sin = (_through(editor, *found, halves) for found in angles if found is not None)
+    cos, sin = (_through(editor, *one, halves) for one in found if one is not None)
     assert x.shape is not None
     heads, old = x.shape[1], add.outputs[0]
     assert isinstance(heads, int)
-    new = editor.op("RotaryEmbedding", [x, cos, sin], dtype=x.dtype, shape=list(x.shape), num_heads=heads)
+    kind = {"interleaved": 1} if interleaved else {}
+    new = editor.op("RotaryEmbedding", [x, cos, sin], dtype=x.dtype, shape=list(x.shape), num_heads=heads, **kind)
     new.name, old.name = old.name, None
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     editor.graph.remove(add, safe=True)
     return True
 
 
-def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    """x [batch, heads, sequence, head_dim], and the factors of x and of x turned by half, of the sum of a rotation."""
-    for straight, crossed in permutations(_producer(value, "Mul") for value in add.inputs):
+def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
+    """x [batch, heads, sequence, head_dim], the factors of x and of x turned, and whether neighbours are pairs, of the
+    sum of a rotation."""
+    for straight, crossed in permutations(producer(value, "Mul") for value in add.inputs):
         if straight is None or crossed is None:
             continue
         for turned, sin in permutations(crossed.inputs):
-            x = _turned_by_half(turned)
-            cos = [value for value in straight.inputs if value is not x]
-            if x is not None and sin is not None and len(cos) == 1 and cos[0] is not None:
-                return x, cos[0], sin
+            for x, cos in permutations(straight.inputs):
+                interleaved = _turns(x, turned)
+                if x is not None and cos is not None and sin is not None and interleaved is not None:
+                    return x, cos, sin, interleaved
     return None
+
+
+def _turns(x: ir.Value | None, turned: ir.Value | None) -> bool | None:
+    """Whether neighbours are the pairs, where `turned` is `x` turned; None where it is not. Both may be cast alike."""
+    if x is None or turned is None:
+        return None
+    if _turned_by_half(turned) is x:
+        return False
+    if _turned_by_pairs(turned) is x:
+        return True
+    casts = [producer(value, "Cast") for value in (x, turned)]
+    if x.dtype is None or x.dtype != turned.dtype or casts[0] is None or casts[1] is None:
+        return None
+    return _turns(casts[0].inputs[0], casts[1].inputs[0])
 
 
 def _turned_by_half(value: ir.Value | None) -> ir.Value | None:
     """The x of concat(-x[half:], x[:half])."""
-    both = _producer(value, "Concat")
-    if both is None or len(both.inputs) != 2 or not _on_last_axis(both):
+    both = producer(value, "Concat")
+    if both is None or len(both.inputs) != 2 or not on_last_axis(both):
         return None
-    negated = _producer(both.inputs[0], "Neg")
-    second, first = _producer(negated.inputs[0] if negated else None, "Slice"), _producer(both.inputs[1], "Slice")
+    ends = _ends(both.inputs[0], both.inputs[1])
+    if ends is None:
+        return None
+    x, first, second = ends
+    width = int(x.shape[3])  # type: ignore[arg-type,index]
+    ranges = [slice_of(node, width) for node in (first, second)]
+    return x if ranges == [(0, width // 2, 1), (width // 2, width, 1)] else None
+
+
+def _turned_by_pairs(value: ir.Value | None) -> ir.Value | None:
+    """The x of (-x[1], x[0], -x[3], x[2], ...)."""
+    whole = producer(value, "Reshape")
+    pairs = producer(whole.inputs[0] if whole else None, "Concat")
+    if value is None or pairs is None or len(pairs.inputs) != 2 or not on_last_axis(pairs):
+        return None
+    odd, even = (producer(part, "Unsqueeze") for part in pairs.inputs)
+    if odd is None or even is None or not {number(odd.inputs[1]), number(even.inputs[1])} <= {-1, 4}:
+        return None
+    ends = _ends(odd.inputs[0], even.inputs[0])
+    if ends is None:
+        return None
+    x, first, second = ends
+    width = int(x.shape[3])  # type: ignore[arg-type,index]
+    ranges = [slice_of(node, width) for node in (first, second)]
+    return x if ranges == [(0, width, 2), (1, width, 2)] and value.shape == x.shape else None
+
+
+def _ends(negated: ir.Value | None, plain: ir.Value | None) -> tuple[ir.Value, ir.Node, ir.Node] | None:
+    """x [batch, heads, sequence, even], and the Slices of it that are `plain` and, before its Neg, `negated`."""
+    neg = producer(negated, "Neg")
+    first, second = producer(plain, "Slice"), producer(neg.inputs[0] if neg else None, "Slice")
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
         return None
     x = first.inputs[0]
     if x is None or x.shape is None or len(x.shape) != 4 or not isinstance(x.shape[1], int):
         return None
     width = x.shape[3]
-    if not isinstance(width, int) or width % 2:
+    return (x, first, second) if isinstance(width, int) and width % 2 == 0 else None
+
+
+def slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:
+    """Start, stop and step of what a Slice takes of the last axis, which is so wide."""
+    start, stop, axis, step = (number(value) for value in (*node.inputs[1:], None, None, None)[:4])
+    rank = len(node.inputs[0].shape or ()) if node.inputs[0] is not None else 0
+    if start is None or stop is None or axis not in (-1, rank - 1):
         return None
-    ranges = [_range(node, width) for node in (first, second)]
-    return x if ranges == [(0, width // 2), (width // 2, width)] else None
+    return start, min(stop, width), 1 if step is None else step
 
 
-def _range(node: ir.Node, width: int) -> tuple[int, int] | None:
-    """What a Slice takes of the last of four axes, which is so wide."""
-    start, stop, axis, step = (_number(value) for value in (*node.inputs[1:], None, None, None)[:4])
-    if start is None or stop is None or axis not in (-1, 3) or step not in (None, 1):
-        return None
-    return start, min(stop, width)
-
-
-def _angles(factor: ir.Value, function: str) -> tuple[ir.Value, list[ir.Node]] | None:
-    """Of a factor [batch, 1, sequence, head_dim] of equal halves: the angles of one, [batch, sequence, head_dim / 2],
-    and the nodes from `function` of them on."""
-    unsqueezed = _producer(factor, "Unsqueeze")
-    if unsqueezed is None or _number(unsqueezed.inputs[1]) != 1:
-        return None
+def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Value, list[ir.Node]] | None:
+    """Of a factor [batch, 1, sequence, head_dim] of equal pairs: the angles of one each, [batch, sequence,
+    head_dim / 2], and the nodes from `function` of them on."""
     steps: list[ir.Node] = []
-    value = unsqueezed.inputs[0]
+    value: ir.Value | None = factor
+    unsqueezed = repeated = False
     while (node := value.producer() if value is not None else None) is not None:
-        if _is(node, function):
-            both = _producer(node.inputs[0], "Concat")
-            if both is None or not _on_last_axis(both) or len(both.inputs) != 2:
-                return None
-            first, second = both.inputs
-            return (first, [node, *steps]) if first is not None and first is second else None
-        if not _is(node, "Cast") and not _is_scaling(node):
+        if is_op(node, function):
+            steps.insert(0, node)
+            repeats = interleaved and not repeated
+            angles = _repeated(node.inputs[0]) if repeats else _joined_to_itself(node.inputs[0])
+            return (angles, steps) if angles is not None and unsqueezed else None
+        if is_op(node, "Unsqueeze") and number(node.inputs[1]) == 1 and not unsqueezed:
+            unsqueezed, value = True, node.inputs[0]
+        elif is_op(node, "Reshape") and interleaved and not repeated:
+            repeated, value = True, _halved(_repeated(value))
+        elif is_op(node, "Cast") or _is_scaling(node):
+            steps.insert(0, node)
+            value = node.inputs[_changing(node)]
+        else:
             return None
-        steps.insert(0, node)
-        value = node.inputs[_changing(node)]
     return None
+
+
+def _joined_to_itself(value: ir.Value | None) -> ir.Value | None:
+    """The a of concat(a, a)."""
+    both = producer(value, "Concat")
+    if both is None or not on_last_axis(both) or len(both.inputs) != 2 or both.inputs[0] is not both.inputs[1]:
+        return None
+    return both.inputs[0]
+
+
+def _halved(value: ir.Value | None) -> ir.Value | None:
+    """The whole of which `value` is the first half."""
+    part = producer(value, "Slice")
+    whole = part.inputs[0] if part is not None else None
+    width = whole.shape[-1] if whole is not None and whole.shape is not None else None
+    if part is None or not isinstance(width, int) or slice_of(part, width) != (0, width // 2, 1):
+        return None
+    return whole
+
+
+def _repeated(value: ir.Value | None) -> ir.Value | None:
+    """The a of (a[0], a[0], a[1], a[1], ...) along the last axis."""
+    reshape = producer(value, "Reshape")
+    tile = producer(reshape.inputs[0] if reshape else None, "Tile")
+    unsqueeze = producer(tile.inputs[0] if tile else None, "Unsqueeze")
+    if value is None or tile is None or unsqueeze is None:
+        return None
+    once = unsqueeze.inputs[0]
+    if once is None or once.shape is None or value.shape is None or not isinstance(once.shape[-1], int):
+        return None
+    rank = len(once.shape)
+    repeats = None if tile.inputs[1] is None else ir.convenience.get_const_tensor(tile.inputs[1])
+    if number(unsqueeze.inputs[1]) not in (-1, rank) or repeats is None:
+        return None
+    twice = repeats.numpy().tolist() == [1] * rank + [2]
+    return once if twice and list(value.shape) == [*once.shape[:-1], 2 * once.shape[-1]] else None
 
 
 def _through(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], halves: dict[ir.Value, ir.Value]) -> ir.Value:
@@ -123,7 +208,7 @@ def _through(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], halves:
 
 def _is_scaling(node: ir.Node) -> bool:
     """A product with one constant number."""
-    if not _is(node, "Mul"):
+    if not is_op(node, "Mul"):
         return False
     factor = node.inputs[1 - _changing(node)]
     return is_constant(factor) and factor is not None and factor.shape in ((), (1,))
@@ -134,22 +219,22 @@ def _changing(node: ir.Node) -> int:
     return int(is_constant(node.inputs[0]))
 
 
-def _on_last_axis(concat: ir.Node) -> bool:
+def on_last_axis(concat: ir.Node) -> bool:
     output = concat.outputs[0]
     rank = len(output.shape) if output.shape is not None else 0
     return concat.attributes["axis"].as_int() in (-1, rank - 1)
 
 
-def _is(node: ir.Node, op_type: str) -> bool:
+def is_op(node: ir.Node, op_type: str) -> bool:
     return (node.domain, node.op_type) == ("", op_type)
 
 
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """The node that makes `value`, if it is such an operator."""
     node = None if value is None else value.producer()
-    return node if node is not None and _is(node, op_type) else None
+    return node if node is not None and is_op(node, op_type) else None
 
 
-def _number(value: ir.Value | None) -> int | None:
+def number(value: ir.Value | None) -> int | None:
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return int(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None

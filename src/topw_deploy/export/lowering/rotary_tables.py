@@ -47,7 +47,8 @@ class RotaryTables:
         """What the operator needs to turn `query` and `key` itself; None where it could not, or should not."""
         if query.rotary is None or key.rotary is None or head_dim % 16:  # the operator's own condition
             return None
-        if rotary_kind(query.rotary) != rotary_kind(key.rotary):
+        kind = rotary_kind(query.rotary)
+        if kind != rotary_kind(key.rotary) or kind[1] % 16:  # of a part of the head, CUDA turns multiples of 16 only
             return None
         tables = [self._table(value) for node in (query.rotary, key.rotary) for value in node.inputs[1:]]
         if any(table is None for table in tables) or tables[:2] != tables[2:]:
@@ -55,7 +56,7 @@ class RotaryTables:
         cos, sin = tables[:2]
         assert cos is not None
         assert sin is not None
-        return Turn(cos, sin, rotary_kind(query.rotary)[0])
+        return Turn(cos, sin, kind[0])
 
     def _table(self, value: ir.Value | None) -> ir.Value | None:
         """`value` [batch, sequence, n] over all positions, as an initializer [context_length, n]."""
