@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.export.tiny_models import _COMMON, export, write_checkpoint
-from transformers import GemmaConfig, LlamaConfig
+from transformers import GemmaConfig, GlmConfig, LlamaConfig
 
 from .conftest import Ask, assert_built
 
@@ -24,6 +24,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "gemma": (GemmaConfig(**_COMMON, head_dim=8), {}),
     "gemma-half": (GemmaConfig(**_COMMON, head_dim=16), {"dtype": "fp16"}),
+    "glm": (GlmConfig(**_COMMON, head_dim=32), {}),  # turns neighbours, and half of each head
     "demo": ("demo", {"max_length": 256}),
 }
 
