@@ -85,7 +85,8 @@ def _decoder(
         progress(f"Replacing products and embedding by {request.quantisation.dtype}")
         packed = PackedCheckpoint.of(source.folder)
         rows = PackedRows(packed) if packed is not None else None
-        notices += quantise(decoder.model, request.quantisation, rows)
+        cut = request.num_hidden_layers is not None
+        notices += quantise(decoder.model, request.quantisation, rows, cut=cut)
         chosen = request.quantisation
         decoder.info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict())
     return decoder
