@@ -259,6 +259,11 @@ def test_a_torn_line_ends_a_journal_quietly(tmp_path: Path) -> None:
     assert Journal(tmp_path).find("b", "1") is None
 
 
+def fresh(model: Path, out: Path) -> Path:
+    export(model, out)
+    return out
+
+
 def interrupted(model: Path, out: Path, stop: str, **settings: object) -> None:
     """An export to go on with, interrupted at the line that starts with `stop`."""
 
@@ -281,6 +286,19 @@ def test_going_on_with_another_model_writes_into_no_file_that_is_hard_linked(mod
     interrupted(model, tmp_path / "out", "Bringing")
     assert (source / data_files.DATA_FILE).stat().st_nlink == 1
     assert contents(source) == before
+
+
+def test_a_table_that_changed_in_a_folder_below_is_measured_anew(tmp_path: Path) -> None:
+    source = write_decoder(tmp_path / "onnx", "llama_untied")
+    decoder = onnx.load(source / "model.onnx")
+    (source / "data").mkdir()
+    onnx.save(decoder, source / "model.onnx", save_as_external_data=True, location="data/weights.bin")
+    interrupted(source, tmp_path / "out", "Moving", neighbour_bound=True)
+    data = source / "data" / "weights.bin"
+    data.write_bytes(np.abs(np.frombuffer(data.read_bytes(), np.float32)).tobytes())
+    lines = export(source, tmp_path / "out", resume=True)
+    assert kept(lines) == ["tokenizer files"]
+    assert contents(tmp_path / "out") == contents(fresh(source, tmp_path / "fresh"))
 
 
 def test_a_hard_link_is_no_copy(foreign_decoder: Path, tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ def _decoder(
                 )
         progress(f"Reading the decoder {source.onnx}")
         return load_decoder(source.onnx, request.tokenizer or source.folder, notices)
+    if request.hard_link:
+        raise ParameterError(
+            "hard_link shares the data files of an ONNX decoder, but the weights of this model are written anew; "
+            "leave --hard-link out."
+        )
     from topw_deploy.export.traced_decoder import traced_decoder
 
     decoder = traced_decoder(
