@@ -52,7 +52,7 @@ class EngineError(TopWError):
 
 
 class GenerationError(TopWError):
-    """The graph answered that a row is invalid (NaN or infinite logits); names row and step."""
+    """A generation cannot go on: a row's logits are invalid (names row and step), no memory for the cache."""
 
 
 class BenchmarkError(TopWError):

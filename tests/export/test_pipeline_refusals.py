@@ -182,3 +182,11 @@ def test_foreign_graphs_that_do_not_fit_say_why(tmp_path: Path, foreign_decoder:
     (folder / "model.onnx").write_bytes(b"\xff\xff not a graph")
     with pytest.raises(SourceError, match="cannot be read as ONNX"):
         export(folder, tmp_path / "out")
+
+
+def test_a_hard_link_is_refused_where_there_is_nothing_to_link(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ParameterError, match="leave --hard-link out"):
+        export(checkpoint("llama_tied"), tmp_path / "out", hard_link=True)
+    assert not list(tmp_path.iterdir())

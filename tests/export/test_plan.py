@@ -192,6 +192,17 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_the_first_layers_are_exported_though_a_pattern_names_a_later_one(
+    tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(depth, "available_bytes", lambda: 1)
+    passed = Verification(status="passed"), True
+    monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", lambda *_rest: passed)
+    pattern = f"*layers.{depth.LAYERS}.mlp.down_proj*"
+    export(deep, tmp_path / "out", verify=True, dtype="int4", exclude_nodes=(pattern,))
+    assert load_manifest(tmp_path / "out").verification.status == "partial"
+
+
 def test_the_manifest_counts_the_weights_by_type(sharded: tuple[Path, ExportReport]) -> None:
     out = sharded[0]
     decoder = load_manifest(out).decoder

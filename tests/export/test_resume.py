@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
-from tiny_models import write_checkpoint
+from tiny_models import write_checkpoint, write_decoder
 
 from topw_deploy.errors import ExportError
 from topw_deploy.export import ExportRequest, data_files, export_model, weights
@@ -19,6 +21,7 @@ from topw_deploy.export.folder import StagedFolder
 from topw_deploy.export.journal import DataLog, Journal
 from topw_deploy.export.stamp import stamp_of_files
 from topw_deploy.manifest import load_manifest
+from topw_deploy.sampling.parameters import TopWParameters
 
 # An export of MODEL to OUT that kills itself: at the line that starts with STOP, before weight number STOP, or never.
 EXPORT = """
@@ -254,3 +257,69 @@ def test_a_torn_line_ends_a_journal_quietly(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-4])
     assert Journal(tmp_path).find("a", "1") == {"n": 5}
     assert Journal(tmp_path).find("b", "1") is None
+
+
+def fresh(model: Path, out: Path) -> Path:
+    export(model, out)
+    return out
+
+
+def interrupted(model: Path, out: Path, stop: str, **settings: object) -> None:
+    """An export to go on with, interrupted at the line that starts with `stop`."""
+
+    def say(line: str) -> None:
+        if line.startswith(stop):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_model(ExportRequest(model=str(model), output=out, verify=False, resume=True, **settings), say)  # type: ignore[arg-type]
+
+
+def test_going_on_with_another_model_writes_into_no_file_that_is_hard_linked(model: Path, tmp_path: Path) -> None:
+    """The data file of an ONNX decoder may have the name of the one that is written for a traced model."""
+    source = write_decoder(tmp_path / "onnx", "llama_untied")
+    decoder = onnx.load(source / "model.onnx")
+    onnx.save(decoder, source / "model.onnx", save_as_external_data=True, location=data_files.DATA_FILE)
+    before = contents(source)
+    interrupted(source, tmp_path / "out", "Bringing", hard_link=True)
+    assert (source / data_files.DATA_FILE).stat().st_nlink == 2
+    interrupted(model, tmp_path / "out", "Bringing")
+    assert (source / data_files.DATA_FILE).stat().st_nlink == 1
+    assert contents(source) == before
+
+
+def test_a_table_that_changed_in_a_folder_below_is_measured_anew(tmp_path: Path) -> None:
+    source = write_decoder(tmp_path / "onnx", "llama_untied")
+    decoder = onnx.load(source / "model.onnx")
+    (source / "data").mkdir()
+    onnx.save(decoder, source / "model.onnx", save_as_external_data=True, location="data/weights.bin")
+    interrupted(source, tmp_path / "out", "Moving", neighbour_bound=True)
+    data = source / "data" / "weights.bin"
+    data.write_bytes(np.abs(np.frombuffer(data.read_bytes(), np.float32)).tobytes())
+    lines = export(source, tmp_path / "out", resume=True)
+    assert kept(lines) == ["tokenizer files"]
+    assert contents(tmp_path / "out") == contents(fresh(source, tmp_path / "fresh"))
+
+
+def test_a_hard_link_is_no_copy(foreign_decoder: Path, tmp_path: Path) -> None:
+    interrupted(foreign_decoder, tmp_path / "out", "Bringing", hard_link=True)
+    export(foreign_decoder, tmp_path / "out", resume=True)
+    assert (tmp_path / "out" / "model.onnx.data").stat().st_nlink == 1
+
+
+def test_what_only_an_earlier_attempt_wrote_does_not_stay(model: Path, tmp_path: Path) -> None:
+    """Shards of another size, a chat template that the model no longer has."""
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    interrupted(source, tmp_path / "out", "Moving", max_shard_size=10_000)
+    (source / "chat_template.jinja").unlink()
+    export(source, tmp_path / "out", resume=True, neighbour_bound=False)
+    export(source, tmp_path / "fresh", neighbour_bound=False)
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_other_defaults_are_verified_anew(model: Path, tmp_path: Path) -> None:
+    killed_export(model, tmp_path / "out", "Moving")
+    settings = {"resume": True, "neighbour_bound": True, "verify": True}
+    assert "verification" not in kept(export(model, tmp_path / "out", defaults=TopWParameters(lam=0.5), **settings))

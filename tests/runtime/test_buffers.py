@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.buffers import BufferPool, Buffers
 from topw_deploy.runtime.memory import HostMemory
@@ -112,3 +113,9 @@ def test_one_block_is_lent_at_a_time_and_the_larger_one_is_kept() -> None:
     lender.give_back(second)
     assert lender.bytes == second.block.size < both
     assert lender.borrow(2, 128, 1).block is second.block  # as many tokens, otherwise cut
+
+
+@pytest.mark.parametrize("size", [1 << 55, 1 << 63])
+def test_memory_that_no_machine_has_is_refused_in_a_sentence(size: int) -> None:
+    with pytest.raises(GenerationError, match=r"would take \d+\.\d GB.*smaller max_length or max_batch"):
+        HostMemory(size)

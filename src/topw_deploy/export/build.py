@@ -70,6 +70,11 @@ def _decoder(
                 )
         progress(f"Reading the decoder {source.onnx}")
         return load_decoder(source.onnx, request.tokenizer or source.folder, notices)
+    if request.hard_link:
+        raise ParameterError(
+            "hard_link shares the data files of an ONNX decoder, but the weights of this model are written anew; "
+            "leave --hard-link out."
+        )
     from topw_deploy.export.traced_decoder import traced_decoder
 
     packed = PackedCheckpoint.of(source.folder) if request.quantisation is not None else None
@@ -95,7 +100,8 @@ def _decoder(
     if request.quantisation is not None:
         progress(f"Replacing products and embedding by {request.quantisation.dtype}")
         rows = PackedRows(packed) if packed is not None else None
-        notices += quantise(decoder.model, request.quantisation, rows)
+        cut = request.num_hidden_layers is not None
+        notices += quantise(decoder.model, request.quantisation, rows, cut=cut)
         chosen = request.quantisation
         decoder.info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict())
     return decoder

@@ -122,6 +122,8 @@ def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> N
 
 def _write_file(path: Path, slots: list[Slot], log: Log, advance: Advance) -> None:
     layout = _layout_digest(slots)
+    if path.is_file() and path.stat().st_nlink > 1:
+        path.unlink()  # an earlier attempt's hard link: writing here would write into the file that it shares
     before = log.written(path.name, layout) if path.is_file() else []
     with path.open("r+b" if before else "w+b") as stream:
         kept, whole = _kept(stream, slots, before, advance)

@@ -50,6 +50,10 @@ class Journal:
             return dict(noted["note"])
         return None
 
+    def noted(self, stage: str) -> dict[str, Any]:
+        """What `done` noted of this stage last, whatever the stamp; empty if nothing."""
+        return dict(self._stages[stage]["note"]) if stage in self._stages else {}
+
     def done(self, stage: str, stamp: str, file: str | None = None, **note: Any) -> None:
         """Note that `stage` is finished. file: its result, in the workshop."""
         if file is not None:

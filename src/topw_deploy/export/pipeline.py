@@ -24,7 +24,7 @@ from topw_deploy.export.stages import Stages
 from topw_deploy.export.stamp import stamp_of_source
 from topw_deploy.export.tokenizer_files import bring_tokenizer, check_tokenizer
 from topw_deploy.export.weights import bytes_by_type, write_model
-from topw_deploy.manifest import MANIFEST_NAME, Manifest, Verification, save_manifest
+from topw_deploy.manifest import Manifest, Verification, save_manifest
 
 
 def export_model(request: ExportRequest, progress: Progress = lambda _line: None, bar: Bar = no_bar) -> ExportReport:
@@ -101,6 +101,7 @@ def _write(
 ) -> Manifest:
     """All files of the export, under a provisional manifest, which does not load."""
     plan = plan_of(built, source, tokenizer_folder, folder, request)
+    stages.clear(folder, plan.files)
     there = sum(min(size, plan.files.get(name, 0)) for name, size in sizes_in(folder).items())
     require_space(folder.parent, plan.needed - there)
     log = stages.log()
@@ -120,7 +121,6 @@ def _write(
     write_configuration(source, tokenizer_folder, folder, request.num_hidden_layers)
     built.notices += bring_genai_configuration(source, folder, request.with_logits)
     built.decoder.info = replace(built.decoder.info, weights=bytes_by_type(built.decoder.model))
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
     manifest = manifest_of(built, request, source, folder, log.hashes)
     save_manifest(folder, manifest)
     return manifest
@@ -132,7 +132,8 @@ def _bring_data(
     """Every data file that the graph's weights lie in already."""
     for location, path in brought_files(built, source).items():
         target = folder / location
-        if not stages.copied(path, target, partial(bring, path, target, hard_link=hard_link, progress=advance)):
+        make = partial(bring, path, target, hard_link=hard_link, progress=advance)
+        if not stages.copied(path, target, make, hard_link):
             advance(target.stat().st_size)
 
 

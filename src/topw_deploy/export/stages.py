@@ -8,7 +8,7 @@ done again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from topw_deploy.sampling import Geometry
 # What of a request does not change the decoder and its sampler.
 _ELSEWHERE = {"model", "output", "overwrite", "keep_failed", "dry_run", "resume", "verify", "defaults", "tokenizer"}
 _ELSEWHERE |= {"hard_link", "token", "cache_dir", "revision", "local_files_only", "max_shard_size"}
+_TOKENIZER = "tokenizer files"
 _TRACED = ("opset", "target", "num_hidden_layers", "trust_remote_code")  # beside torch's dtype
 
 
@@ -38,6 +39,17 @@ class Stages:
         self.trace = stamp_of(source, request.torch_dtype, traced, libraries)
         self.weights = stamp_of(source, wanted, libraries)
 
+    def clear(self, folder: Path, wanted: Iterable[str]) -> None:
+        """Remove from `folder` what an earlier attempt wrote and this one does not: all but the files `wanted`, and
+        those of the tokenizer, of which `small_files` decides."""
+        stay = {folder / name for name in (*wanted, *self.journal.noted(_TOKENIZER).get("made", ()))}
+        for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder before the folder
+            if path.is_dir():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif path not in stay:
+                path.unlink()
+
     def log(self) -> DataLog:
         """What is in the data files."""
         return DataLog(self.journal, self.weights)
@@ -47,17 +59,24 @@ class Stages:
         stage = "neighbour bound"
 
         def kept(geometry: Geometry, tokens: int) -> np.ndarray:
-            found = self.journal.array(stage, self.weights)
+            # The table's statistics tell of data files in folders below an ONNX decoder's, which `source` leaves out.
+            stamp = stamp_of(
+                self.weights, np.asarray(geometry.mean).tolist(), np.asarray(geometry.inverse_std).tolist()
+            )
+            found = self.journal.array(stage, stamp)
             if found is None:
                 found = measure(geometry, tokens)
-                self.journal.keep_array(stage, self.weights, found)
+                self.journal.keep_array(stage, stamp, found)
             return found
 
         return kept
 
-    def copied(self, source: Path, target: Path, bring: Callable[[], object]) -> bool:
-        """Call `bring`, which makes `target` of `source`, unless it was called; returns whether it was not."""
-        stage, stamp = f"copy of {target.name}", stamp_of(str(source), stamp_of_files([source.resolve()]))
+    def copied(self, source: Path, target: Path, bring: Callable[[], object], hard_link: bool) -> bool:
+        """Call `bring`, which makes `target` of `source`, unless it was called; returns whether it was not.
+
+        hard_link: whether `target` is to be a second name of `source`, which a copy does not stand for, nor it for one.
+        """
+        stage, stamp = f"copy of {target.name}", stamp_of(str(source), stamp_of_files([source.resolve()]), hard_link)
         size = source.resolve().stat().st_size
         if target.is_file() and target.stat().st_size == size and self.journal.find(stage, stamp) is not None:
             return False
@@ -68,23 +87,25 @@ class Stages:
 
     def small_files(self, folder: Path, output: Path, bring: Callable[[], list[str]]) -> list[str]:
         """Call `bring`, which makes tokenizer files of `folder` in `output` and says what it says, unless it was."""
-        stage, before = "tokenizer files", {path: path.stat().st_mtime_ns for path in output.iterdir()}
         inputs = [path for path in folder.iterdir() if path.suffix in (".json", ".txt", ".model", ".jinja", ".py")]
         stamp = stamp_of(stamp_of_files(inputs), library_versions())
-        found = self.journal.find(stage, stamp)
+        found = self.journal.find(_TOKENIZER, stamp)
         if found is not None and all(_is(output / name, digest) for name, digest in found["made"].items()):
             return list(found["notices"])
+        for name in self.journal.noted(_TOKENIZER).get("made", ()):
+            (output / name).unlink(missing_ok=True)
+        before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
         notices = bring()
         made = {p.name: sha256_of(p) for p in output.iterdir() if p.stat().st_mtime_ns != before.get(p)}
-        self.journal.done(stage, stamp, made=made, notices=notices)
+        self.journal.done(_TOKENIZER, stamp, made=made, notices=notices)
         return notices
 
     def verified(
         self, manifest: Manifest, verify: Callable[[], tuple[Verification, bool]]
     ) -> tuple[Verification, bool]:
-        """The result of `verify` on the files of `manifest`, made once."""
-        stage = "verification"
-        stamp = stamp_of(self.weights, [dataclasses.asdict(entry) for entry in manifest.files.values()])
+        """The result of `verify` on the files and defaults of `manifest`, made once."""
+        stage, files = "verification", [dataclasses.asdict(entry) for entry in manifest.files.values()]
+        stamp = stamp_of(self.weights, files, dataclasses.asdict(manifest.defaults))
         found = self.journal.find(stage, stamp)
         if found is not None:
             checks = tuple(Check(**check) for check in found["checks"])

@@ -8,15 +8,26 @@ from contextlib import AbstractContextManager
 import numpy as np
 import onnxruntime as ort
 
+from topw_deploy.errors import GenerationError
+
 ALIGNMENT = 64  # bytes: what onnxruntime's own allocator gives vectorised kernels
 
 
 class HostMemory:
-    """Zeroed bytes of the host. The operating system hands pages out when they are first written."""
+    """Zeroed bytes of the host. The operating system hands pages out when they are first written.
+
+    Raises GenerationError where there is no room for so many.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        memory = np.zeros(size + ALIGNMENT, np.uint8)
+        try:
+            memory = np.zeros(size + ALIGNMENT, np.uint8)
+        except (MemoryError, ValueError) as error:  # ValueError: beyond what an address can name
+            raise GenerationError(
+                f"the cache would take {size / 1e9:.1f} GB, which this machine does not give; open the model with a "
+                "smaller max_length or max_batch, or give fewer or shorter sequences at a time."
+            ) from error
         start = -memory.ctypes.data % ALIGNMENT
         self._array = memory[start : start + size]
         self.pointer: int = self._array.ctypes.data

@@ -153,9 +153,20 @@ def test_excluded_nodes_and_weights_stay_as_they_are(exclude: tuple[str, ...], f
     assert float_stored(model) == floats
 
 
-def test_a_pattern_that_names_nothing_is_a_mistake() -> None:
+@pytest.mark.parametrize("pattern", ["toy.Gather_0", "toy.MatMul_2", "embed.weight"])
+def test_a_tied_head_and_its_table_keep_their_type_together(pattern: str) -> None:
+    model = toy(tied=True)
+    wanted = {"up.weight", "down.weight"}
+    assert quantise(model, Quantisation(bits=4, exclude=(pattern,))) == []
+    assert float_stored(model) == {"embed.weight"}
+    assert {name.removesuffix("_Q4") for name in model.graph.initializers if name.endswith("_Q4")} == wanted
+
+
+def test_a_pattern_that_names_nothing_is_a_mistake_in_a_whole_model() -> None:
+    settings = Quantisation(bits=4, exclude=("lm_haed*",))
     with pytest.raises(ParameterError, match=r"'lm_haed\*' names no node or weight"):
-        quantise(toy(tied=False), Quantisation(bits=4, exclude=("lm_haed*",)))
+        quantise(toy(tied=False), settings)
+    assert quantise(toy(tied=False), settings, cut=True) == []
 
 
 def test_what_cannot_be_quantised_is_named() -> None:
@@ -168,12 +179,16 @@ def test_what_cannot_be_quantised_is_named() -> None:
     assert "experts.weight" in notice
 
 
-def test_a_table_whose_rows_are_no_whole_blocks_stays_float_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_whose_rows_are_no_whole_blocks_stays_float_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
     monkeypatch.setattr(Quantisation, "table_block_size", lambda _self, _width: None)
-    model = toy(tied=False)
+    model = toy(tied=tied)
     (notice,) = quantise(model, Quantisation(bits=4))
     assert "embed.weight" in notice
     assert float_stored(model) == {"embed.weight"}
+    assert "embed.weight_Q4" not in model.graph.initializers
 
 
 @pytest.mark.parametrize("held", [0, 128 << 20])

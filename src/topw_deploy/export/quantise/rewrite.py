@@ -33,29 +33,37 @@ class _Stored:
         self.zero_points = editor.initializer(zeros, f"{name}_zero_points") if zeros is not None else None
 
 
-def quantise(model: ir.Model, settings: Quantisation, packed: PackedRows | None = None) -> list[str]:
+def quantise(
+    model: ir.Model, settings: Quantisation, packed: PackedRows | None = None, *, cut: bool = False
+) -> list[str]:
     """Quantise `model` in place; returns what the user should know about weights that keep their type.
 
     The graph: traced and lowered, before the sampler is set onto it. packed: the layers of a checkpoint that is
-    quantised already, whose products keep its own codes, scales and zero points.
-    Raises ParameterError for a pattern of `settings.exclude` that matches nothing, UnsupportedModelError for a graph
-    without a product that could be quantised.
+    quantised already, whose products keep its own codes, scales and zero points. cut: the graph is a model's first
+    layers, so that patterns may name what lies in the others.
+    Raises ParameterError for a pattern of `settings.exclude` that matches nothing in a whole model,
+    UnsupportedModelError for a graph without a product that could be quantised.
     """
     graph = model.graph
     before = _float_bytes(graph)
     products = find_products(graph)
     embedding = _embedding(graph)
-    _check_patterns(settings, products, embedding)
+    if not cut:
+        _check_patterns(settings, products, embedding)
     editor, latest = GraphEditor(graph, "quantised"), Latest()
-    tables = {}
-    if embedding is not None and not settings.excludes(embedding.node.name, embedding.data[0].name):
+    excluded = _excluded(settings, products, embedding)
+    named = {value.name for value in graph.initializers.values() if id(value) in excluded}
+    tables: dict[int, _Stored] = {}
+    if embedding is not None and id(embedding.data[0]) not in excluded:
         table = _quantise_table(editor, embedding, settings, latest)
-        if table is not None:
+        if table is None:
+            excluded.add(id(embedding.data[0]))  # for a tied head too
+        else:
             tables[id(embedding.data[0])] = table
     stored: dict[int, _Stored] = {}
     kept = 0
     for product in products:
-        if settings.excludes(*product.names):
+        if id(product.weight) in excluded:
             continue
         origin = _origin(product, packed)
         if origin is not None and packed is not None:
@@ -71,7 +79,7 @@ def quantise(model: ir.Model, settings: Quantisation, packed: PackedRows | None 
     model.opset_imports[DOMAIN] = 1
     editor.finish()
     known = {scales.scales.name for scales in (*stored.values(), *tables.values())}
-    known |= {product.weight.name for product in products if settings.excludes(*product.names)}
+    known |= named
     notices = _notices(graph, settings, before, known)
     if packed is not None:
         notices.append(f"{kept} of {len(products)} products keep the checkpoint's own codes, scales and zero points")
@@ -206,6 +214,15 @@ def _drop_unused(graph: ir.Graph) -> None:
             graph.remove(node, safe=True)
     for name in [name for name, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
+
+
+def _excluded(settings: Quantisation, products: list[Product], embedding: EmbeddingNode | None) -> set[int]:
+    """Weights that keep their type because a pattern names them or one of the nodes that use them: a tied head and its
+    table are one weight, so a pattern for either excludes both."""
+    uses = [(product.weight, product.names) for product in products]
+    if embedding is not None:
+        uses.append((embedding.data[0], (embedding.node.name, embedding.data[0].name)))
+    return {id(weight) for weight, names in uses if settings.excludes(*names)}
 
 
 def _check_patterns(settings: Quantisation, products: list[Product], embedding: EmbeddingNode | None) -> None:
