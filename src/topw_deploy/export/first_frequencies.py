@@ -21,9 +21,9 @@ def first_frequencies(model: torch.nn.Module) -> Iterator[None]:
     modules = [module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str | dict)]
     before = [module.rope_type for module in modules]
     for module, kind in zip(modules, before, strict=True):
-        module.rope_type = dict.fromkeys(kind, _FIXED) if isinstance(kind, dict) else _FIXED
+        vars(module)["rope_type"] = dict.fromkeys(kind, _FIXED) if isinstance(kind, dict) else _FIXED
     try:
         yield
     finally:
         for module, kind in zip(modules, before, strict=True):
-            module.rope_type = kind
+            vars(module)["rope_type"] = kind

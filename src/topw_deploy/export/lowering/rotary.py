@@ -43,8 +43,14 @@ def _fuse(editor: GraphEditor, add: ir.Node, halves: dict[ir.Value, ir.Value]) -
     assert x.shape is not None
     heads, old = x.shape[1], add.outputs[0]
     assert isinstance(heads, int)
-    kind = {"interleaved": 1} if interleaved else {}
-    new = editor.op("RotaryEmbedding", [x, cos, sin], dtype=x.dtype, shape=list(x.shape), num_heads=heads, **kind)
+    new = editor.op(
+        "RotaryEmbedding",
+        [x, cos, sin],
+        dtype=x.dtype,
+        shape=list(x.shape),
+        interleaved=int(interleaved),
+        num_heads=heads,
+    )
     new.name, old.name = old.name, None
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     editor.graph.remove(add, safe=True)
