@@ -48,7 +48,7 @@ class RotaryTables:
         if query.rotary is None or key.rotary is None or head_dim % 16:  # the operator's own condition
             return None
         kind = rotary_kind(query.rotary)
-        if kind != rotary_kind(key.rotary) or kind[1] % 16:  # of a part of the head, CUDA turns multiples of 16 only
+        if kind != rotary_kind(key.rotary) or kind[1] % 16:  # a part of the head must be a multiple of 16, too
             return None
         tables = [self._table(value) for node in (query.rotary, key.rotary) for value in node.inputs[1:]]
         if any(table is None for table in tables) or tables[:2] != tables[2:]:
