@@ -16,6 +16,7 @@ import pytest
 
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
 from topw_deploy.plugins import build, shared_library
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 from toy_model import _specs, byte_ids
 
@@ -67,7 +68,7 @@ def compiled(output: Path, *flags: str) -> Path:
 
 
 def native_library() -> Path:
-    path = shared_library.library_path()
+    path = library_path()
     if path is None:
         pytest.skip(f"no native sampler: {shared_library.why_absent()}")
     return path

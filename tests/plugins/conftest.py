@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins.shared_library import library_path
 
 
 @pytest.fixture(scope="session")
 def native_library() -> Path:
     """The native library, without which a test is skipped with the reason."""
-    path = library.library_path()
+    path = library_path()
     if path is None:
         pytest.skip(f"no native sampler: {library.why_absent()}")
     return path

@@ -13,6 +13,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.plugins import build
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TopWOptions, sample_row
 
 LOGPROB_BOUND = 2e-7  # relative above 1: computed in float64, answered in float32
@@ -21,7 +22,7 @@ MASS_BOUND = 5e-7  # relative: the exponentials' 3e-7, and the rounding to float
 
 def opened(folder: Path) -> Kernel:
     """The packaged library, or else one compiled into `folder`; skips with the reason where neither can be had."""
-    path = library.library_path()
+    path = library_path()
     if path is None:
         path = folder / build.LIBRARY_NAME
         try:

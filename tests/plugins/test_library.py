@@ -13,6 +13,7 @@ import pytest
 
 from topw_deploy.plugins import build, cuda_build
 from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins.shared_library import library_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,9 +24,9 @@ def test_the_library_comes_from_the_package_or_from_the_variable(
     assert native_library == library.PACKAGED
     copy = Path(shutil.copy(native_library, tmp_path))
     monkeypatch.setenv("TOPW_NATIVE_LIBRARY", str(copy))
-    assert library.library_path() == copy
+    assert library_path() == copy
     monkeypatch.setenv("TOPW_NATIVE", "0")
-    assert library.library_path() is None
+    assert library_path() is None
 
 
 def test_the_library_says_what_it_is(native_library: Path) -> None:

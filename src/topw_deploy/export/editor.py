@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 
 class GraphEditor:
@@ -90,8 +91,27 @@ class GraphEditor:
         self._taken.add(name)
         return name
 
+    def replace(self, node: ir.Node, value: ir.Value) -> None:
+        """Put `value` in the place, and under the name, of what `node` gives; the node goes."""
+        (old,) = node.outputs
+        value.name, old.name = old.name, None
+        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+        self.graph.remove(node, safe=True)
+
     def finish(self) -> None:
         self.graph.sort()
+
+
+def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[GraphEditor, ir.Node], bool]) -> int:
+    """Offer every standard `op_type` node to `rewrite`, which says whether it replaced it; how many were. What nobody
+    reads any more is removed."""
+    editor = GraphEditor(model.graph, prefix)
+    nodes = [node for node in model.graph if (node.domain, node.op_type) == ("", op_type)]
+    done = sum(rewrite(editor, node) for node in nodes)
+    if done:
+        editor.finish()
+        RemoveUnusedNodesPass()(model)
+    return done
 
 
 def find_input(graph: ir.Graph, name: str) -> ir.Value | None:

@@ -124,7 +124,6 @@ class ExportRequest:
     def quantisation(self) -> Quantisation | None:
         """How the weights are quantised; None for a floating-point dtype. Raises ParameterError for wrong options."""
         given = {
-            "compute_dtype": self.compute_dtype,
             "block_size": self.block_size,
             "symmetric": self.symmetric,
             "accuracy_level": self.accuracy_level,
@@ -133,8 +132,9 @@ class ExportRequest:
         }
         chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.dtype in DTYPE_BITS:
-            chosen.pop("compute_dtype", None)
             return Quantisation(bits=DTYPE_BITS[self.dtype], **chosen)
+        if self.compute_dtype is not None:
+            chosen = {"compute_dtype": self.compute_dtype, **chosen}
         if chosen:
             raise ParameterError(
                 f"{next(iter(chosen))} is an option of quantised weights, but dtype is {self.dtype or 'fp32'}; "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.plugins import driver, shared_library
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.plugins.tensorrt import build as tensorrt_build
 
 
@@ -52,7 +53,7 @@ def look() -> Report:
 
 
 def cpu_library() -> CpuLibrary:
-    path = shared_library.library_path()
+    path = library_path()
     if path is None:
         return CpuLibrary(None, None, shared_library.why_absent())
     try:
@@ -68,7 +69,7 @@ def _unloadable(path: Path, kind: shared_library.Kind, error: OSError) -> str:
 
 
 def cuda_library(found: driver.Driver) -> CudaLibrary:
-    path = shared_library.library_path("cuda")
+    path = library_path("cuda")
     if path is None:
         return CudaLibrary(None, (), shared_library.why_absent("cuda"))
     try:

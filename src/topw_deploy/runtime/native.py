@@ -10,6 +10,7 @@ import onnxruntime as ort
 from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.plugins import driver
 from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import providers
 from topw_deploy.runtime.face import Sampler
 
@@ -69,7 +70,7 @@ def _registered(options: ort.SessionOptions | None) -> library.Kind | None:
 
 
 def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
-    path = library.library_path(kind)
+    path = library_path(kind)
     if path is None:
         return None, library.why_absent(kind)
     try:

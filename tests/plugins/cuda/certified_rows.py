@@ -11,8 +11,8 @@ from benchmarks.sampler_cases import Size, visits
 from benchmarks.tail_cases import Case, Scenario, random_case
 from tests.plugins.native_cases import columns, unexplained
 
-from topw_deploy.plugins import shared_library
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import Geometry, TopWOptions, sample_row
 
 ALONE = [STAGES.index(name) for name in ("invalid", "greedy", "candidates")]
@@ -79,7 +79,7 @@ def _same(first: KernelSamples, second: KernelSamples, name: str) -> bool:
 
 
 def native_kernel() -> Kernel | None:
-    path = shared_library.library_path()
+    path = library_path()
     return None if path is None else Kernel(path)
 
 

@@ -19,6 +19,7 @@ from topw_deploy.errors import PluginError
 from topw_deploy.plugins import shared_library
 from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.kernel import COLUMNS, Kernel, KernelTable
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.plugins.tensorrt.kernels import Kernels
 from topw_deploy.plugins.tensorrt.node import CallShape, NodeSettings
 from topw_deploy.sampling.parameters import TopWOptions
@@ -70,7 +71,7 @@ def arrays(settings: NodeSettings) -> dict[str, np.ndarray]:
 
 
 def cpus_answer(settings: NodeSettings, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    path = shared_library.library_path()
+    path = library_path()
     if path is None:
         pytest.skip(f"no native sampler to compare with: {shared_library.why_absent()}")
     table = KernelTable(TABLE, given["mean"], given["inverse_std"]) if settings.has_table else None

@@ -7,11 +7,12 @@ what most families do (Llama, Qwen): they are rounded as the heads themselves ar
 
 from __future__ import annotations
 
-import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from functools import partial
 
-from topw_deploy.export.editor import GraphEditor
-from topw_deploy.export.lowering.rotary import is_op, producer
+import onnx_ir as ir
+
+from topw_deploy.export.editor import GraphEditor, rewrite_each
+from topw_deploy.export.lowering.rotary import producer
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -19,27 +20,25 @@ _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 def narrow_rotary(model: ir.Model) -> int:
     """Replace every RotaryEmbedding between a cast from half precision and one back with one that has none; how many
     were."""
-    editor = GraphEditor(model.graph, "topw.narrow_rotary")
-    narrowed: dict[ir.Value, ir.Value] = {}
-    fused = sum(_fuse(editor, node, narrowed) for node in list(model.graph) if is_op(node, "Cast"))
-    if fused:
-        editor.finish()
-        RemoveUnusedNodesPass()(model)
-    return fused
+    return rewrite_each(model, "topw.narrow_rotary", "Cast", partial(_fuse, {}))
 
 
-def _fuse(editor: GraphEditor, back: ir.Node, narrowed: dict[ir.Value, ir.Value]) -> bool:
-    rotary, old = producer(back.inputs[0], "RotaryEmbedding"), back.outputs[0]
+def _fuse(narrowed: dict[ir.Value, ir.Value], editor: GraphEditor, back: ir.Node) -> bool:
+    rotary = producer(back.inputs[0], "RotaryEmbedding")
     wide = producer(rotary.inputs[0] if rotary else None, "Cast")
     x = wide.inputs[0] if wide is not None else None
-    if rotary is None or x is None or len(rotary.inputs) != 3 or x.dtype not in _HALF or x.dtype != old.dtype:
+    if (
+        rotary is None
+        or x is None
+        or len(rotary.inputs) != 3
+        or x.dtype not in _HALF
+        or x.dtype != back.outputs[0].dtype
+    ):
         return False
     tables = [_narrow(editor, value, x.dtype, narrowed) for value in rotary.inputs[1:] if value is not None]
     attributes = {name: attribute.value for name, attribute in rotary.attributes.items()}
     new = editor.op("RotaryEmbedding", [x, *tables], dtype=x.dtype, shape=x.shape, **attributes)
-    new.name, old.name = old.name, None
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    editor.graph.remove(back, safe=True)
+    editor.replace(back, new)
     return True
 
 

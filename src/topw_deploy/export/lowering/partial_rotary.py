@@ -7,20 +7,14 @@ one part and join them again. The operator does that by itself, `rotary_embeddin
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.editor import GraphEditor
-from topw_deploy.export.lowering.rotary import is_op, on_last_axis, producer, slice_of
+from topw_deploy.export.editor import GraphEditor, rewrite_each
+from topw_deploy.export.lowering.rotary import on_last_axis, producer, slice_of
 
 
 def fuse_partial_rotary(model: ir.Model) -> int:
     """Replace every head joined from a turned part and the rest with a RotaryEmbedding of the whole; how many were."""
-    editor = GraphEditor(model.graph, "topw.partial_rotary")
-    fused = sum(_fuse(editor, node) for node in list(model.graph) if is_op(node, "Concat"))
-    if fused:
-        editor.finish()
-        RemoveUnusedNodesPass()(model)
-    return fused
+    return rewrite_each(model, "topw.partial_rotary", "Concat", _fuse)
 
 
 def _fuse(editor: GraphEditor, concat: ir.Node) -> bool:
@@ -46,9 +40,6 @@ def _fuse(editor: GraphEditor, concat: ir.Node) -> bool:
         return False
     attributes = {name: attribute.value for name, attribute in rotary.attributes.items()}
     attributes["rotary_embedding_dim"] = turned[1]
-    old = concat.outputs[0]
     new = editor.op("RotaryEmbedding", [x, *rotary.inputs[1:]], dtype=x.dtype, shape=x.shape, **attributes)
-    new.name, old.name = old.name, None
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    editor.graph.remove(concat, safe=True)
+    editor.replace(concat, new)
     return True

@@ -12,26 +12,21 @@ LongRoPE) a factor. Either acts number by number and leaves both of a pair equal
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import permutations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.editor import GraphEditor, is_constant
+from topw_deploy.export.editor import GraphEditor, is_constant, rewrite_each
 
 
 def fuse_rotary(model: ir.Model) -> int:
     """Replace every rotation of [batch, heads, sequence, head_dim] with a RotaryEmbedding; how many were."""
-    editor = GraphEditor(model.graph, "topw.rotary")
-    halves: dict[ir.Value, ir.Value] = {}
-    fused = sum(_fuse(editor, node, halves) for node in list(model.graph) if is_op(node, "Add"))
-    if fused:
-        editor.finish()
-        RemoveUnusedNodesPass()(model)
-    return fused
+    return rewrite_each(model, "topw.rotary", "Add", partial(_fuse, {}))
 
 
-def _fuse(editor: GraphEditor, add: ir.Node, halves: dict[ir.Value, ir.Value]) -> bool:
+def _fuse(halves: dict[ir.Value, ir.Value], editor: GraphEditor, add: ir.Node) -> bool:
     parts = _rotation(add)
     if parts is None:
         return False
@@ -41,7 +36,7 @@ def _fuse(editor: GraphEditor, add: ir.Node, halves: dict[ir.Value, ir.Value]) -
         return False
     cos, sin = (_through(editor, *one, halves) for one in found if one is not None)
     assert x.shape is not None
-    heads, old = x.shape[1], add.outputs[0]
+    heads = x.shape[1]
     assert isinstance(heads, int)
     new = editor.op(
         "RotaryEmbedding",
@@ -51,9 +46,7 @@ def _fuse(editor: GraphEditor, add: ir.Node, halves: dict[ir.Value, ir.Value]) -
         interleaved=int(interleaved),
         num_heads=heads,
     )
-    new.name, old.name = old.name, None
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    editor.graph.remove(add, safe=True)
+    editor.replace(add, new)
     return True
 
 
@@ -90,13 +83,7 @@ def _turned_by_half(value: ir.Value | None) -> ir.Value | None:
     both = producer(value, "Concat")
     if both is None or len(both.inputs) != 2 or not on_last_axis(both):
         return None
-    ends = _ends(both.inputs[0], both.inputs[1])
-    if ends is None:
-        return None
-    x, first, second = ends
-    width = int(x.shape[3])  # type: ignore[arg-type,index]
-    ranges = [slice_of(node, width) for node in (first, second)]
-    return x if ranges == [(0, width // 2, 1), (width // 2, width, 1)] else None
+    return _cut(both.inputs[0], both.inputs[1], lambda width: [(0, width // 2, 1), (width // 2, width, 1)])
 
 
 def _turned_by_pairs(value: ir.Value | None) -> ir.Value | None:
@@ -108,17 +95,15 @@ def _turned_by_pairs(value: ir.Value | None) -> ir.Value | None:
     odd, even = (producer(part, "Unsqueeze") for part in pairs.inputs)
     if odd is None or even is None or not {number(odd.inputs[1]), number(even.inputs[1])} <= {-1, 4}:
         return None
-    ends = _ends(odd.inputs[0], even.inputs[0])
-    if ends is None:
-        return None
-    x, first, second = ends
-    width = int(x.shape[3])  # type: ignore[arg-type,index]
-    ranges = [slice_of(node, width) for node in (first, second)]
-    return x if ranges == [(0, width, 2), (1, width, 2)] and value.shape == x.shape else None
+    x = _cut(odd.inputs[0], even.inputs[0], lambda width: [(0, width, 2), (1, width, 2)])
+    return x if x is not None and value.shape == x.shape else None
 
 
-def _ends(negated: ir.Value | None, plain: ir.Value | None) -> tuple[ir.Value, ir.Node, ir.Node] | None:
-    """x [batch, heads, sequence, even], and the Slices of it that are `plain` and, before its Neg, `negated`."""
+def _cut(
+    negated: ir.Value | None, plain: ir.Value | None, ranges: Callable[[int], list[tuple[int, int, int]]]
+) -> ir.Value | None:
+    """The x [batch, heads, sequence, even] of which `plain` and, before its Neg, `negated` are the Slices that `ranges`
+    gives for its width."""
     neg = producer(negated, "Neg")
     first, second = producer(plain, "Slice"), producer(neg.inputs[0] if neg else None, "Slice")
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
@@ -127,7 +112,9 @@ def _ends(negated: ir.Value | None, plain: ir.Value | None) -> tuple[ir.Value, i
     if x is None or x.shape is None or len(x.shape) != 4 or not isinstance(x.shape[1], int):
         return None
     width = x.shape[3]
-    return (x, first, second) if isinstance(width, int) and width % 2 == 0 else None
+    if not isinstance(width, int) or width % 2:
+        return None
+    return x if [slice_of(node, width) for node in (first, second)] == ranges(width) else None
 
 
 def slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:

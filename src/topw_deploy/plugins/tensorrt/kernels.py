@@ -11,6 +11,7 @@ from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins import driver, shared_library
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import COLUMNS, TABLE_TYPES, _Inputs, _Outputs, _Table
+from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.plugins.tensorrt.node import EDITS, CallShape
 from topw_deploy.sampling.parameters import TopWOptions
 
@@ -64,7 +65,7 @@ class Kernels:
 
 def installed_kernels() -> Kernels:
     """Those of the CUDA library that is to be used here. Raises PluginError where there is none."""
-    path = shared_library.library_path("cuda")
+    path = library_path("cuda")
     if path is None:
         raise PluginError(
             f"the plugin needs the library with the CUDA kernels, but {shared_library.why_absent('cuda')}; run: "
