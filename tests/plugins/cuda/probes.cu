@@ -2,6 +2,7 @@
 // what the threads of a block do together.
 
 #include "block.h"
+#include "chunking.h"
 #include "topw_cuda.h"
 
 namespace topw {
@@ -182,6 +183,12 @@ TOPW_EXPORT int probe_select(unsigned threads, const uint32_t *keys, int32_t cou
 }
 TOPW_EXPORT int probe_best(unsigned threads, const double *values, int32_t count, int32_t *place) {
   return launch(how(1, threads), best, values, count, place);
+}
+
+TOPW_EXPORT void probe_chunks(int64_t groups, int64_t batch, int64_t step, int64_t multiprocessors, int64_t resident,
+                              int64_t *found) {
+  const Chunking cut = cut_into_chunks(groups, batch, step, {multiprocessors, resident});
+  found[0] = cut.groups, found[1] = cut.chunks;
 }
 
 }  // extern "C"

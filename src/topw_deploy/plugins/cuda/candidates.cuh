@@ -4,6 +4,7 @@
 #define TOPW_CUDA_CANDIDATES_CUH
 
 #include "finish.h"
+#include "scan.h"
 
 namespace topw {
 
@@ -147,15 +148,11 @@ class Candidates {
       Phi[i] = p * (P_.lam * a);
     }
     block_scan(Gamma, Phi, counted, scratch_);
-    Best best = {-static_cast<double>(INFINITY), INT32_MAX};
-#pragma unroll 1
-    for (int32_t i = own_index(); i < counted; i += block_size())
-      best = better(best, {Phi[i] / Gamma[i] + P_.c * log(Gamma[i]), i});
-    best = block_best(best, scratch_);
-    kept_ = best.place + 1;
+    const crop::Maximum best = crop::first_maximiser(Gamma, Phi, counted, P_.c, scratch_);
+    kept_ = best.size;
     if (own_index() == 0) {
       const bool covered = counted == pool || (gap_covers && counted == found_) ||
-                           block_stop(best.value, Gamma[counted - 1], Phi[counted - 1], pool - counted, counted);
+                           block_stop(best.J, Gamma[counted - 1], Phi[counted - 1], pool - counted, counted);
       scratch_.chosen[0] = covered && within_warm_start(Gamma, counted);
       scratch_.chosen[1] = same_as_drawing();
     }

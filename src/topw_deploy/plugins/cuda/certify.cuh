@@ -9,7 +9,7 @@
 namespace topw {
 
 constexpr unsigned kCertifyThreads = 256;
-constexpr unsigned kCertifyBlocks = 4;  // on a multiprocessor: all that launch.cu starts for it
+constexpr unsigned kCertifyBlocks = 4;  // that a multiprocessor's registers hold; some have threads for three only
 
 // What a row's largest logit and its parameters make of it.
 enum class Way : int32_t { invalid, keep_best, settle, open };
@@ -38,8 +38,6 @@ __device__ inline void decide(float top, const Call &call, int64_t row, RowPlan 
   RowState &state = call.workspace.rows[row];
   state.parameters = plan.P;
   state.top = top;
-  state.valid = plan.way != Way::invalid;
-  state.kept_weight = 0;
 }
 
 __device__ inline void answer_invalid(const Call &call, int64_t row) {
@@ -48,6 +46,7 @@ __device__ inline void answer_invalid(const Call &call, int64_t row) {
   out.logprob[row] = 0;
   out.kept[row] = 0;
   out.certified[row] = 0;
+  if (out.mass) out.mass[row] = 0;
   if (out.reports) out.reports[row] = {TOPW_INVALID, 0, 0, 0, 0, 0};
 }
 
@@ -132,20 +131,22 @@ __device__ inline bool last_of_row(const Call &call, int64_t row) {
 // Blocks: `chunks` for every row, one row after another.
 template <class Logit>
 __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const __grid_constant__ Call call) {
+  let_next_begin();
   TOPW_SHARED(CandidateLists, lists);
-  static_assert(sizeof(lists.groups) >= kMostChunkGroups * sizeof(int32_t), "the slots of a chunk lie there");
   const int64_t row = blockIdx.x / static_cast<unsigned>(call.chunks);
   const int32_t first = static_cast<int32_t>(blockIdx.x % static_cast<unsigned>(call.chunks)) * call.chunk_groups;
   const int32_t end = first + call.chunk_groups, groups = static_cast<int32_t>(call.groups);
   const Chunk chunk = {row, first, end < groups ? end : groups};
   if (call.inputs.edits > 0) {
-    ChunkEdits<Logit> edits(call, chunk, reinterpret_cast<int32_t *>(lists.groups));
+    // Where the row's maxima lie afterwards: there is room for all of its groups.
+    ChunkEdits<Logit> edits(call, chunk, reinterpret_cast<int32_t *>(dynamic_shared() + sizeof(CandidateRoom)));
     measure_chunk<Logit>(call, chunk);
     edits.apply();
   } else {
     measure_chunk<Logit>(call, chunk);
   }
   if (call.outputs.keep_mask) clear_keep_mask(call, chunk);
+  if (call.outputs.mass) weigh_chunk(call, chunk);
   GivenParameters given = {};  // asked for now, they are there when the ticket is
   if (own_index() == 0) given = given_parameters(call.inputs, row);
   if (last_of_row(call, row)) finish_or_open<Logit>(call, row, given, lists);

@@ -7,7 +7,6 @@
 
 namespace topw {
 
-constexpr int32_t kMostChunkGroups = 512;
 constexpr int32_t kNoEdit = INT32_MAX;
 constexpr int kLoadsAtOnce = 4;  // by a thread, of 16 bytes: what is under way covers the memory's latency
 

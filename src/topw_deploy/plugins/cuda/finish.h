@@ -3,8 +3,7 @@
 #define TOPW_CUDA_FINISH_H
 
 #include "../native/objective.h"
-#include "block.h"
-#include "logits.h"
+#include "mass.cuh"
 
 namespace topw {
 
@@ -54,8 +53,7 @@ __device__ inline void write_outputs(const Call &call, int64_t row, const Parame
   if (out.reports) out.reports[row] = report;
 }
 
-// Draws, and writes all outputs of the row but `mass`, for which it leaves the crop's weight in the row's state. Called
-// by all threads of one block with the same arguments, a barrier after `kept.keys` was written; ends with one. `room`
+// Draws, and writes all outputs of the row. Called by all threads of one block with the same arguments, a barrier after `kept.keys` was written; ends with one. `room`
 // [kept.size] doubles, shared or global, that are nobody else's; `weighed` if it holds what sum_weights would write for
 // the drawing temperature. `top` is the row's largest logit; with a negative geom_scale it may not be in the crop.
 __device__ inline void finish_row(const Call &call, int64_t row, const Parameters &P, float top, const Kept &kept,
@@ -68,9 +66,13 @@ __device__ inline void finish_row(const Call &call, int64_t row, const Parameter
   }
   write_outputs(call, row, P, kept, place, P.greedy ? 1 : room[kept.size - 1], report);
   __syncthreads();
-  if (!call.outputs.mass || P.certain_selection) return;
+  if (!call.outputs.mass) return;
+  if (P.certain_selection) {
+    if (own_index() == 0) call.outputs.mass[row] = 1;
+    return;
+  }
   sum_weights(kept, top, P.selection, room, scratch);
-  if (own_index() == 0) call.workspace.rows[row].kept_weight = room[kept.size - 1];
+  write_mass(call, row, P, top, room[kept.size - 1]);
   __syncthreads();
 }
 

@@ -4,8 +4,8 @@
 
 #include "../native/quantised.h"
 #include "certify.cuh"
+#include "chunking.h"
 #include "geometry.cuh"
-#include "mass.cuh"
 
 namespace topw {
 namespace {
@@ -54,15 +54,10 @@ int32_t best_groups(int64_t groups) {
   return static_cast<int32_t>(static_cast<double>(groups) * (1 - exp(-to_each)));
 }
 
-// As many chunks as keep the device busy, and no smaller than one load of every thread.
-void cut_into_chunks(const topw_cuda_shape &shape, unsigned threads, Call &call) {
+// A chunk is of whole units, and no smaller than one load of every thread.
+int64_t chunk_step(const topw_cuda_shape &shape, unsigned threads) {
   const int64_t of_load = static_cast<int64_t>(threads) * (shape.logits_type == TOPW_FLOAT32 ? 4 : 8) / kGroup;
-  const int64_t blocks = static_cast<int64_t>(multiprocessors()) * kCertifyBlocks;
-  int64_t groups = (call.groups * call.inputs.batch + blocks - 1) / blocks;
-  groups = (groups + of_load - 1) / of_load * of_load;
-  if (groups > kMostChunkGroups) groups = kMostChunkGroups;
-  call.chunk_groups = static_cast<int32_t>(groups);
-  call.chunks = static_cast<int32_t>((call.groups + groups - 1) / groups);
+  return crop::rounded_up(of_load > 0 ? of_load : 1, kUnitGroups);
 }
 
 Call call_of(const topw_cuda_shape &shape, const topw_table *table, const topw_inputs &inputs,
@@ -79,26 +74,32 @@ Call call_of(const topw_cuda_shape &shape, const topw_table *table, const topw_i
   call.padded_groups = padded_groups_of(shape.vocab);
   call.patch_slots = patch_slots_of(shape.vocab, inputs.edits);
   call.logits_type = shape.logits_type;
+  call.units = static_cast<int32_t>(units_of(shape.vocab));
   call.best_groups = best_groups(call.groups);
   call.log_vocab = log(static_cast<double>(shape.vocab));
   return call;
 }
 
 template <class Logit>
-int launch_certify(const Call &call, unsigned threads, void *stream) {
+int launch_certify(const topw_cuda_shape &shape, Call &call, void *stream) {
+  const unsigned threads = threads_of_block(kCertifyThreads);
   const size_t shared = candidate_shared_bytes(call.padded_groups);
   const int failed = allow_shared(certify<Logit>, shared);
   if (failed) return failed;
+  const int resident = resident_blocks(certify<Logit>, threads, shared);
+  if (resident < 1) return kUnlaunchable;
+  const Device device = {multiprocessors(), resident};
+  const Chunking cut = cut_into_chunks(call.groups, call.inputs.batch, chunk_step(shape, threads), device);
+  call.chunk_groups = static_cast<int32_t>(cut.groups);
+  call.chunks = static_cast<int32_t>(cut.chunks);
   const unsigned blocks = static_cast<unsigned>(call.chunks * call.inputs.batch);
   return launch(Launch{blocks, threads, shared, false, stream}, certify<Logit>, call);
 }
 
 int launch_certify(const topw_cuda_shape &shape, Call &call, void *stream) {
-  const unsigned threads = threads_of_block(kCertifyThreads);
-  cut_into_chunks(shape, threads, call);
-  if (shape.logits_type == TOPW_FLOAT32) return launch_certify<float>(call, threads, stream);
-  if (shape.logits_type == TOPW_FLOAT16) return launch_certify<Float16>(call, threads, stream);
-  return launch_certify<Bfloat16>(call, threads, stream);
+  if (shape.logits_type == TOPW_FLOAT32) return launch_certify<float>(shape, call, stream);
+  if (shape.logits_type == TOPW_FLOAT16) return launch_certify<Float16>(shape, call, stream);
+  return launch_certify<Bfloat16>(shape, call, stream);
 }
 
 int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream) {
@@ -108,15 +109,6 @@ int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream
   if (failed) return failed;
   const unsigned blocks = static_cast<unsigned>(multiprocessors());
   return launch(Launch{blocks, threads, shared, can_be_early(geometry), stream}, geometry, call);
-}
-
-int launch_mass(const Call &call, void *stream) {
-  const unsigned threads = threads_of_block(kMassThreads), of_block = threads / kWarp;
-  const unsigned units = static_cast<unsigned>(mass_units_of(call.inputs.vocab));
-  const unsigned of_row = (units + of_block - 1) / of_block;
-  const unsigned blocks = of_row * static_cast<unsigned>(call.inputs.batch);
-  const Launch how = {blocks, threads, units * sizeof(double), false, stream};
-  return launch(how, mass, call, static_cast<int32_t>(of_row));
 }
 
 bool fits(const topw_cuda_shape &shape, const topw_table *table, const topw_inputs &inputs) {
@@ -131,7 +123,6 @@ int launch_step(const topw_cuda_shape &shape, const topw_table *table, const top
   Call call = call_of(shape, table, inputs, outputs, control, workspace);
   int failed = parts & TOPW_CUDA_CERTIFY ? launch_certify(shape, call, stream) : 0;
   if (!failed && parts & TOPW_CUDA_GEOMETRY) failed = launch_geometry(shape, call, stream);
-  if (!failed && parts & TOPW_CUDA_GEOMETRY && outputs.mass) failed = launch_mass(call, stream);
   if (failed) {
     last_error();
     zero(control, static_cast<size_t>(control_bytes(shape)), stream);  // rows that certify leaves to no one

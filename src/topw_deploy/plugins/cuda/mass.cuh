@@ -1,65 +1,99 @@
-// The third launch, where the caller asks for `mass`: each crop's share of the softmax over the whole row at the
-// selection temperature, within 3e-7 relative.
+// For the output `mass`: each crop's share of the softmax over the whole row at the selection temperature, within 3e-7
+// relative. certify adds up the weights of a row's units while it has their logits; a unit is the same for every launch,
+// so the sums are, too. Whoever answers the row adds up the units.
 #ifndef TOPW_CUDA_MASS_CUH
 #define TOPW_CUDA_MASS_CUH
 
-#include "block.h"
-#include "logits.h"
+#include "chunk.cuh"
 
 namespace topw {
 
-constexpr unsigned kMassThreads = 256;
 constexpr float kNegligible = -100.0f;  // e^-100 of the largest adds nothing
+constexpr int kUnitGroups = kMassUnit / kGroup;
 
-// The weight of a logit, in units of the largest: exp in float32 of a double, whose rounding is made up for.
-__device__ inline double weight_in_row(float logit, double top, double rate) {
-  const double a = (static_cast<double>(logit) - top) * rate;
-  if (!(a > static_cast<double>(kNegligible))) return 0;
-  const float rounded = static_cast<float>(a), rest = static_cast<float>(a - static_cast<double>(rounded));
-  const float e = expf(rounded);
-  return static_cast<double>(e + e * rest);
+// 1 / the selection temperature, as the sum of two floats; 0 where no weights are needed. In shared memory.
+struct Rate {
+  float high, low;
+};
+
+__device__ inline Rate rate_of(const Call &call, int64_t row) {
+  Parameters P;
+  if (!P.take(given_parameters(call.inputs, row)) || P.certain_selection) return {0, 0};
+  const double rate = 1 / P.selection;
+  const float high = static_cast<float>(rate);
+  return {high, static_cast<float>(rate - static_cast<double>(high))};
 }
 
-// One warp's sum over one unit of the row, in an order of its own.
-__device__ inline double mass_of_unit(const LogitRow &logits, int32_t unit, double top, double rate) {
-  double sum = 0;
-  for (int32_t k = lane_index(); k < kMassUnit; k += kWarp) {
-    const int32_t id = unit * static_cast<int32_t>(kMassUnit) + k;
-    if (id < logits.vocab()) sum += weight_in_row(logits.at(id), top, rate);
-  }
-  return warp_reduce(sum, Plus());
+// e to the power (logit - top) * rate. Roundings of the exponent are made up for.
+__device__ __forceinline__ float weight_below(float logit, float top, Rate rate) {
+  const float difference = logit - top, shifted = difference - logit;
+  const float lost = (logit - (difference - shifted)) - (top + shifted);
+  const float exponent = __fmul_rn(difference, rate.high);
+  if (!(exponent > kNegligible)) return 0;
+  const float rest = fmaf(difference, rate.high, -exponent) + (difference * rate.low + lost * rate.high);
+  const float e = expf(exponent);
+  return fmaf(e, rest, e);
 }
 
-// Blocks: `of_row` for every row, one row after another; a warp has a unit.
-__global__ void __launch_bounds__(kMassThreads) mass(const __grid_constant__ Call call, int32_t of_row) {
-  TOPW_SHARED(BlockScratch, scratch);
-  TOPW_SHARED(uint32_t, last);
-  const int64_t row = blockIdx.x / static_cast<unsigned>(of_row);
-  const int32_t units = static_cast<int32_t>((call.inputs.vocab + kMassUnit - 1) / kMassUnit);
-  const RowState &state = call.workspace.rows[row];
-  if (!state.valid || state.parameters.certain_selection) {
-    if (own_index() == 0 && blockIdx.x % static_cast<unsigned>(of_row) == 0)
-      call.outputs.mass[row] = state.valid ? 1.0f : 0.0f;
-    return;
+// A sum of floats with what rounding lost of it.
+struct LongSum {
+  float sum = 0, lost = 0;
+
+  __device__ void add(float value) {
+    const float total = __fadd_rn(sum, value), added = __fadd_rn(total, -sum);
+    lost += __fadd_rn(__fadd_rn(sum, -__fadd_rn(total, -added)), __fadd_rn(value, -added));
+    sum = total;
   }
-  double *const sums = call.workspace.masses + row * units;
-  const int32_t unit = static_cast<int32_t>(blockIdx.x % static_cast<unsigned>(of_row)) * warps() + warp_index();
-  if (unit < units) {
-    const double sum = mass_of_unit(LogitRow(call, row), unit, static_cast<double>(state.top),
-                                    1 / state.parameters.selection);
-    if (lane_index() == 0) sums[unit] = sum;
+};
+
+// One warp's sum over one unit, in units of its largest logit.
+__device__ inline void weigh_unit(const Call &call, const LogitRow &logits, int64_t row, int32_t unit, Rate rate) {
+  const int32_t first = unit * kUnitGroups, own = first + lane_index() % kUnitGroups;
+  float top = own < logits.groups() ? logits.maximum(own) : -static_cast<float>(INFINITY);
+  top = warp_reduce(top, Larger());
+  LongSum sum;
+#pragma unroll 2
+  for (int n = lane_index(); n < kMassUnit / 4; n += kWarp) {
+    const int32_t group = first + n / (kGroup / 4);
+    if (group >= logits.groups()) break;
+    const float4 four = logits.four(group, n % (kGroup / 4), logits.slot(group));
+    sum.add(weight_below(four.x, top, rate));
+    sum.add(weight_below(four.y, top, rate));
+    sum.add(weight_below(four.z, top, rate));
+    sum.add(weight_below(four.w, top, rate));
   }
+  const double total = warp_reduce(static_cast<double>(sum.sum) + static_cast<double>(sum.lost), Plus());
+  if (lane_index() != 0) return;
+  call.workspace.unit_tops[row * call.units + unit] = top;
+  call.workspace.unit_sums[row * call.units + unit] = total;
+}
+
+// Of all units of a chunk, whose maxima are known. Begins with a barrier.
+__device__ TOPW_OUT_OF_LINE inline void weigh_chunk(const Call &call, const Chunk &chunk) {
+  TOPW_SHARED(Rate, rate);
+  if (own_index() == 0) rate = rate_of(call, chunk.row);
   __syncthreads();
-  if (own_index() == 0) {
-    last = take_ticket(&call.workspace.tickets[row]) == static_cast<uint32_t>(of_row) - 1;
-    if (last) call.workspace.tickets[row] = 0;
+  if (rate.high == 0) return;
+  const LogitRow logits(call, chunk.row);
+  const int32_t end = (chunk.last + kUnitGroups - 1) / kUnitGroups;
+#pragma unroll 1
+  for (int32_t unit = chunk.first / kUnitGroups + warp_index(); unit < end; unit += warps())
+    weigh_unit(call, logits, chunk.row, unit, rate);
+}
+
+// kept: the crop's weight at the selection temperature, in units of the row's largest logit `top`. By the first warp.
+__device__ inline void write_mass(const Call &call, int64_t row, const Parameters &P, float top, double kept) {
+  if (warp_index() != 0) return;
+  double total = 0;
+#pragma unroll 1
+  for (int32_t unit = lane_index(); unit < call.units; unit += kWarp) {
+    const float unit_top = __ldcg(call.workspace.unit_tops + row * call.units + unit);
+    if (unit_top > -static_cast<float>(INFINITY))
+      total += __ldcg(call.workspace.unit_sums + row * call.units + unit) *
+               exp(log_weight(unit_top, top, P.selection));
   }
-  __syncthreads();
-  if (!last) return;
-  double *const total = reinterpret_cast<double *>(dynamic_shared());
-  for (int32_t i = own_index(); i < units; i += block_size()) total[i] = __ldcg(sums + i);
-  block_scan(total, nullptr, units, scratch);
-  if (own_index() == 0) call.outputs.mass[row] = static_cast<float>(state.kept_weight / total[units - 1]);
+  total = warp_reduce(total, Plus());
+  if (lane_index() == 0) call.outputs.mass[row] = static_cast<float>(kept / total);
 }
 
 }  // namespace topw

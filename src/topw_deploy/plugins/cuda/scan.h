@@ -47,14 +47,16 @@ __device__ TOPW_OUT_OF_LINE inline Maximum first_maximiser(const double *Gamma, 
   if (c <= 0) return {Phi[0] / Gamma[0] + c * log(Gamma[0]), 1};
   const float rough_c = static_cast<float>(c);
   float low = -static_cast<float>(INFINITY);
+  if (count > kWarp) {  // else the logarithms are one warp's, and cheaper than a look at who needs one
 #pragma unroll 1
-  for (int32_t i = own_index(); i < count; i += block_size())
-    low = Larger()(Roughly(Gamma[i], Phi[i], rough_c).low, low);
-  low = block_reduce(low, Larger(), scratch);
+    for (int32_t i = own_index(); i < count; i += block_size())
+      low = Larger()(Roughly(Gamma[i], Phi[i], rough_c).low, low);
+    low = block_reduce(low, Larger(), scratch);
+  }
   Best best = {-static_cast<double>(INFINITY), INT32_MAX};
 #pragma unroll 1
   for (int32_t i = own_index(); i < count; i += block_size())
-    if (!(Roughly(Gamma[i], Phi[i], rough_c).high < low))
+    if (count <= kWarp || !(Roughly(Gamma[i], Phi[i], rough_c).high < low))
       best = better(best, {Phi[i] / Gamma[i] + c * log(Gamma[i]), i});
   best = block_best(best, scratch);
   return {best.value, best.place < count ? best.place + 1 : 1};

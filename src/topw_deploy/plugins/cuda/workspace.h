@@ -1,13 +1,13 @@
 // What the kernels of one step share: the call itself, and scratch memory in the device's global memory.
 //
 // Two launches answer a batch. `certify` (certify.cuh) reads all logits and answers every row that it can certify, and
-// the invalid ones; the others it appends to `open_rows`. `geometry` (geometry.cuh) takes those. A third, `mass`, comes
-// only where the caller asks for that output.
+// the invalid ones; the others it appends to `open_rows`. `geometry` (geometry.cuh) takes those.
 //
 // What certify leaves for an open row, before its number is in open_rows[0 .. control->open_count):
 //   rows[row]             parameters (valid, not greedy), the largest logit `top`
 //   maxima[row][group]    the largest of each 64 logits, edited; finite or -inf
 //   LogitRow (logits.h)   the edited logits, through patch_of and patches
+//   unit_tops, unit_sums  where `mass` is asked for: weights of each unit, in units of its largest logit
 // and all of keep_mask[row] is 0. open_rows is in no particular order.
 //
 // geometry.cuh has, for launch.cu:
@@ -49,8 +49,6 @@ struct Control {
 struct RowState {
   Parameters parameters;
   float top;           // the largest logit
-  int32_t valid;       // 0: answered as invalid
-  double kept_weight;  // of its crop, by the selection temperature, in units of the largest: the numerator of `mass`
 };
 
 struct Workspace {
@@ -61,7 +59,8 @@ struct Workspace {
   float *maxima;       // [batch, padded_groups]
   int32_t *patch_of;   // [batch, groups] the slot of a group that edits touch, or -1; NULL without edits
   float *patches;      // [batch, patch_slots, kGroup]
-  double *masses;      // [batch, mass_units]
+  float *unit_tops;    // [batch, units]
+  double *unit_sums;   // [batch, units]
   unsigned char *team_scratch;  // as team_scratch.h lays it out
 };
 
@@ -75,14 +74,15 @@ struct Call {
   int64_t groups, padded_groups;  // of kGroup logits in a row; padded to a multiple of 4
   int64_t patch_slots;
   int32_t logits_type;
+  int32_t units;                  // of kMassUnit logits in a row
   int32_t chunk_groups, chunks;   // certify: a block's share of a row, and how many there are
-  int32_t best_groups, reserved;  // certify: its look at the best tokens begins where so many maxima lie; 0: no look
+  int32_t best_groups;            // certify: its look at the best tokens begins where so many maxima lie; 0: no look
   double log_vocab;
 };
 
 inline int64_t groups_of(int64_t vocab) { return (vocab + kGroup - 1) / kGroup; }
 inline int64_t padded_groups_of(int64_t vocab) { return (groups_of(vocab) + 3) / 4 * 4; }
-inline int64_t mass_units_of(int64_t vocab) { return (vocab + kMassUnit - 1) / kMassUnit; }
+inline int64_t units_of(int64_t vocab) { return (vocab + kMassUnit - 1) / kMassUnit; }
 // A patch lies at the lowest number of an edit that touches its group, or at the group's where those are fewer.
 inline int64_t patch_slots_of(int64_t vocab, int64_t edits) {
   return edits < groups_of(vocab) ? edits : groups_of(vocab);
@@ -113,8 +113,9 @@ inline Workspace lay_out(const topw_cuda_shape &shape, void *control, void *memo
     w.patch_of = reinterpret_cast<int32_t *>(take(batch * groups_of(shape.vocab) * floats));
     w.patches = reinterpret_cast<float *>(take(batch * patch_slots_of(shape.vocab, shape.edits) * kGroup * floats));
   }
-  const int64_t masses = batch * mass_units_of(shape.vocab);
-  w.masses = reinterpret_cast<double *>(take(masses * static_cast<int64_t>(sizeof(double))));
+  const int64_t units = batch * units_of(shape.vocab);
+  w.unit_tops = reinterpret_cast<float *>(take(units * floats));
+  w.unit_sums = reinterpret_cast<double *>(take(units * static_cast<int64_t>(sizeof(double))));
   w.team_scratch = take(team_scratch_bytes(shape));
   *bytes = at;
   return w;

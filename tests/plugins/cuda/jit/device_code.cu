@@ -6,7 +6,6 @@ cudaError_t cudaGetDevice(int *);
 cudaError_t cudaGetDeviceCount(int *);
 cudaError_t cudaDeviceGetAttribute(int *, cudaDeviceAttr, int);
 cudaError_t cudaGetLastError();
-cudaError_t cudaMemsetAsync(void *, int, size_t, cudaStream_t);
 const char *cudaGetErrorString(cudaError_t);
 
 #include "certify.cuh"

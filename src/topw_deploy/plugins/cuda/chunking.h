@@ -1,0 +1,40 @@
+// How certify cuts rows into chunks, each for one block. Host code.
+#ifndef TOPW_CUDA_CHUNKING_H
+#define TOPW_CUDA_CHUNKING_H
+
+#include <stdint.h>
+
+namespace topw {
+
+// What the pass over the logits runs on: so many multiprocessors, which hold so many of its blocks together.
+struct Device {
+  int64_t multiprocessors, resident;
+};
+
+struct Chunking {
+  int64_t groups, chunks;  // of a chunk; of a row
+};
+
+// Chunks of whole multiples of `step` groups, such that the busiest multiprocessor ends as early as it can. It reads the
+// chunks of as many blocks as it holds together, then of those that are left; few blocks take as long as kBusy do.
+inline Chunking cut_into_chunks(int64_t groups, int64_t batch, int64_t step, const Device &device) {
+  constexpr int64_t kBusy = 3, kLate = 64;  // blocks; groups that are read in the time that a block takes to begin
+  const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const auto rounds = [](int64_t blocks) { return blocks == 0 ? 0 : blocks > kBusy ? blocks : kBusy; };
+  const int64_t together = ceiling(device.resident, device.multiprocessors);
+  Chunking best = {};
+  int64_t least = INT64_MAX;
+  for (int64_t wanted = 1, of_chunk = INT64_MAX; of_chunk > step; ++wanted) {
+    of_chunk = ceiling(ceiling(groups, wanted), step) * step;
+    const int64_t chunks = ceiling(groups, of_chunk), of_busiest = ceiling(chunks * batch, device.multiprocessors);
+    const int64_t reading = of_busiest / together * rounds(together) + rounds(of_busiest % together);
+    const int64_t cost = reading * of_chunk + ceiling(of_busiest, together) * kLate;
+    if (cost >= least) continue;
+    least = cost;
+    best = {of_chunk, chunks};
+  }
+  return best;
+}
+
+}  // namespace topw
+#endif
