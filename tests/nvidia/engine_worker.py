@@ -8,7 +8,6 @@ the first request on that names a library of "kernels", the plugin is registered
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import mmap
@@ -32,7 +31,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         from topw_deploy.plugins.tensorrt import plugin
         from topw_deploy.plugins.tensorrt.kernels import Kernels
 
-        plugin.register(Kernels(Path(kernels), lambda address, size, _stream: ctypes.memset(address, 0, size)))
+        plugin.register(Kernels(Path(kernels)))
 
     @contextlib.contextmanager
     def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:

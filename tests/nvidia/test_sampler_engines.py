@@ -67,6 +67,15 @@ def test_with_the_plugin_the_node_is_one_layer_of_the_engine(plugged: dict[str, 
     assert plugged[name]["layers"] <= 1 + 4  # the table, its statistics and bounds are constants
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_plugins_in_python_free_their_memory_when_tensorrt_deletes_them(
+    plugged: dict[str, dict[str, Any]], name: str
+) -> None:
+    """The Python objects themselves stay: TensorRT's module takes references that it does not give back."""
+    assert plugged[name]["plugins_made"] > 1
+    assert plugged[name]["left"] == 0
+
+
 def test_a_graph_without_the_function_needs_the_plugin_and_takes_it(nvidia: Ask, samplers: dict[str, Path]) -> None:
     """As TensorRT before 10.15 has to be given it."""
     task = {"model": str(samplers["portable"]), "batches": BATCHES[:1], "without_function": True}

@@ -33,13 +33,9 @@ UNIFORM = NodeSettings(top_m=64, alt_iters=3, metric="uniform")
 ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "certified": np.bool_, "mass": np.float32}
 
 
-def zero(address: int, size: int, stream: int) -> None:
-    ctypes.memset(address, 0, size)
-
-
 @pytest.fixture
 def kernels(emulated_library: Path) -> Kernels:
-    made = Kernels(emulated_library, zero)
+    made = Kernels(emulated_library)
     emulate = made._kernel.handle.topw_emulate
     emulate.argtypes = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
     emulate(1, 64, 3)

@@ -196,13 +196,19 @@ inline int zero(void *memory, size_t bytes, void *stream) {
   return cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream));
 }
 
-// Zeroed memory of the current device.
+// Zeroed memory of the current device. Waits for a stream of its own and not for the device: while another thread
+// captures a stream, waiting for the device is an error that also ends the capture.
 inline int allocate(size_t bytes, void **memory) {
+  cudaStream_t stream = nullptr;
   int failed = cudaMalloc(memory, bytes);
-  if (failed) return failed;
-  failed = cudaMemset(*memory, 0, bytes);
-  if (!failed) failed = cudaDeviceSynchronize();  // a stream that does not wait for the default one may use it
-  if (failed) cudaFree(*memory);
+  if (!failed) {
+    failed = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+    if (!failed) failed = cudaMemsetAsync(*memory, 0, bytes, stream);
+    if (!failed) failed = cudaStreamSynchronize(stream);
+    if (stream) cudaStreamDestroy(stream);
+    if (failed) cudaFree(*memory);
+  }
+  if (failed) last_error();  // it is in the answer; later checks must not find it
   return failed;
 }
 inline int release(void *memory) { return cudaFree(memory); }

@@ -49,7 +49,8 @@ TOPW_EXPORT int topw_cuda_launch_parts(const topw_cuda_shape *, const topw_table
                                        int32_t parts);
 
 /* Zeroed memory of the current device, aligned to 256 bytes, for control memory that outlives a call; and its release,
- * which waits for the work that uses it. Both synchronise with the device. 0, or a cudaError_t. */
+ * whichever device is current, once no work uses it. Both may wait, so neither is allowed in a thread that captures a
+ * stream. 0, or a cudaError_t. */
 TOPW_EXPORT int topw_cuda_allocate(int64_t bytes, void **memory);
 TOPW_EXPORT int topw_cuda_release(void *memory);
 

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping
-from ctypes import c_size_t, c_uint8, c_void_p
+from collections.abc import Mapping
 from pathlib import Path
 
 from topw_deploy.errors import ParameterError, PluginError
-from topw_deploy.plugins import driver, shared_library
+from topw_deploy.plugins import shared_library
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import COLUMNS, TABLE_TYPES, _Inputs, _Outputs, _Table
 from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins.tensorrt.control import ControlMemory
 from topw_deploy.plugins.tensorrt.node import EDITS, CallShape
 from topw_deploy.sampling.parameters import TopWOptions
 
-Zero = Callable[[int, int, int], None]
-"""Called with an address, a number of bytes and a stream: enqueues zeros."""
-
 
 class Kernels:
-    """The kernels of the library at `path`. zero: how memory is zeroed where they run.
+    """The kernels of the library at `path`. Raises PluginError where the file is no such library."""
 
-    Raises PluginError where the file is no such library.
-    """
-
-    def __init__(self, path: Path, zero: Zero) -> None:
+    def __init__(self, path: Path) -> None:
         self._kernel = CudaKernel(path)
-        self._zero = zero
 
     def check(self, call: CallShape) -> None:
         """Raises PluginError where the kernels do not serve such calls."""
@@ -45,12 +37,37 @@ class Kernels:
         """Scratch memory for calls of at most this size, aligned to 256 bytes."""
         return self._kernel.workspace_bytes(_shape(call, _table(call)))
 
-    def enqueue(
-        self, call: CallShape, inputs: Mapping[str, int], outputs: Mapping[str, int], workspace: int, stream: int
-    ) -> None:
-        """Enqueue a call: zeros for the control bytes, whatever the workspace held, then the kernels.
+    def control_memory(self) -> ControlMemory:
+        """New control memory, without bytes so far."""
+        return ControlMemory(self._kernel)
 
-        inputs, outputs: addresses by name, of the types and shapes of `call`. Raises PluginError where CUDA refuses.
+    def reserve(self, control: ControlMemory, call: CallShape) -> int:
+        """The address of control memory for calls of at most this size, allocated where `control` has too little.
+
+        Raises PluginError where the device has no such memory.
+        """
+        try:
+            return control.reserve(self._kernel.control_bytes(_shape(call, _table(call))))
+        except PluginError as error:
+            reason = str(error).rstrip(".")
+            raise PluginError(
+                f"the sampler's plugin has no control memory for {call.batch} rows: {reason}; free memory of the "
+                "device, and run a new shape once before it is captured."
+            ) from None
+
+    def enqueue(
+        self,
+        call: CallShape,
+        inputs: Mapping[str, int],
+        outputs: Mapping[str, int],
+        control: int,
+        workspace: int,
+        stream: int,
+    ) -> None:
+        """Enqueue the kernels of a call, and nothing else.
+
+        inputs, outputs: addresses by name, of the types and shapes of `call`. control: from `reserve`. workspace: of
+        workspace_bytes, with any content. Raises PluginError where CUDA refuses.
         """
         table = _table(call, inputs)
         shape = _shape(call, table)
@@ -59,8 +76,7 @@ class Kernels:
             *(inputs[name] for name in EDITS), *(inputs[name] for name in COLUMNS),
         )  # fmt: skip
         results = _Outputs(*(outputs.get(field[0]) for field in _Outputs._fields_))
-        self._zero(workspace, self._kernel.control_bytes(shape), stream)
-        self._kernel.launch(shape, table, arguments, results, workspace, stream)
+        self._kernel.launch(shape, table, arguments, results, control, workspace, stream)
 
 
 def installed_kernels() -> Kernels:
@@ -71,18 +87,7 @@ def installed_kernels() -> Kernels:
             f"the plugin needs the library with the CUDA kernels, but {shared_library.why_absent('cuda')}; run: "
             "topw plugins build --cuda"
         )
-    return Kernels(path, zero_on_device)
-
-
-def zero_on_device(address: int, size: int, stream: int) -> None:
-    """Enqueue zeros by the driver, in the current context. Raises PluginError where it refuses."""
-    try:
-        cuda = ctypes.CDLL(driver.LIBRARY)
-    except OSError as error:
-        raise PluginError(f"there is no NVIDIA driver ({error}).") from None
-    code = cuda.cuMemsetD8Async(c_void_p(address), c_uint8(0), c_size_t(size), c_void_p(stream))
-    if code:
-        raise PluginError(f"the NVIDIA driver does not zero {size} bytes (CUDA error {code}).")
+    return Kernels(path)
 
 
 def _shape(call: CallShape, table: _Table | None) -> CudaShape:

@@ -1,7 +1,7 @@
 """The plugin as a Python class: TensorRT calls it for sizes and types, and to enqueue the kernels of the CUDA library.
 
-It needs no C++ compiler and no header of TensorRT, only `topw plugins build --cuda`. What it enqueues is a memset and
-the kernels, so a CUDA graph records a step of it, and a replayed graph never comes back to Python.
+It needs no C++ compiler and no header of TensorRT, only `topw plugins build --cuda`. A step enqueues the kernels alone,
+so a CUDA graph records it, and a replayed graph never comes back to Python.
 
 Importing this module imports TensorRT. Built and parsed with NVIDIA's parser and builder; enqueued by tests on a CPU
 with the emulated kernels, not on a GPU.
@@ -37,6 +37,9 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
 
     Its methods are those of TensorRT's interfaces and are called by TensorRT alone. What they raise TensorRT prints and
     answers by failing to build or to run.
+
+    Every object has control memory of its own (control.py), allocated when its shape is known. TensorRT clones the
+    plugin for each execution context, so contexts that run at once on several streams do not share it.
     """
 
     def __init__(self, settings: NodeSettings, kernels: Kernels) -> None:
@@ -48,6 +51,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         self.kernels = kernels
         # The types that the graph gives to logits and table, noted where TensorRT tells them; float32 until then.
         self.given = {"logits": trt.float32, "table": trt.float32}
+        self._control = kernels.control_memory()
         self._written: list[Any] = []
 
     def get_capability_interface(self, kind: Any) -> Any:
@@ -57,6 +61,11 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         copy = TopWSamplePlugin(self.settings, self.kernels)
         copy.given = dict(self.given)
         return copy
+
+    def destroy(self) -> None:
+        """Called when TensorRT deletes the plugin, here with its execution context. TensorRT's module keeps references
+        to the Python object, which is then never collected: memory has to be freed now."""
+        self._control.release()
 
     # ---- while an engine is built
 
@@ -101,7 +110,14 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         """There is one."""
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        self.kernels.check(describe(self.settings, _actual(inputs)))
+        """Allocate what steps of this shape need, with the engine's device current.
+
+        TensorRT calls this at the start of the first run after a shape or an address has changed. It asks that such a
+        run is not captured, so the allocation happens outside of captures.
+        """
+        call = describe(self.settings, _actual(inputs))
+        self.kernels.check(call)
+        self.kernels.reserve(self._control, call)
 
     def attach_to_context(self, context: Any) -> TopWSamplePlugin:
         return self.clone()
@@ -115,10 +131,12 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         workspace: int,
         stream: int,
     ) -> None:
-        shape = describe(self.settings, _actual(input_desc))
+        call = describe(self.settings, _actual(input_desc))
         arguments = dict(zip(self.settings.inputs, inputs, strict=True))
         results = dict(zip(self.settings.outputs, outputs, strict=True))
-        self.kernels.enqueue(shape, arguments, results, workspace, stream)
+        # Allocates for a caller alone that never called on_shape_change, as a builder that times layers may do.
+        control = self.kernels.reserve(self._control, call)
+        self.kernels.enqueue(call, arguments, results, control, workspace, stream)
 
     def get_fields_to_serialize(self) -> Any:
         fields = _plugin_fields(self.settings.to_fields())

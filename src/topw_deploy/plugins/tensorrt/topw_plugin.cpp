@@ -5,7 +5,6 @@
 // same plugin for Python; both write the same fields into an engine, so either reads what the other built.
 
 #include <NvInferRuntime.h>
-#include <cuda_runtime_api.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -13,6 +12,7 @@
 #include <atomic>
 #include <new>
 
+#include "control_memory.h"
 #include "topw_cuda.h"
 #include "topw_node.h"
 
@@ -47,6 +47,8 @@ void complain(const char *format, ...) {
 
 namespace {
 
+// One node. Every object has control memory of its own, allocated when its shape is known. TensorRT clones the plugin
+// for each execution context, so contexts that run at once on several streams do not share it.
 class Plugin final : public nvinfer1::IPluginV3,
                      public nvinfer1::IPluginV3OneCore,
                      public nvinfer1::IPluginV3OneBuild,
@@ -123,18 +125,22 @@ class Plugin final : public nvinfer1::IPluginV3,
     return takes(count) && largest(in, &shape) ? static_cast<size_t>(topw_cuda_workspace_bytes(&shape)) : 0;
   }
 
+  // Allocates what steps of this shape need, with the engine's device current. TensorRT calls this at the start of the
+  // first run after a shape or an address has changed. It asks that such a run is not captured, so the allocation
+  // happens outside of captures.
   int32_t onShapeChange(const nvinfer1::PluginTensorDesc *in, int32_t count, const nvinfer1::PluginTensorDesc *,
                         int32_t) noexcept override {
     topw_cuda_shape shape;
-    return takes(count) && actual(in, &shape) ? 0 : -1;
+    return takes(count) && actual(in, &shape) && reserve(shape) ? 0 : -1;
   }
 
-  // TensorRT hands out workspace with whatever other layers left in it, so the control bytes are zeroed each time. That
-  // and the kernels are all that is enqueued: no synchronisation, no allocation, so a CUDA graph may record it.
+  // Enqueues the kernels and nothing else: no synchronisation, no allocation, so a CUDA graph may record it. Allocates
+  // for a caller alone that never called onShapeChange, as a builder that times layers may do.
   int32_t enqueue(const nvinfer1::PluginTensorDesc *in, const nvinfer1::PluginTensorDesc *, const void *const *inputs,
                   void *const *outputs, void *workspace, cudaStream_t stream) noexcept override {
     topw_cuda_shape shape;
-    if (!actual(in, &shape)) return -1;
+    void *const control = actual(in, &shape) ? reserve(shape) : nullptr;
+    if (!control) return -1;
     const topw_inputs arguments = bound_inputs(shape, inputs);
     const topw_outputs results = bound_outputs(outputs);
     topw_table table = shape.table;
@@ -145,10 +151,8 @@ class Plugin final : public nvinfer1::IPluginV3,
       table.neighbour_bound =
           in[kNeighbourBound].dims.d[0] ? static_cast<const float *>(inputs[kNeighbourBound]) : nullptr;
     }
-    int failed = cudaMemsetAsync(workspace, 0, static_cast<size_t>(topw_cuda_control_bytes(&shape)), stream);
-    if (!failed)
-      failed =
-          topw_cuda_launch(&shape, settings_.has_table() ? &table : nullptr, &arguments, &results, workspace, stream);
+    const int failed = topw_cuda_launch(&shape, settings_.has_table() ? &table : nullptr, &arguments, &results, control,
+                                        workspace, stream);
     if (failed) complain("CUDA answers %s", topw_cuda_error(failed));
     return failed ? -1 : 0;
   }
@@ -192,6 +196,16 @@ class Plugin final : public nvinfer1::IPluginV3,
     return fits(tensors, shape);
   }
 
+  void *reserve(const topw_cuda_shape &shape) {
+    int failed = 0;
+    const int64_t bytes = topw_cuda_control_bytes(&shape);
+    void *const memory = control_.reserve(bytes, &failed);
+    if (failed)
+      complain("no control memory for %lld rows: CUDA answers %s; free memory of the device, and run a new shape once "
+               "before it is captured", static_cast<long long>(shape.batch), topw_cuda_error(failed));
+    return memory;
+  }
+
   static topw_inputs bound_inputs(const topw_cuda_shape &shape, const void *const *inputs) {
     topw_inputs bound{};
     bound.batch = shape.batch;
@@ -221,6 +235,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   const Settings settings_;
   // The types that the graph gives to logits and table, noted where TensorRT tells them; float32 until then.
   mutable DataType logits_type_ = DataType::kFLOAT, table_type_ = DataType::kFLOAT;
+  ControlMemory control_;
   PluginField fields_[kFields];
   nvinfer1::PluginFieldCollection written_{};
 };

@@ -1,0 +1,51 @@
+"""Control memory of the kernels for one execution context of TensorRT; control_memory.h is the same for C++.
+
+The kernels need it zero before the first step and leave it zero after each (topw_cuda.h). Memory that persists between
+the steps therefore costs them nothing, while TensorRT's workspace, which other layers write to, would have to be zeroed
+by a node of its own in every captured graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from topw_deploy.plugins.cuda_kernel import CudaKernel
+
+
+class ControlMemory:
+    """Blocks of the current device, of which the newest serves.
+
+    Each block is at least twice as large as the one before, and none is freed before `release`: a graph that was
+    captured with an older block goes on using it. One context runs one step at a time, so all its steps may share a
+    block. Two contexts may run at once and need one object each.
+    """
+
+    def __init__(self, kernel: CudaKernel) -> None:
+        self._kernel = kernel
+        self._size = 0  # bytes of the newest block
+        self._blocks: list[int] = []  # addresses, the newest last
+        # For an owner that is collected without `release`. Not at exit: the driver frees what a process leaves, and a
+        # process should not wait for a device, or for one that has failed, in order to end.
+        weakref.finalize(self, _release, kernel, self._blocks).atexit = False
+
+    def reserve(self, size: int) -> int:
+        """The address of at least `size` bytes. Allocates only where every block is smaller, and then waits for the
+        device, which is not allowed while a stream is captured.
+
+        Raises PluginError where the device has no such memory.
+        """
+        if size > self._size:
+            size = max(size, 2 * self._size)
+            self._blocks.append(self._kernel.allocate(size))
+            self._size = size
+        return self._blocks[-1] if self._blocks else 0
+
+    def release(self) -> None:
+        """Free every block, whichever device is current. The owner's steps must have ended."""
+        _release(self._kernel, self._blocks)
+        self._size = 0
+
+
+def _release(kernel: CudaKernel, blocks: list[int]) -> None:
+    while blocks:
+        kernel.release(blocks.pop())

@@ -1,0 +1,119 @@
+"""The plugin in C++, called as TensorRT calls it: with the emulated kernels, under AddressSanitizer, which also reports
+memory that nobody frees. Compiled against a stand-in for TensorRT's header, and against NVIDIA's where TENSORRT_ROOT
+names them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.emulated import CUDA_SOURCES, FLAGS
+
+from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins.tensorrt.build import SOURCE, find_headers
+
+from .test_plugin import BATCH, UNIFORM, VOCAB, arrays, cpus_answer
+
+HERE = Path(__file__).parent
+SANITIZERS = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+Said = tuple[dict[str, int], Path, str]
+ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "certified": np.bool_}
+
+
+def headers(kind: str) -> list[Path]:
+    """Folders for the compiler."""
+    if kind == "stand-in":
+        return [HERE / "stand_in"]
+    root = os.environ.get("TENSORRT_ROOT")
+    if not root:
+        pytest.skip("TENSORRT_ROOT names no folder with TensorRT's headers")
+    try:
+        return [find_headers(Path(root))[0], cuda_build.find_toolkit().headers]
+    except build.NotBuiltError as reason:
+        pytest.skip(f"no headers of CUDA: {reason}")
+
+
+def compiled(folder: Path, included: list[Path]) -> Path:
+    """The program. The kernels have no sanitizer: their fibres leave stacks that it takes for broken ones."""
+    command = [*build.find_compiler(), *(flag for flag in FLAGS if flag != "-shared"), f"-I{CUDA_SOURCES}"]
+    folders = [f"-isystem{path}" for path in included]
+    parts = {
+        "kernels_watched": (HERE / "kernels_watched.cpp", []),
+        "emulator": (CUDA_SOURCES / "emulator.cpp", []),
+        "quantised": (build.SOURCES / "quantised.cpp", []),
+        "plugin": (SOURCE, [*SANITIZERS, *folders]),
+        "plugin_steps": (HERE / "plugin_steps.cpp", [*SANITIZERS, *folders]),
+    }
+    for name, (source, flags) in parts.items():
+        subprocess.run([*command, *flags, "-c", str(source), "-o", str(folder / f"{name}.o")], check=True)
+    program = folder / "plugin_steps"
+    objects = [str(folder / f"{name}.o") for name in parts]
+    subprocess.run([*build.find_compiler(), *SANITIZERS, *objects, "-o", str(program)], check=True)
+    return program
+
+
+@pytest.fixture(scope="module", params=["stand-in", "NVIDIA"])
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """What plugin_steps.cpp prints, the file that it writes, and what it complains about."""
+    folder = tmp_path_factory.mktemp("library")
+    included = headers(request.param)
+    try:
+        build.find_compiler()
+    except build.NotBuiltError as reason:
+        pytest.skip(f"no emulated kernels: {reason}")
+    program = compiled(folder, included)
+    given = arrays(UNIFORM)
+    sizes = np.array([BATCH, VOCAB, given["edit_ids"].shape[1]])
+    (folder / "inputs").write_bytes(b"".join(array.tobytes() for array in (sizes, *given.values())))
+    done = subprocess.run(
+        [program, folder / "inputs", folder / "outputs"], capture_output=True, text=True, errors="replace"
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (line.rpartition(" ") for line in done.stdout.splitlines())
+    return {name: int(value) for name, _, value in lines}, folder / "outputs", done.stderr
+
+
+def test_an_enqueued_step_answers_as_the_cpus_sampler_in_every_context(said: Said) -> None:
+    data, at = said[1].read_bytes(), 0
+    wanted = cpus_answer(UNIFORM, arrays(UNIFORM))
+    for _ in range(2):
+        for name, dtype in ANSWERS.items():
+            found = np.frombuffer(data, dtype, BATCH, at)
+            at += found.nbytes
+            np.testing.assert_allclose(found, wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert at == len(data)
+
+
+def test_control_memory_is_allocated_once_for_a_context_and_kept(said: Said) -> None:
+    found = said[0]
+    assert (found["shape taken"], found["allocated by steps"], found["kept its address"]) == (1, 0, 1)
+    assert (found["fewer rows taken"], found["fewer rows keep the address"]) == (1, 1)
+
+
+def test_contexts_do_not_share_control_memory(said: Said) -> None:
+    assert said[0]["contexts share memory"] == 0
+
+
+def test_more_rows_get_other_memory_and_the_old_stays(said: Said) -> None:
+    found = said[0]
+    assert (found["more rows taken"], found["allocated for more rows"]) == (1, 1)
+    assert (found["more rows have other memory"], found["released while contexts live"]) == (1, 0)
+
+
+def test_a_caller_that_announces_no_shape_is_answered(said: Said) -> None:
+    assert said[0]["no shape announced"] == 1
+
+
+def test_a_full_device_is_a_sentence_and_smaller_steps_go_on(said: Said) -> None:
+    found, _, complaints = said
+    assert (found["a full device refused"], found["smaller steps go on"]) == (1, 1)
+    assert found["allocated on a full device"] == 0
+    assert "TopWSample: no control memory for 300 rows: CUDA answers " in complaints
+    assert complaints.count("\n") == 2  # the shape, and the step
+
+
+def test_control_memory_is_zero_after_every_step_and_freed_with_the_plugins(said: Said) -> None:
+    assert (said[0]["control bytes left behind by a step"], said[0]["left"]) == (0, 0)
