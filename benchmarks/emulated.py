@@ -39,7 +39,8 @@ FLAGS = (
 )  # fmt: skip
 _KERNELS = (CUDA_SOURCES / "launch.cu", build.SOURCES / "quantised.cpp")
 _TYPES = ("float32", "float16", "uint16")
-_EMULATE = (c_uint64, c_uint32, c_uint32, c_uint32, c_uint64)
+_EMULATE = (c_uint64, c_uint32, c_uint32)
+_EMULATE_WAITING = (c_uint32, c_uint64)
 
 
 def built(folder: Path, extra: Sequence[str] = ()) -> Path:
@@ -91,7 +92,9 @@ class EmulatedKernel(CudaKernel):
         tick: nanoseconds that pass whenever a thread waits for another block in vain.
         """
         self.handle.topw_emulate.argtypes = _EMULATE
-        self.handle.topw_emulate(seed, threads, blocks, resident, tick)
+        self.handle.topw_emulate(seed, threads, blocks)
+        self.handle.topw_emulate_waiting.argtypes = _EMULATE_WAITING
+        self.handle.topw_emulate_waiting(resident, tick)
 
     def sample(
         self,

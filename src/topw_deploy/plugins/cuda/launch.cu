@@ -167,10 +167,14 @@ int topw_cuda_device_count(void) { return topw::device_count(); }
 int topw_cuda_abi_version(void) { return TOPW_CUDA_ABI_VERSION; }
 
 #if defined(TOPW_EMULATE)
-/* Seed of the order in which threads run; threads of a block, 0 for as many as on a device; multiprocessors; blocks that
- * run at once, 0 for one to each multiprocessor; nanoseconds that pass while a thread waits in vain. */
-TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks, uint32_t resident, uint64_t tick) {
-  topw::emulator::settings = {seed, threads, blocks ? blocks : 1, resident, tick};
+/* Seed of the order in which threads run; threads of a block, 0 for as many as on a device; multiprocessors. */
+TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks) {
+  topw::emulator::settings = {seed, threads, blocks ? blocks : 1};
+}
+/* Then: blocks that run at once, 0 for one to each multiprocessor; nanoseconds that pass when a thread waits in vain. */
+TOPW_EXPORT void topw_emulate_waiting(uint32_t resident, uint64_t tick) {
+  topw::emulator::settings.resident = resident;
+  topw::emulator::settings.tick = tick;
 }
 #endif
 
