@@ -3,6 +3,7 @@
 
 #include "block.h"
 #include "chunking.h"
+#include "pairs.h"
 #include "topw_cuda.h"
 
 namespace topw {
@@ -185,6 +186,15 @@ TOPW_EXPORT int probe_best(unsigned threads, const double *values, int32_t count
   return launch(how(1, threads), best, values, count, place);
 }
 
+/* Log-weights and weights [count] of logits [count] in units of `top`. */
+TOPW_EXPORT void probe_weights(const float *logits, int32_t count, float top, double temperature, int bounded,
+                               double *logs, double *weights) {
+  const Cooling by = cooling_of(temperature);
+  for (int32_t i = 0; i < count; ++i) {
+    const Weight of = weight_of(logits[i], top, by, bounded != 0);
+    logs[i] = of.log, weights[i] = of.weight;
+  }
+}
 TOPW_EXPORT void probe_chunks(int64_t groups, int64_t batch, int64_t step, int64_t multiprocessors, int64_t resident,
                               int64_t *found) {
   const Chunking cut = cut_into_chunks(groups, batch, step, {multiprocessors, resident});

@@ -39,11 +39,12 @@ __device__ inline float bound_below(float top, const Parameters &P, double gap) 
 template <class Logit>
 class Candidates {
  public:
-  __device__ Candidates(const Call &call, const LogitRow &logits, const Parameters &P, float top, CandidateRoom &room,
-                        float *maxima, CandidateLists &lists, BlockScratch &scratch)
+  __device__ Candidates(const Call &call, const LogitRow &logits, const Parameters &P, const Cooling &selection,
+                        float top, CandidateRoom &room, float *maxima, CandidateLists &lists, BlockScratch &scratch)
       : call_(call),
         logits_(logits),
         P_(P),
+        selection_(selection),
         top_(top),
         room_(room),
         maxima_(maxima),
@@ -143,9 +144,9 @@ class Candidates {
     double *const Gamma = sums(), *const Phi = reinterpret_cast<double *>(maxima_);
 #pragma unroll 1
     for (int32_t i = own_index(); i < counted; i += block_size()) {
-      const double a = log_weight(logit_of(sorted_[i]), top_, P_.selection), p = weight(a);
-      Gamma[i] = p;
-      Phi[i] = p * (P_.lam * a);
+      const Weight of = weight_of(logit_of(sorted_[i]), top_, selection_, true);
+      Gamma[i] = of.weight;
+      Phi[i] = of.weight * (P_.lam * of.log);
     }
     block_scan(Gamma, Phi, counted, scratch_);
     const crop::Maximum best = crop::first_maximiser(Gamma, Phi, counted, P_.c, scratch_);
@@ -184,6 +185,7 @@ class Candidates {
   const Call &call_;
   const LogitRow &logits_;
   const Parameters &P_;
+  const Cooling &selection_;
   const float top_;
   CandidateRoom &room_;
   float *const maxima_;

@@ -16,6 +16,7 @@ enum class Way : int32_t { invalid, keep_best, settle, open };
 
 struct RowPlan {  // in shared memory, from one thread to all
   Parameters P;
+  Cooling selection;
   double gap;
   float edge;
   Way way;
@@ -28,6 +29,7 @@ __device__ inline void take_parameters(const Call &call, const GivenParameters &
              : plan.P.greedy || (plan.P.c <= 0 && plan.P.scale >= 0) ? Way::keep_best
              : plan.P.scale < 0 ? Way::open : Way::settle;
   // How far below the largest logit a kept token may be: the kept mass is at most the vocabulary's.
+  plan.selection = cooling_of(plan.P.selection);
   if (plan.way == Way::settle) plan.gap = plan.P.lam > 0 ? plan.P.c / plan.P.lam * (1 + call.log_vocab) : 0;
 }
 
@@ -99,7 +101,7 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
     if (own_index() == 0) answer_invalid(call, row);
     return;
   }
-  Candidates<Logit> candidates(call, logits, plan.P, top, room, maxima, lists, scratch);
+  Candidates<Logit> candidates(call, logits, plan.P, plan.selection, top, room, maxima, lists, scratch);
   bool settled = way == Way::settle && candidates.settle(plan.edge);
   Kept kept = {candidates.keys(), candidates.kept(), true};
   if (way == Way::keep_best) {

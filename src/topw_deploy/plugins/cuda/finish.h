@@ -4,6 +4,7 @@
 
 #include "../native/objective.h"
 #include "mass.cuh"
+#include "pairs.h"
 
 namespace topw {
 
@@ -28,9 +29,12 @@ __device__ inline int32_t draw(const Parameters &P, const Kept &kept, const doub
 // The weights of the crop at one temperature, unbounded below, as inclusive sums in `room`.
 __device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top, double temperature, double *room,
                                    BlockScratch &scratch) {
+  if (own_index() < kept.size) {
+    const Cooling by = cooling_of(temperature);
 #pragma unroll 1
-  for (int32_t i = own_index(); i < kept.size; i += block_size())
-    room[i] = exp(log_weight(logit_of(kept.keys[i]), top, temperature));
+    for (int32_t i = own_index(); i < kept.size; i += block_size())
+      room[i] = weight_of(logit_of(kept.keys[i]), top, by, false).weight;
+  }
   block_scan(room, nullptr, kept.size, scratch);
 }
 

@@ -45,10 +45,14 @@ struct PoolSums {
 
 __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, const Memory &memory, const Room &room,
                                  BlockScratch &scratch) {
+  TOPW_SHARED(Cooling, selection);
+  if (own_index() == 0) selection = cooling_of(P.selection);
+  __syncthreads();
 #pragma unroll 1
   for (int32_t i = own_index(); i < size; i += block_size()) {
     memory.tokens[i] = room.keys[i];
-    const double a = log_weight(logit_of(room.keys[i]), top, P.selection), p = weight(a), base = P.lam * a;
+    const Weight of = weight_of(logit_of(room.keys[i]), top, selection, true);
+    const double p = of.weight, base = P.lam * of.log;
     memory.base[i] = base;
     memory.p[i] = p;
     memory.rough_base[i] = static_cast<float>(base);
