@@ -14,7 +14,7 @@ constexpr int32_t kMostListed = 1024;      // groups that are searched for token
 constexpr int32_t kRanked = 256;           // up to here counting is the faster sort
 constexpr int32_t kGroupsAtOnce = 2;       // whose logits a warp has under way
 constexpr double kRounding = 1e-9;         // of J and of log-weights, in units of max(1, lam, beta): the ties' bound
-constexpr double kNucleusRounding = 1e-12;
+constexpr double kNucleusRounding = 4e-12;  // of sums of weights, whose errors pairs.h bounds
 
 // Shared memory of a block that settles a row; beside it `maxima` [padded_groups, at least 2 * kMostCandidates] floats.
 struct CandidateRoom {
