@@ -1,4 +1,4 @@
-"""Weights in pairs of float32 numbers, beside numpy's longest floats; and the kernels where doubles are fast instead."""
+"""Weights in pairs of float32 numbers, beside numpy's longest floats; and the kernels where doubles are fast."""
 
 from __future__ import annotations
 
