@@ -40,8 +40,10 @@ constexpr size_t kSharedOnRequest = 99 * 1024;  // what it has from sm_80 on if 
 #else
 
 #include <cuda_runtime.h>
+#if !defined(__CUDACC_RTC__)
 #include <stdio.h>
 #include <stdlib.h>
+#endif
 
 #define TOPW_SHARED(Type, name) __shared__ Type name
 #define TOPW_OUT_OF_LINE __noinline__
