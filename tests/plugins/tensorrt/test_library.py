@@ -55,15 +55,22 @@ def compiled(folder: Path, included: list[Path]) -> Path:
     return program
 
 
+def require_sanitizers(folder: Path) -> None:
+    try:
+        command = [*build.find_compiler(), *SANITIZERS, "-x", "c++", "-", "-o", str(folder / "empty")]
+    except build.NotBuiltError as reason:
+        pytest.skip(f"no emulated kernels: {reason}")
+    done = subprocess.run(command, input="int main() {}", capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        pytest.skip(f"the compiler has no sanitizers: {done.stderr.strip()[-200:]}")
+
+
 @pytest.fixture(scope="module", params=["stand-in", "NVIDIA"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """What plugin_steps.cpp prints, the file that it writes, and what it complains about."""
     folder = tmp_path_factory.mktemp("library")
     included = headers(request.param)
-    try:
-        build.find_compiler()
-    except build.NotBuiltError as reason:
-        pytest.skip(f"no emulated kernels: {reason}")
+    require_sanitizers(folder)
     program = compiled(folder, included)
     given = arrays(UNIFORM)
     sizes = np.array([BATCH, VOCAB, given["edit_ids"].shape[1]])
