@@ -6,12 +6,7 @@ cudaError_t cudaGetDevice(int *);
 cudaError_t cudaGetDeviceCount(int *);
 cudaError_t cudaDeviceGetAttribute(int *, cudaDeviceAttr, int);
 cudaError_t cudaGetLastError();
-cudaError_t cudaMalloc(void **, size_t);
-cudaError_t cudaFree(void *);
 cudaError_t cudaMemsetAsync(void *, int, size_t, cudaStream_t);
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *, unsigned);
-cudaError_t cudaStreamSynchronize(cudaStream_t);
-cudaError_t cudaStreamDestroy(cudaStream_t);
 const char *cudaGetErrorString(cudaError_t);
 
 #include "certify.cuh"
