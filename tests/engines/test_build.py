@@ -22,6 +22,7 @@ from topw_deploy.engines.stamp import read
 from topw_deploy.errors import EngineError, ManifestError, ParameterError
 from topw_deploy.manifest import Verification, load_manifest, save_manifest
 from topw_deploy.plugins import driver
+from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 from toy_model import Toy, export, export_sampler
 
 CACHE = 128
@@ -44,7 +45,7 @@ def test_an_engine_lies_beside_a_stamp_that_says_what_it_is(trt: TensorRT, out: 
     assert (stamp.size, stamp.sha256) == (len(data), hashlib.sha256(data).hexdigest())
     assert stamp.manifest == hashlib.sha256((out / "topw_manifest.json").read_bytes()).hexdigest()
     assert (stamp.tensorrt, stamp.gpu, stamp.sm) == ("10.16.1.11", "Double GPU", 90)
-    assert (stamp.plugin, stamp.plugin_version, stamp.precision) == ("python", "1", "as exported")
+    assert (stamp.plugin, stamp.plugin_version, stamp.precision) == ("python", BUILT_WITH, "as exported")
     assert (stamp.cache_length, stamp.workspace) == (CACHE, 1 << 20)
     assert (stamp.most_batch, stamp.most_sequence, stamp.most_edits) == (4, 32, 64)
     assert written(out) == [f"double-gpu-sm90-tensorrt10.16.1.11.{end}" for end in ("engine", "json")]
@@ -143,7 +144,7 @@ def test_what_samples_is_stamped(trt: TensorRT, out: Path, asked: str, kind: str
             build(out, plugin=asked)
         trt.registry.all_creators.clear()
     stamp = build(out, plugin=asked).stamp
-    assert (stamp.plugin, stamp.plugin_version) == (kind, "" if kind == "none" else "1")
+    assert (stamp.plugin, stamp.plugin_version) == (kind, "" if kind == "none" else BUILT_WITH)
 
 
 @pytest.mark.usefixtures("no_plugin")
@@ -179,7 +180,7 @@ def test_the_installed_library_serves_where_python_cannot(
     built = build(out)
     assert (built.stamp.plugin, trt.registry.libraries) == ("library", [str(path)])
     trt.registry.all_creators.clear()
-    plugin.prepare("python", "1", trt.module)  # what either built, either runs
+    plugin.prepare("python", BUILT_WITH, trt.module)  # what either built, either runs
     assert trt.registry.libraries == [str(path)] * 2
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from topw_deploy.errors import EngineError, PluginError
 from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.tensorrt.build import VARIABLE, installed
-from topw_deploy.plugins.tensorrt.module import VERSION
+from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Chosen:
     """kind: "python", "library" or "none", then `why_none` is a clause. version: of the plugin, "" for none."""
 
     kind: str
-    version: str = VERSION
+    version: str = BUILT_WITH
     why_none: str = ""
 
     @property
@@ -61,8 +61,8 @@ def prepare(kind: str, version: str, trt: Any) -> None:
     """
     if kind == "none":
         return
-    if version != VERSION:
-        raise EngineError(f"it was built with version {version} of the plugin, and this is {VERSION}")
+    if version != BUILT_WITH:
+        raise EngineError(f"it was built with version {version} of the plugin, and this is {BUILT_WITH}")
     try:
         plugins.register()
     except PluginError as error:

@@ -40,6 +40,7 @@ def _double(version: str = "10.3.0") -> Any:
     for each in types:
         setattr(trt, each.name, each)
     trt.TensorFormat = Enum("TensorFormat", "LINEAR CHW2")
+    trt.TensorRTPhase = Enum("TensorRTPhase", "BUILD RUNTIME")
     trt.PluginFieldType = Enum("PluginFieldType", "CHAR INT32 INT64")
     trt.PluginField, trt.PluginFieldCollection, trt.DimsExprs = _Field, list, lambda rank: [None] * rank
     registry = _Registry()

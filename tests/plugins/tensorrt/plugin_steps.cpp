@@ -106,15 +106,28 @@ Bytes step(nvinfer1::IPluginV3 *plugin, const Rows &rows) {
 
 void say(const char *name, long long value) { printf("%s %lld\n", name, value); }
 
-nvinfer1::IPluginV3 *created() {
+// From an engine that was built with this interface of the kernels, and has so many fewer fields. NULL if refused.
+nvinfer1::IPluginV3 *created(int32_t kernels = TOPW_CUDA_ABI_VERSION, int32_t fewer = 0) {
   const int32_t top_m = 64, alt_iters = 3;
   const PluginField fields[] = {PluginField("top_m", &top_m, PluginFieldType::kINT32, 1),
                                 PluginField("alt_iters", &alt_iters, PluginFieldType::kINT32, 1),
-                                PluginField("metric", "uniform", PluginFieldType::kCHAR, 8)};
-  const nvinfer1::PluginFieldCollection collection = {3, fields};
+                                PluginField("metric", "uniform", PluginFieldType::kCHAR, 8),
+                                PluginField("kernels", &kernels, PluginFieldType::kINT32, 1)};
+  const nvinfer1::PluginFieldCollection collection = {4 - fewer, fields};
   int32_t count = 0;
   auto *const creator = static_cast<nvinfer1::IPluginCreatorV3One *>(getCreators(count)[0]);
   return creator->createPlugin("node", &collection, nvinfer1::TensorRTPhase::kRUNTIME);
+}
+
+// Whether what an engine would keep of the plugin makes one again.
+bool is_taken_back(nvinfer1::IPluginV3 *plugin) {
+  int32_t count = 0;
+  auto *const creator = static_cast<nvinfer1::IPluginCreatorV3One *>(getCreators(count)[0]);
+  const nvinfer1::PluginFieldCollection *const kept = runtime(plugin).getFieldsToSerialize();
+  if (kept->nbFields != creator->getFieldNames()->nbFields + 1) return false;
+  nvinfer1::IPluginV3 *const again = creator->createPlugin("node", kept, nvinfer1::TensorRTPhase::kRUNTIME);
+  delete again;
+  return again != nullptr;
 }
 
 }  // namespace
@@ -124,6 +137,8 @@ int main(int, char **words) {
   const Rows few = rows.repeated(2), many = rows.repeated(80), more = rows.repeated(300);
   topw_emulate(1, 64, 3);
   nvinfer1::IPluginV3 *const engine = created();
+  say("engines of other kernels refused", !created(TOPW_CUDA_ABI_VERSION - 1) && !created(TOPW_CUDA_ABI_VERSION, 1));
+  say("its own fields taken", is_taken_back(engine));
   nvinfer1::IPluginV3 *const contexts[] = {runtime(engine).attachToContext(nullptr),
                                            runtime(engine).attachToContext(nullptr)};
   say("allocated by attaching", allocated);

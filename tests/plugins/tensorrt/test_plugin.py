@@ -19,7 +19,7 @@ from topw_deploy.errors import PluginError
 from topw_deploy.plugins import shared_library
 from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.kernel import COLUMNS, Kernel, KernelTable
-from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION, library_path
 from topw_deploy.plugins.tensorrt.kernels import Kernels
 from topw_deploy.plugins.tensorrt.node import CallShape, NodeSettings
 from topw_deploy.sampling.parameters import TopWOptions
@@ -177,9 +177,25 @@ def test_an_engine_gives_the_plugin_back_that_it_was_built_with(plugin: Any, trt
     plugin.register(kernels)
     (creator,) = trt.get_plugin_registry().all_creators
     assert {field.name for field in creator.field_names} == set(FULL.to_fields())
-    made = creator.create_plugin("topw_sample", plugin.TopWSamplePlugin(FULL, kernels).get_fields_to_serialize(), None)
+    kept = plugin.TopWSamplePlugin(FULL, kernels).get_fields_to_serialize()
+    made = creator.create_plugin("topw_sample", kept, trt.TensorRTPhase.RUNTIME)
     assert made.settings == FULL
     assert (made.plugin_name, made.plugin_version, made.plugin_namespace) == ("TopWSample", "1", "topw")
+
+
+def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(
+    plugin: Any, trt: Any, kernels: Kernels
+) -> None:
+    """They might need more workspace than the engine sets aside."""
+    plugin.register(kernels)
+    (creator,) = trt.get_plugin_registry().all_creators
+    older = trt.PluginField("kernels", np.array([CUDA_ABI_VERSION - 1], np.int32), trt.PluginFieldType.INT32)
+    attributes = plugin._plugin_fields(FULL.to_fields())
+    for fields, found in (([*attributes, older], str(CUDA_ABI_VERSION - 1)), (attributes, "unknown")):
+        said = rf"^the engine was built with version {found} of the kernels' interface, and this is \d+; build"
+        with pytest.raises(PluginError, match=said):
+            creator.create_plugin("topw_sample", fields, trt.TensorRTPhase.RUNTIME)
+        assert creator.create_plugin("topw_sample", fields, trt.TensorRTPhase.BUILD).settings == FULL
 
 
 def test_registering_again_keeps_the_plugin_that_is_there(plugin: Any, trt: Any, kernels: Kernels) -> None:

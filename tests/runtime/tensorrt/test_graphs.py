@@ -135,8 +135,25 @@ def test_an_engine_with_branches_cannot_be_captured_and_runs_all_the_same(
     assert model.sampler == "graph"
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
-    assert "cudaStreamBeginCapture" not in calls  # it was tried once
+    assert "cudaStreamBeginCapture" not in calls  # it was tried twice
+    assert gpu.count("cudaStreamBeginCapture") == 2
     assert model._session.why_no_graph.startswith("TensorRT does not take the run")  # type: ignore[union-attr]
+
+
+def test_a_capture_that_another_thread_spoils_is_tried_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
+    model = opened()
+    end, ended = gpu.module.cudaStreamEndCapture, []
+
+    def spoiled_once(stream: Any) -> Any:
+        stream.spoiled = not ended
+        ended.append(stream)
+        return end(stream)
+
+    gpu.module.cudaStreamEndCapture = spoiled_once
+    calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
+    assert (calls["cudaStreamBeginCapture"], calls["cudaGraphLaunch"]) == (2, 17)
+    assert model._session.why_no_graph == ""  # type: ignore[union-attr]
+    assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
 
 
 def test_everything_is_freed_when_the_model_is_closed(opened: Open, gpu: Gpu) -> None:

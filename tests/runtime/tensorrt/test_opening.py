@@ -20,6 +20,7 @@ from topw_deploy.engines.request import EngineRequest
 from topw_deploy.errors import ParameterError, PluginError, ProviderError
 from topw_deploy.plugins import driver
 from topw_deploy.plugins import tensorrt as plugins
+from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 from topw_deploy.runtime import TopWModel, providers
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.runtime.tensorrt.session import EngineSession
@@ -104,7 +105,7 @@ def missing_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
 
 def other_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
     (stamp,) = out.glob("engines/*.json")
-    stamp.write_text(stamp.read_text().replace('"plugin_version": "1"', '"plugin_version": "2"'))
+    stamp.write_text(stamp.read_text().replace(f'"plugin_version": "{BUILT_WITH}"', '"plugin_version": "1.1"'))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def other_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
             missing_plugin,
             "it needs the sampler's plugin, which cannot be had: the CUDA library is absent; build",
         ),
-        (other_plugin, "it was built with version 2 of the plugin, and this is 1; build it again"),
+        (other_plugin, f"it was built with version 1.1 of the plugin, and this is {BUILT_WITH}; build it again"),
     ],
 )
 def test_an_engine_that_does_not_fit_is_one_sentence_that_says_how_to_rebuild(

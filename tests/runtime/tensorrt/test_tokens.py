@@ -16,7 +16,7 @@ from topw_deploy.engines.build import build_engine
 from topw_deploy.engines.request import EngineRequest
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult, TopWModel
-from toy_model import BOS, PAD, byte_ids
+from toy_model import BOS, PAD, Toy, byte_ids, export
 
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
 PROMPTS = ["a", "some much longer prompt than the others are", "middle one", "b"]
@@ -114,6 +114,16 @@ def test_nan_in_a_cache_stays_with_its_request(opened: Open, on_cpu: TopWModel, 
     (cache,) = [memory for memory in gpu.device.values() if len(memory) == model.cache_bytes]
     cache.fill(0xFF)
     assert_alike(generate(model, "ab"), before)
+
+
+def test_a_cache_whose_parts_do_not_end_at_256_bytes_is_taken(trt: TensorRT, tmp_path: Path) -> None:
+    """100 tokens of one head with 4 float32 numbers are 1,600 bytes; TensorRT refuses addresses between."""
+    out = export(tmp_path / "out", Toy.random(1), form="scatter", max_length=100)
+    build_engine(EngineRequest(out=out, max_batch=4, max_sequence=16))
+    model = TopWModel.from_pretrained(out, provider="tensorrt")
+    on_cpu = TopWModel.from_pretrained(out, provider="cpu", intra_op_num_threads=1, sampler="graph")
+    for prompts in ("abc", ["abc", "de", "f"]):
+        assert_alike(generate(model, prompts), generate(on_cpu, prompts))
 
 
 def test_several_sequences_of_a_prompt(opened: Open, on_cpu: TopWModel) -> None:

@@ -13,6 +13,8 @@
 extern "C" {
 #endif
 
+/* Of these functions, and of how much workspace they ask for, which an engine of TensorRT keeps: one more where either
+ * changes. */
 #define TOPW_CUDA_ABI_VERSION 2
 
 /* The most a call may bring, which is all that scratch memory depends on. */

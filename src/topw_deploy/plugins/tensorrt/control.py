@@ -24,15 +24,16 @@ class ControlMemory:
         self._kernel = kernel
         self._size = 0  # bytes of the newest block
         self._blocks: list[int] = []  # addresses, the newest last
-        # For an owner that is collected without `release`. Not at exit: the driver frees what a process leaves, and a
-        # process should not wait for a device, or for one that has failed, in order to end.
-        weakref.finalize(self, _release, kernel, self._blocks).atexit = False
+        # Also for an owner that is collected without `release`. Not at exit or later: the driver frees what a process
+        # leaves, and a process that ends should wait for no device, which may be one that has failed.
+        self._finalizer = weakref.finalize(self, _release, kernel, self._blocks)
+        self._finalizer.atexit = False
 
     def reserve(self, size: int) -> int:
-        """The address of at least `size` bytes. Allocates only where every block is smaller, and then waits for the
-        device, which is not allowed while a stream is captured.
+        """The address of at least `size` bytes. Allocates only where every block is smaller; CUDA refuses that to a
+        thread that captures a stream.
 
-        Raises PluginError where the device has no such memory.
+        Raises PluginError with CUDA's reason where no memory can be had.
         """
         if size > self._size:
             size = max(size, 2 * self._size)
@@ -41,9 +42,8 @@ class ControlMemory:
         return self._blocks[-1] if self._blocks else 0
 
     def release(self) -> None:
-        """Free every block, whichever device is current. The owner's steps must have ended."""
-        _release(self._kernel, self._blocks)
-        self._size = 0
+        """Free every block, whichever device is current. The owner's steps must have ended; there are no others."""
+        self._finalizer()
 
 
 def _release(kernel: CudaKernel, blocks: list[int]) -> None:

@@ -20,8 +20,8 @@ class ControlMemory {
     while (count_) topw_cuda_release(blocks_[--count_]);
   }
 
-  // At least `bytes`. Allocates only where every block is smaller, and then waits for the device, which is not allowed
-  // while a stream is captured. NULL, and *failed a cudaError_t, where the device has no such memory.
+  // At least `bytes`. Allocates only where every block is smaller; CUDA refuses that to a thread that captures a stream.
+  // NULL, and *failed a cudaError_t, where no memory can be had.
   void *reserve(int64_t bytes, int *failed) {
     *failed = 0;
     if (bytes > size_) {

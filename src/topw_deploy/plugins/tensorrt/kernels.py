@@ -44,7 +44,7 @@ class Kernels:
     def reserve(self, control: ControlMemory, call: CallShape) -> int:
         """The address of control memory for calls of at most this size, allocated where `control` has too little.
 
-        Raises PluginError where the device has no such memory.
+        Raises PluginError with CUDA's reason where no memory can be had.
         """
         try:
             return control.reserve(self._kernel.control_bytes(_shape(call, _table(call))))

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from topw_deploy.errors import PluginError
+from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 
 MODULES = ("tensorrt", "tensorrt_bindings")
 """The module by its names: the second is what is left where the package that fetches NVIDIA's libraries is not used."""
@@ -15,6 +16,10 @@ OLDEST = (10, 3)
 """The first TensorRT whose parser gives nodes to plugins of this kind reliably."""
 
 NAME, VERSION, NAMESPACE = "TopWSample", "1", "topw"
+
+BUILT_WITH = f"{VERSION}.{CUDA_ABI_VERSION}"
+"""What an engine with the plugin was built with: the plugin's version, and the kernels' interface, which says how much
+workspace an engine sets aside."""
 
 
 def tensorrt_module() -> Any:

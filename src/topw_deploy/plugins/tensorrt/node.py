@@ -9,6 +9,7 @@ from typing import Self
 
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.kernel import COLUMNS
+from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 from topw_deploy.sampling.parameters import METRICS
 
 TABLE_FORM = "Gather(axis=0)"
@@ -34,10 +35,13 @@ MOST_POOL, MOST_NEIGHBOURS, MOST_VOCAB, MOST_HIDDEN = 4096, 16, 524288, 8192
 """What the kernels serve (topw_cuda_refusal of topw_cuda.h); here for whoever asks before there is a library."""
 
 FLOATS = ("float32", "float16", "bfloat16")
+KERNELS = "kernels"
+"""The field of an engine with the kernels' interface that it was built with, CUDA_ABI_VERSION; no attribute."""
 _NUMBERS = ("top_m", "alt_iters", "knn_k", "with_mass", "with_keep_mask")
 _TEXTS = ("metric", "table_form")
 FIELDS = (*_NUMBERS, *_TEXTS)
-"""Attributes that a plugin reads, in the order in which an engine keeps them; the C++ plugin keeps the same."""
+"""Attributes that a plugin reads, in the order in which an engine keeps them before KERNELS; the C++ plugin keeps the
+same."""
 _MOST = 2**31 - 1  # an int32 in the engine
 
 
@@ -86,7 +90,7 @@ class NodeSettings:
             raise PluginError(f"the node has no {', '.join(missing)}; export the model again.") from None
 
     def to_fields(self) -> dict[str, int | str]:
-        """By name, in the order of FIELDS: what an engine keeps."""
+        """By name, in the order of FIELDS."""
         values = asdict(self)
         return {name: values[name] for name in FIELDS}
 
@@ -99,6 +103,10 @@ class NodeSettings:
             if value > most:
                 return f"{what} is {value}, and the kernels serve at most {most}"
         return ""
+
+    def to_engine(self) -> dict[str, int | str]:
+        """What an engine keeps: to_fields, and KERNELS."""
+        return {**self.to_fields(), KERNELS: CUDA_ABI_VERSION}
 
     @property
     def has_table(self) -> bool:
@@ -114,6 +122,17 @@ class NodeSettings:
         """Names of the outputs in their order."""
         wanted = {"mass": self.with_mass, "keep_mask": self.with_keep_mask}
         return tuple(name for name in OUTPUT_TYPES if wanted.get(name, 1))
+
+
+def check_engine(fields: Mapping[str, int | str]) -> None:
+    """Raises PluginError where an engine's fields say that it was built with kernels of another interface: these might
+    need more workspace than the engine sets aside, and write beyond it."""
+    found = fields.get(KERNELS, "unknown")
+    if found != CUDA_ABI_VERSION:
+        raise PluginError(
+            f"the engine was built with version {found} of the kernels' interface, and this is {CUDA_ABI_VERSION}; "
+            "build the engine again."
+        )
 
 
 @dataclass(frozen=True)

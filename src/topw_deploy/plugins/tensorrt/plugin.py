@@ -16,7 +16,14 @@ import numpy as np
 
 from topw_deploy.plugins.tensorrt.kernels import Kernels, installed_kernels
 from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensorrt_module
-from topw_deploy.plugins.tensorrt.node import FLOATS, OUTPUT_TYPES, NodeSettings, Tensor, describe
+from topw_deploy.plugins.tensorrt.node import (
+    FLOATS,
+    OUTPUT_TYPES,
+    NodeSettings,
+    Tensor,
+    check_engine,
+    describe,
+)
 
 trt: Any = tensorrt_module()
 
@@ -139,7 +146,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         self.kernels.enqueue(call, arguments, results, control, workspace, stream)
 
     def get_fields_to_serialize(self) -> Any:
-        fields = _plugin_fields(self.settings.to_fields())
+        fields = _plugin_fields(self.settings.to_engine())
         self._written = [fields, trt.PluginFieldCollection(fields)]  # TensorRT borrows their memory
         return self._written[1]
 
@@ -156,7 +163,10 @@ class TopWSampleCreator(trt.IPluginCreatorV3One):
         self.kernels = kernels
 
     def create_plugin(self, name: str, fields: Iterable[Any], phase: Any) -> TopWSamplePlugin:
-        return TopWSamplePlugin(NodeSettings.from_fields({each.name: _value(each) for each in fields}), self.kernels)
+        values = {each.name: _value(each) for each in fields}
+        if phase == trt.TensorRTPhase.RUNTIME:
+            check_engine(values)
+        return TopWSamplePlugin(NodeSettings.from_fields(values), self.kernels)
 
 
 _creators: list[TopWSampleCreator] = []  # TensorRT keeps addresses of them for the life of the process

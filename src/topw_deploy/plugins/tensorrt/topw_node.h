@@ -52,7 +52,11 @@ constexpr Number kNumbers[] = {{"top_m", &Settings::top_m, 1, INT32_MAX},
                                {"knn_k", &Settings::knn_k, 0, INT32_MAX},
                                {"with_mass", &Settings::with_mass, 0, 1},
                                {"with_keep_mask", &Settings::with_keep_mask, 0, 1}};
-constexpr int32_t kFields = sizeof kNumbers / sizeof kNumbers[0] + 2;
+constexpr int32_t kAttributes = sizeof kNumbers / sizeof kNumbers[0] + 2;
+
+// The field of an engine, beyond the attributes, with the kernels' interface that it was built with.
+constexpr char kKernels[] = "kernels";
+constexpr int32_t kKernelsHere = TOPW_CUDA_ABI_VERSION, kFields = kAttributes + 1;
 
 inline bool read_number(const PluginField &field, const Number &number, Settings *settings) {
   int64_t value = -1;
@@ -102,8 +106,21 @@ inline bool read_settings(const nvinfer1::PluginFieldCollection &fields, Setting
   return true;
 }
 
-// The fields in a collection that points into `settings`.
-inline nvinfer1::PluginFieldCollection written(const Settings &settings, PluginField (&fields)[kFields]) {
+// Whether the kernels have the interface that an engine was built with. Others might need more workspace than the engine
+// sets aside, and write beyond it.
+inline bool check_engine(const nvinfer1::PluginFieldCollection &fields) {
+  for (int32_t index = 0; index < fields.nbFields; ++index) {
+    const PluginField &field = fields.fields[index];
+    if (strcmp(field.name, kKernels) == 0 && field.type == PluginFieldType::kINT32 && field.length == 1 &&
+        field.data && *static_cast<const int32_t *>(field.data) == kKernelsHere)
+      return true;
+  }
+  complain("the engine was built with kernels of another interface than %d; build the engine again", kKernelsHere);
+  return false;
+}
+
+// The attributes, and behind them kKernels, in `fields` that point into `settings`; how many attributes there are.
+inline int32_t write_fields(const Settings &settings, PluginField (&fields)[kFields]) {
   int32_t count = 0;
   for (const Number &number : kNumbers)
     fields[count++] = PluginField(number.name, &(settings.*number.place), PluginFieldType::kINT32, 1);
@@ -112,7 +129,8 @@ inline nvinfer1::PluginFieldCollection written(const Settings &settings, PluginF
   };
   text("metric", settings.metric);
   text("table_form", settings.table_form);
-  return {count, fields};
+  fields[count] = PluginField(kKernels, &kKernelsHere, PluginFieldType::kINT32, 1);
+  return count;
 }
 
 // ---- types and sizes

@@ -160,7 +160,7 @@ class Plugin final : public nvinfer1::IPluginV3,
   nvinfer1::IPluginV3 *attachToContext(nvinfer1::IPluginResourceContext *) noexcept override { return clone(); }
 
   const nvinfer1::PluginFieldCollection *getFieldsToSerialize() noexcept override {
-    written_ = written(settings_, fields_);
+    written_ = {write_fields(settings_, fields_) + 1, fields_};
     return &written_;
   }
 
@@ -242,11 +242,12 @@ class Plugin final : public nvinfer1::IPluginV3,
 
 class Creator final : public nvinfer1::IPluginCreatorV3One {
  public:
-  Creator() : names_(written(known_, fields_)) {}
+  Creator() : names_{write_fields(known_, fields_), fields_} {}
 
   nvinfer1::IPluginV3 *createPlugin(const char *, const nvinfer1::PluginFieldCollection *fields,
-                                    nvinfer1::TensorRTPhase) noexcept override {
+                                    nvinfer1::TensorRTPhase phase) noexcept override {
     Settings settings;
+    if (fields && phase == nvinfer1::TensorRTPhase::kRUNTIME && !check_engine(*fields)) return nullptr;
     return fields && read_settings(*fields, &settings) ? new (std::nothrow) Plugin(settings) : nullptr;
   }
 

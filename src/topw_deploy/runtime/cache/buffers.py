@@ -13,9 +13,9 @@ import numpy as np
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.names import tensors
 from topw_deploy.runtime.face import Binding, Memory, Session
-from topw_deploy.runtime.memory import ALIGNMENT
 from topw_deploy.runtime.session import ELEMENT_TYPES
 
+_ALIGNMENT = 256  # bytes: what TensorRT asks of a tensor's address; onnxruntime needs less
 _ROUND = 64  # tokens that a buffer's length is a multiple of
 _GROWTH = 32  # a longer buffer is also worth this share of itself more, since growing moves all of it
 _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
@@ -37,7 +37,7 @@ class Layout:
         """Byte offsets of the tensors, and after them the size of the whole."""
         offsets = [0]
         for _, _, heads, dim in self.tensors:
-            offsets.append(offsets[-1] + _round_up(batch * length * self.token_bytes(heads, dim), ALIGNMENT))
+            offsets.append(offsets[-1] + _round_up(batch * length * self.token_bytes(heads, dim), _ALIGNMENT))
         return offsets
 
     def size(self, batch: int, length: int) -> int:

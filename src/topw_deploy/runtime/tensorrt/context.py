@@ -26,10 +26,13 @@ class Copies:
     out: Span
 
 
+_TRIES = 2  # captures that may fail: work of another thread may spoil one, an engine with branches fails again
+
+
 class Context:
     """Profile number `profile` of `engine`, computing in `scratch`, which contexts of one stream may share.
 
-    why_no_graph: why steps are never launched as a graph, as TensorRT or CUDA said when it was tried; "" otherwise.
+    why_no_graph: why steps are never launched as a graph, as TensorRT or CUDA said at the last try; "" otherwise.
     """
 
     def __init__(self, trt: Any, engine: Any, profile: int, stream: Stream, scratch: Block, logger: Any) -> None:
@@ -47,6 +50,7 @@ class Context:
         self._warm = False
         self._graph: Graph | None = None
         self._captured: Copies | None = None
+        self._failed = 0  # captures
         self.why_no_graph = ""
 
     def set(self, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
@@ -81,11 +85,14 @@ class Context:
 
     def _capture(self, copies: Copies) -> bool:
         """Whether there is a graph now. An engine with branches, which the sampler's function may have, cannot be
-        captured: that is noted in `why_no_graph`, and the engine is enqueued as before."""
+        captured: that is noted in `why_no_graph` when _TRIES captures have failed, and the engine is enqueued as
+        before."""
         try:
             self._graph = self._stream.capture(lambda: self._enqueue(copies))
         except GenerationError as error:
-            self.why_no_graph = str(error)
+            self._failed += 1
+            if self._failed == _TRIES:
+                self.why_no_graph = str(error)
             return False
         self._captured = copies
         return True
