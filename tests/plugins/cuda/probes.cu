@@ -197,7 +197,7 @@ TOPW_EXPORT void probe_weights(const float *logits, int32_t count, float top, do
 }
 TOPW_EXPORT void probe_chunks(int64_t groups, int64_t batch, int64_t step, int64_t multiprocessors, int64_t resident,
                               int64_t *found) {
-  const Chunking cut = cut_into_chunks(groups, batch, step, {multiprocessors, resident});
+  const Chunking cut = cut_into_chunks({groups, batch, step}, {multiprocessors, resident});
   found[0] = cut.groups, found[1] = cut.chunks;
 }
 

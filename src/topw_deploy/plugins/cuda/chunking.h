@@ -9,25 +9,37 @@ namespace topw {
 // What the pass over the logits runs on: so many multiprocessors, which hold so many of its blocks together.
 struct Device {
   int64_t multiprocessors, resident;
+  bool operator==(const Device &other) const {
+    return multiprocessors == other.multiprocessors && resident == other.resident;
+  }
+};
+
+// What is to be cut: so many rows of so many groups, into whole multiples of `step` groups.
+struct Rows {
+  int64_t groups, batch, step;
+  bool operator==(const Rows &other) const {
+    return groups == other.groups && batch == other.batch && step == other.step;
+  }
 };
 
 struct Chunking {
   int64_t groups, chunks;  // of a chunk; of a row
 };
 
-// Chunks of whole multiples of `step` groups, such that the busiest multiprocessor ends as early as it can. It reads the
-// chunks of as many blocks as it holds together, then of those that are left; few blocks take as long as kBusy do.
-inline Chunking cut_into_chunks(int64_t groups, int64_t batch, int64_t step, const Device &device) {
+// Chunks such that the busiest multiprocessor ends as early as it can. It reads the chunks of as many blocks as it holds
+// together, then of those that are left; few blocks take as long as kBusy do.
+inline Chunking cut_into_chunks(const Rows &rows, const Device &device) {
   constexpr int64_t kBusy = 3, kLate = 64;  // blocks; groups that are read in the time that a block takes to begin
   const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
-  const auto rounds = [](int64_t blocks) { return blocks == 0 ? 0 : blocks > kBusy ? blocks : kBusy; };
+  const auto at_least_busy = [](int64_t blocks) { return blocks == 0 ? 0 : blocks > kBusy ? blocks : kBusy; };
   const int64_t together = ceiling(device.resident, device.multiprocessors);
   Chunking best = {};
   int64_t least = INT64_MAX;
-  for (int64_t wanted = 1, of_chunk = INT64_MAX; of_chunk > step; ++wanted) {
-    of_chunk = ceiling(ceiling(groups, wanted), step) * step;
-    const int64_t chunks = ceiling(groups, of_chunk), of_busiest = ceiling(chunks * batch, device.multiprocessors);
-    const int64_t reading = of_busiest / together * rounds(together) + rounds(of_busiest % together);
+  for (int64_t wanted = 1, of_chunk = INT64_MAX; of_chunk > rows.step; ++wanted) {
+    of_chunk = ceiling(ceiling(rows.groups, wanted), rows.step) * rows.step;
+    const int64_t chunks = ceiling(rows.groups, of_chunk);
+    const int64_t of_busiest = ceiling(chunks * rows.batch, device.multiprocessors);
+    const int64_t reading = of_busiest / together * at_least_busy(together) + at_least_busy(of_busiest % together);
     const int64_t cost = reading * of_chunk + ceiling(of_busiest, together) * kLate;
     if (cost >= least) continue;
     least = cost;

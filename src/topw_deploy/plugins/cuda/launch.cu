@@ -80,6 +80,18 @@ Call call_of(const topw_cuda_shape &shape, const topw_table *table, const topw_i
   return call;
 }
 
+// The steps of a loop all ask the same, and finding the cut takes longer than a launch.
+const Chunking &remembered_cut(const Rows &rows, const Device &device) {
+  static thread_local Rows last_rows = {};
+  static thread_local Device last_device = {};
+  static thread_local Chunking last = {};
+  if (rows == last_rows && device == last_device) return last;
+  last = cut_into_chunks(rows, device);
+  last_rows = rows;
+  last_device = device;
+  return last;
+}
+
 template <class Logit>
 int launch_certify(const topw_cuda_shape &shape, Call &call, void *stream) {
   const unsigned threads = threads_of_block(kCertifyThreads);
@@ -88,8 +100,8 @@ int launch_certify(const topw_cuda_shape &shape, Call &call, void *stream) {
   if (failed) return failed;
   const int resident = resident_blocks(certify<Logit>, threads, shared);
   if (resident < 1) return kUnlaunchable;
-  const Device device = {multiprocessors(), resident};
-  const Chunking cut = cut_into_chunks(call.groups, call.inputs.batch, chunk_step(shape, threads), device);
+  const Rows rows = {call.groups, call.inputs.batch, chunk_step(shape, threads)};
+  const Chunking cut = remembered_cut(rows, {multiprocessors(), resident});
   call.chunk_groups = static_cast<int32_t>(cut.groups);
   call.chunks = static_cast<int32_t>(cut.chunks);
   const unsigned blocks = static_cast<unsigned>(call.chunks * call.inputs.batch);
