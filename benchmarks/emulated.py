@@ -115,20 +115,21 @@ class EmulatedKernel(CudaKernel):
             *rows.shape, edited[0].shape[1], *map(_address, (rows, *edited)), *(_address(given[n]) for n in COLUMNS)
         )
         outputs = _Outputs(*(_address(getattr(samples, field.name)) for field in fields(samples)))
-        self.launch(shape, described, inputs, outputs, self._room_for(shape))
+        self.launch(shape, described, inputs, outputs, *self._room_for(shape))
         left = self._control(shape)
         assert not left.any(), f"control bytes {np.flatnonzero(left)[:8]} are not zero after the launch"
         return samples
 
-    def _room_for(self, shape: CudaShape) -> int:
-        needed = self.workspace_bytes(shape)
+    def _room_for(self, shape: CudaShape) -> tuple[int, int]:
+        """The addresses of control memory and of scratch memory behind it."""
+        needed = self.control_bytes(shape) + self.workspace_bytes(shape)
         if len(self._workspace) < needed + 256:
             self._workspace = np.empty(needed + 256, np.uint8)
         control = self.control_bytes(shape)
         room = self._aligned()
         room[:control] = 0
         room[control : min(needed, control + (1 << 16))] = 0xA5  # no kernel may rely on what it finds there
-        return int(room.ctypes.data)
+        return int(room.ctypes.data), int(room.ctypes.data) + control
 
     def _aligned(self) -> NDArray[np.uint8]:
         return self._workspace[-self._workspace.ctypes.data % 256 :]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
+from topw_deploy.plugins.cuda_kernel import EVERY_PART, CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import (
     COLUMNS,
     REPORT,
@@ -96,18 +96,18 @@ class Step:
         self._rows, self._table = table, None if table is None else table.structure
         slots = self._edits[0].shape[1]
         self.shape = CudaShape(options or TopWOptions(), batch, vocab, slots, _TYPES[logits.dtype], self._table)
+        self.control = torch.zeros(kernel.control_bytes(self.shape), dtype=torch.uint8, device=device)
         self.workspace = torch.empty(kernel.workspace_bytes(self.shape), dtype=torch.uint8, device=device)
-        self.control = self.workspace[: kernel.control_bytes(self.shape)]
-        self.control.zero_()
         self._inputs = _Inputs(
             batch, vocab, slots, *(address(t) for t in (logits, *self._edits)),
             *(address(self.columns[name]) for name in COLUMNS),
         )  # fmt: skip
         self._outputs = _Outputs(*(address(self.outputs.get(name)) for name in _OUTPUTS))
 
-    def launch(self) -> None:
+    def launch(self, parts: int = EVERY_PART) -> None:
         stream = torch.cuda.current_stream().cuda_stream if self.logits.is_cuda else 0
-        self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, address(self.workspace) or 0, stream)
+        memory = address(self.control) or 0, address(self.workspace) or 0
+        self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, *memory, stream, parts)
 
     def samples(self) -> KernelSamples:
         """What the last launch answered, on the host; the control bytes are zero again, or AssertionError."""

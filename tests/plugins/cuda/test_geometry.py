@@ -200,7 +200,7 @@ class Stuck(EmulatedKernel):
 
     _first = True
 
-    def _room_for(self, shape: CudaShape) -> int:
+    def _room_for(self, shape: CudaShape) -> tuple[int, int]:
         room = super()._room_for(shape)
         if self._first:
             self._aligned()[256:260] = 255  # Control::teams[0][0]

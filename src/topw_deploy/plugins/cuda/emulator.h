@@ -12,6 +12,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <functional>
@@ -127,6 +128,11 @@ inline unsigned threads_of_block(unsigned threads) {
 inline const char *error_text(int code) { return code == 0 ? "no error" : emulator::error(); }
 inline int last_error() { return 0; }
 inline int zero(void *memory, size_t bytes, void *) { return memset(memory, 0, bytes) ? 0 : 1; }
+inline int allocate(size_t bytes, void **memory) {
+  *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return *memory ? zero(*memory, bytes, nullptr) : 2;  // cudaErrorMemoryAllocation
+}
+inline int release(void *memory) { return free(memory), 0; }
 inline int device_count() { return 1; }
 
 }  // namespace topw

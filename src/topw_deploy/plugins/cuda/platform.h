@@ -135,6 +135,17 @@ inline int zero(void *memory, size_t bytes, void *stream) {
   return cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream));
 }
 
+// Zeroed memory of the current device.
+inline int allocate(size_t bytes, void **memory) {
+  int failed = cudaMalloc(memory, bytes);
+  if (failed) return failed;
+  failed = cudaMemset(*memory, 0, bytes);
+  if (!failed) failed = cudaDeviceSynchronize();  // a stream that does not wait for the default one may use it
+  if (failed) cudaFree(*memory);
+  return failed;
+}
+inline int release(void *memory) { return cudaFree(memory); }
+
 inline int device_count() {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
