@@ -68,6 +68,7 @@ class Job:
     out: the folder of results. library: the kernels, of `build` or of --library; `Job.kernels` for the path.
     rehearse: stand-ins on the CPU and small sizes. rows, seed: of the random rows. rounds: of measurements.
     pack: the folder of packed models, None for the one that belongs to the checkout.
+    architecture: of the GPU, 90 is sm_90; 0 in a rehearsal without one. built: the library was given, not built here.
     earlier: the data of this step's last run if that was partial, else {}.
     end: when the step should have ended, on time.monotonic's clock.
     """
@@ -79,6 +80,8 @@ class Job:
     seed: int = 0
     rounds: int = 50
     pack: Path | None = None
+    architecture: int = 0
+    built: bool = False
     earlier: dict[str, Any] = field(default_factory=dict)
     end: float = float("inf")
     keep: Callable[[dict[str, Any]], None] = lambda data: None
@@ -101,7 +104,7 @@ class Job:
         return self.library
 
     def as_json(self) -> str:
-        plain = {name: value for name, value in self.__dict__.items() if name not in ("keep", "earlier", "end")}
+        plain = {name: value for name, value in vars(self).items() if name not in ("keep", "earlier", "end")}
         return json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in plain.items()})
 
     @classmethod

@@ -49,6 +49,10 @@ class Record:
         found: dict[str, dict[str, Any]] = self._all["steps"]
         return found
 
+    @property
+    def rehearsal(self) -> bool:
+        return bool(self._all["rehearsal"])
+
     def describe_machine(self, machine: dict[str, Any]) -> None:
         self._all["machine"] = machine
         self.write()
