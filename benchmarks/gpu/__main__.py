@@ -7,7 +7,7 @@ them under compute-sanitizer, captures them into CUDA graphs, measures them, and
 `results.json` and `results.md`, after every step. The same command again goes on where the last one stopped; a finished
 step is repeated only if the kernels, torch or the GPU changed, or with --again.
 
-Exit code: 0 if every step passed; 1 if one failed or there is no GPU; 3 if nothing failed, but steps wait for more time.
+Exit code: 0 if every step passed, 1 if one failed or there is no GPU, 3 if none failed but some wait for more time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> int:
     if given.rehearse:
         say(REHEARSAL)
     elif not machine.gpu:
-        say(f"NOTHING WAS RUN: there is no CUDA GPU here ({machine.why_none}). With --rehearse the command runs on a CPU.")
+        say(f"NOTHING WAS RUN: there is no CUDA GPU here ({machine.why_none}); --rehearse runs the command on a CPU.")
         return 1
     kernels = digest_of_kernels(given.library)
     kind = "emulated" if given.rehearse else "cuda"

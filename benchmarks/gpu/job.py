@@ -1,8 +1,8 @@
 """What a part of `python3 -m benchmarks.gpu` is made of: steps, what they are given, and what they answer.
 
-A part is a module of this folder, named as PARTS names it, with a function `steps(job) -> list[Step]`. Each part runs in
-child processes of its own, so a step may import what it needs, initialise CUDA, hang or crash. Modules of parts import
-nothing but the standard library at their top.
+A part is a module of this folder, named as PARTS names it, with a function `steps(job) -> list[Step]`. Each part runs
+in child processes of its own, so a step may import what it needs, initialise CUDA, hang or crash. Modules of parts
+import nothing but the standard library at their top, and `steps` opens nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Result:
 
     data: what goes into the JSON file, plain JSON types. table: Markdown for the table file.
     failed: why the step failed, as a sentence; empty if it did not. An exception fails a step, too.
-    absent: sentences about what could not be run here and why. A step that could run nothing has neither data nor table.
+    absent: sentences about what could not be run here and why. A step that ran nothing has neither data nor table.
     partial: there is more to do: the next run calls the step again, with `data` as its `Job.earlier`.
     """
 
