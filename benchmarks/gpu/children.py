@@ -114,8 +114,9 @@ class Child:
 
     def _kill(self) -> None:
         """A process that a driver holds does not die even so; it is left behind, for waiting would hang the parent."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        for process in {self._process.pid, *_session(self._process.pid)}:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
 
@@ -125,3 +126,14 @@ class Child:
             text = line.decode("utf-8", "replace").rstrip()
             self._said.append(text.rsplit("\r", 1)[-1])
             print(text, file=sys.stderr, flush=True)
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of the leader's session, those in process groups of their own included."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            fields = stat.read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
+            if int(fields[3]) == leader:
+                found.append(int(stat.parent.name))
+    return found
