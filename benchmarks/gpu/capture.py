@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from benchmarks.gpu.device import DeviceKernel, DeviceTable
 
 _MODES = ("global", "thread_local", "relaxed")
-_BATCH, _ROWS = 16, 10  # rows of a step, and how many other batches it is replayed over
 
 
 def steps(job: Job) -> list[Step]:
@@ -37,15 +36,16 @@ def modes(job: Job) -> Result:
     from benchmarks.gpu.graphs import captured
 
     kernel, table = _opened(job)
+    batch, others = sizes_of(job).captured
     unequal: list[str] = []
     for mode in _MODES:
-        step = step_of(kernel, _BATCH, 4, table)
+        step = step_of(kernel, batch, 4, table)
         graph = captured(step.launch, 1, kernel.device, mode)
-        for seed in range(5, 5 + (3 if job.rehearse else _ROWS)):
+        for seed in range(5, 5 + others):
             load(step, seed)
             graph.replay()
             replayed = step.samples()
-            fresh = step_of(kernel, _BATCH, seed, table)
+            fresh = step_of(kernel, batch, seed, table)
             fresh.launch()
             if not same(fresh.samples(), replayed):
                 unequal.append(f"{mode}, rows {seed}")
@@ -62,11 +62,11 @@ def behind_a_product(job: Job) -> Result:
     from benchmarks.gpu.graphs import captured
 
     kernel, table = _opened(job)
-    hidden, vocab = 64, table.structure.tokens
+    (batch, others), hidden, vocab = sizes_of(job).captured, 64, table.structure.tokens
     generator = torch.Generator(kernel.device).manual_seed(2)
     head = torch.randn((hidden, vocab), device=kernel.device, generator=generator) * 0.2
-    states = torch.zeros((_BATCH, hidden), device=kernel.device)
-    step, fresh = (step_of(kernel, _BATCH, 4, table) for _ in range(2))
+    states = torch.zeros((batch, hidden), device=kernel.device)
+    step, fresh = (step_of(kernel, batch, 4, table) for _ in range(2))
 
     def both() -> None:
         torch.matmul(states, head, out=step.logits)
@@ -74,15 +74,16 @@ def behind_a_product(job: Job) -> Result:
 
     graph = captured(both, 1, kernel.device)
     unequal = 0
-    for _ in range(_ROWS):
+    for _ in range(others):
         states.copy_(torch.randn(states.shape, device=kernel.device, generator=generator))
         graph.replay()
         replayed = step.samples()
         fresh.logits.copy_(step.logits)
         fresh.launch()
         unequal += not same(fresh.samples(), replayed)
-    failed = f"{unequal} of {_ROWS} replays answered otherwise than launches." if unequal else ""
-    return Result({"replays": _ROWS, "unequal": unequal}, f"{_ROWS - unequal} of {_ROWS} replays equal launches", failed)
+    failed = f"{unequal} of {others} replays answered otherwise than launches." if unequal else ""
+    data = {"replays": others, "unequal": unequal}
+    return Result(data, f"{others - unequal} of {others} replays equal launches", failed)
 
 
 def two_streams(job: Job) -> Result:
@@ -95,8 +96,8 @@ def two_streams(job: Job) -> Result:
     from benchmarks.gpu.graphs import synchronize
 
     kernel, table = _opened(job)
-    on_gpu = kernel.device.type == "cuda"
-    steps = [step_of(kernel, batch, seed, table) for seed, batch in ((11, _BATCH), (12, 2 * _BATCH))]
+    on_gpu, least = kernel.device.type == "cuda", sizes_of(job).captured[0]
+    steps = [step_of(kernel, batch, seed, table) for seed, batch in ((11, least), (12, 2 * least))]
     alone = []
     for step in steps:
         step.launch()
@@ -106,7 +107,7 @@ def two_streams(job: Job) -> Result:
     unequal = 0
     for _ in range(times):
         synchronize(kernel.device)
-        for _ in range(5):
+        for _ in range(1 if job.rehearse else 5):
             for step, stream in zip(steps, streams, strict=True):
                 with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
                     step.launch()
@@ -123,7 +124,7 @@ def replays(job: Job) -> Result:
 
     kernel, table = _opened(job)
     times = sizes_of(job).replays
-    step = step_of(kernel, _BATCH, 6, table)
+    step = step_of(kernel, sizes_of(job).captured[0], 6, table)
     graph = captured(step.launch, 1, kernel.device)
     graph.replay()
     first, unequal = step.samples(), 0

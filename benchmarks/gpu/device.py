@@ -84,7 +84,8 @@ class Step:
     """One call with everything in the GPU's memory: `launch` enqueues it on torch's current stream, as often as one
     likes; what was written into `logits` and `columns` meanwhile counts.
 
-    logits: float32, float16 or bfloat16 [B, V] on the device.
+    logits: float32, float16 or bfloat16 [B, V] on the device. memory: another step of the same shape, on the same
+    stream, whose control and scratch memory this one uses.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Step:
         mass: bool = False,
         keep_mask: bool = False,
         reports: bool = True,
+        memory: Step | None = None,
     ) -> None:
         batch, vocab = logits.shape
         device = logits.device
@@ -115,8 +117,11 @@ class Step:
         self._rows, self._table = table, None if table is None else table.structure
         slots = self._edits[0].shape[1]
         self.shape = CudaShape(options or TopWOptions(), batch, vocab, slots, _TYPES[logits.dtype], self._table)
-        self.control = torch.zeros(kernel.control_bytes(self.shape), dtype=torch.uint8, device=device)
-        self.workspace = torch.empty(kernel.workspace_bytes(self.shape), dtype=torch.uint8, device=device)
+        if memory is None:
+            self.control = torch.zeros(kernel.control_bytes(self.shape), dtype=torch.uint8, device=device)
+            self.workspace = torch.empty(kernel.workspace_bytes(self.shape), dtype=torch.uint8, device=device)
+        else:
+            self.control, self.workspace = memory.control, memory.workspace
         self._inputs = _Inputs(
             batch, vocab, slots, *(address(t) for t in (logits, *self._edits)),
             *(address(self.columns[name]) for name in COLUMNS),

@@ -11,7 +11,8 @@ from benchmarks.gpu.job import Job
 class Sizes:
     """vocab, hidden: of the shape that ships. checked: batches that are compared with the reference.
     rows: random rows, at most. small_vocab, small_hidden: of rows under compute-sanitizer, and of repeats and captures.
-    certified, open_batches: batches that are measured. replays: of a captured step. steps: in a measured graph.
+    certified, open_batches: batches that are measured. captured: (batch, number of other batches) of captured steps.
+    replays: of one of them. steps: in a measured graph.
     rounds: of a measurement, at most. cold: bytes that no cache holds. decoder: (hidden, inner, kv, layers, vocab) of
     the decoder step. top_k: of torch.topk."""
 
@@ -23,6 +24,7 @@ class Sizes:
     small_hidden: int = 64
     certified: tuple[int, ...] = (1, 8, 64, 128, 256)
     open_batches: tuple[int, ...] = (1, 8, 64)
+    captured: tuple[int, int] = (16, 10)
     replays: int = 1_000
     steps: int = 20
     rounds: int = 10**9
@@ -33,7 +35,8 @@ class Sizes:
 
 REHEARSED = Sizes(
     vocab=4_096, hidden=64, checked=(1, 3), rows=400, small_vocab=2_000, small_hidden=16, certified=(1, 3),
-    open_batches=(1, 2), replays=3, steps=2, rounds=2, cold=1 << 18, decoder=(64, 128, 32, 2, 4_096), top_k=200,
+    open_batches=(1, 2), captured=(4, 2), replays=3, steps=2, rounds=2, cold=1 << 18,
+    decoder=(64, 128, 32, 2, 4_096), top_k=200,
 )  # fmt: skip
 
 
