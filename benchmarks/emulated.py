@@ -39,7 +39,7 @@ FLAGS = (
 )  # fmt: skip
 _KERNELS = (CUDA_SOURCES / "launch.cu", build.SOURCES / "quantised.cpp")
 _TYPES = ("float32", "float16", "uint16")
-_EMULATE = (c_uint64, c_uint32, c_uint32)
+_EMULATE = (c_uint64, c_uint32, c_uint32, c_uint32, c_uint64)
 
 
 def built(folder: Path, extra: Sequence[str] = ()) -> Path:
@@ -81,11 +81,17 @@ class EmulatedKernel(CudaKernel):
         super().__init__(path)
         self._workspace = np.zeros(0, np.uint8)
 
-    def emulate(self, seed: int = 1, threads: int = 0, blocks: int = 4) -> None:
-        """seed: of the order in which threads run. threads: of a block, 0 for as many as on a device. blocks: the
-        device's multiprocessors, each of which holds one cooperative block."""
+    def emulate(self, seed: int = 1, threads: int = 0, blocks: int = 4, resident: int = 0, tick: int = 0) -> None:
+        """Choose the device to emulate.
+
+        seed: of the order in which threads run.
+        threads: of a block; 0 for as many as on a device.
+        blocks: the device's multiprocessors.
+        resident: blocks that run at once, while the others wait for one to end; 0 for one to each multiprocessor.
+        tick: nanoseconds that pass whenever a thread waits for another block in vain.
+        """
         self.handle.topw_emulate.argtypes = _EMULATE
-        self.handle.topw_emulate(seed, threads, blocks)
+        self.handle.topw_emulate(seed, threads, blocks, resident, tick)
 
     def sample(
         self,

@@ -106,9 +106,8 @@ int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream
   const size_t shared = geometry_shared_bytes(shape);
   const int failed = allow_shared(geometry, shared);
   if (failed) return failed;
-  const int blocks = resident_blocks(geometry, threads, shared);
-  if (blocks < 1) return kUnlaunchable;
-  return launch(Launch{static_cast<unsigned>(blocks), threads, shared, true, stream}, geometry, call);
+  const unsigned blocks = static_cast<unsigned>(multiprocessors());
+  return launch(Launch{blocks, threads, shared, can_be_early(geometry), stream}, geometry, call);
 }
 
 int launch_mass(const Call &call, void *stream) {
@@ -177,9 +176,10 @@ int topw_cuda_device_count(void) { return topw::device_count(); }
 int topw_cuda_abi_version(void) { return TOPW_CUDA_ABI_VERSION; }
 
 #if defined(TOPW_EMULATE)
-/* Seed of the order in which threads run; threads of a block, 0 for as many as on a device; blocks resident at once. */
-TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks) {
-  topw::emulator::settings = {seed, threads, blocks ? blocks : 1};
+/* Seed of the order in which threads run; threads of a block, 0 for as many as on a device; multiprocessors; blocks that
+ * run at once, 0 for one to each multiprocessor; nanoseconds that pass while a thread waits in vain. */
+TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks, uint32_t resident, uint64_t tick) {
+  topw::emulator::settings = {seed, threads, blocks ? blocks : 1, resident, tick};
 }
 #endif
 

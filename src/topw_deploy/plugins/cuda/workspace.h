@@ -12,12 +12,11 @@
 //
 // geometry.cuh has, for launch.cu:
 //   constexpr unsigned kGeometryThreads;                          threads of a block; the emulation may use fewer
-//   __global__ void geometry(Call call);                          launched cooperatively, with as many blocks as fit
+//   __global__ void geometry(Call call);                          with any number of blocks
 //   inline size_t geometry_shared_bytes(const topw_cuda_shape &); dynamic, at most kSharedOnRequest
-// and team_scratch.h what a team needs in global memory. geometry returns at once where open_count is 0.
+// and team_scratch.h what a row's leader needs in global memory. geometry returns at once where open_count is 0.
 //
-// What geometry leaves: every open row answered through finish_row (finish.h), and open_count, geometry_ticket and its
-// teams' words 0 again.
+// What geometry leaves: every open row answered through finish_row (finish.h), and the control memory 0 again.
 #ifndef TOPW_CUDA_WORKSPACE_H
 #define TOPW_CUDA_WORKSPACE_H
 
@@ -37,10 +36,13 @@ constexpr int64_t kMassUnit = 1024;   // logits whose weights are summed up apar
 
 // Zero between steps: the first bytes of the control memory, before the rows' tickets.
 struct Control {
-  uint32_t open_count;       // rows that certify left open
-  uint32_t geometry_ticket;  // geometry's own: its last block to leave puts this and open_count back to 0
-  uint32_t reserved[62];
-  uint32_t teams[kTeams][kTeamWords];  // geometry's own, for its barriers
+  uint32_t open_count;   // rows that certify left open
+  // Geometry's own, which its last block to leave puts back to 0 with open_count.
+  uint32_t leaders;      // blocks that asked to lead
+  uint32_t next_row;     // the next of the open rows to be taken
+  uint32_t rows_done;
+  uint32_t blocks_left;
+  Board boards[kTeams];
 };
 
 // What is known of a row once certify has gone over it.
