@@ -72,10 +72,10 @@ class Child:
                 return event
             kept(event["kept"])
 
-    def close(self) -> None:
-        """End the child and everything it started."""
+    def close(self, wait: bool = True) -> None:
+        """End the child and everything it started. wait: give it the time to end by itself."""
         assert self._process.stdin is not None
-        if self._process.poll() is None and not self._process.stdin.closed:
+        if wait and self._process.poll() is None and not self._process.stdin.closed:
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):
                 self._process.stdin.close()
                 self._process.wait(timeout=10)

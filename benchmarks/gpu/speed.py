@@ -44,7 +44,7 @@ def certified_rows(job: Job, batch: int) -> Result:
         sides = certified.top_w_sides(kernel, logits, sizes)
     except certified.NotCertifiedError as error:
         return Result(failed=str(error))
-    sides |= certified.torch_sides(logits, sizes.top_k) | others
+    sides |= certified.torch_sides(logits, sizes.top_m) | others
     found = _result(job, f"{sizes.vocab:,} tokens, batch {batch}", *_measured(job, kernel.device, sides))
     return replace(found, absent=(absent,) if absent else ())
 
@@ -58,7 +58,7 @@ def open_rows(job: Job, metric: str, batch: int) -> Result:
     sizes, kernel = sizes_of(job), opened(job)
     table = random_rows(sizes.vocab, sizes.hidden, kernel.device)
     try:
-        sides = rows.sides(kernel, table, metric, batch)
+        sides = rows.sides(kernel, table, metric, batch, sizes.top_m)
     except rows.NotOpenError as error:
         return Result(failed=str(error))
     what = f"{sizes.vocab:,} tokens, d = {sizes.hidden:,} in float16, {metric}, batch {batch}"

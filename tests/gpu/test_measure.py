@@ -71,7 +71,7 @@ def test_zeroing_zeroes() -> None:
 def test_open_sides_say_what_they_took(kernel: DeviceKernel) -> None:
     from benchmarks.gpu.tables import random_rows
 
-    sides = open_rows.sides(kernel, random_rows(600, 16, CPU), "mahalanobis", 1)
+    sides = open_rows.sides(kernel, random_rows(600, 16, CPU), "mahalanobis", 1, 200)
     assert [name for name, timed in sides.items() if "distances" in timed.note] == [
         "Top-W, mahalanobis, no bound", "Top-W, mahalanobis, nearest neighbours bounded",
     ]  # fmt: skip
