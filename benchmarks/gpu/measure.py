@@ -6,6 +6,7 @@ launches count.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -114,16 +115,13 @@ def zeroing(block: torch.Tensor) -> Side:
     """A memset of the block alone: the driver's, for torch's own `zero_` may launch a kernel."""
     if not block.is_cuda:
         return block.zero_
-    import ctypes
+    return lambda: memset(block.data_ptr(), block.nbytes, torch.cuda.current_stream().cuda_stream)
 
-    library = ctypes.CDLL(driver.LIBRARY)
 
-    def one() -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        code = library.cuMemsetD8Async(
-            ctypes.c_uint64(block.data_ptr()), ctypes.c_ubyte(0), ctypes.c_size_t(block.nbytes), ctypes.c_void_p(stream)
-        )
-        if code:
-            raise RuntimeError(f"cuMemsetD8Async answered with CUDA error {code}")
-
-    return one
+def memset(address: int, size: int, stream: int) -> None:
+    """Enqueue zeroing so many bytes of the device. Raises RuntimeError where the driver refuses."""
+    code = ctypes.CDLL(driver.LIBRARY).cuMemsetD8Async(
+        ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream)
+    )
+    if code:
+        raise RuntimeError(f"cuMemsetD8Async answered with CUDA error {code}")

@@ -84,7 +84,7 @@ class Run:
         """Run one step and record it. Whether the process may go on."""
         say(f"{key} ...")
         before = self.record.steps.get(key, {})
-        goes_on = before.get("partial") and before.get("inputs") == digest
+        goes_on = before.get("partial") and before.get("inputs") == digest and not self.again
         earlier = before["data"] if goes_on else {}
         kept = {"data": earlier}
         started = time.monotonic()
