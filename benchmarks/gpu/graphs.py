@@ -22,7 +22,7 @@ class Graph(Protocol):
 
 
 class Calls:
-    """What stands in for a graph on a CPU: it makes the calls anew."""
+    """What stands in for a graph on a CPU, and of work that cannot be captured: it makes the calls anew."""
 
     def __init__(self, side: Side, steps: int) -> None:
         self._side, self._steps = side, steps

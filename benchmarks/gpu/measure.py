@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Spread, interleave, table
-from benchmarks.gpu.graphs import Graph, Side, captured, microseconds
+from benchmarks.gpu.graphs import Calls, Graph, Side, captured, microseconds
 from topw_deploy.plugins import driver
 
 _WARM_UP = 5  # rounds that do not count
@@ -30,6 +30,7 @@ class Timed:
     side: enqueues one step; or the names of two sides, whose difference in the same round is meant.
     moved: bytes that a step cannot avoid to read or write, 0 where that means nothing.
     copies: of its logits, which its calls walk over in turn; a graph holds a multiple of them. goal: microseconds.
+    launched: call by call, since it cannot be captured.
     """
 
     side: Side | tuple[str, str]
@@ -37,6 +38,7 @@ class Timed:
     note: str = ""
     copies: int = 1
     goal: float | None = None
+    launched: bool = False
 
 
 @dataclass
@@ -79,7 +81,8 @@ def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.dev
     for name, timed in sides.items():
         if not isinstance(timed.side, tuple):
             count = timed.copies * math.ceil(steps / timed.copies)
-            graphs[name] = captured(timed.side, count, device), count
+            graph = Calls(timed.side, count) if timed.launched else captured(timed.side, count, device)
+            graphs[name] = graph, count
 
     def one(graph: Graph, count: int) -> Callable[[], float]:
         return lambda: microseconds(graph, count, device)
