@@ -114,7 +114,9 @@ class Child:
 
     def _kill(self) -> None:
         """A process that a driver holds does not die even so; it is left behind, for waiting would hang the parent."""
-        for process in {self._process.pid, *_session(self._process.pid)}:
+        if self._process.poll() is None:
+            self._process.kill()  # first, so that it starts no others meanwhile
+        for process in _session(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
