@@ -1,9 +1,9 @@
 """A folder as .tar.xz files, none larger than a limit, which unpack into one folder.
 
 An .xz file may be several streams behind one another, and a tar file is a sequence of members. So members are
-compressed in blocks, each a stream of its own whose size is known before it is put anywhere, and an archive takes blocks
-until the next one does not fit. A block above the limit is halved, down to slices of a single file; `unpack.py` joins
-those, and any tar with xz reads the archives.
+compressed in blocks, each a stream of its own whose size is known before it is put anywhere, and an archive takes
+blocks until the next one does not fit. A block above the limit is halved, down to slices of a single file; `unpack.py`
+joins those, and any tar with xz reads the archives.
 """
 
 from __future__ import annotations

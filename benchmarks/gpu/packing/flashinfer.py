@@ -44,7 +44,7 @@ _LIMIT = 1_800  # seconds for a module: the machine that packs may be slow
 
 
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
-    """Put the packages into `tree`. Raises BenchmarkError where nvcc is missing or fails, or a package cannot be had."""
+    """Put the packages into `tree`. Raises BenchmarkError without a working nvcc, or where a package cannot be had."""
     try:
         nvcc = cuda_build.find_toolkit().nvcc
     except PluginError as error:

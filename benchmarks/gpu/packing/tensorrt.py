@@ -59,4 +59,5 @@ def _empty_plugins(path: Path) -> None:
         command = [*build.find_compiler(), "-xc++", "-", "-shared", "-fPIC", "-o", str(path)]
         subprocess.run(command, input=_PLUGINS, capture_output=True, text=True, check=True)
     except (build.NotBuiltError, OSError, subprocess.CalledProcessError) as error:
-        raise BenchmarkError(f"the empty {path.name} does not compile: {getattr(error, 'stderr', '') or error}") from None
+        words = getattr(error, "stderr", "") or error
+        raise BenchmarkError(f"the empty {path.name} does not compile: {words}") from None
