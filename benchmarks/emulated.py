@@ -39,7 +39,7 @@ FLAGS = (
 )  # fmt: skip
 _KERNELS = (CUDA_SOURCES / "launch.cu", build.SOURCES / "quantised.cpp")
 _TYPES = ("float32", "float16", "uint16")
-_EMULATE = (c_uint64, c_uint32, c_uint32)
+_EMULATE = (c_uint64, c_uint32, c_uint32, c_uint32, c_uint64)
 
 
 def built(folder: Path, extra: Sequence[str] = ()) -> Path:
@@ -81,11 +81,17 @@ class EmulatedKernel(CudaKernel):
         super().__init__(path)
         self._workspace = np.zeros(0, np.uint8)
 
-    def emulate(self, seed: int = 1, threads: int = 0, blocks: int = 4) -> None:
-        """seed: of the order in which threads run. threads: of a block, 0 for as many as on a device. blocks: the
-        device's multiprocessors, each of which holds one cooperative block."""
+    def emulate(self, seed: int = 1, threads: int = 0, blocks: int = 4, resident: int = 0, tick: int = 0) -> None:
+        """Choose the device to emulate.
+
+        seed: of the order in which threads run.
+        threads: of a block; 0 for as many as on a device.
+        blocks: the device's multiprocessors.
+        resident: blocks that run at once, while the others wait for one to end; 0 for one to each multiprocessor.
+        tick: nanoseconds that pass whenever a thread waits for another block in vain.
+        """
         self.handle.topw_emulate.argtypes = _EMULATE
-        self.handle.topw_emulate(seed, threads, blocks)
+        self.handle.topw_emulate(seed, threads, blocks, resident, tick)
 
     def sample(
         self,
@@ -115,20 +121,21 @@ class EmulatedKernel(CudaKernel):
             *rows.shape, edited[0].shape[1], *map(_address, (rows, *edited)), *(_address(given[n]) for n in COLUMNS)
         )
         outputs = _Outputs(*(_address(getattr(samples, field.name)) for field in fields(samples)))
-        self.launch(shape, described, inputs, outputs, self._room_for(shape))
+        self.launch(shape, described, inputs, outputs, *self._room_for(shape))
         left = self._control(shape)
         assert not left.any(), f"control bytes {np.flatnonzero(left)[:8]} are not zero after the launch"
         return samples
 
-    def _room_for(self, shape: CudaShape) -> int:
-        needed = self.workspace_bytes(shape)
+    def _room_for(self, shape: CudaShape) -> tuple[int, int]:
+        """The addresses of control memory and of scratch memory behind it."""
+        needed = self.control_bytes(shape) + self.workspace_bytes(shape)
         if len(self._workspace) < needed + 256:
             self._workspace = np.empty(needed + 256, np.uint8)
         control = self.control_bytes(shape)
         room = self._aligned()
         room[:control] = 0
         room[control : min(needed, control + (1 << 16))] = 0xA5  # no kernel may rely on what it finds there
-        return int(room.ctypes.data)
+        return int(room.ctypes.data), int(room.ctypes.data) + control
 
     def _aligned(self) -> NDArray[np.uint8]:
         return self._workspace[-self._workspace.ctypes.data % 256 :]

@@ -21,11 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from benchmarks.common import machine
 from benchmarks.emulated import EmulatedKernel, built
-from benchmarks.fuzz_sampler import Outcome, Side, compare, report
+from benchmarks.fuzz_sampler import Bounding, Outcome, Side, compare, exported_bound, report
 from benchmarks.sampler_cases import ALL, Size, Visit, geometry_of, visits
 from benchmarks.sampler_sides import Answerer, Sampling, open_kernel
 from topw_deploy.plugins.kernel import KernelBlocks, KernelTable
@@ -90,32 +89,44 @@ def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None
     return replace(visit, table=rows, geometry=geometry), lambda bound: KernelTable(codes, *statistics, bound, blocks)
 
 
-def fuzz(kernel: Sampling, rows: int, seed: int, before: Callable[[int, Visit], None] | None = None,
-         sizes: tuple[Size, ...] = ALL) -> Outcome:  # fmt: skip
-    """Compare `rows` rows in `kernel`. before: called with each visit and its number."""
-    outcome = Outcome({_NAME: Side(FLOAT32_TIES)}, _NEARLY)
-    done = 0
-    with tqdm(total=rows, unit="row", file=sys.stderr, mininterval=1.0) as bar:
-        for number, drawn in enumerate(visits(seed, sizes)):
-            if before is not None:
-                before(number, drawn)
-            visit, table = in_type(drawn, TYPES[number % len(TYPES)])
-            logits, rounded = _logits_types(number)
-            cases = [replace(case, logits=rounded(case.logits)) for case in visit.cases[: rows - done]]
+def new_outcome() -> Outcome:
+    """Nothing compared yet, with the bounds that float32 distances are judged by."""
+    return Outcome({_NAME: Side(FLOAT32_TIES)}, _NEARLY)
 
-            def opened(
-                visit: Visit, bound: np.ndarray | None, table: Callable[..., KernelTable | None] = table,
-                logits: Callable[[np.ndarray], np.ndarray] = logits,
-            ) -> Answerer:  # fmt: skip
-                return open_kernel(kernel, visit.scenario.options, table(bound), logits)
 
-            compare(visit, cases, bool(number % 2), outcome, {_NAME: opened})
-            done += len(cases)
-            bar.update(len(cases))
-            bar.set_postfix(unexplained=len(outcome.sides[_NAME].unexplained))
-            if done >= rows:
-                return outcome
+def fuzz(
+    kernel: Sampling, rows: int, seed: int, before: Callable[[int, Visit], None] | None = None,
+    sizes: tuple[Size, ...] = ALL, *, first: int = 0, measure: Bounding = exported_bound,
+    after: Callable[[Outcome, int], object] = lambda outcome, rows: None,
+) -> Outcome:  # fmt: skip
+    """Compare `rows` rows in `kernel`. before: called with each visit and its number; first: the number of the first,
+    which decides its types. measure: of the neighbours' bounds. after: called after each visit with the outcome and its
+    rows."""
+    outcome, done = new_outcome(), 0
+    for number, drawn in enumerate(visits(seed, sizes), first):
+        if before is not None:
+            before(number, drawn)
+        visit, table = in_type(drawn, TYPES[number % len(TYPES)])
+        logits, rounded = _logits_types(number)
+        cases = [replace(case, logits=rounded(case.logits)) for case in visit.cases[: rows - done]]
+
+        def opened(
+            visit: Visit, bound: np.ndarray | None, table: Callable[..., KernelTable | None] = table,
+            logits: Callable[[np.ndarray], np.ndarray] = logits,
+        ) -> Answerer:  # fmt: skip
+            return open_kernel(kernel, visit.scenario.options, table(bound), logits)
+
+        compare(visit, cases, bool(number % 2), outcome, {_NAME: opened}, measure)
+        done += len(cases)
+        after(outcome, len(cases))
+        if done >= rows:
+            return outcome
     raise AssertionError("visits are endless")
+
+
+def unexplained_of(outcome: Outcome) -> list[str]:
+    """The differences without an explanation."""
+    return outcome.sides[_NAME].unexplained
 
 
 def _logits_types(number: int) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
@@ -137,8 +148,10 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    from tqdm import tqdm
+
     print(machine() + "\n")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=given.rows, unit="row", mininterval=1.0) as bar:
         kernel = EmulatedKernel(built(Path(folder)))
 
         def shuffle(number: int, visit: Visit) -> None:
@@ -146,9 +159,9 @@ def main() -> int:
             threads, blocks = (_LARGE_LAYOUTS if large else _LAYOUTS)[number % len(_LAYOUTS)]
             kernel.emulate(given.seed * 1000 + number, threads, blocks)
 
-        outcome = fuzz(kernel, given.rows, given.seed, shuffle)
+        outcome = fuzz(kernel, given.rows, given.seed, shuffle, after=lambda outcome, rows: bar.update(rows))
     print(report(outcome))
-    unexplained = outcome.sides[_NAME].unexplained
+    unexplained = unexplained_of(outcome)
     for line in unexplained[:20]:
         print(line)
     return 1 if unexplained else 0

@@ -17,14 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from tqdm import tqdm
 
 from benchmarks.common import machine, table
+from benchmarks.rows import LOGPROB_BOUND, Case, explanation, reference
 from benchmarks.sampler_cases import ALL, Size, Visit, visits
 from benchmarks.sampler_sides import ADAPTERS, Absent, Answer, Answerer
-from benchmarks.tail_cases import LOGPROB_BOUND, Case, explanation, reference
-from topw_deploy.export.neighbour_bound import neighbour_bound
-from topw_deploy.sampling import FLOAT64_TIES, Row, TieBounds
+from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TieBounds
 
 _MASS_BOUND = 1e-6  # relative: summed in double, answered in float32
 _SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a repulsive crop may weigh less than float32 can say
@@ -34,6 +32,14 @@ _NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
 _STAGES = ("candidates", "pool", "geometry", "literal", "greedy", "invalid")
 
 Opener = Callable[[Visit, "np.ndarray | None"], Answerer]
+Bounding = Callable[[Geometry, int], np.ndarray]
+
+
+def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
+    """The bound of the nearest neighbours as an export stores it; the exporter is imported when it is asked for."""
+    from topw_deploy.export.neighbour_bound import neighbour_bound
+
+    return neighbour_bound(geometry, tokens)
 
 
 @dataclass
@@ -92,6 +98,8 @@ class Outcome:
 
 def fuzz(rows: int, seed: int, names: Sequence[str], sizes: Sequence[Size] = ALL) -> Outcome:
     """Compare `rows` rows in each of the implementations `names`."""
+    from tqdm import tqdm
+
     outcome = Outcome({name: Side() for name in names})
     done = 0
     with tqdm(total=rows, unit="row", file=sys.stderr, mininterval=1.0) as bar:
@@ -107,9 +115,12 @@ def fuzz(rows: int, seed: int, names: Sequence[str], sizes: Sequence[Size] = ALL
 
 
 def compare(
-    visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener] = ADAPTERS
-) -> None:
-    """One visit's rows in every implementation of the outcome, as `openers` open them."""
+    visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener] = ADAPTERS,
+    measure: Bounding = exported_bound,
+) -> None:  # fmt: skip
+    """One visit's rows in every implementation of the outcome, as `openers` open them.
+
+    bounded: pass the nearest neighbours' bound, as `measure` measures it, where the vocabulary is small enough."""
     wanted = [reference(visit.scenario, visit.geometry, case) for case in cases]
     for case, row in zip(cases, wanted, strict=True):
         outcome.rows[_regime(case)] += 1
@@ -118,7 +129,7 @@ def compare(
         outcome.nearly_tied += _allowed(row, outcome.near)
     vocab = visit.scenario.vocab_size
     has_bound = bounded and visit.scenario.options.metric != "uniform" and vocab <= _LARGEST_BOUNDED
-    bound = neighbour_bound(visit.geometry, vocab) if has_bound else None
+    bound = measure(visit.geometry, vocab) if has_bound else None
     label = f"{visit.scenario.name}/{visit.scenario.table_kind}/{visit.scenario.seed}{'/bound' if has_bound else ''}"
     for name, side in outcome.sides.items():
         answerer = openers[name](visit, bound)

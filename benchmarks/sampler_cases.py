@@ -1,4 +1,4 @@
-"""Rows on which a shortcut of the sampler could go wrong: the random ones of `tail_cases`, and ones built on a tie.
+"""Rows on which a shortcut of the sampler could go wrong: the random ones of `rows`, and ones built on a tie.
 
 Shared by `benchmarks.fuzz_sampler` and the tests of the fast implementations.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.tail_cases import Case, Scenario, embedding_table, random_case
+from benchmarks.rows import Case, Scenario, embedding_table, random_case
 from topw_deploy.sampling import Geometry, TopWParameters, as_float32, crop, fast_crop
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
@@ -66,6 +66,15 @@ def geometry_of(scenario: Scenario, table: np.ndarray) -> Geometry:
     assert exact.inverse_std is not None
     statistics = exact.mean.astype(np.float32), exact.inverse_std.astype(np.float32)
     return Geometry.from_embeddings(table, scenario.options.metric, statistics)
+
+
+def nearest_distances(geometry: Geometry, tokens: int) -> np.ndarray:
+    """float32 [tokens]: a lower bound of each token's distance to its nearest other, from all pairs in double."""
+    ids = np.arange(tokens)
+    found = geometry.distances(ids, ids)
+    np.fill_diagonal(found, np.inf)
+    nearest = found.min(axis=1, initial=np.inf)
+    return np.where(np.isfinite(nearest), nearest * (1 - 1e-6), 0).astype(np.float32)
 
 
 def visits(seed: int, sizes: Sequence[Size] = ALL) -> Iterator[Visit]:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from benchmarks.rows import Case
 from benchmarks.sampler_cases import Visit
-from benchmarks.tail_cases import Case
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import as_float32, fast_crop
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions

@@ -1,107 +1,106 @@
-"""The whole verification on a machine with an NVIDIA GPU: builds, checks, captures, measures.
+"""Everything that needs an NVIDIA GPU, in one command that needs no network and no installation:
 
-    python -m benchmarks.gpu [--rows 100000] [--rounds 50] [--library PATH] [--only check capture speed models]
+    python3 -m benchmarks.gpu [--budget SECONDS] [--only PART ...] [--out DIR]
 
-Needs torch with CUDA, and nvcc unless --library names a library that is built. Kernels: every row of a random mix
-against the reference (100,000 rows), repeats, batches, capture into a CUDA graph, times beside torch's samplers (and
-FlashInfer's where it is installed) with the distance to the memory's speed, the share of a decode step of 3 B
-parameters. Models: the bundled one, exported here, with the tokens of provider="cuda" (onnxruntime-gpu) beside those
-of the CPU, as launched and as a CUDA graph, and where TensorRT is installed those of an engine built here. Prints
-markdown; exits 1 if a kernel answers differently.
+Run it from a checkout, with the Python that has torch. It builds the kernels, checks them against the reference, runs
+them under compute-sanitizer, captures them into CUDA graphs, measures them, and runs whole models. Results are in DIR,
+`results.json` and `results.md`, after every step. The same command again goes on where the last one stopped; a finished
+step is repeated only if the kernels, torch or the GPU changed, or with --again.
+
+Exit code: 0 if every step passed, 1 if one failed or there is no GPU, 3 if none failed but some wait for more time.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import signal
 import sys
-import tempfile
+import time
 from pathlib import Path
 
-import torch
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src")]  # nothing of ours is installed on the host
 
-from benchmarks.common import Spread, machine, ratio, say
-from benchmarks.fuzz_cuda import fuzz
-from benchmarks.fuzz_sampler import report
-from benchmarks.gpu import checks, runtimes, speed
-from benchmarks.gpu.device import DeviceKernel
-from topw_deploy.errors import PluginError
-from topw_deploy.plugins import cuda_build
+from benchmarks.gpu import machine as machines  # noqa: E402
+from benchmarks.gpu.job import PARTS, REHEARSAL, Job  # noqa: E402
+from benchmarks.gpu.record import PARTIAL, TABLES, WAITING, Record, RecordError  # noqa: E402
+from benchmarks.gpu.runner import Run, say  # noqa: E402
 
-PARTS = ("check", "capture", "speed", "models")
-
-
-def kernels(given: Path | None, scratch: Path) -> Path:
-    """The library to check: the one named, or one built for this GPU. Raises PluginError."""
-    if given is not None:
-        return given
-    major, minor = torch.cuda.get_device_capability()
-    say(f"building the kernels for sm_{major}{minor}")
-    built = cuda_build.build(scratch / "libtopw_cuda.so", (10 * major + minor,), tell=say)
-    say(f"{built.size / 1e6:.1f} MB in {built.seconds:.0f} s")
-    return built.path
+_KERNELS = ROOT / "src" / "topw_deploy" / "plugins"
+_UNFINISHED = 3
 
 
-def speeds(kernel: DeviceKernel, rounds: int) -> None:
-    rate = speed.bandwidth(kernel.device)
-    print(f"Reading memory: {rate / 1e9:,.0f} GB/s.\n")
-    for batch in (1, 8, 64, 256):
-        sides, notes = speed.certified_sides(kernel, kernel.device, batch)
-        measured = speed.measure(sides, rounds, notes)
-        floor = batch * speed.VOCAB * 4 / rate * 1e6
-        print(f"Certified rows, vocabulary {speed.VOCAB:,}, {speed.lines(measured, batch, floor)}\n", flush=True)
-    for batch in (1, 8):
-        sides, notes = speed.uncertified_sides(kernel, kernel.device, batch)
-        print(f"Rows that need geometry, {speed.lines(speed.measure(sides, rounds, notes), batch)}\n", flush=True)
-    measured = speed.measure(speed.model_step_sides(kernel, kernel.device), rounds)
-    times = measured.microseconds
-    added = Spread.of([w / d - 1 for w, d in zip(times["decoder and Top-W"], times["decoder"], strict=True)])
-    alone = ratio(times, "Top-W", "decoder")
-    print(
-        f"A decode step of 3 B parameters in float16: {Spread.of(times['decoder']).format(digits=0)} us; Top-W adds "
-        f"{added.format(100)} %, and alone takes {alone.format(100)} % of it.\n"
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python3 -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--out", type=Path, help="results; default: out/gpu of the checkout, out/rehearsal to rehearse")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="when to stop")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--again", action="store_true", help="repeat finished steps")
+    parser.add_argument("--library", type=Path, help="kernels that are built; default: built here, for this GPU")
+    parser.add_argument("--pack", type=Path, help="packed models; default: those of the checkout")
+    parser.add_argument("--rows", type=int, default=100_000, help="random rows to check; default: 100,000")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=50, help="of every measurement; default: 50")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with stand-ins and small sizes")
+    return parser
+
+
+def digest_of_kernels(library: Path | None) -> str:
+    """Of the library given, else of the sources."""
+    sources = [library] if library is not None else sorted(f for f in _KERNELS.glob("*/*") if f.is_file())
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--library", type=Path, dest="kernels", help="default: built here, for this GPU")
-    parser.add_argument(
-        "--folder", type=Path, nargs="+", help="exported models for onnxruntime; default: the demo in two forms"
-    )
-    parser.add_argument("--tensorrt-folder", type=Path, help="one with an engine for this GPU; default: the demo")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    given = parser.parse_args()
-    if not torch.cuda.is_available():
-        reason = (
-            "there is no CUDA GPU here" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
-        )
-        raise SystemExit(f"{reason}, so nothing was checked; run it on a machine with a GPU, with a torch for CUDA.")
-    print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; {machine()}\n")
-    failed = False
-    with tempfile.TemporaryDirectory(prefix="topw-gpu-") as scratch:
-        try:
-            kernel = DeviceKernel(kernels(given.kernels, Path(scratch)), torch.device("cuda"))
-        except PluginError as error:
-            raise SystemExit(str(error)) from None
-        if "check" in given.only:
-            outcome = fuzz(kernel, given.rows, given.seed)
-            unexplained = [line for side in outcome.sides.values() for line in side.unexplained]
-            print("\n".join([report(outcome), *unexplained[:20], ""]), flush=True)
-            failed |= bool(unexplained)
-        if "capture" in given.only:
-            found = checks.run(kernel)
-            print("\n".join(f"- {'yes' if good else 'NO'}: {sentence}" for sentence, good in found.items()) + "\n")
-            failed |= not all(found.values())
-        if "speed" in given.only:
-            speeds(kernel, given.rounds)
-        if "models" in given.only:
-            folders = given.folder or runtimes.exported(Path(scratch))
-            engine = given.tensorrt_folder or runtimes.with_engine(Path(scratch))
-            print(runtimes.run(folders, engine, min(given.rounds, 20)) + "\n")
-    return 1 if failed else 0
+    given = arguments().parse_args()
+    started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
+    if given.library is not None and not given.library.is_file():
+        raise SystemExit(f"{given.library} is no file; name a library with --library, or leave it out.")
+    out = (given.out or ROOT / "out" / ("rehearsal" if given.rehearse else "gpu")).absolute()
+    machine = machines.look()
+    try:
+        record = Record(out, given.rehearse)
+    except RecordError as error:
+        raise SystemExit(str(error)) from None
+    record.describe_machine(machine.as_table())
+    if given.rehearse:
+        say(REHEARSAL)
+    elif not machine.gpu:
+        say(f"NOTHING WAS RUN: there is no CUDA GPU here ({machine.why_none}); --rehearse runs the command on a CPU.")
+        return 1
+    kernels = digest_of_kernels(given.library)
+    kind = "emulated" if given.rehearse else "cuda"
+    library = (given.library or out / f"libtopw_{kind}-{kernels}.so").absolute()
+    job = Job(
+        out, library, given.rehearse, given.rows, given.seed, given.rounds, None if given.pack is None else
+        given.pack.absolute(), machine.architecture, given.library is not None,
+    )  # fmt: skip
+    base = "\0".join([kernels, machine.versions.get("torch", ""), machine.gpu, str(given.rehearse)])
+    parts = [part for part in PARTS if part in given.only or (part == "build" and not library.is_file())]
+    run = Run(record, job, base, started + given.budget, given.again)
+    run.parts(parts)
+    return conclude(record, parts, out)
+
+
+def conclude(record: Record, parts: list[str], out: Path) -> int:
+    """Print the tables and what is left to do; the exit code."""
+    print((out / TABLES).read_text(encoding="utf-8"))
+    mine = {key: entry for key, entry in record.steps.items() if key.split("/")[0] in parts}
+    failed = [key for key, entry in mine.items() if entry.get("failed")]
+    unfinished = [key for key, entry in mine.items() if entry["state"] in (WAITING, PARTIAL) or entry.get("stale")]
+    if unfinished:
+        say(f"{len(unfinished)} steps are not finished ({', '.join(unfinished)}): run the same command again.")
+    if failed:
+        say(f"{len(failed)} steps FAILED: {', '.join(failed)}.")
+    say(f"Results: {out}" + (" (REHEARSAL)" if record.rehearsal else ""))
+    return 1 if failed else _UNFINISHED if unfinished else 0
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
+from benchmarks.gpu.job import Job, MissingError
+from topw_deploy.plugins.cuda_kernel import EVERY_PART, CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import (
     COLUMNS,
     REPORT,
@@ -31,6 +32,9 @@ from topw_deploy.plugins.kernel import (
 )
 from topw_deploy.sampling.parameters import TopWOptions
 
+Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
+"""(ids, penalty, bias), each [B, N]."""
+
 _OUTPUTS = {
     "next_token": torch.int64, "logprob": torch.float32, "kept": torch.int32, "certified": torch.uint8,
     "mass": torch.float32, "keep_mask": torch.uint8, "reports": torch.uint8,
@@ -46,26 +50,42 @@ class DeviceTable:
         def put(array: Any) -> torch.Tensor | None:
             return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-        blocks = table.blocks
+        blocks, described = table.blocks, _Blocks()
         self._kept = [put(a) for a in (table.rows, table.mean, table.inverse_std, table.neighbour_bound)]
-        described = _Blocks()
         if blocks is not None:
             self._kept += [put(blocks.scales), put(blocks.zero_points)]
             described = _Blocks(
                 blocks.bits, blocks.block_size, TABLE_TYPES[str(blocks.scales.dtype)], 0,
                 *(address(tensor) for tensor in self._kept[4:]),
             )  # fmt: skip
+        self._describe(len(table.rows), table.hidden, table.dtype, described)
+
+    @classmethod
+    def of_tensors(
+        cls, rows: torch.Tensor, mean: torch.Tensor, inverse_std: torch.Tensor, bound: torch.Tensor | None = None
+    ) -> Self:
+        """The table of rows [V, d] that are on the device already, with float32 statistics [d] and bound [V]."""
+        table = cls.__new__(cls)
+        table._kept = [rows, mean, inverse_std, bound]
+        table._describe(*rows.shape, _TYPES[rows.dtype], _Blocks())
+        return table
+
+    @property
+    def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and inverse standard deviation, float32 [d]."""
+        return self._kept[1], self._kept[2]
+
+    def _describe(self, tokens: int, hidden: int, dtype: str, blocks: _Blocks) -> None:
         rows, *statistics = (address(tensor) for tensor in self._kept[:4])
-        self.structure = _Table(
-            rows, len(table.rows), table.hidden, TABLE_TYPES[table.dtype], 0, *statistics, described
-        )
+        self.structure = _Table(rows, tokens, hidden, TABLE_TYPES[dtype], 0, *statistics, blocks)
 
 
 class Step:
     """One call with everything in the GPU's memory: `launch` enqueues it on torch's current stream, as often as one
     likes; what was written into `logits` and `columns` meanwhile counts.
 
-    logits: float32, float16 or bfloat16 [B, V] on the device.
+    logits: float32, float16 or bfloat16 [B, V] on the device. memory: another step of the same shape, on the same
+    stream, whose control and scratch memory this one uses.
     """
 
     def __init__(
@@ -75,11 +95,12 @@ class Step:
         columns: Mapping[str, ArrayLike] | None = None,
         options: TopWOptions | None = None,
         table: DeviceTable | None = None,
-        edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
+        edits: Edits | None = None,
         *,
         mass: bool = False,
         keep_mask: bool = False,
         reports: bool = True,
+        memory: Step | None = None,
     ) -> None:
         batch, vocab = logits.shape
         device = logits.device
@@ -96,18 +117,21 @@ class Step:
         self._rows, self._table = table, None if table is None else table.structure
         slots = self._edits[0].shape[1]
         self.shape = CudaShape(options or TopWOptions(), batch, vocab, slots, _TYPES[logits.dtype], self._table)
-        self.workspace = torch.empty(kernel.workspace_bytes(self.shape), dtype=torch.uint8, device=device)
-        self.control = self.workspace[: kernel.control_bytes(self.shape)]
-        self.control.zero_()
+        if memory is None:
+            self.control = torch.zeros(kernel.control_bytes(self.shape), dtype=torch.uint8, device=device)
+            self.workspace = torch.empty(kernel.workspace_bytes(self.shape), dtype=torch.uint8, device=device)
+        else:
+            self.control, self.workspace = memory.control, memory.workspace
         self._inputs = _Inputs(
             batch, vocab, slots, *(address(t) for t in (logits, *self._edits)),
             *(address(self.columns[name]) for name in COLUMNS),
         )  # fmt: skip
         self._outputs = _Outputs(*(address(self.outputs.get(name)) for name in _OUTPUTS))
 
-    def launch(self) -> None:
+    def launch(self, parts: int = EVERY_PART) -> None:
         stream = torch.cuda.current_stream().cuda_stream if self.logits.is_cuda else 0
-        self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, address(self.workspace) or 0, stream)
+        memory = address(self.control) or 0, address(self.workspace) or 0
+        self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, *memory, stream, parts)
 
     def samples(self) -> KernelSamples:
         """What the last launch answered, on the host; the control bytes are zero again, or AssertionError."""
@@ -120,6 +144,18 @@ class Step:
         if "reports" in found:
             found["reports"] = found["reports"].view(REPORT).reshape(-1)
         return KernelSamples(**{field.name: found.get(field.name) for field in fields(KernelSamples)})
+
+
+def opened(job: Job) -> DeviceKernel:
+    """The job's kernels on the GPU, or on the CPU for a rehearsal.
+
+    Raises MissingError without a library or a GPU, PluginError for a library that does not open."""
+    if job.rehearse:
+        return DeviceKernel(job.kernels(), torch.device("cpu"))
+    if not torch.cuda.is_available():
+        why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
+        raise MissingError(f"torch {torch.__version__} {why}, so this step cannot run.")
+    return DeviceKernel(job.kernels(), torch.device("cuda"))
 
 
 class DeviceKernel(CudaKernel):
@@ -135,7 +171,7 @@ class DeviceKernel(CudaKernel):
         columns: Mapping[str, ArrayLike] | None = None,
         options: TopWOptions | None = None,
         table: KernelTable | None = None,
-        edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
+        edits: Edits | None = None,
         *,
         mass: bool = False,
         keep_mask: bool = False,

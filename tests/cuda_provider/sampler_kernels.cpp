@@ -1,5 +1,5 @@
 // topw_cuda_launch over the emulated kernels, which a captured graph runs again with the addresses that it was given.
-// A workspace that comes for the first time while a graph is captured is refused: it was allocated then.
+// Control memory that comes for the first time while a graph is captured is refused: it was allocated then.
 
 #include <dlfcn.h>
 
@@ -20,26 +20,26 @@ struct Step {
   bool has_table;
   topw_inputs inputs;
   topw_outputs outputs;
-  void *workspace;
+  void *control, *workspace;
 };
 
 static void run(void *data) {
   const Step &step = *static_cast<Step *>(data);
   topw_cuda_launch_now(&step.shape, step.has_table ? &step.table : nullptr, &step.inputs, &step.outputs,
-                       step.workspace, nullptr);
+                       step.control, step.workspace, nullptr);
 }
 
 TOPW_EXPORT int topw_cuda_launch(const topw_cuda_shape *shape, const topw_table *table, const topw_inputs *inputs,
-                                 const topw_outputs *outputs, void *workspace, void *stream) {
+                                 const topw_outputs *outputs, void *control, void *workspace, void *stream) {
   using Capture = int (*)(void (*)(void *), void *);
   static const Capture capture = reinterpret_cast<Capture>(
       dlsym(dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD), "stand_in_capture"));
   static std::vector<void *> known;
-  const bool is_known = std::find(known.begin(), known.end(), workspace) != known.end();
-  Step *step = new Step{*shape, table ? *table : topw_table{}, table != nullptr, *inputs, *outputs, workspace};
+  const bool is_known = std::find(known.begin(), known.end(), control) != known.end();
+  Step *step = new Step{*shape, table ? *table : topw_table{}, table != nullptr, *inputs, *outputs, control, workspace};
   if (capture(run, step)) return is_known ? 0 : kCaptureUnsupported;
   delete step;
-  if (!is_known) known.push_back(workspace);
-  return topw_cuda_launch_now(shape, table, inputs, outputs, workspace, stream);
+  if (!is_known) known.push_back(control);
+  return topw_cuda_launch_now(shape, table, inputs, outputs, control, workspace, stream);
 }
 }

@@ -17,6 +17,8 @@ from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 LOGITS_TYPES = ("float32", "float16", "bfloat16")
+CERTIFY, GEOMETRY = 1, 2  # the launches of a step
+EVERY_PART = CERTIFY | GEOMETRY
 
 
 class _Shape(Structure):
@@ -78,8 +80,10 @@ class CudaKernel:
         library.topw_cuda_refusal.argtypes, library.topw_cuda_refusal.restype = (shape,), c_char_p
         library.topw_cuda_workspace_bytes.argtypes, library.topw_cuda_workspace_bytes.restype = (shape,), c_int64
         library.topw_cuda_control_bytes.argtypes, library.topw_cuda_control_bytes.restype = (shape,), c_int64
-        arguments = (shape, POINTER(_Table), POINTER(_Inputs), POINTER(_Outputs), c_void_p, c_void_p)
-        library.topw_cuda_launch.argtypes = arguments
+        arguments = (shape, POINTER(_Table), POINTER(_Inputs), POINTER(_Outputs), c_void_p, c_void_p, c_void_p, c_int32)
+        library.topw_cuda_launch_parts.argtypes = arguments
+        library.topw_cuda_allocate.argtypes = (c_int64, POINTER(c_void_p))
+        library.topw_cuda_release.argtypes = (c_void_p,)
         library.topw_cuda_error.argtypes, library.topw_cuda_error.restype = (c_int,), c_char_p
         _ = library.topw_cuda_device_count
 
@@ -94,11 +98,11 @@ class CudaKernel:
         return reason.decode("utf-8") if reason else ""
 
     def workspace_bytes(self, shape: CudaShape) -> int:
-        """Scratch memory that a call of at most this shape needs, aligned to 256 bytes; 0 for one that is refused."""
+        """Bytes of scratch memory for a call of at most this shape, aligned to 256 bytes; 0 for a refused shape."""
         return int(self.handle.topw_cuda_workspace_bytes(byref(shape.structure())))
 
     def control_bytes(self, shape: CudaShape) -> int:
-        """The first bytes of that memory, which are zero before its first launch and zero again after each."""
+        """Bytes of control memory for such a call: zero before the first launch, and zero again after each."""
         return int(self.handle.topw_cuda_control_bytes(byref(shape.structure())))
 
     def launch(
@@ -107,14 +111,35 @@ class CudaKernel:
         table: _Table | None,
         inputs: _Inputs,
         outputs: _Outputs,
+        control: int,
         workspace: int,
         stream: int = 0,
+        parts: int = EVERY_PART,
     ) -> None:
-        """Enqueues a step on the stream. All addresses are the device's. Raises PluginError where CUDA refuses."""
-        code = self.handle.topw_cuda_launch(
+        """Enqueue a step on the stream. All addresses are the device's.
+
+        parts: CERTIFY, GEOMETRY or both; one alone is for measurements.
+
+        Raises PluginError where CUDA refuses.
+        """
+        code = self.handle.topw_cuda_launch_parts(
             byref(shape.structure()), None if table is None else byref(table), byref(inputs), byref(outputs),
-            workspace, stream,
+            control, workspace, stream, parts,
         )  # fmt: skip
         if code:
-            reason = self.handle.topw_cuda_error(code).decode("utf-8", "replace")
-            raise PluginError(f"the CUDA kernels were not launched: {reason} (error {code}).")
+            raise PluginError(f"the CUDA kernels were not launched: {self._reason(code)}.")
+
+    def allocate(self, size: int) -> int:
+        """Zeroed memory of the current device; its address. Raises PluginError where there is none."""
+        memory = c_void_p()
+        code = self.handle.topw_cuda_allocate(size, byref(memory))
+        if code or memory.value is None:
+            raise PluginError(f"the CUDA device gives no {size:,} bytes: {self._reason(code)}.")
+        return memory.value
+
+    def release(self, address: int) -> None:
+        """Free what `allocate` returned, after the work that uses it."""
+        self.handle.topw_cuda_release(address)
+
+    def _reason(self, code: int) -> str:
+        return f"{self.handle.topw_cuda_error(code).decode('utf-8', 'replace')} (error {code})"

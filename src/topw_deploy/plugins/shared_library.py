@@ -19,7 +19,7 @@ Kind: TypeAlias = Literal["cpu", "cuda"]
 
 ABI_VERSION = 2
 """TOPW_ABI_VERSION of topw.h: what a library must answer to be used."""
-CUDA_ABI_VERSION = 1
+CUDA_ABI_VERSION = 2
 """TOPW_CUDA_ABI_VERSION of topw_cuda.h."""
 
 LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")

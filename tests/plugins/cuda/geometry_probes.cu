@@ -1,15 +1,44 @@
-// One part of `geometry` alone, for test_geometry_distances.py: distances of rows to a set, measured by a team.
+// One part of `geometry` alone, for test_geometry_distances.py: distances of rows to a set, measured by blocks together.
 
 #include "geometry.cuh"
 
 namespace topw {
 namespace {
 
-__global__ void measure(const Call call, const crop::Memory memory, const crop::Job job) {
-  crop::Team team(call, 1);
-  crop::Distances distances(call, memory, team);
-  distances.run(job);
-  crop::leave(call, team.count());
+// The first block to come leads, the others help.
+__global__ void measure(const Call call, const crop::Memory memory, const crop::Job given) {
+  TOPW_SHARED(int32_t, word);
+  TOPW_SHARED(crop::Claim, claim);
+  Control *const control = call.workspace.control;
+  crop::Job job = given;
+  crop::Distances distances(call, memory);
+  if (own_index() == 0) word = static_cast<int32_t>(atomicAdd(&control->leaders, 1u));
+  __syncthreads();
+  if (word == 0) {
+    crop::Leader leader(&control->boards[0], memory.job, claim);
+    const auto run = [&](crop::Work work) {
+      job.work = work;
+      leader.run(job, distances.items(job), [&](int32_t item) { distances.work(job, item); });
+    };
+    run(crop::Work::measure_lengths);
+    job.pieces = distances.how_to_cut(job, static_cast<int32_t>(gridDim.x));
+    run(crop::Work::compare_pairs);
+    run(crop::Work::settle_rows);
+    if (own_index() == 0) atomicAdd(&control->rows_done, 1u);
+  } else {
+    for (;;) {
+      __syncthreads();
+      if (own_index() == 0) claim = crop::claim_item(&control->boards[0]);
+      __syncthreads();
+      while (claim.item >= 0) {
+        const crop::Job claimed = crop::load_job(memory.job);
+        crop::work_off(&control->boards[0], claim, [&](int32_t item) { distances.work(claimed, item); });
+      }
+      if (__syncthreads_or(own_index() == 0 && crop::polled(&control->rows_done) > 0)) break;
+      pause();
+    }
+  }
+  crop::leave(call, 1);
 }
 
 }  // namespace
@@ -35,10 +64,7 @@ TOPW_EXPORT int probe_distances(uint64_t seed, unsigned threads, unsigned blocks
   crop::lay_out_memory(room, tokens, 1, &memory);
   memory.pairs = pairs;
   memory.pairs_room = pairs_room;
-  for (int32_t n = 0; n < tokens; ++n) {
-    memory.tokens[n] = token_key(0.0f, n);
-    memory.fresh[n] = n;
-  }
+  for (int32_t n = 0; n < tokens; ++n) memory.tokens[n] = token_key(0.0f, n);
   memory.rows = rows;
   memory.cols = cols;
 
@@ -48,12 +74,15 @@ TOPW_EXPORT int probe_distances(uint64_t seed, unsigned threads, unsigned blocks
   call.table = *table;
   call.workspace.control = &control;
   const size_t shared = static_cast<size_t>(crop::tile_bytes(threads));
-  const crop::Job job = {1, static_cast<int32_t>(tokens), row_count, col_count};
-  const int failed = launch(Launch{blocks, threads, shared, true, nullptr}, measure, call, memory, job);
+  crop::Job job = {};
+  job.tokens = static_cast<int32_t>(tokens);
+  job.rows = row_count, job.cols = col_count;
+  const int failed = launch(Launch{blocks, threads, shared, false, nullptr}, measure, call, memory, job);
   for (int32_t n = 0; n < row_count; ++n) distance[n] = memory.distance[rows[n]];
   free(room);
   free(pairs);
-  const bool left = control.open_count || control.geometry_ticket || control.teams[0][0];
+  const Control zero = {};
+  const bool left = memcmp(&control, &zero, sizeof zero) != 0;
   return failed ? failed : left ? -1 : 0;
 }
 

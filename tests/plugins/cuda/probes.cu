@@ -137,8 +137,8 @@ __global__ void best(const double *values, int32_t count, int32_t *place) {
   if (largest != block_size() - 1 || smallest != 0 || found.place != first) *place = -1;  // a thread read too late
 }
 
-Launch how(unsigned blocks, unsigned threads, size_t shared = 0, bool cooperative = false) {
-  return Launch{blocks, threads, shared, cooperative, nullptr};
+Launch how(unsigned blocks, unsigned threads, size_t shared = 0) {
+  return Launch{blocks, threads, shared, false, nullptr};
 }
 
 }  // namespace
@@ -161,8 +161,8 @@ TOPW_EXPORT int probe_dynamic_shared(int32_t *out, int32_t bytes, int32_t allowe
   allow_shared(take_dynamic, static_cast<size_t>(allowed));
   return launch(how(1, 32, static_cast<size_t>(bytes)), take_dynamic, out, bytes);
 }
-TOPW_EXPORT int probe_meet(unsigned blocks, int cooperative, uint32_t *arrived, int32_t *out, int32_t turns) {
-  return launch(how(blocks, 64, 0, cooperative != 0), meet, arrived, out, turns);
+TOPW_EXPORT int probe_meet(unsigned blocks, uint32_t *arrived, int32_t *out, int32_t turns) {
+  return launch(how(blocks, 64), meet, arrived, out, turns);
 }
 TOPW_EXPORT int probe_sort(unsigned threads, uint64_t *keys, uint32_t *items, int32_t size) {
   return launch(how(1, threads, static_cast<size_t>(size) * 12), sort, keys, items, size);

@@ -195,27 +195,45 @@ def test_blocks_of_codes_that_are_not_whole_eights_are_refused(kernel: EmulatedK
     assert "type that is not read" in kernel.refusal(CudaShape(TopWOptions(), 1, 20, table=described))
 
 
-class Stuck(EmulatedKernel):
-    """Its first launch finds a barrier whose counter is not zero, and ends there."""
+class Leaderless(EmulatedKernel):
+    """Its first launch finds that other blocks lead, which are not there: its rows are never answered."""
 
     _first = True
 
-    def _room_for(self, shape: CudaShape) -> int:
+    def _room_for(self, shape: CudaShape) -> tuple[int, int]:
         room = super()._room_for(shape)
         if self._first:
-            self._aligned()[256:260] = 255  # Control::teams[0][0]
+            self._aligned()[4] = 255  # Control::leaders
         self._first = False
         return room
 
 
-def test_a_step_that_fails_leaves_no_rows_to_the_next(emulated_library: Path) -> None:
+@pytest.mark.parametrize(
+    ("tick", "words"), [(0, "wait for memory that no one writes"), (10**8, "open rows that nobody answers")]
+)
+def test_a_step_that_waits_in_vain_ends_and_leaves_no_rows_to_the_next(
+    emulated_library: Path, tick: int, words: str
+) -> None:
+    """Found by the emulation; and, where its clock runs, by the kernel's own bound on every wait."""
     options = TopWOptions(top_m=60)
     table, _, cases = open_rows(options, 300, 8, 4)
-    kernel = Stuck(emulated_library)
-    kernel.emulate(seed=1, threads=32, blocks=8)
-    with pytest.raises(PluginError, match="wait for memory that no one writes"):
+    kernel = Leaderless(emulated_library)
+    kernel.emulate(seed=1, threads=32, blocks=8, tick=tick)
+    with pytest.raises(PluginError, match=words):
         sampled(kernel, cases, options, table)
     shape = CudaShape(options, len(cases), 300, 0, "float32", _table(table))
     assert not kernel._control(shape).any()
     found = sampled(kernel, cases, options, table)
     assert np.isin(found.reports["stage"], OPEN).any()
+
+
+@pytest.mark.parametrize("resident", [1, 2, 5])
+def test_rows_are_answered_however_few_blocks_run_at_once(kernel: EmulatedKernel, resident: int) -> None:
+    """A block waits for no block that has yet to begin, so a device that is shared with other kernels serves."""
+    options = TopWOptions(top_m=150)
+    table, _, cases = open_rows(options, 700, 40, 7)
+    kernel.emulate(seed=1, threads=64, blocks=1)
+    first = sampled(kernel, cases, options, table)
+    for seed, blocks in ((2, 6), (3, 40), (4, 3)):
+        kernel.emulate(seed, 64, blocks, resident)
+        assert same_bits(first, sampled(kernel, cases, options, table)) == []

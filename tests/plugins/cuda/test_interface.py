@@ -75,13 +75,13 @@ def test_what_they_serve_has_a_workspace_that_grows_with_batch_and_edits(
 
 
 def test_a_call_that_does_not_fit_its_shape_is_not_launched(kernel: EmulatedKernel) -> None:
-    room = np.zeros(kernel.workspace_bytes(PLAIN) + 256, np.uint8)
+    room = np.zeros(kernel.control_bytes(PLAIN) + 256, np.uint8)
     address = room.ctypes.data + -room.ctypes.data % 256
     for batch, vocab, edits in ((5, 50_000, 8), (4, 49_999, 8), (4, 50_000, 9), (-1, 50_000, 0)):
         with pytest.raises(PluginError, match="not launched"):
-            kernel.launch(PLAIN, None, _Inputs(batch, vocab, edits), _Outputs(), address)
+            kernel.launch(PLAIN, None, _Inputs(batch, vocab, edits), _Outputs(), address, address)
     with pytest.raises(PluginError, match="not launched"):
-        kernel.launch(with_table(table()), None, _Inputs(1, 50_000, 0), _Outputs(), address)
+        kernel.launch(with_table(table()), None, _Inputs(1, 50_000, 0), _Outputs(), address, address)
 
 
 def test_logits_of_other_types_are_refused(kernel: EmulatedKernel) -> None:

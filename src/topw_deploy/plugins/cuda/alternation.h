@@ -1,6 +1,6 @@
 // The alternation for rows that no certificate settles, with as few distances as the theory allows; and the literal
-// rule for a negative geom_scale (docs/theory.md, sections 3 and 4). By a team's first block, which has the others
-// measure distances. The same steps as native/alternation.cpp.
+// rule for a negative geom_scale (docs/theory.md, sections 3 and 4). By a row's leading block, which publishes the distances
+// as jobs. The same steps as native/alternation.cpp.
 #ifndef TOPW_CUDA_ALTERNATION_H
 #define TOPW_CUDA_ALTERNATION_H
 
@@ -14,10 +14,11 @@
 namespace topw::crop {
 
 // What is known of a pool token, as bits of Memory::state. Exact: its distance to the set is known; a member's is 0.
-constexpr uint8_t kMember = 1, kCandidate = 2, kExact = 4, kWasMember = 8, kSaved = 16, kMeasured = 32, kNext = 64;
+constexpr uint8_t kMember = 1, kCandidate = 2, kExact = 4, kWasMember = 8, kSaved = 16, kNext = 32;
 
 constexpr double kRounding = 1e-9;     // of J, in units of max(1, lam, beta): the ties' bound
 constexpr int kRounds = 8;             // of pruning; each is sound, so any number will do
+constexpr float kRoughly = 4e-6f;      // relative, of what pruning adds up in float32: more than its roundings
 constexpr int32_t kFewestRows = 32;    // tokens measured at a time, at least
 constexpr int64_t kCheapHidden = 2048; // beyond so many coordinates fewer pairs are measured at a time
 
@@ -47,15 +48,17 @@ class Alternation {
   int64_t literal = 0;    // that the literal rule would have computed
   int32_t kept = 0;
 
-  // For a pool whose tokens, a and p are in `memory`.
-  __device__ Alternation(const Call &call, const Parameters &P, const Memory &memory, int32_t pool, const Room &room,
-                         Team &team, Distances &distances, BlockScratch &scratch)
+  // For a pool whose tokens, base and p are in `memory`. helpers: blocks to cut work for.
+  __device__ Alternation(const Call &call, const Parameters &P, const Memory &memory, const Job &job, const Room &room,
+                         Leader &leader, Distances &distances, int32_t helpers, BlockScratch &scratch)
       : P_(P),
         memory_(memory),
-        pool_(pool),
+        pool_(job.tokens),
+        job_(job),
         room_(room),
-        team_(team),
+        leader_(leader),
         distances_(distances),
+        helpers_(helpers),
         scratch_(scratch),
         measures_(call.options.metric != TOPW_UNIFORM && P.scale != 0),
         neighbours_(call.options.knn_k),
@@ -68,6 +71,10 @@ class Alternation {
   // From the first k0 tokens of the pool. Leaves the crop as the members.
   __device__ TOPW_OUT_OF_LINE void run(int32_t k0) {
     kept = k0;
+    if (measures_) {  // while this block goes on to the first distances that it asks for
+      job_.work = Work::measure_lengths;
+      leader_.publish(job_, distances_.items(job_));
+    }
 #pragma unroll 1
     for (int32_t i = own_index(); i < pool_; i += block_size()) memory_.state[i] = i < k0 ? kMember : 0;
     __syncthreads();
@@ -80,6 +87,7 @@ class Alternation {
       if (entered_ == 0 && nested_is_final) break;
       if (const int64_t cycle = period()) last = steps + (last - steps) % cycle;
     }
+    finish_job();
     literal = static_cast<int64_t>(pool_) * joined_;
   }
 
@@ -96,7 +104,7 @@ class Alternation {
         [&](int32_t i, int32_t place) { positions[place] = i; }, scratch_);
   }
 
-  __device__ double base_phi(int32_t i) const { return P_.lam * memory_.a[i]; }
+  __device__ double base_phi(int32_t i) const { return memory_.base[i]; }
   __device__ double phi(int32_t i) const { return -P_.scale * static_cast<double>(memory_.distance[i]) + base_phi(i); }
 
   __device__ void step() {
@@ -118,7 +126,7 @@ class Alternation {
 
   // What is known of a token before anything is computed for it; 1 for a member that has not been one before.
   __device__ int32_t prepare(int32_t i) {
-    const uint8_t known = memory_.state[i], kept_bits = kWasMember | kSaved | kMeasured;
+    const uint8_t known = memory_.state[i], kept_bits = kWasMember | kSaved;
     if (known & kMember) {
       memory_.state[i] = static_cast<uint8_t>((known & kept_bits) | kMember | kWasMember | kExact);
       return known & kWasMember ? 0 : 1;
@@ -147,30 +155,51 @@ class Alternation {
     return best;
   }
 
-  // Row test: drops candidates that cannot be kept, given the mass that is left if the others stay.
+  // Row test: drops candidates that cannot be kept, given the mass that is left if the others stay. In float32 with a
+  // bound of its error, so a token near the limit stays; in double where float32 cannot say.
   __device__ TOPW_OUT_OF_LINE void prune(double reached) {
+    const float c = static_cast<float>(P_.c), scale = static_cast<float>(P_.scale);
+    const float asked = static_cast<float>(reached - 2 * kRounding * P_.unit);
+    float before = -1;
 #pragma unroll 1
     for (int round = 0; round < kRounds; ++round) {
-      double Gmax = 0;
+      const float Gmax = mass_left(round) * (1 + kRoughly);
+      if (Gmax == before) break;
+      before = Gmax;
+      const float gain = c * logf(Gmax), share = 1 / Gmax;
+      const float error = kRoughly * (fabsf(asked) + fabsf(gain) + 2 * c);
 #pragma unroll 1
-      for (int32_t i = own_index(); i < pool_; i += block_size())
-        if (memory_.state[i] & (kMember | kCandidate)) Gmax += memory_.p[i];
-      Gmax = block_sum(Gmax, scratch_) * (1 + kRounding);
-      if (own_index() == 0) {
-        scratch_.values[0] = reached - P_.c * log(Gmax) - kRounding * P_.unit;
-        scratch_.values[1] = 1 / Gmax;
+      for (int32_t i = own_index(); i < pool_; i += block_size()) {
+        if (!(memory_.state[i] & kCandidate)) continue;
+        const float far = scale * memory_.distance[i], base = memory_.rough_base[i], y = memory_.rough_p[i] * share;
+        const float surplus = base - far + c * (1 - y * (0.5f + y / 6)) - (asked - gain);
+        const float known = error + kRoughly * (fabsf(base) + fabsf(far));
+        const bool drop = known < static_cast<float>(INFINITY) ? surplus < -known : surely_lost(i, reached, Gmax);
+        if (drop) memory_.state[i] &= static_cast<uint8_t>(~kCandidate);
       }
-      __syncthreads();
-      const double needed = scratch_.values[0], share = scratch_.values[1];
-      int dropped = 0;
-#pragma unroll 1
-      for (int32_t i = own_index(); i < pool_; i += block_size())
-        if (memory_.state[i] & kCandidate && phi(i) + P_.c * h(memory_.p[i] * share) < needed) {
-          memory_.state[i] &= static_cast<uint8_t>(~kCandidate);
-          dropped = 1;
-        }
-      if (!__syncthreads_or(dropped)) return;
     }
+    __syncthreads();
+  }
+
+  // The mass of members and candidates, in float32. A barrier between two rounds is enough: they add up in other places.
+  __device__ float mass_left(int round) {
+    float *const of_warp = reinterpret_cast<float *>(scratch_.values) + round % 2 * kMostWarps;
+    float sum = 0;
+#pragma unroll 1
+    for (int32_t i = own_index(); i < pool_; i += block_size())
+      if (memory_.state[i] & (kMember | kCandidate)) sum += memory_.rough_p[i];
+    sum = warp_reduce(sum, Plus());
+    if (lane_index() == 0) of_warp[warp_index()] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int i = 0; i < warps(); ++i) sum += of_warp[i];
+    return sum;
+  }
+
+  __device__ TOPW_OUT_OF_LINE bool surely_lost(int32_t i, double reached, float mass) const {
+    const double Gmax = static_cast<double>(mass);
+    const double needed = reached - P_.c * log(Gmax) - kRounding * P_.unit;
+    return phi(i) + P_.c * h(memory_.p[i] / Gmax) < needed;
   }
 
   // Distances of the candidates, the most probable first, so many at a time that all blocks have work; after each time
@@ -179,20 +208,28 @@ class Alternation {
     const int64_t at_once = pairs_at_once_ / members_;
     const int32_t most = at_once < kFewestRows ? kFewestRows : static_cast<int32_t>(at_once < pool_ ? at_once : pool_);
     for (;;) {
-      Job job = {1, 0, 0, members_};
       const int32_t found = list(kCandidate | kExact, kCandidate, memory_.rows);
       if (found == 0) return;
-      job.rows = found < most ? found : most;
-      mark(memory_.rows, job.rows, kExact);
-      job.fresh = list(kExact | kMeasured, kExact, memory_.fresh);
-      mark(memory_.fresh, job.fresh, kMeasured);
-      if (own_index() == 0) *memory_.job = job;
-      team_.barrier();
-      distances_.run(job);
-      pairs += static_cast<int64_t>(job.rows) * job.cols;
-      read_distances(job);
+      job_.rows = found < most ? found : most;
+      job_.cols = members_;
+      mark(memory_.rows, job_.rows, kExact);
+      finish_job();  // the lengths
+      job_.pieces = distances_.how_to_cut(job_, helpers_);
+      run(Work::compare_pairs);
+      run(Work::settle_rows);
+      pairs += static_cast<int64_t>(job_.rows) * job_.cols;
+      read_distances(job_);
       if (P_.scale >= 0) prune(reached);
     }
+  }
+
+  __device__ void run(Work work) {
+    job_.work = work;
+    leader_.run(job_, distances_.items(job_), [&](int32_t item) { distances_.work(job_, item); });
+  }
+
+  __device__ void finish_job() {
+    leader_.finish([&](int32_t item) { distances_.work(job_, item); });
   }
 
   __device__ void mark(const int32_t *positions, int32_t count, uint8_t bit) {
@@ -317,9 +354,11 @@ class Alternation {
   const Parameters &P_;
   const Memory &memory_;
   int32_t pool_;
+  Job job_;
   const Room &room_;
-  Team &team_;
+  Leader &leader_;
   Distances &distances_;
+  int32_t helpers_;
   BlockScratch &scratch_;
   bool measures_;
   int32_t neighbours_;

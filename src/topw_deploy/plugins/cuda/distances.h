@@ -1,16 +1,15 @@
-// Distances of pool tokens to a set of members, spread over a team's blocks (docs/graph.md, section 2).
+// Distances of pool tokens to a set of members, as items of jobs (docs/graph.md, section 2).
 //
-// Squares of differences are added up in float32, in one tree whatever the team: 32 coordinates one after the other,
+// Squares of differences are added up in float32, in one tree whoever adds up: 32 coordinates one after the other,
 // four such sums by pairs (a slice), four slices in order (a section), all sections in order. A point's coordinates are
 // rounded, so a pair much nearer than its points are long is measured again, in double and from the table's own
 // numbers, if it may be among the nearest.
 #ifndef TOPW_CUDA_DISTANCES_H
 #define TOPW_CUDA_DISTANCES_H
 
+#include "jobs.h"
 #include "logits.h"
 #include "points.h"
-#include "team_scratch.h"
-#include "teams.h"
 
 namespace topw::crop {
 
@@ -26,9 +25,6 @@ constexpr int kBatch = 4;               // columns that a lane reads at once
 constexpr float kNear = 1.0f / 32;      // of the sum of the squared lengths: nearer pairs are measured again
 constexpr float kError = 1e-6f;         // more than what rounding adds to a distance, in units of that sum's root
 
-// How far apart the pieces of a pair's sum lie that different blocks may add up.
-enum class Pieces : int32_t { slices, sections, one };
-
 struct Tile {
   int32_t tokens[kTileRows + kColsOfWarp * kMostWarps];
   float inverse_norms[kTileRows + kColsOfWarp * kMostWarps];
@@ -42,74 +38,71 @@ TOPW_SHARED_CODE inline int64_t tile_bytes(int64_t threads) {
 
 class Distances {
  public:
-  __device__ Distances(const Call &call, const Memory &memory, Team &team)
+  __device__ Distances(const Call &call, const Memory &memory)
       : points_(call.table, call.options.metric),
         metric_(call.options.metric),
         neighbours_(call.options.knn_k > 1 ? call.options.knn_k : 1),
-        memory_(memory),
-        team_(team) {}
+        memory_(memory) {}
 
-  // What a team does together: job.fresh lengths, job.rows times job.cols distances, and the rows' distances to the
-  // set of cols into memory.distance.
-  __device__ TOPW_OUT_OF_LINE void run(const Job &job) {
-    if (job.fresh > 0) {
-      measure_lengths(job);
-      team_.barrier();
+  // How many items the work of `job` has, for blocks of this size.
+  __device__ int32_t items(const Job &job) const {
+    if (job.work == Work::measure_lengths) return (job.tokens + warps() - 1) / warps();
+    if (job.work == Work::settle_rows) return (job.rows + warps() - 1) / warps();
+    const int32_t length = slices_in(job.pieces);
+    return tiles(job) * ((slices() + length - 1) / length);
+  }
+
+  // One item, by all threads of a block.
+  __device__ TOPW_OUT_OF_LINE void work(const Job &job, int32_t item) {
+    if (job.work == Work::compare_pairs) {
+      compare(job, item);
+      return;
     }
-    const Pieces pieces = how_to_cut(job);
-    compare(job, pieces);
-    team_.barrier();
-    for (int32_t row = global_warp(); row < job.rows; row += team_warps()) settle(job, row, pieces);
-    team_.barrier();
+    const int32_t n = item * warps() + warp_index();
+    if (job.work == Work::measure_lengths) {
+      if (n < job.tokens) measure_length(n);
+    } else if (n < job.rows) {
+      settle(job, n);
+    }
+  }
+
+  // The smallest pieces that leave none of so many blocks idle and find room. Says who adds up, not in what order.
+  __device__ Pieces how_to_cut(const Job &job, int32_t blocks) const {
+    const int64_t pairs = static_cast<int64_t>(job.rows) * job.cols;
+    const int32_t found = tiles(job), enough = 4 * blocks;
+    if (found * sections() < enough && pairs * slices() <= memory_.pairs_room) return Pieces::slices;
+    if (found < enough && pairs * sections() <= memory_.pairs_room) return Pieces::sections;
+    return Pieces::one;
   }
 
  private:
-  __device__ int32_t global_warp() const { return warp_index() * team_.size() + team_.rank(); }
-  __device__ int32_t team_warps() const { return warps() * team_.size(); }
   __device__ int32_t slices() const { return (points_.hidden() + kSlice - 1) / kSlice; }
   __device__ int32_t sections() const { return (slices() + kSection - 1) / kSection; }
   __device__ int32_t token(int32_t position) const {
     return static_cast<int32_t>(__ldcg(memory_.tokens + position) & 0xffffffffu);
   }
 
-  __device__ void measure_lengths(const Job &job) {
-    for (int32_t n = global_warp(); n < job.fresh; n += team_warps()) {
-      const int32_t position = __ldcg(memory_.fresh + n);
-      const Length length = points_.measure(token(position));
-      if (lane_index() != 0) continue;
-      memory_.inverse_norm[position] = length.inverse_norm;
-      memory_.squared_length[position] = length.squared;
-    }
+  __device__ void measure_length(int32_t position) const {
+    const Length length = points_.measure(token(position));
+    if (lane_index() != 0) return;
+    memory_.inverse_norm[position] = length.inverse_norm;
+    memory_.squared_length[position] = length.squared;
   }
 
-  __device__ int32_t tiles(const Job &job) const {
-    const int32_t cols = kColsOfWarp * warps();
-    return ((job.rows + kTileRows - 1) / kTileRows) * ((job.cols + cols - 1) / cols);
+  __device__ static int32_t cols_of_tile() { return kColsOfWarp * warps(); }
+  __device__ static int32_t tiles_across(const Job &job) { return (job.cols + cols_of_tile() - 1) / cols_of_tile(); }
+  __device__ static int32_t tiles(const Job &job) {
+    return ((job.rows + kTileRows - 1) / kTileRows) * tiles_across(job);
+  }
+  __device__ int32_t slices_in(Pieces pieces) const {
+    return pieces == Pieces::slices ? 1 : pieces == Pieces::sections ? kSection : slices();
   }
 
-  // The smallest pieces that leave no block idle and find room. Says who adds up, not in what order.
-  __device__ Pieces how_to_cut(const Job &job) const {
-    const int64_t pairs = static_cast<int64_t>(job.rows) * job.cols;
-    const int32_t found = tiles(job), enough = 4 * team_.size();
-    if (found * sections() < enough && pairs * slices() <= memory_.pairs_room) return Pieces::slices;
-    if (found < enough && pairs * sections() <= memory_.pairs_room) return Pieces::sections;
-    return Pieces::one;
-  }
-
-  __device__ static int32_t slices_in(Pieces pieces, int32_t all) {
-    return pieces == Pieces::slices ? 1 : pieces == Pieces::sections ? kSection : all;
-  }
-
-  __device__ void compare(const Job &job, Pieces pieces) {
-    const int32_t cols = kColsOfWarp * warps(), across = (job.cols + cols - 1) / cols;
-    const int32_t length = slices_in(pieces, slices()), parts = (slices() + length - 1) / length;
-    const int32_t items = tiles(job) * parts;
-    for (int32_t item = team_.rank(); item < items; item += team_.size()) {
-      const int32_t part = item % parts, tile = item / parts;
-      const int32_t end = (part + 1) * length;
-      add_up(job, pieces, tile / across * kTileRows, tile % across * cols, part * length,
-             end < slices() ? end : slices());
-    }
+  __device__ void compare(const Job &job, int32_t item) {
+    const int32_t length = slices_in(job.pieces), parts = (slices() + length - 1) / length;
+    const int32_t part = item % parts, tile = item / parts, end = (part + 1) * length;
+    add_up(job, job.pieces, tile / tiles_across(job) * kTileRows, tile % tiles_across(job) * cols_of_tile(),
+           part * length, end < slices() ? end : slices());
   }
 
   // Slices `from` to `to` of the pairs of one tile, whose first row and column these are.
@@ -117,7 +110,7 @@ class Distances {
                          int32_t to) {
     Tile &tile = *reinterpret_cast<Tile *>(dynamic_shared());
     float *const points = reinterpret_cast<float *>(dynamic_shared() + sizeof(Tile));
-    const int32_t both = kTileRows + kColsOfWarp * warps();
+    const int32_t both = kTileRows + cols_of_tile();
     for (int32_t r = own_index(); r < both; r += block_size()) {
       const bool is_row = r < kTileRows;
       const int32_t n = is_row ? first_row + r : first_col + r - kTileRows;
@@ -252,7 +245,8 @@ class Distances {
     return total;
   }
 
-  __device__ void settle(const Job &job, int32_t row, Pieces pieces) {
+  __device__ void settle(const Job &job, int32_t row) {
+    const Pieces pieces = job.pieces;
     const int32_t position = __ldcg(memory_.rows + row);
     const float length = __ldcg(memory_.squared_length + position);
     float *const own = memory_.pairs + static_cast<int64_t>(row) * job.cols;
@@ -348,7 +342,6 @@ class Distances {
   const Points points_;
   const int32_t metric_, neighbours_;
   const Memory &memory_;
-  Team &team_;
 };
 
 }  // namespace topw::crop

@@ -36,6 +36,7 @@ struct Block;
 struct Fibre : Thread {
   Context context;
   Block *block = nullptr;
+  unsigned char *stack = nullptr;
   Place place = {"", 0};
 };
 
@@ -52,7 +53,7 @@ struct Warp {
 struct Block {
   std::vector<Fibre *> waiting;  // at the barrier
   std::vector<Warp> warps;
-  unsigned threads = 0;
+  unsigned threads = 0, live = 0;
   int votes = 0, verdict = 0;
   std::vector<unsigned char> memory;  // shared, aligned by `shared`
   unsigned char *shared = nullptr;
@@ -61,13 +62,16 @@ struct Block {
 };
 
 std::vector<std::unique_ptr<Fibre>> fibres;
+std::vector<Fibre *> idle, ready;
+Fibre *last_ended = nullptr;  // may still run on its stack, so it is not idle yet
 std::vector<unsigned char *> stacks;
-std::vector<Fibre *> ready;
-std::vector<std::unique_ptr<Block>> blocks, spare_blocks;  // running, and kept for their memory
+std::vector<std::unique_ptr<Block>> blocks, spare_blocks;  // resident, and kept for their memory
+std::vector<unsigned> waiting_blocks;                      // numbers of those that are not resident yet
+Launch launched;
 Context outside;
 const std::function<void()> *body = nullptr;
 std::string failure;
-uint64_t live = 0, pauses = 0, state = 1;
+uint64_t live = 0, pauses = 0, clock = 0, state = 1;
 std::map<const void *, size_t> allowances;
 const void *kernel_now = nullptr;
 
@@ -129,12 +133,17 @@ void wait(bool any = false) {
   switch_to(me->context, next->context);
 }
 
-// A thread from its first line to its last; its fibre is used again by the next launch.
+void end_thread(Fibre *me);
+bool start_next_block();
+
+// A thread from its first line to its last. When a block has ended, the next one takes its place.
 void entry() {
   (*body)();
-  --live;
-  pauses = 0;
   Fibre *const me = self();
+  Block *const block = me->block;
+  end_thread(me);
+  if (block->live == 0 && !waiting_blocks.empty() && !start_next_block())
+    fail("there is no memory for the stacks of the threads");
   if (live == 0) {
     current = nullptr;
     switch_to(me->context, outside);
@@ -179,15 +188,40 @@ unsigned char *stack_of(size_t index) {
     for (size_t i = 0; i < kStacksAtOnce; ++i)
       stacks.push_back(static_cast<unsigned char *>(memory) + page + i * kStack);
   }
-  unsigned char *const stack = stacks[index];
-  memcpy(stack, &kEndOfStack, sizeof kEndOfStack);
-  return stack;
+  return stacks[index];
 }
 
-bool stacks_held() {
-  for (uint64_t i = 0; i < live; ++i)
-    if (memcmp(stacks[i], &kEndOfStack, sizeof kEndOfStack) != 0) return false;
-  return true;
+bool stack_held(const Fibre *fibre) { return memcmp(fibre->stack, &kEndOfStack, sizeof kEndOfStack) == 0; }
+
+void end_thread(Fibre *me) {
+  if (!stack_held(me)) fail("a thread wrote beyond its stack");
+  if (last_ended) idle.push_back(last_ended);
+  last_ended = me;
+  --live;
+  pauses = 0;
+  Block *const block = me->block;
+  if (--block->live > 0) return;
+  for (auto &each : blocks) {
+    if (each.get() != block) continue;
+    spare_blocks.push_back(std::move(each));
+    each = std::move(blocks.back());
+    blocks.pop_back();
+    return;
+  }
+}
+
+// A fibre that is not in use, with a stack. Null without memory.
+Fibre *idle_fibre() {
+  if (idle.empty()) {
+    unsigned char *const stack = stack_of(fibres.size());
+    if (!stack) return nullptr;
+    fibres.push_back(std::make_unique<Fibre>());
+    fibres.back()->stack = stack;
+    idle.push_back(fibres.back().get());
+  }
+  Fibre *const fibre = idle.back();
+  idle.pop_back();
+  return fibre;
 }
 
 Block &new_block(const Launch &how) {
@@ -195,7 +229,7 @@ Block &new_block(const Launch &how) {
   blocks.push_back(std::move(spare_blocks.back()));
   spare_blocks.pop_back();
   Block &block = *blocks.back();
-  block.threads = how.threads;
+  block.threads = block.live = how.threads;
   block.dynamic = how.shared;
   block.used = (how.shared + 15) / 16 * 16;
   block.waiting.clear();
@@ -210,40 +244,50 @@ Block &new_block(const Launch &how) {
 bool start_block(const Launch &how, unsigned number) {
   Block &block = new_block(how);
   for (unsigned t = 0; t < how.threads; ++t) {
-    const size_t index = live;
-    if (fibres.size() <= index) fibres.push_back(std::make_unique<Fibre>());
-    unsigned char *const stack = stack_of(index);
-    if (!stack) return false;
-    Fibre &fibre = *fibres[index];
+    Fibre *const found = idle_fibre();
+    if (!found) return false;
+    Fibre &fibre = *found;
     fibre.threadIdx = {t, 0, 0};
     fibre.blockIdx = {number, 0, 0};
     fibre.blockDim = {how.threads, 1, 1};
     fibre.gridDim = {how.blocks, 1, 1};
     fibre.block = &block;
-    prepare(fibre.context, stack, entry);
+    memcpy(fibre.stack, &kEndOfStack, sizeof kEndOfStack);
+    prepare(fibre.context, fibre.stack, entry);
     ready.push_back(&fibre);
     ++live;
   }
   return true;
 }
 
-void end_blocks() {
-  if (failure.empty() && !stacks_held()) failure = "a thread wrote beyond its stack";
-  ready.clear();
-  for (auto &block : blocks) spare_blocks.push_back(std::move(block));
-  blocks.clear();
-  live = 0;
+bool start_next_block() {
+  const unsigned number = waiting_blocks.back();
+  waiting_blocks.pop_back();
+  return start_block(launched, number);
 }
 
-// Runs all threads that were started.
+// Runs blocks until none is left; a new one begins whenever one ends.
 void run_started() {
   pauses = 0;
   Fibre *const first = take_ready(true);
   current = first;
   switch_to(outside, first->context);
   current = nullptr;
-  end_blocks();
 }
+
+// Forgets what an abandoned launch left behind.
+void clean_up() {
+  ready.clear();
+  waiting_blocks.clear();
+  for (auto &block : blocks) spare_blocks.push_back(std::move(block));
+  blocks.clear();
+  idle.clear();
+  last_ended = nullptr;
+  for (auto &fibre : fibres) idle.push_back(fibre.get());
+  live = 0;
+}
+
+unsigned resident_at_once() { return settings.resident ? settings.resident : settings.blocks; }
 
 std::string unfit(const Launch &how) {
   if (how.threads == 0 || how.threads % 32 != 0 || how.threads > kMostThreads)
@@ -252,8 +296,6 @@ std::string unfit(const Launch &how) {
   if (how.shared > allowed_shared(kernel_now))
     return std::to_string(how.shared) + " bytes of dynamic shared memory, but " +
            std::to_string(allowed_shared(kernel_now)) + " are allowed";
-  if (how.cooperative && how.blocks > settings.blocks)
-    return std::to_string(how.blocks) + " cooperative blocks, but " + std::to_string(settings.blocks) + " are resident";
   return "";
 }
 
@@ -323,10 +365,15 @@ void *shared_variable(const void *tag, size_t bytes, size_t alignment) {
 unsigned char *dynamic_shared() { return self()->block->shared; }
 
 void yield() {
+  clock += settings.tick;
   if (++pauses > kPatience * live) fail("all threads that could run wait for memory that no one writes");
   ready.push_back(self());
   wait(true);
 }
+
+uint64_t nanoseconds() { return clock; }
+
+void trap(const char *why) { fail(why); }
 
 void set_kernel(const void *kernel) { kernel_now = kernel; }
 
@@ -351,13 +398,12 @@ int run(const Launch &how, const std::function<void()> &kernel) {
   std::vector<unsigned> order(how.blocks);
   for (unsigned b = 0; b < how.blocks; ++b) order[b] = b;
   for (unsigned b = how.blocks; b > 1; --b) std::swap(order[b - 1], order[draw() % b]);
-  for (const unsigned number : order) {
-    if (!start_block(how, number)) failure = "there is no memory for the stacks of the threads";
-    if (!how.cooperative && failure.empty()) run_started();
-    if (!failure.empty()) break;
-  }
-  if (how.cooperative && failure.empty()) run_started();
-  end_blocks();
+  launched = how;
+  waiting_blocks = order;
+  while (blocks.size() < resident_at_once() && !waiting_blocks.empty() && failure.empty())
+    if (!start_next_block()) failure = "there is no memory for the stacks of the threads";
+  if (failure.empty()) run_started();
+  clean_up();
   return failure.empty() ? 0 : kUnlaunchable;
 }
 

@@ -12,6 +12,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <functional>
@@ -54,6 +55,9 @@ void *shared_variable(const void *tag, size_t bytes, size_t alignment);
 unsigned char *dynamic_shared();
 void yield();
 
+uint64_t nanoseconds();
+[[noreturn]] void trap(const char *why);
+
 // Runs a kernel; 0, or kUnlaunchable and error() says why.
 int run(const Launch &, const std::function<void()> &kernel);
 const char *error();
@@ -67,8 +71,10 @@ void set_kernel(const void *kernel);
 // What topw_emulate chose.
 struct Settings {
   uint64_t seed = 1;
-  unsigned threads = 0;  // to a block; 0: as many as on a device
-  unsigned blocks = 4;   // resident at once
+  unsigned threads = 0;   // to a block; 0: as many as on a device
+  unsigned blocks = 4;    // multiprocessors
+  unsigned resident = 0;  // blocks that run at once, the others wait for one to end; 0: as many as multiprocessors
+  uint64_t tick = 0;      // nanoseconds that pass with every pause
 };
 extern Settings settings;
 
@@ -98,6 +104,24 @@ T shuffle(const Place &place, unsigned mask, T value, int lane) {
 
 inline unsigned char *dynamic_shared() { return emulator::dynamic_shared(); }
 inline void pause() { emulator::yield(); }
+inline uint64_t nanoseconds() { return emulator::nanoseconds(); }
+inline void trap(const char *why, unsigned) { emulator::trap(why); }
+inline void let_next_begin() {}
+inline void wait_for_previous() {}
+inline uint64_t add_to(uint64_t *word, uint64_t value) {
+  const uint64_t before = *word;
+  *word = before + value;
+  return before;
+}
+inline uint64_t exchange_with(uint64_t *word, uint64_t value) {
+  const uint64_t before = *word;
+  *word = value;
+  return before;
+}
+template <class Kernel>
+bool can_be_early(Kernel *) {
+  return true;
+}
 inline uint32_t take_ticket(uint32_t *counter) { return (*counter)++; }
 
 template <class... Parameters, class... Arguments>
@@ -117,7 +141,7 @@ int allow_shared(Kernel *kernel, size_t bytes) {
 
 template <class Kernel>
 int resident_blocks(Kernel *, unsigned, size_t) {
-  return static_cast<int>(emulator::settings.blocks);
+  return static_cast<int>(4 * emulator::settings.blocks);
 }
 
 // A kernel's threads, or as many as topw_emulate asks for.
@@ -127,6 +151,11 @@ inline unsigned threads_of_block(unsigned threads) {
 inline const char *error_text(int code) { return code == 0 ? "no error" : emulator::error(); }
 inline int last_error() { return 0; }
 inline int zero(void *memory, size_t bytes, void *) { return memset(memory, 0, bytes) ? 0 : 1; }
+inline int allocate(size_t bytes, void **memory) {
+  *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return *memory ? zero(*memory, bytes, nullptr) : 2;  // cudaErrorMemoryAllocation
+}
+inline int release(void *memory) { return free(memory), 0; }
 inline int device_count() { return 1; }
 
 }  // namespace topw

@@ -1,5 +1,5 @@
-// The second launch: the rows that certify left open, by teams of blocks. One cooperative launch, which is over at once
-// where there are none.
+// The second launch: the rows that certify left open. It may begin while certify still runs, and is over at once where
+// there are none.
 #ifndef TOPW_CUDA_GEOMETRY_CUH
 #define TOPW_CUDA_GEOMETRY_CUH
 
@@ -9,7 +9,8 @@
 
 namespace topw {
 
-constexpr unsigned kGeometryThreads = 512;
+constexpr unsigned kGeometryThreads = 256;
+constexpr unsigned kGeometryBlocks = 2;  // that a multiprocessor has room for; one is launched for each
 
 namespace crop {
 
@@ -47,11 +48,13 @@ __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, c
 #pragma unroll 1
   for (int32_t i = own_index(); i < size; i += block_size()) {
     memory.tokens[i] = room.keys[i];
-    const double a = log_weight(logit_of(room.keys[i]), top, P.selection), p = weight(a);
-    memory.a[i] = a;
+    const double a = log_weight(logit_of(room.keys[i]), top, P.selection), p = weight(a), base = P.lam * a;
+    memory.base[i] = base;
     memory.p[i] = p;
+    memory.rough_base[i] = static_cast<float>(base);
+    memory.rough_p[i] = static_cast<float>(p);
     room.sums[0][i] = p;
-    room.sums[1][i] = p * (P.lam * a);
+    room.sums[1][i] = p * base;
   }
   block_scan(room.sums[0], room.sums[1], size, scratch);
   const double reached = P.init_top_p * room.sums[0][size - 1];
@@ -66,21 +69,25 @@ __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, c
   return {size, k0, K};
 }
 
-// A row from its pool to its answer, by a team's first block.
-__device__ inline void answer_row(const Call &call, int64_t row, const Memory &memory, Team &team, Distances &distances,
+// A row from its pool to its answer, by its leading block.
+__device__ inline void answer_row(const Call &call, int32_t row, const Memory &memory, int32_t helpers, Leader &leader,
                                   BlockScratch &scratch) {
   const RowState &state = call.workspace.rows[row];
   const Parameters P = state.parameters;
   const int32_t most = static_cast<int32_t>(pool_size(call.options, call.inputs.vocab));
   const Room room = room_of(memory, most);
   const LogitRow logits(call, row);
-  PoolTaker taker(logits, state.top, most, room.keys, room.capacity, memory.groups, scratch);
+  Job job = {};
+  job.row = row;
+  PoolTaker taker(logits, state.top, most, room.keys, room.capacity, job, memory, leader, scratch);
   const PoolSums pool = weigh(P, state.top, taker.run(), memory, room, scratch);
 
   topw_report report = {TOPW_POOL, pool.size, 0, 0, 0, 0};
   Kept kept = {room.keys, pool.K, P.scale >= 0 && pool.K <= pool.k0};  // T2
   if (!kept.certified) {
-    Alternation alternation(call, P, memory, pool.size, room, team, distances, scratch);
+    job.tokens = pool.size;
+    Distances distances(call, memory);
+    Alternation alternation(call, P, memory, job, room, leader, distances, helpers, scratch);
     alternation.run(pool.k0);
     alternation.list_members();
     kept.size = alternation.kept;
@@ -95,16 +102,94 @@ __device__ inline void answer_row(const Call &call, int64_t row, const Memory &m
   finish_row(call, row, P, state.top, kept, report, room.sums[0], scratch);
 }
 
-// What a block does that does not lead: its share of every job, until it is sent home.
-__device__ inline void follow(const Memory &memory, Team &team, Distances &distances) {
-  for (;;) {
-    team.barrier();
-    const Job job = {__ldcg(&memory.job->kind), __ldcg(&memory.job->fresh), __ldcg(&memory.job->rows),
-                     __ldcg(&memory.job->cols)};
-    if (job.kind == 0) return;
-    distances.run(job);
+// What the blocks of the launch share of one step's open rows.
+class OpenRows {
+ public:
+  __device__ OpenRows(const Call &call, uint32_t open_rows)
+      : call_(call), control_(call.workspace.control), open_(open_rows), teams_(leaders(open_rows)) {}
+
+  __device__ int32_t teams() const { return teams_; }
+
+  __device__ Memory memory_of(int32_t team) const {
+    return memory_of_team(call_.workspace.team_scratch, call_.inputs.batch,
+                          pool_size(call_.options, call_.inputs.vocab), call_.groups, team, teams_);
   }
-}
+
+  // Answers open rows, one after another, until none is left. The first blocks that come lead.
+  __device__ void lead(int32_t &word, Claim &claim, BlockScratch &scratch) const {
+    const uint32_t team = next(&control_->leaders, word);
+    if (team >= static_cast<uint32_t>(teams_)) return;
+    const Memory memory = memory_of(static_cast<int32_t>(team));
+    Leader leader(&control_->boards[team], memory.job, claim);
+    const int32_t helpers = static_cast<int32_t>(gridDim.x) / teams_;
+    for (uint32_t n; (n = next(&control_->next_row, word)) < open_;) {
+      answer_row(call_, __ldcg(call_.workspace.open_rows + n), memory, helpers, leader, scratch);
+      __syncthreads();
+      if (own_index() == 0) atomicAdd(&control_->rows_done, 1u);
+    }
+  }
+
+  // Works on the jobs of all leaders until every row is answered.
+  __device__ void help(int32_t &team, Claim &claim, BlockScratch &scratch) const {
+    for (Patience patience;;) {
+      __syncthreads();
+      if (own_index() == 0) team = find_job(claim, patience);
+      __syncthreads();
+      if (team < 0) return;
+      const Memory memory = memory_of(team);
+      while (claim.item >= 0) work_on(memory, &control_->boards[team], claim, scratch);
+    }
+  }
+
+ private:
+  // A counter's next value, for all threads of the block.
+  __device__ static uint32_t next(uint32_t *counter, int32_t &word) {
+    if (own_index() == 0) word = static_cast<int32_t>(atomicAdd(counter, 1u));
+    __syncthreads();
+    const uint32_t value = static_cast<uint32_t>(word);
+    __syncthreads();
+    return value;
+  }
+
+  // The number of a leader of whose job an item is claimed; -1 when all rows are answered. By one thread.
+  __device__ int32_t find_job(Claim &claim, Patience &patience) const {
+    const int32_t first = static_cast<int32_t>(blockIdx.x) % teams_;
+    for (;;) {
+      for (int32_t n = 0; n < teams_; ++n) {
+        const int32_t team = (first + n) % teams_;
+        claim = claim_item(&control_->boards[team]);
+        if (claim.item < 0) continue;
+        patience.renew();
+        return team;
+      }
+      if (polled(&control_->rows_done) >= open_) return -1;
+      patience.wait("open rows that nobody answers");
+    }
+  }
+
+  // The items of the claimed one's job, as far as this block can claim them.
+  __device__ void work_on(const Memory &memory, Board *board, Claim &claim, BlockScratch &scratch) const {
+    const Job job = load_job(memory.job);
+    const LogitRow logits(call_, job.row);
+    if (job.work == Work::take_tokens || job.work == Work::count_steps) {
+      PoolReader reader(logits, job, memory, scratch);
+      work_off(board, claim, [&](int32_t item) {
+        if (job.work == Work::take_tokens)
+          reader.take(item);
+        else
+          reader.count(item);
+      });
+      return;
+    }
+    Distances distances(call_, memory);
+    work_off(board, claim, [&](int32_t item) { distances.work(job, item); });
+  }
+
+  const Call &call_;
+  Control *control_;
+  uint32_t open_;
+  int32_t teams_;
+};
 
 }  // namespace crop
 
@@ -117,26 +202,17 @@ inline size_t geometry_shared_bytes(const topw_cuda_shape &shape) {
   return static_cast<size_t>(leading > tiles ? leading : tiles);
 }
 
-__global__ void __launch_bounds__(kGeometryThreads, 1) geometry(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(kGeometryThreads, kGeometryBlocks) geometry(const __grid_constant__ Call call) {
+  wait_for_previous();
   const uint32_t open_rows = __ldcg(&call.workspace.control->open_count);
   if (open_rows == 0) return;
   TOPW_SHARED(BlockScratch, scratch);
-  crop::Team team(call, open_rows);
-  const crop::Memory memory =
-      crop::memory_of_team(call.workspace.team_scratch, call.inputs.batch,
-                           crop::pool_size(call.options, call.inputs.vocab), call.groups, team.index(), team.count());
-  crop::Distances distances(call, memory, team);
-  if (team.rank() == 0) {
-    for (uint32_t n = static_cast<uint32_t>(team.index()); n < open_rows; n += static_cast<uint32_t>(team.count())) {
-      crop::answer_row(call, __ldcg(call.workspace.open_rows + n), memory, team, distances, scratch);
-      __syncthreads();  // the next row uses the same memory
-    }
-    if (own_index() == 0) memory.job->kind = 0;
-    team.barrier();
-  } else {
-    crop::follow(memory, team, distances);
-  }
-  crop::leave(call, team.count());
+  TOPW_SHARED(int32_t, word);
+  TOPW_SHARED(crop::Claim, claim);
+  const crop::OpenRows rows(call, open_rows);
+  rows.lead(word, claim, scratch);
+  rows.help(word, claim, scratch);
+  crop::leave(call, rows.teams());
 }
 
 }  // namespace topw

@@ -66,7 +66,7 @@ void cut_into_chunks(const topw_cuda_shape &shape, unsigned threads, Call &call)
 }
 
 Call call_of(const topw_cuda_shape &shape, const topw_table *table, const topw_inputs &inputs,
-             const topw_outputs &outputs, void *workspace) {
+             const topw_outputs &outputs, void *control, void *workspace) {
   Call call = {};
   int64_t bytes = 0;
   call.options = shape.options;
@@ -74,7 +74,7 @@ Call call_of(const topw_cuda_shape &shape, const topw_table *table, const topw_i
   if (table) call.table = *table;
   call.inputs = inputs;
   call.outputs = outputs;
-  call.workspace = lay_out(shape, workspace, &bytes);
+  call.workspace = lay_out(shape, control, workspace, &bytes);
   call.groups = groups_of(shape.vocab);
   call.padded_groups = padded_groups_of(shape.vocab);
   call.patch_slots = patch_slots_of(shape.vocab, inputs.edits);
@@ -106,9 +106,8 @@ int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream
   const size_t shared = geometry_shared_bytes(shape);
   const int failed = allow_shared(geometry, shared);
   if (failed) return failed;
-  const int blocks = resident_blocks(geometry, threads, shared);
-  if (blocks < 1) return kUnlaunchable;
-  return launch(Launch{static_cast<unsigned>(blocks), threads, shared, true, stream}, geometry, call);
+  const unsigned blocks = static_cast<unsigned>(multiprocessors());
+  return launch(Launch{blocks, threads, shared, can_be_early(geometry), stream}, geometry, call);
 }
 
 int launch_mass(const Call &call, void *stream) {
@@ -126,16 +125,16 @@ bool fits(const topw_cuda_shape &shape, const topw_table *table, const topw_inpu
 }
 
 int launch_step(const topw_cuda_shape &shape, const topw_table *table, const topw_inputs &inputs,
-                const topw_outputs &outputs, void *workspace, void *stream) {
+                const topw_outputs &outputs, void *control, void *workspace, void *stream, int32_t parts) {
   if (!fits(shape, table, inputs)) return kUnlaunchable;
   if (inputs.batch == 0) return 0;
-  Call call = call_of(shape, table, inputs, outputs, workspace);
-  int failed = launch_certify(shape, call, stream);
-  if (!failed) failed = launch_geometry(shape, call, stream);
-  if (!failed && outputs.mass) failed = launch_mass(call, stream);
+  Call call = call_of(shape, table, inputs, outputs, control, workspace);
+  int failed = parts & TOPW_CUDA_CERTIFY ? launch_certify(shape, call, stream) : 0;
+  if (!failed && parts & TOPW_CUDA_GEOMETRY) failed = launch_geometry(shape, call, stream);
+  if (!failed && parts & TOPW_CUDA_GEOMETRY && outputs.mass) failed = launch_mass(call, stream);
   if (failed) {
     last_error();
-    zero(workspace, static_cast<size_t>(control_bytes(shape)), stream);  // rows that certify leaves to no one
+    zero(control, static_cast<size_t>(control_bytes(shape)), stream);  // rows that certify leaves to no one
     last_error();
   }
   return failed;
@@ -150,7 +149,7 @@ const char *topw_cuda_refusal(const topw_cuda_shape *shape) { return topw::refus
 
 int64_t topw_cuda_workspace_bytes(const topw_cuda_shape *shape) {
   int64_t bytes = 0;
-  if (!topw::refusal(*shape)) topw::lay_out(*shape, nullptr, &bytes);
+  if (!topw::refusal(*shape)) topw::lay_out(*shape, nullptr, nullptr, &bytes);
   return bytes;
 }
 
@@ -159,18 +158,28 @@ int64_t topw_cuda_control_bytes(const topw_cuda_shape *shape) {
 }
 
 int topw_cuda_launch(const topw_cuda_shape *shape, const topw_table *table, const topw_inputs *inputs,
-                     const topw_outputs *outputs, void *workspace, void *stream) {
-  return topw::launch_step(*shape, table, *inputs, *outputs, workspace, stream);
+                     const topw_outputs *outputs, void *control, void *workspace, void *stream) {
+  return topw_cuda_launch_parts(shape, table, inputs, outputs, control, workspace, stream,
+                                TOPW_CUDA_CERTIFY | TOPW_CUDA_GEOMETRY);
 }
+
+int topw_cuda_launch_parts(const topw_cuda_shape *shape, const topw_table *table, const topw_inputs *inputs,
+                           const topw_outputs *outputs, void *control, void *workspace, void *stream, int32_t parts) {
+  return topw::launch_step(*shape, table, *inputs, *outputs, control, workspace, stream, parts);
+}
+
+int topw_cuda_allocate(int64_t bytes, void **memory) { return topw::allocate(static_cast<size_t>(bytes), memory); }
+int topw_cuda_release(void *memory) { return topw::release(memory); }
 
 const char *topw_cuda_error(int code) { return topw::error_text(code); }
 int topw_cuda_device_count(void) { return topw::device_count(); }
 int topw_cuda_abi_version(void) { return TOPW_CUDA_ABI_VERSION; }
 
 #if defined(TOPW_EMULATE)
-/* Seed of the order in which threads run; threads of a block, 0 for as many as on a device; blocks resident at once. */
-TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks) {
-  topw::emulator::settings = {seed, threads, blocks ? blocks : 1};
+/* Seed of the order in which threads run; threads of a block, 0 for as many as on a device; multiprocessors; blocks that
+ * run at once, 0 for one to each multiprocessor; nanoseconds that pass while a thread waits in vain. */
+TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks, uint32_t resident, uint64_t tick) {
+  topw::emulator::settings = {seed, threads, blocks ? blocks : 1, resident, tick};
 }
 #endif
 

@@ -53,7 +53,7 @@ Status *compute(void *data, ort::KernelContext *context) {
   const DeviceWorkspace *workspace = kernel.workspaces.find(shape, stream, &failed);
   if (!failed)
     failed = topw_cuda_launch(&workspace->shape, kernel.node.has_table() ? &call.table : nullptr, &call.inputs,
-                              &call.outputs, workspace->memory, stream);
+                              &call.outputs, workspace->control, workspace->scratch(), stream);
   return failed ? refuse(api, ort::kFail, "%s", topw_cuda_error(failed)) : nullptr;
 }
 

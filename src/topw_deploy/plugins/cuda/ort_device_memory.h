@@ -10,36 +10,15 @@
 
 #include "topw_cuda.h"
 
-#if !defined(TOPW_EMULATE)
-#include <cuda_runtime_api.h>
-#endif
-
 namespace topw {
 
-#if defined(TOPW_EMULATE)  // where the device is the host
-
-inline int allocate_on_device(void **memory, size_t bytes) {
-  *memory = aligned_alloc(256, bytes);
-  return *memory ? 0 : 2;  // cudaErrorMemoryAllocation
-}
-inline int clear_on_device(void *memory, size_t bytes, void *) { return memset(memory, 0, bytes) ? 0 : 1; }
-inline void free_on_device(void *memory) { free(memory); }
-
-#else
-
-inline int allocate_on_device(void **memory, size_t bytes) { return cudaMalloc(memory, bytes); }
-inline int clear_on_device(void *memory, size_t bytes, void *stream) {
-  return cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream));
-}
-inline void free_on_device(void *memory) { cudaFree(memory); }  // waits for what still runs
-
-#endif
-
-// Memory for calls of at most this shape on one stream.
+// Control memory and, behind it, scratch memory for calls of at most this shape on one stream.
 struct DeviceWorkspace {
   topw_cuda_shape shape;
-  void *stream, *memory;
+  void *stream, *control;
   DeviceWorkspace *next;
+
+  void *scratch() const { return static_cast<unsigned char *>(control) + topw_cuda_control_bytes(&shape); }
 };
 
 // A larger call gets a larger workspace, at least twice as large as those before it: so all of them together are at most
@@ -64,7 +43,7 @@ class DeviceWorkspaces {
   ~DeviceWorkspaces() {
     while (DeviceWorkspace *workspace = all_) {
       all_ = workspace->next;
-      free_on_device(workspace->memory);
+      topw_cuda_release(workspace->control);
       free(workspace);
     }
   }
@@ -96,11 +75,7 @@ class DeviceWorkspaces {
     DeviceWorkspace *made = static_cast<DeviceWorkspace *>(malloc(sizeof(DeviceWorkspace)));
     if (!made) return *failed = 2, nullptr;  // cudaErrorMemoryAllocation
     *made = {shape, stream, nullptr, all_};
-    *failed = allocate_on_device(&made->memory, static_cast<size_t>(topw_cuda_workspace_bytes(&shape)));
-    if (!*failed) {
-      *failed = clear_on_device(made->memory, static_cast<size_t>(topw_cuda_control_bytes(&shape)), stream);
-      if (*failed) free_on_device(made->memory);
-    }
+    *failed = topw_cuda_allocate(topw_cuda_control_bytes(&shape) + topw_cuda_workspace_bytes(&shape), &made->control);
     if (*failed) return free(made), nullptr;
     return all_ = made;
   }

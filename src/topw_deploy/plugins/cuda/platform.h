@@ -6,6 +6,8 @@
 //   dynamic_shared()                where the dynamic shared memory begins, aligned to 16 bytes
 //   take_ticket(counter)            the atomic by which the last block of a row finds out that it is
 //   pause()                         in every loop that waits for another block: on a CPU nothing else runs meanwhile
+//   nanoseconds(), trap()           a clock, and the end of a launch that cannot go on
+//   let_next_begin(), wait_for_previous()   two launches that overlap; a launch is one of them if it is made `early`
 //   launch(Launch{...}, kernel, arguments...)   instead of <<<>>>
 // Warp functions take kEveryLane only: no part of a warp goes its own way where they are called.
 #ifndef TOPW_CUDA_PLATFORM_H
@@ -20,7 +22,7 @@ namespace topw {
 struct Launch {
   unsigned blocks, threads;
   size_t shared;     // dynamic bytes
-  bool cooperative;  // all blocks are resident at once
+  bool early;  // may begin before the launch before it has ended
   void *stream;
 };
 
@@ -38,6 +40,8 @@ constexpr size_t kSharedOnRequest = 99 * 1024;  // what it has from sm_80 on if 
 #else
 
 #include <cuda_runtime.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 #define TOPW_SHARED(Type, name) __shared__ Type name
 #define TOPW_OUT_OF_LINE __noinline__
@@ -53,6 +57,39 @@ __device__ __forceinline__ void pause() {
 #if defined(__CUDA_ARCH__)
   __nanosleep(20);
 #endif
+}
+
+__device__ __forceinline__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// The device's error stays with the process; what the block says comes with it.
+__device__ __noinline__ inline void trap(const char *why, unsigned block) {
+  printf("topw: block %u of %u gives up waiting for %s\n", block, gridDim.x, why);
+  __trap();
+}
+
+// The next launch of the stream, if it is an early one, begins once all blocks of this launch have come here or ended.
+__device__ __forceinline__ void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Waits until the launch before an early one has ended, and sees what it wrote.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint64_t add_to(uint64_t *word, uint64_t value) {
+  return atomicAdd(reinterpret_cast<unsigned long long *>(word), value);
+}
+__device__ __forceinline__ uint64_t exchange_with(uint64_t *word, uint64_t value) {
+  return atomicExch(reinterpret_cast<unsigned long long *>(word), value);
 }
 
 // One more on a counter in global memory; what it was before. What this thread's block wrote before its last barrier is
@@ -72,10 +109,10 @@ cudaError_t launch(const Launch &how, void (*kernel)(Parameters...), const Argum
   config.dynamicSmemBytes = how.shared;
   config.stream = static_cast<cudaStream_t>(how.stream);
   cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
-  config.numAttrs = how.cooperative ? 1 : 0;
+  config.numAttrs = how.early ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -109,23 +146,47 @@ cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
   return cudaSuccess;
 }
 
-// How many blocks of a kernel the device holds at once; 0 if not even one. Remembers the last answer for the thread:
-// the steps of a loop all ask the same.
+// What is asked of a device again at every step of a loop, and remembered for the thread.
+template <class Kernel>
+struct Remembered {
+  int device = -1;
+  Kernel *kernel = nullptr;
+  size_t shared = 0;
+  int answer = 0;
+
+  bool is_for(int at, Kernel *which, size_t bytes) const {
+    return device == at && kernel == which && shared == bytes;
+  }
+};
+
+// How many blocks of a kernel the device holds at once; 0 if not even one.
 template <class Kernel>
 int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
-  static thread_local int asked_device = -1, blocks = 0;
-  static thread_local size_t asked_shared = 0;
-  static thread_local Kernel *asked_kernel = nullptr;
+  static thread_local Remembered<Kernel> last;
   int device = 0, of_each = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  if (device == asked_device && kernel == asked_kernel && shared == asked_shared) return blocks;
+  if (last.is_for(device, kernel, shared)) return last.answer;
   if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, static_cast<int>(threads), shared) != cudaSuccess)
     return 0;
-  asked_device = device;
-  asked_kernel = kernel;
-  asked_shared = shared;
-  blocks = of_each * multiprocessors();
-  return blocks;
+  last = {device, kernel, shared, of_each * multiprocessors()};
+  return last.answer;
+}
+
+// Whether a kernel may be launched early: its code for this device has wait_for_previous, and the driver can record
+// such a launch into a graph (12.3). TOPW_CUDA_OVERLAP=0 turns it off.
+template <class Kernel>
+bool can_be_early(Kernel *kernel) {
+  static thread_local Remembered<Kernel> last;
+  int device = 0, driver = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (last.is_for(device, kernel, 0)) return last.answer != 0;
+  cudaFuncAttributes found = {};
+  const char *const overlap = getenv("TOPW_CUDA_OVERLAP");
+  const bool can = cudaFuncGetAttributes(&found, kernel) == cudaSuccess && found.ptxVersion >= 90 &&
+                   found.binaryVersion >= 90 && cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030 &&
+                   !(overlap && overlap[0] == '0');
+  last = {device, kernel, 0, can ? 1 : 0};
+  return can;
 }
 
 inline unsigned threads_of_block(unsigned threads) { return threads; }
@@ -134,6 +195,17 @@ inline int last_error() { return cudaGetLastError(); }  // and forgets it
 inline int zero(void *memory, size_t bytes, void *stream) {
   return cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream));
 }
+
+// Zeroed memory of the current device.
+inline int allocate(size_t bytes, void **memory) {
+  int failed = cudaMalloc(memory, bytes);
+  if (failed) return failed;
+  failed = cudaMemset(*memory, 0, bytes);
+  if (!failed) failed = cudaDeviceSynchronize();  // a stream that does not wait for the default one may use it
+  if (failed) cudaFree(*memory);
+  return failed;
+}
+inline int release(void *memory) { return cudaFree(memory); }
 
 inline int device_count() {
   int count = 0;

@@ -1,7 +1,7 @@
-// The global memory that geometry's teams work in, and the shared memory of their blocks.
+// The global memory that leaders and their helpers work in.
 //
-// Sizes depend on the shape alone. A step with few open rows has few teams, which then have more room for sums of pairs
-// and cut their work into smaller pieces; what is answered does not depend on that.
+// Sizes depend on the shape alone. A step with few open rows has few leaders, which then have more room for sums of pairs
+// and cut their work into smaller items; what is answered does not depend on that.
 #ifndef TOPW_CUDA_TEAM_SCRATCH_H
 #define TOPW_CUDA_TEAM_SCRATCH_H
 
@@ -10,34 +10,62 @@
 
 namespace topw {
 
-constexpr int kTeams = 32;      // at most
-constexpr int kTeamWords = 32;  // of control memory for each, zero between steps: 128 bytes, a cache line
+constexpr int kTeams = 32;  // leaders at once, at most
+
+// A leader's place in the control memory, zero between steps: a cache line of its own.
+struct alignas(128) Board {
+  uint64_t claims;  // as jobs.h packs them
+  uint32_t done;    // items
+};
 
 namespace crop {
 
-// A team's job: what its first block asks all of them to do.
-struct Job {
-  int32_t kind;               // 0: go home
-  int32_t fresh, rows, cols;  // how many positions in the pool these lists hold
+// Which tokens a pool takes: those not under `bound`, and at most `last_step` steps under the row's largest.
+struct Cut {
+  float bound;      // finite
+  int32_t last_id;  // of the tokens at it
+  float top, rate;  // (top - logit) * rate is the step; 0: all are at step 0
+  int32_t last_step;
 };
 
-// One team's memory. Positions are places in the pool, [pool] unless another length is said.
+enum class Work : int32_t { count_steps, take_tokens, measure_lengths, compare_pairs, settle_rows };
+
+// How far apart the pieces of a pair's sum lie that different blocks may add up.
+enum class Pieces : int32_t { slices, sections, one };
+
+// What a leader asks for.
+struct Job {
+  Work work;
+  int32_t row;         // of the batch
+  int32_t listed;      // groups to read; -1: all
+  int32_t tokens;      // of the pool
+  int32_t rows, cols;  // positions in Memory::rows and Memory::cols
+  Pieces pieces;
+  Cut cut;
+};
+
+// One leader's memory. Positions are places in the pool, [pool] unless another length is said.
 struct Memory {
   Job *job;
+  uint32_t *found;        // how many tokens take_tokens has found, and behind it [kSteps] what count_steps has counted
+  uint64_t *taken;        // [kMostTaken] the keys of tokens, in no order
   uint64_t *tokens;       // the pool: keys of tokens
-  double *a, *p;          // log-weights and weights in units of the largest
+  double *base, *p;       // lam times the log-weight, and weights in units of the largest
   double *sums[2];        // scratch of scans where shared memory is too small for it
+  float *rough_base, *rough_p;           // both in float32
   float *distance;        // to the set, or a lower bound
   float *inverse_norm, *squared_length;  // of the token's row and point
-  int32_t *fresh, *rows, *cols, *order;  // lists of positions
+  int32_t *rows, *cols, *order;          // lists of positions
   int32_t *groups;        // [groups of logits] those that may hold tokens of the pool
   uint8_t *state;
   float *pairs;           // sums of squares: [pieces of the coordinates, rows, cols]
   int64_t pairs_room;     // floats
 };
 
+constexpr int kSteps = 256;
+constexpr int64_t kMostTaken = 4096;
 constexpr int64_t kPairs = 131072;       // pairs of tokens compared between two tests of who may still enter
-constexpr int64_t kPairsTogether = 524288;  // floats for all teams' pairs, at least
+constexpr int64_t kPairsTogether = 524288;  // floats for all leaders' pairs, at least
 
 TOPW_SHARED_CODE inline int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
@@ -62,15 +90,18 @@ class Taker {
 TOPW_SHARED_CODE inline int64_t lay_out_memory(unsigned char *start, int64_t pool, int64_t groups, Memory *memory) {
   Taker from(start);
   memory->job = from.take<Job>(1);
+  memory->found = from.take<uint32_t>(1 + kSteps);
+  memory->taken = from.take<uint64_t>(kMostTaken);
   memory->tokens = from.take<uint64_t>(pool);
-  memory->a = from.take<double>(pool);
+  memory->base = from.take<double>(pool);
   memory->p = from.take<double>(pool);
   memory->sums[0] = from.take<double>(pool);
   memory->sums[1] = from.take<double>(pool);
+  memory->rough_base = from.take<float>(pool);
+  memory->rough_p = from.take<float>(pool);
   memory->distance = from.take<float>(pool);
   memory->inverse_norm = from.take<float>(pool);
   memory->squared_length = from.take<float>(pool);
-  memory->fresh = from.take<int32_t>(pool);
   memory->rows = from.take<int32_t>(pool);
   memory->cols = from.take<int32_t>(pool);
   memory->order = from.take<int32_t>(pool);
@@ -90,7 +121,7 @@ TOPW_SHARED_CODE inline int64_t pool_size(const topw_options &options, int64_t v
   return options.top_m < vocab ? options.top_m : vocab;
 }
 
-// Where the memory of team `team` of `teams` lies behind `start`.
+// Where the memory of leader `team` of `teams` lies behind `start`.
 TOPW_SHARED_CODE inline Memory memory_of_team(unsigned char *start, int64_t batch, int64_t pool, int64_t groups,
                                               int64_t team, int64_t teams) {
   Memory memory = {};
@@ -103,7 +134,7 @@ TOPW_SHARED_CODE inline Memory memory_of_team(unsigned char *start, int64_t batc
 
 }  // namespace crop
 
-// Bytes of scratch memory for all teams.
+// Bytes of scratch memory for all leaders.
 inline int64_t team_scratch_bytes(const topw_cuda_shape &shape) {
   crop::Memory memory = {};
   const int64_t pool = crop::pool_size(shape.options, shape.vocab), groups = (shape.vocab + 63) / 64;

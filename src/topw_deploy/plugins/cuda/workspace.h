@@ -12,12 +12,11 @@
 //
 // geometry.cuh has, for launch.cu:
 //   constexpr unsigned kGeometryThreads;                          threads of a block; the emulation may use fewer
-//   __global__ void geometry(Call call);                          launched cooperatively, with as many blocks as fit
+//   __global__ void geometry(Call call);                          with any number of blocks
 //   inline size_t geometry_shared_bytes(const topw_cuda_shape &); dynamic, at most kSharedOnRequest
-// and team_scratch.h what a team needs in global memory. geometry returns at once where open_count is 0.
+// and team_scratch.h what a row's leader needs in global memory. geometry returns at once where open_count is 0.
 //
-// What geometry leaves: every open row answered through finish_row (finish.h), and open_count, geometry_ticket and its
-// teams' words 0 again.
+// What geometry leaves: every open row answered through finish_row (finish.h), and the control memory 0 again.
 #ifndef TOPW_CUDA_WORKSPACE_H
 #define TOPW_CUDA_WORKSPACE_H
 
@@ -35,12 +34,15 @@ constexpr int64_t kMostPool = 4096;
 constexpr int64_t kMostNeighbours = 16;
 constexpr int64_t kMassUnit = 1024;   // logits whose weights are summed up apart, for `mass`
 
-// Zero between steps: the first bytes of the workspace.
+// Zero between steps: the first bytes of the control memory, before the rows' tickets.
 struct Control {
-  uint32_t open_count;       // rows that certify left open
-  uint32_t geometry_ticket;  // geometry's own: its last block to leave puts this and open_count back to 0
-  uint32_t reserved[62];
-  uint32_t teams[kTeams][kTeamWords];  // geometry's own, for its barriers
+  uint32_t open_count;   // rows that certify left open
+  // Geometry's own, which its last block to leave puts back to 0 with open_count.
+  uint32_t leaders;      // blocks that asked to lead
+  uint32_t next_row;     // the next of the open rows to be taken
+  uint32_t rows_done;
+  uint32_t blocks_left;
+  Board boards[kTeams];
 };
 
 // What is known of a row once certify has gone over it.
@@ -91,8 +93,8 @@ inline int64_t control_bytes(const topw_cuda_shape &shape) {
   return (bytes + 255) / 256 * 256;
 }
 
-// Where everything lies behind `memory`, which may be NULL to ask for `bytes` only.
-inline Workspace lay_out(const topw_cuda_shape &shape, void *memory, int64_t *bytes) {
+// The parts of control memory and of scratch memory. Both may be NULL to ask for the `bytes` of the latter only.
+inline Workspace lay_out(const topw_cuda_shape &shape, void *control, void *memory, int64_t *bytes) {
   unsigned char *const start = static_cast<unsigned char *>(memory);
   int64_t at = 0;
   const auto take = [&](int64_t size) {
@@ -102,9 +104,8 @@ inline Workspace lay_out(const topw_cuda_shape &shape, void *memory, int64_t *by
   };
   const int64_t batch = shape.batch, floats = sizeof(float);
   Workspace w = {};
-  unsigned char *const control = take(control_bytes(shape));
-  w.control = reinterpret_cast<Control *>(control);
-  w.tickets = control ? reinterpret_cast<uint32_t *>(control + sizeof(Control)) : nullptr;
+  w.control = static_cast<Control *>(control);
+  w.tickets = control ? reinterpret_cast<uint32_t *>(w.control + 1) : nullptr;
   w.open_rows = reinterpret_cast<int32_t *>(take(batch * floats));
   w.rows = reinterpret_cast<RowState *>(take(batch * static_cast<int64_t>(sizeof(RowState))));
   w.maxima = reinterpret_cast<float *>(take(batch * padded_groups_of(shape.vocab) * floats));

@@ -1,0 +1,101 @@
+"""Whether the kernels answer the same rows the same: again, in another batch, and bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
+from topw_deploy.plugins.kernel import KernelSamples, KernelTable
+from topw_deploy.sampling import Geometry
+from topw_deploy.sampling.parameters import TopWOptions
+
+UNCERTIFIED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
+_OPTIONS = TopWOptions(metric="cosine", alt_iters=9)
+_OPEN_DEVIATION, _PEAK = 1.6, 8.0  # of the logits of rows that need geometry, and of the likely tokens above them
+
+
+def same(first: KernelSamples, second: KernelSamples) -> bool:
+    """Whether two calls answered alike, bit for bit; which stage answered a row counts, not how many distances."""
+    for field in fields(KernelSamples):
+        a, b = getattr(first, field.name), getattr(second, field.name)
+        if field.name == "reports" and a is not None:
+            a, b = a["stage"], b["stage"]
+        if a is not None and not np.array_equal(a, b):
+            return False
+    return True
+
+
+def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Rows of which some are certified, some need geometry, some are greedy, repelled or invalid."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((batch, vocab)) * _OPEN_DEVIATION).astype(np.float32)
+    logits[::3, :20] += _PEAK
+    logits[5::17, 3] = np.nan
+    columns = {name: np.full(batch, value, np.float32) for name, value in UNCERTIFIED.items()}
+    columns["lam"] = rng.choice([0.3, 1.0, 2.2], batch).astype(np.float32)
+    columns["init_top_p"] = rng.choice([0.1, 0.3, 0.5, 0.999], batch).astype(np.float32)
+    columns["temperature"] = rng.choice([0.7, 1.0, 2.0], batch).astype(np.float32)
+    columns["temperature"][7::11] = 0
+    columns["geom_scale"][4::13] = -0.3
+    columns["uniform"] = rng.random(batch, dtype=np.float32)
+    return logits, columns
+
+
+def table_on(kernel: DeviceKernel, vocab: int, hidden: int = 64) -> DeviceTable:
+    rows = np.random.default_rng(3).standard_normal((vocab, hidden), dtype=np.float32)
+    table = KernelTable.from_geometry(Geometry.from_embeddings(rows, _OPTIONS.metric))
+    assert table is not None
+    return DeviceTable(table, kernel.device)
+
+
+def step_of(kernel: DeviceKernel, batch: int, seed: int, table: DeviceTable) -> Step:
+    """Mixed rows over the table's tokens, with every output."""
+    logits, columns = mixed_rows(batch, seed, table.structure.tokens)
+    rows = torch.from_numpy(logits).to(kernel.device)
+    return Step(kernel, rows, columns, _OPTIONS, table, mass=True, keep_mask=True)
+
+
+def load(step: Step, seed: int) -> None:
+    """Put other rows into the step."""
+    logits, columns = mixed_rows(*step.logits.shape[:1], seed, step.logits.shape[1])
+    step.logits.copy_(torch.from_numpy(logits))
+    for name, values in columns.items():
+        step.columns[name].copy_(torch.from_numpy(values))
+
+
+def unequal_repeats(kernel: DeviceKernel, table: DeviceTable, batch: int, times: int) -> list[int]:
+    """Which of `times` launches of the same rows answered otherwise than the first."""
+    step = step_of(kernel, batch, 1, table)
+    step.launch()
+    first = step.samples()
+    unequal = []
+    for number in range(times):
+        step.launch()
+        if not same(first, step.samples()):
+            unequal.append(number)
+    return unequal
+
+
+def unequal_alone(kernel: DeviceKernel, table: DeviceTable, batch: int) -> list[int]:
+    """Which rows of a batch answer otherwise alone."""
+    together = step_of(kernel, batch, 2, table)
+    together.launch()
+    wanted = together.samples()
+    logits, columns = mixed_rows(batch, 2, table.structure.tokens)
+    unequal = []
+    for row in range(batch):
+        mine = {name: values[row : row + 1] for name, values in columns.items()}
+        step = Step(kernel, torch.from_numpy(logits[row : row + 1]).to(kernel.device), mine, _OPTIONS, table,
+                    mass=True, keep_mask=True)  # fmt: skip
+        step.launch()
+        if not same(_row(wanted, row), step.samples()):
+            unequal.append(row)
+    return unequal
+
+
+def _row(samples: KernelSamples, row: int) -> KernelSamples:
+    found = {field.name: getattr(samples, field.name) for field in fields(KernelSamples)}
+    return KernelSamples(**{name: None if a is None else a[row : row + 1] for name, a in found.items()})

@@ -1,0 +1,154 @@
+"""The part `build`: the kernels compiled for the GPU at hand, and what each takes of a multiprocessor."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.common import table
+from benchmarks.gpu.job import Job, Result, Step
+
+_REHEARSED = 90  # sm_90, an H200's, where there is no GPU to ask
+_LIMIT = 120  # seconds for a tool that reads the library
+
+
+def steps(job: Job) -> list[Step]:
+    compiling = [] if job.built else [Step("kernels", kernels, 90, 470)]
+    if job.rehearse:
+        compiling += [Step("emulated", emulated, 40, 300)]
+    return [*compiling, Step("resources", resources, 30, 200)]
+
+
+def for_the_gpu(job: Job) -> Path:
+    """The library that nvcc made; in a rehearsal the one that the steps run is another."""
+    return job.out / "libtopw_nvcc.so" if job.rehearse else job.library
+
+
+def kernels(job: Job) -> Result:
+    """nvcc builds the library for this GPU; where a rehearsal has no nvcc, it says so."""
+    from topw_deploy.errors import PluginError
+    from topw_deploy.plugins import cuda_build
+
+    said: list[str] = []
+    try:
+        built = cuda_build.build(for_the_gpu(job), (job.architecture or _REHEARSED,), tell=said.append)
+    except PluginError as error:
+        no_compiler = job.rehearse and "there is no nvcc" in str(error)
+        return Result(absent=(str(error),)) if no_compiler else Result(failed=str(error))
+    data = {
+        "nvcc": built.nvcc, "architectures": list(built.architectures), "seconds": round(built.seconds, 1),
+        "bytes": built.size, "said": said,
+    }  # fmt: skip
+    return Result(data, f"nvcc {built.nvcc}, sm_{built.architectures[0]}: {built.size / 1e6:.1f} MB in "
+                        f"{built.seconds:.0f} s")  # fmt: skip
+
+
+def emulated(job: Job) -> Result:
+    """The same sources compiled for the CPU, which a rehearsal runs."""
+    from benchmarks.emulated import built
+
+    started = time.perf_counter()
+    made = built(job.folder("emulated"))
+    shutil.copyfile(made, job.library)
+    seconds = time.perf_counter() - started
+    return Result({"seconds": seconds, "bytes": job.library.stat().st_size}, f"emulation compiled in {seconds:.0f} s")
+
+
+def resources(job: Job) -> Result:
+    """Registers, stack and shared memory of each kernel, by cuobjdump, and spills, by ptxas from the library's PTX."""
+    library = for_the_gpu(job)
+    if not library.is_file():
+        return Result(absent=(f"there is no library that nvcc made at {library.name}",))
+    cuobjdump = tool("cuobjdump")
+    if cuobjdump is None:
+        return Result(absent=("cuobjdump is not here: registers and shared memory are not known",))
+    said = ask([cuobjdump, "--dump-resource-usage", str(library)])
+    found = usage(said)
+    if not found:
+        return Result(failed=f"cuobjdump names no kernel in {library.name}: {said.strip()[-500:]}")
+    spilled, why = spills(library, cuobjdump)
+    rows = []
+    for name, values in found.items():
+        values["spill stores"], values["spill loads"] = spilled.get(name, (None, None))
+        rows.append((name, *("?" if value is None else value for value in values.values())))
+    head = ("kernel", "registers", "stack bytes", "static shared bytes", "spill stores, bytes", "spill loads, bytes")
+    return Result({"kernels": found}, table(head, rows), absent=(why,) if why else ())
+
+
+def usage(said: str) -> dict[str, dict[str, int | None]]:
+    """Registers, stack and shared memory by kernel, as `cuobjdump --dump-resource-usage` prints them."""
+    pattern = re.compile(r"Function (\S+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+    return {
+        plain_name(name): {"registers": int(registers), "stack": int(stack), "shared": int(shared)}
+        for name, registers, stack, shared in pattern.findall(said)
+    }
+
+
+def spills(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], str]:
+    """(bytes of spill stores, of spill loads) by kernel, and why they are not known; one of both is empty."""
+    ptxas = tool("ptxas")
+    if ptxas is None:
+        return {}, "ptxas is not here: spills are not known"
+    with tempfile.TemporaryDirectory(prefix="topw-ptx-") as folder:
+        ask([cuobjdump, "-xptx", "all", str(library)], Path(folder))
+        found: dict[str, tuple[int, int]] = {}
+        for file in sorted(Path(folder).glob("*.ptx")):
+            target = re.search(r"^\.target (sm_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+            said = ask([ptxas, "-v", f"-arch={target[1] if target else 'sm_90'}", str(file), "-o", os.devnull])
+            for name, stores, loads in spill_lines(said):
+                found[plain_name(name)] = stores, loads
+    return found, "" if found else f"ptxas says nothing about spills in {library.name}"
+
+
+def spill_lines(said: str) -> list[tuple[str, int, int]]:
+    """(mangled name, bytes of spill stores, of spill loads) from what `ptxas -v` prints."""
+    pattern = re.compile(
+        r"Function properties for (\S+)\s+(?:ptxas info\s*:)?\s*\d+ bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads"
+    )
+    return [(name, int(stores), int(loads)) for name, stores, loads in pattern.findall(said)]
+
+
+def plain_name(mangled: str) -> str:
+    """`certify<float>` of `_ZN4topw7certifyIfEEvNS_4CallE`; a name that is not so is left as it is."""
+    match = re.match(r"_ZN4topw\d+([a-z_]+?)(?:I(\w+?)EE)?(?:EN|Ev|vN|$)", mangled)
+    if match is None:
+        return mangled
+    types = {"f": "float", "NS_7Float16": "Float16", "NS_8Bfloat16": "Bfloat16"}
+    return match[1] if match[2] is None else f"{match[1]}<{types.get(match[2].removesuffix('E'), match[2])}>"
+
+
+def tool(name: str) -> str | None:
+    """A program of the CUDA toolkit: beside nvcc, on PATH, or the one that Triton's package brings."""
+    from topw_deploy.errors import PluginError
+    from topw_deploy.plugins import cuda_build
+
+    try:
+        beside = cuda_build.find_toolkit().nvcc.resolve().parent / name
+        if beside.is_file():
+            return str(beside)
+    except PluginError:
+        pass
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    spec = find_spec("triton")
+    for folder in [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations:
+        carried = Path(folder) / "backends" / "nvidia" / "bin" / name
+        if carried.is_file():
+            return str(carried)
+    return None
+
+
+def ask(command: list[str], folder: Path | None = None) -> str:
+    """What the program prints. Raises RuntimeError with its words where it fails."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_LIMIT)
+    if done.returncode != 0:
+        raise RuntimeError(f"{Path(command[0]).name} failed: {(done.stderr or done.stdout).strip()[-500:]}")
+    return done.stdout + done.stderr

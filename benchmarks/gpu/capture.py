@@ -1,0 +1,136 @@
+"""The part `capture`: steps in CUDA graphs, in every mode of capture, beside other work and on two streams at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu.job import Job, Result, Step
+from benchmarks.gpu.sizes import sizes_of
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.device import DeviceKernel, DeviceTable
+
+_MODES = ("global", "thread_local", "relaxed")
+
+
+def steps(job: Job) -> list[Step]:
+    return [
+        Step("every mode", modes, 20, 120),
+        Step("behind a matrix product", behind_a_product, 15, 120),
+        Step("two streams", two_streams, 15, 120),
+        Step("replays", replays, 30, 180),
+    ]
+
+
+def _opened(job: Job) -> tuple[DeviceKernel, DeviceTable]:
+    from benchmarks.gpu.agreement import table_on
+    from benchmarks.gpu.device import opened
+
+    kernel = opened(job)
+    return kernel, table_on(kernel, sizes_of(job).small_vocab, sizes_of(job).small_hidden)
+
+
+def modes(job: Job) -> Result:
+    """A step captured in each mode, replayed over other rows, answers as a launch over those rows does."""
+    from benchmarks.gpu.agreement import load, same, step_of
+    from benchmarks.gpu.graphs import captured
+
+    kernel, table = _opened(job)
+    batch, others = sizes_of(job).captured
+    unequal: list[str] = []
+    for mode in _MODES:
+        step = step_of(kernel, batch, 4, table)
+        graph = captured(step.launch, 1, kernel.device, mode)
+        for seed in range(5, 5 + others):
+            load(step, seed)
+            graph.replay()
+            replayed = step.samples()
+            fresh = step_of(kernel, batch, seed, table)
+            fresh.launch()
+            if not same(fresh.samples(), replayed):
+                unequal.append(f"{mode}, rows {seed}")
+    failed = f"replays answered otherwise than launches: {', '.join(unequal)}." if unequal else ""
+    data = {"modes": list(_MODES), "unequal": unequal}
+    return Result(data, f"captured as {', '.join(_MODES)}: {len(unequal)} replays differ from launches", failed)
+
+
+def behind_a_product(job: Job) -> Result:
+    """The matrix product that makes the logits and the step after it, captured together."""
+    import torch
+
+    from benchmarks.gpu.agreement import same, step_of
+    from benchmarks.gpu.graphs import captured
+
+    kernel, table = _opened(job)
+    (batch, others), hidden, vocab = sizes_of(job).captured, 64, table.structure.tokens
+    generator = torch.Generator(kernel.device).manual_seed(2)
+    head = torch.randn((hidden, vocab), device=kernel.device, generator=generator) * 0.2
+    states = torch.zeros((batch, hidden), device=kernel.device)
+    step, fresh = (step_of(kernel, batch, 4, table) for _ in range(2))
+
+    def both() -> None:
+        torch.matmul(states, head, out=step.logits)
+        step.launch()
+
+    graph = captured(both, 1, kernel.device)
+    unequal = 0
+    for _ in range(others):
+        states.copy_(torch.randn(states.shape, device=kernel.device, generator=generator))
+        graph.replay()
+        replayed = step.samples()
+        fresh.logits.copy_(step.logits)
+        fresh.launch()
+        unequal += not same(fresh.samples(), replayed)
+    failed = f"{unequal} of {others} replays answered otherwise than launches." if unequal else ""
+    data = {"replays": others, "unequal": unequal}
+    return Result(data, f"{others - unequal} of {others} replays equal launches", failed)
+
+
+def two_streams(job: Job) -> Result:
+    """Two steps with memory of their own, in flight at once, answer as each does alone."""
+    import contextlib
+
+    import torch
+
+    from benchmarks.gpu.agreement import same, step_of
+    from benchmarks.gpu.graphs import synchronize
+
+    kernel, table = _opened(job)
+    on_gpu, least = kernel.device.type == "cuda", sizes_of(job).captured[0]
+    steps = [step_of(kernel, batch, seed, table) for seed, batch in ((11, least), (12, 2 * least))]
+    alone = []
+    for step in steps:
+        step.launch()
+        alone.append(step.samples())
+    streams = [torch.cuda.Stream() if on_gpu else None for _ in steps]
+    times = 2 if job.rehearse else 100
+    unequal = 0
+    for _ in range(times):
+        synchronize(kernel.device)
+        for _ in range(1 if job.rehearse else 5):
+            for step, stream in zip(steps, streams, strict=True):
+                with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                    step.launch()
+        unequal += not all(same(step.samples(), wanted) for step, wanted in zip(steps, alone, strict=True))
+    failed = f"{unequal} of {times} times two streams answered otherwise than one." if unequal else ""
+    data = {"times": times, "unequal": unequal}
+    return Result(data, f"{times - unequal} of {times} times two streams answer as each alone", failed)
+
+
+def replays(job: Job) -> Result:
+    """One graph of certified and open rows, replayed many times, gives the same bits."""
+    from benchmarks.gpu.agreement import same, step_of
+    from benchmarks.gpu.graphs import captured
+
+    kernel, table = _opened(job)
+    times = sizes_of(job).replays
+    step = step_of(kernel, sizes_of(job).captured[0], 6, table)
+    graph = captured(step.launch, 1, kernel.device)
+    graph.replay()
+    first, unequal = step.samples(), 0
+    for _ in range(times):
+        graph.replay()
+        unequal += not same(first, step.samples())
+    failed = f"{unequal} of {times} replays answered otherwise than the first." if unequal else ""
+    data = {"replays": times, "unequal": unequal}
+    return Result(data, f"{times - unequal} of {times} replays answer bit for bit as the first", failed)

@@ -1,0 +1,120 @@
+"""What certified rows cost, which are nearly all steps of a language model: in every type of logits, warm and cold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.device import DeviceKernel, Edits, Step
+from benchmarks.gpu.graphs import Side
+from benchmarks.gpu.measure import Timed, rotating, zeroing
+from benchmarks.gpu.sizes import Sizes
+from topw_deploy.bench.sampler.problem import likely_logits
+from topw_deploy.plugins.cuda_kernel import CERTIFY, GEOMETRY
+from topw_deploy.sampling.parameters import TopWOptions
+
+GOALS = {1: 8.0, 64: 20.0}
+"""Microseconds of a step of certified float32 rows on an H200, by batch."""
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_OPTIONS = TopWOptions(metric="uniform")
+_EDITS = 16
+_COLUMNS = {"uniform": 0.37}
+
+
+class NotCertifiedError(Exception):
+    """The rows are not what is to be measured; one sentence."""
+
+
+def logits_on(device: torch.device, batch: int, vocab: int) -> torch.Tensor:
+    """float32 [batch, vocab]: a language model's in shape, another one in each row."""
+    return torch.from_numpy(np.concatenate([likely_logits(vocab, seed=row) for row in range(batch)])).to(device)
+
+
+def top_w_sides(kernel: DeviceKernel, logits: torch.Tensor, sizes: Sizes) -> dict[str, Timed]:
+    """Top-W over the rows in each type of logits, its two launches one by one, and with more inputs and outputs."""
+    batch = len(logits)
+    sides: dict[str, Timed] = {}
+    for dtype in _TYPES:
+        rows, name = logits.to(dtype), str(dtype).removeprefix("torch.")
+        step = certified_step(kernel, rows)
+        goal = GOALS.get(batch) if dtype == torch.float32 else None
+        sides[f"Top-W, {name}"] = Timed(step.launch, rows.nbytes, "logits warm", goal=goal)
+        cold, copies = cold_side(kernel, step, sizes.cold)
+        sides[f"Top-W, {name}, cold"] = Timed(cold, rows.nbytes, f"{copies} logits in turn", copies)
+    step, least = certified_step(kernel, logits), logits.nbytes
+    sides["certify alone"] = Timed(lambda: step.launch(CERTIFY), least)
+    sides["geometry alone, no row open"] = Timed(lambda: step.launch(GEOMETRY))
+    sides["memset of the control bytes"] = Timed(zeroing(step.control), note=f"{step.control.nbytes:,} bytes")
+    sides["Top-W with mass"] = Timed(certified_step(kernel, logits, mass=True).launch, least)
+    sides[f"Top-W with {_EDITS} edits a row"] = Timed(certified_step(kernel, logits, edits_of(logits)).launch, least)
+    masked = certified_step(kernel, logits, keep_mask=True)
+    sides["Top-W with keep_mask"] = Timed(masked.launch, least + logits.numel())
+    flush = torch.empty(sizes.cold, dtype=torch.uint8, device=logits.device)
+    writing, then = "writing a buffer larger than the cache", "the same, then Top-W, float32"
+    sides[writing] = Timed(lambda: flush.fill_(1), flush.nbytes)
+
+    def after_a_flush() -> None:
+        flush.fill_(1)
+        step.launch()
+
+    sides[then] = Timed(after_a_flush, flush.nbytes + least)
+    sides["Top-W, float32, all memory cold"] = Timed((then, writing), least, "with the writing less the writing")
+    return sides
+
+
+def certified_step(
+    kernel: DeviceKernel, logits: torch.Tensor, edits: Edits | None = None, *, mass: bool = False,
+    keep_mask: bool = False, memory: Step | None = None,
+) -> Step:  # fmt: skip
+    """A step of these rows. Raises NotCertifiedError where a row is not certified."""
+    step = Step(kernel, logits, _COLUMNS, _OPTIONS, None, edits, mass=mass, keep_mask=keep_mask, reports=False,
+                memory=memory)  # fmt: skip
+    step.launch()
+    open_rows = int((~step.samples().certified).sum())
+    if open_rows:
+        raise NotCertifiedError(f"{open_rows} of {len(logits)} rows are not certified, so this measures another case.")
+    return step
+
+
+def cold_side(kernel: DeviceKernel, step: Step, cold: int) -> tuple[Side, int]:
+    """The step over so many copies of its logits in turn that none is in the cache when its turn comes; how many."""
+    copies = max(2, math.ceil(cold / step.logits.nbytes))
+    others = [certified_step(kernel, step.logits.clone(), memory=step) for _ in range(copies)]
+    return rotating([other.launch for other in others]), copies
+
+
+def edits_of(logits: torch.Tensor) -> Edits:
+    """Penalties and biases of the likeliest tokens, which leave the rows certified."""
+    ids = logits.topk(_EDITS, 1).indices.cpu().numpy().astype(np.int64)
+    penalty, bias = np.full(ids.shape, 1.05, np.float32), np.zeros(ids.shape, np.float32)
+    bias[:, ::2] = 0.1
+    return ids, penalty, bias
+
+
+def torch_sides(logits: torch.Tensor, top_k: int) -> dict[str, Timed]:
+    """torch's own passes over the same rows."""
+    operations: dict[str, Callable[[], object]] = {
+        "torch.max": lambda: logits.amax(1),
+        "torch.argmax": lambda: logits.argmax(1),
+        f"torch.topk({top_k})": lambda: logits.topk(top_k, 1),
+        "torch.softmax": lambda: logits.softmax(1),
+    }
+    return {name: Timed(side, logits.nbytes) for name, side in operations.items()}
+
+
+def flashinfer_sides(logits: torch.Tensor) -> tuple[dict[str, Timed], str]:
+    """FlashInfer's samplers over the same rows, and why there are none; one of both is empty."""
+    try:
+        from flashinfer.sampling import top_k_top_p_sampling_from_logits, top_p_sampling_from_probs
+    except ImportError as error:
+        return {}, f"FlashInfer is not here ({error}): its samplers were not measured"
+    probabilities = logits.softmax(1)
+    samplers: dict[str, Callable[[], object]] = {
+        "FlashInfer top-p 0.95, of probabilities": lambda: top_p_sampling_from_probs(probabilities, 0.95),
+        "FlashInfer top-k 50, top-p 0.95, of logits": lambda: top_k_top_p_sampling_from_logits(logits, 50, 0.95),
+    }
+    return {name: Timed(side, logits.nbytes) for name, side in samplers.items()}, ""

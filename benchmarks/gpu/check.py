@@ -1,0 +1,129 @@
+"""The part `check`: whether the kernels answer as the reference does, and the same every time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu.job import Job, Result, Step
+from benchmarks.gpu.sizes import sizes_of
+
+if TYPE_CHECKING:
+    from benchmarks.fuzz_sampler import Outcome
+
+_CHUNK = 2_000  # random rows that are recorded together
+_SHOWN = 20  # unexplained differences that the record quotes
+_TYPES = {"float32": "cosine", "float16": "mahalanobis", "bfloat16": "cosine"}  # of logits -> metric of the table
+_COUNTERS = ("distances", "avoided", "explained")
+
+
+def steps(job: Job) -> list[Step]:
+    vocab = sizes_of(job).vocab
+    shipped = [
+        Step(f"rows of {vocab:,} tokens, {dtype}", partial(shipped_rows, dtype=dtype), 60, 300) for dtype in _TYPES
+    ]
+    return [
+        Step("repeats and batches", repeats, 20, 180),
+        *shipped,
+        Step("random rows", random_rows, 240, 450, (str(job.rows), str(job.seed))),
+    ]
+
+
+def repeats(job: Job) -> Result:
+    """The same rows launched again, and every row of a batch alone."""
+    from benchmarks.gpu import agreement
+    from benchmarks.gpu.device import opened
+
+    sizes, kernel = sizes_of(job), opened(job)
+    batch, times = (24, 3) if job.rehearse else (64, 200)
+    table = agreement.table_on(kernel, sizes.small_vocab, sizes.small_hidden)
+    again = agreement.unequal_repeats(kernel, table, batch, times)
+    alone = agreement.unequal_alone(kernel, table, batch)
+    lines = [
+        f"- {times - len(again)} of {times} repeated launches of {batch} rows answer bit for bit as the first",
+        f"- {batch - len(alone)} of {batch} rows answer bit for bit alone as in the batch",
+    ]
+    failed = f"repeats {again[:20]} and rows alone {alone[:20]} answered otherwise." if again or alone else ""
+    data = {"batch": batch, "repeats": times, "unequal repeats": again, "rows unequal alone": alone}
+    return Result(data, "\n".join(lines), failed)
+
+
+def shipped_rows(job: Job, dtype: str) -> Result:
+    """The shape that ships, beside the CPU's kernel and the reference."""
+    from benchmarks.common import table
+    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.shipped_rows import compare, cpu_library
+    from benchmarks.gpu.tables import random_rows
+
+    sizes, kernel = sizes_of(job), opened(job)
+    rows = random_rows(sizes.vocab, sizes.hidden, kernel.device)
+    cpu = cpu_library(job.kernels())
+    found = compare(kernel, rows, _TYPES[dtype], dtype, sizes.checked, cpu)
+    total = sum(found.rows.values())
+    lines = [
+        (kind, count, ", ".join(f"{stage.split(': ')[1]} {n}" for stage, n in sorted(found.stages.items())
+                                if stage.startswith(f"{kind}:")))
+        for kind, count in found.rows.items()
+    ]  # fmt: skip
+    beside = "the CPU's kernel" if cpu is not None else "the reference alone"
+    text = (
+        f"V = {sizes.vocab:,}, d = {sizes.hidden:,}, {_TYPES[dtype]}, batches {', '.join(map(str, sizes.checked))}: "
+        f"{total} rows beside {beside}, {found.by_reference} of them beside the reference; "
+        f"{sum(found.explained.values())} differ at a tie, {len(found.wrong)} without one.\n\n"
+    ) + table(("rows", "number", "answered by"), lines)
+    data = {"rows": dict(found.rows), "stages": dict(found.stages), "explained": dict(found.explained),
+            "wrong": found.wrong[:_SHOWN], "by reference": found.by_reference}  # fmt: skip
+    failed = f"{len(found.wrong)} differences are not at a tie: {found.wrong[0]}" if found.wrong else ""
+    return Result(data, text, failed)
+
+
+def random_rows(job: Job) -> Result:
+    """Random and adversarial rows beside the reference, in chunks; it goes on from the chunks that are recorded."""
+    from benchmarks.fuzz_cuda import fuzz, new_outcome, unexplained_of
+    from benchmarks.fuzz_sampler import report
+    from benchmarks.gpu.device import opened
+    from benchmarks.sampler_cases import nearest_distances
+
+    kernel = opened(job)
+    rows = min(job.rows, sizes_of(job).rows)
+    outcome, done, chunk = new_outcome(), 0, 0
+    if job.earlier:
+        done, chunk = job.earlier["rows"], job.earlier["chunks"]
+        add(outcome, job.earlier["outcome"])
+    while done < rows and job.left() > 0:
+        size = min(_CHUNK, rows - done)
+        found = fuzz(
+            kernel, size, job.seed * 100_003 + chunk, first=13 * chunk, measure=nearest_distances
+        )
+        add(outcome, plain(found))
+        done, chunk = done + size, chunk + 1
+        job.keep({"rows": done, "chunks": chunk, "outcome": plain(outcome)})
+    unexplained = unexplained_of(outcome)
+    failed = f"{len(unexplained)} differences are not at a tie: {unexplained[0][:800]}" if unexplained else ""
+    data = {"rows": done, "wanted": rows, "chunks": chunk, "outcome": plain(outcome)}
+    return Result(data, f"{done:,} of {rows:,} rows.\n\n{report(outcome)}", failed, partial=done < rows)
+
+
+def plain(outcome: Outcome) -> dict[str, Any]:
+    """The outcome as JSON types, of which `add` makes an outcome again."""
+    side = next(iter(outcome.sides.values()))
+    return {
+        "rows": dict(outcome.rows), "certified": dict(outcome.certified), "tied": outcome.tied,
+        "nearly_tied": outcome.nearly_tied, "unexplained": side.unexplained[:_SHOWN],
+        "stages": [[*pair, count] for pair, count in side.stages.items()],
+        **{name: dict(getattr(side, name)) for name in _COUNTERS},
+    }  # fmt: skip
+
+
+def add(outcome: Outcome, found: dict[str, Any]) -> None:
+    """Add what was found to the outcome."""
+    side = next(iter(outcome.sides.values()))
+    outcome.rows.update(found["rows"])
+    outcome.certified.update(found["certified"])
+    outcome.tied += found["tied"]
+    outcome.nearly_tied += found["nearly_tied"]
+    side.unexplained += found["unexplained"]
+    side.stages.update(Counter({(regime, stage): count for regime, stage, count in found["stages"]}))
+    for name in _COUNTERS:
+        getattr(side, name).update(found[name])

@@ -1,0 +1,69 @@
+"""Steps captured into CUDA graphs and timed by events; on a CPU, for rehearsals, calls and a clock in their place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Side = Callable[[], object]
+"""Enqueues work on torch's current stream."""
+
+_WARM_UP = 3  # calls before a capture: libraries allocate and choose algorithms in the first ones
+
+
+class Graph(Protocol):
+    """Work that can be enqueued as often as one likes."""
+
+    def replay(self) -> None: ...
+
+
+class Calls:
+    """What stands in for a graph on a CPU: it makes the calls anew."""
+
+    def __init__(self, side: Side, steps: int) -> None:
+        self._side, self._steps = side, steps
+
+    def replay(self) -> None:
+        for _ in range(self._steps):
+            self._side()
+
+
+def captured(side: Side, steps: int, device: torch.device, mode: str = "global") -> Graph:
+    """`steps` calls of `side` in one graph. mode: of the capture; `global` is onnxruntime's."""
+    if device.type == "cpu":
+        side()
+        return Calls(side, steps)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP):
+            side()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        for _ in range(steps):
+            side()
+    return graph
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def microseconds(graph: Graph, steps: int, device: torch.device) -> float:
+    """What one of the graph's steps takes."""
+    if device.type == "cpu":
+        started = time.perf_counter()
+        graph.replay()
+        return (time.perf_counter() - started) * 1e6 / steps
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / steps

@@ -1,0 +1,128 @@
+"""What a part of `python3 -m benchmarks.gpu` is made of: steps, what they are given, and what they answer.
+
+A part is a module of this folder, named as PARTS names it, with a function `steps(job) -> list[Step]`. Each part runs
+in child processes of its own, so a step may import what it needs, initialise CUDA, hang or crash. Modules of parts
+import nothing but the standard library at their top, and `steps` opens nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PARTS = ("build", "check", "sanitize", "capture", "speed", "models", "engines")
+PART_LIMIT = 480.0
+"""Seconds after which a part's process is killed, whatever its steps say."""
+
+REHEARSAL = "REHEARSAL on a CPU with stand-ins and small sizes: no figure here says anything about a GPU."
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step found.
+
+    data: what goes into the JSON file, plain JSON types. table: Markdown for the table file.
+    failed: why the step failed, as a sentence; empty if it did not. An exception fails a step, too.
+    absent: sentences about what could not be run here and why. A step that ran nothing has neither data nor table.
+    partial: there is more to do: the next run calls the step again, with `data` as its `Job.earlier`.
+    """
+
+    data: dict[str, Any] = field(default_factory=dict)
+    table: str = ""
+    failed: str = ""
+    absent: tuple[str, ...] = ()
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One entry of the record.
+
+    name: unique within its part. run: does the work.
+    seconds: what it is expected to take on the host; it is not begun where the budget has less left.
+    limit: after so many seconds the process is killed, and the step has failed; None for four times `seconds`, at least
+    a minute. inputs: beside the kernels, torch and the GPU, what the result depends on: if one changes, a finished step
+    is repeated.
+    """
+
+    name: str
+    run: Callable[[Job], Result]
+    seconds: float
+    limit: float | None = None
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def longest(self) -> float:
+        return min(PART_LIMIT, max(60.0, 4 * self.seconds) if self.limit is None else self.limit)
+
+
+@dataclass
+class Job:
+    """What steps are given; it travels to the child process as JSON.
+
+    out: the folder of results. library: the kernels, of `build` or of --library; `Job.kernels` for the path.
+    rehearse: stand-ins on the CPU and small sizes. rows, seed: of the random rows. rounds: of measurements.
+    pack: the folder of packed models, None for the one that belongs to the checkout.
+    architecture: of the GPU, 90 is sm_90; 0 in a rehearsal without one. built: the library was given, not built here.
+    earlier: the data of this step's last run if that was partial, else {}.
+    end: when the step should have ended, on time.monotonic's clock.
+    """
+
+    out: Path
+    library: Path
+    rehearse: bool = False
+    rows: int = 100_000
+    seed: int = 0
+    rounds: int = 50
+    pack: Path | None = None
+    architecture: int = 0
+    built: bool = False
+    earlier: dict[str, Any] = field(default_factory=dict)
+    end: float = float("inf")
+    keep: Callable[[dict[str, Any]], None] = lambda data: None
+    """`job.keep(data)` records the data of an unfinished step, which stays if the process dies."""
+
+    def left(self) -> float:
+        """Seconds until the step should have ended."""
+        return self.end - time.monotonic()
+
+    def folder(self, name: str) -> Path:
+        """A folder for a part's files, kept from run to run."""
+        folder = self.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def kernels(self) -> Path:
+        """The library with the kernels. Raises MissingError where there is none."""
+        if not self.library.is_file():
+            raise MissingError(f"there is no library of kernels at {self.library}; the part `build` makes it.")
+        return self.library
+
+    def as_json(self) -> str:
+        plain = {name: value for name, value in vars(self).items() if name not in ("keep", "earlier", "end")}
+        return json.dumps({name: str(value) if isinstance(value, Path) else value for name, value in plain.items()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        given = json.loads(text)
+        paths = {name: Path(given[name]) for name in ("out", "library", "pack") if given[name] is not None}
+        return cls(**(given | paths))
+
+
+class MissingError(Exception):
+    """What a step needs is not here; the step has failed with this sentence."""
+
+
+def steps_of(part: str, job: Job) -> list[Step]:
+    """The steps of the part, in their order."""
+    steps: list[Step] = import_module(f"benchmarks.gpu.{part}").steps(job)
+    return steps
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    return asdict(result)

@@ -1,0 +1,77 @@
+"""What this machine is, asked by a process of its own: `python -m benchmarks.gpu.machine` prints JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from benchmarks.gpu.children import ROOT, environment
+
+PACKAGES = (
+    "torch", "numpy", "triton", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu",
+    "tensorrt", "cuda-bindings", "cupy-cuda13x", "safetensors", "tokenizers", "flashinfer-python",
+)  # fmt: skip
+_LIMIT = 60  # seconds: a driver that does not answer must not hold the command
+
+
+@dataclass(frozen=True)
+class Machine:
+    """gpu: its name, empty where there is none. architecture: 90 is sm_90. why_none: why there is no GPU, as a clause.
+    cuda: the newest that the driver runs. versions: of PACKAGES, those that are installed."""
+
+    gpu: str
+    architecture: int
+    why_none: str
+    cuda: str
+    versions: dict[str, str]
+
+    def as_table(self) -> dict[str, Any]:
+        return {
+            "GPU": self.gpu or f"none: {self.why_none}",
+            "architecture": f"sm_{self.architecture}" if self.gpu else "",
+            "driver's CUDA": self.cuda,
+            "processor": platform.processor() or platform.machine(),
+            "Python": platform.python_version(),
+            "packages": ", ".join(f"{name} {number}" for name, number in self.versions.items()),
+        }
+
+
+def look() -> Machine:
+    """This machine; the driver is asked by a child, which is killed if it hangs."""
+    versions = {name: found for name in PACKAGES if (found := _version(name))}
+    command = [sys.executable, "-m", "benchmarks.gpu.machine"]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(), capture_output=True, text=True, errors="replace", timeout=_LIMIT
+        )
+        found = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return Machine("", 0, f"the NVIDIA driver did not answer within {_LIMIT} s", "", versions)
+    except ValueError:
+        return Machine("", 0, f"the driver could not be asked ({done.stderr.strip()[-300:]})", "", versions)
+    return Machine(found["gpu"], found["architecture"], found["why_none"], found["cuda"] or "", versions)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def main() -> None:
+    from topw_deploy.plugins import driver
+
+    found = driver.look()
+    first = found.devices[0] if found.devices else driver.Device("", 0)
+    json.dump({"gpu": first.name, "architecture": first.architecture, "why_none": found.why_none, "cuda": found.cuda},
+              sys.stdout)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

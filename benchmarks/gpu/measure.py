@@ -1,0 +1,129 @@
+"""Times of steps in CUDA graphs: sides take turns, and a table says what each moves and how far from memory's speed.
+
+A side's step is captured many times into one graph, and a replay is timed by events, so neither Python nor the host's
+launches count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.common import Spread, interleave, table
+from benchmarks.gpu.graphs import Graph, Side, captured, microseconds
+from topw_deploy.plugins import driver
+
+_WARM_UP = 5  # rounds that do not count
+_READ = 1 << 30  # bytes that are read to measure the memory's speed
+_SMALLEST_READ = 1 << 22
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What is measured under one name.
+
+    side: enqueues one step; or the names of two sides, whose difference in the same round is meant.
+    moved: bytes that a step cannot avoid to read or write, 0 where that means nothing.
+    copies: of its logits, which its calls walk over in turn; a graph holds a multiple of them. goal: microseconds.
+    """
+
+    side: Side | tuple[str, str]
+    moved: int = 0
+    note: str = ""
+    copies: int = 1
+    goal: float | None = None
+
+
+@dataclass
+class Times:
+    """Microseconds of a step, of every round, by name."""
+
+    sides: dict[str, Timed]
+    microseconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def spread(self, name: str) -> Spread:
+        return Spread.of(self.microseconds[name])
+
+    def data(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            name: {
+                "median us": round(self.spread(name).median, 3), "quartiles us": [round(self.spread(name).low, 3),
+                round(self.spread(name).high, 3)], "rounds": len(self.microseconds[name]), "bytes": timed.moved,
+                "note": timed.note, "goal us": timed.goal,
+            }
+            for name, timed in self.sides.items()
+        }  # fmt: skip
+
+    def table(self, rate: float) -> str:
+        """Markdown. rate: bytes a second that reading the memory reaches."""
+        rows = []
+        for name, timed in self.sides.items():
+            spread, floor = self.spread(name), timed.moved / rate * 1e6
+            bytes_cells = ("", "", "")
+            if timed.moved:
+                bytes_cells = (f"{timed.moved / 1e6:,.2f}", f"{floor:.2f}", f"{spread.median / floor:.1f}")
+            goal = "" if timed.goal is None else f"{timed.goal:g}"
+            rows.append((name, spread.format(digits=2), goal, *bytes_cells, timed.note))
+        return table(("side", "us (quartiles)", "goal", "MB", "us at memory's speed", "times that", "note"), rows)
+
+
+def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.device) -> Times:
+    """Every side in turn, `rounds` times. steps: of one graph, at least."""
+    graphs: dict[str, tuple[Graph, int]] = {}
+    for name, timed in sides.items():
+        if not isinstance(timed.side, tuple):
+            count = timed.copies * math.ceil(steps / timed.copies)
+            graphs[name] = captured(timed.side, count, device), count
+
+    def one(graph: Graph, count: int) -> Callable[[], float]:
+        return lambda: microseconds(graph, count, device)
+
+    warm_up = 1 if device.type == "cpu" else _WARM_UP
+    taken = interleave({name: one(*graph) for name, graph in graphs.items()}, rounds, warm_up)
+    for name, timed in sides.items():
+        if isinstance(timed.side, tuple):
+            taken[name] = [a - b for a, b in zip(*(taken[side] for side in timed.side), strict=True)]
+    return Times(sides, taken)
+
+
+def rotating(launches: Sequence[Side]) -> Side:
+    """Enqueues the next of `launches` each time, so that a capture walks over all of their logits."""
+    state = {"next": 0}
+
+    def one() -> None:
+        launches[state["next"] % len(launches)]()
+        state["next"] += 1
+
+    return one
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes a second that reading a gigabyte reaches; less of it on a CPU."""
+    block = torch.zeros((_SMALLEST_READ if device.type == "cpu" else _READ) // 4, device=device)
+    graph = captured(block.sum, 5, device)
+    best = min(microseconds(graph, 5, device) for _ in range(10))
+    return float(block.nbytes / best * 1e6)
+
+
+def zeroing(block: torch.Tensor) -> Side:
+    """A memset of the block alone: the driver's, for torch's own `zero_` may launch a kernel."""
+    if not block.is_cuda:
+        return block.zero_
+    import ctypes
+
+    library = ctypes.CDLL(driver.LIBRARY)
+
+    def one() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        code = library.cuMemsetD8Async(
+            ctypes.c_uint64(block.data_ptr()), ctypes.c_ubyte(0), ctypes.c_size_t(block.nbytes), ctypes.c_void_p(stream)
+        )
+        if code:
+            raise RuntimeError(f"cuMemsetD8Async answered with CUDA error {code}")
+
+    return one

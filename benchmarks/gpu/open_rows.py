@@ -1,0 +1,51 @@
+"""What rows cost whose crop geometry decides, at the size that ships: V = 151,936, d = 2,048, a table in float16."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.agreement import UNCERTIFIED
+from benchmarks.gpu.device import DeviceKernel, Step
+from benchmarks.gpu.measure import Timed
+from benchmarks.gpu.tables import table_of
+from topw_deploy.bench.sampler.problem import bell_logits
+from topw_deploy.plugins.kernel import STAGES, KernelSamples
+from topw_deploy.sampling.parameters import TopWOptions
+
+GOALS = {1: 60.0}
+"""Microseconds of a step of open rows on an H200, by batch."""
+
+
+class NotOpenError(Exception):
+    """The rows are not what is to be measured; one sentence."""
+
+
+def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int) -> dict[str, Timed]:
+    """Top-W over open rows with and without a bound of the nearest neighbours. table: float16 [V, d] on the device."""
+    options = TopWOptions(metric=metric)
+    vocab = len(table)
+    logits = torch.from_numpy(np.concatenate([bell_logits(vocab, 1, seed) for seed in range(batch)])).to(table.device)
+    pool = logits.topk(min(options.top_m, vocab), 1).indices.unique()
+    moved = logits.nbytes + len(pool) * table[0].nbytes
+    found = {}
+    for name, bounded in (("no bound", None), ("nearest neighbours bounded", pool)):
+        step = Step(kernel, logits, UNCERTIFIED | {"uniform": 0.37}, options, table_of(table, metric, bounded))
+        step.launch()
+        note = describe(step.samples())
+        found[f"Top-W, {metric}, {name}"] = Timed(step.launch, moved, note, goal=GOALS.get(batch))
+    found["torch.topk of the pool's size"] = Timed(lambda: logits.topk(min(options.top_m, vocab), 1), logits.nbytes)
+    return found
+
+
+def describe(samples: KernelSamples) -> str:
+    """What the rows took. Raises NotOpenError where a row needed no distances."""
+    reports = samples.reports
+    stages = {STAGES[int(stage)] for stage in reports["stage"]}
+    if stages != {"geometry"}:
+        raise NotOpenError(f"rows were answered by {', '.join(sorted(stages))}, so this does not measure geometry.")
+    kept, steps = (np.median(values) for values in (samples.kept, reports["steps"]))
+    return (
+        f"keeps {kept:g}, {steps:g} steps, {np.median(reports['distances']):,.0f} distances, "
+        f"{np.median(reports['distances_avoided']):,.0f} avoided"
+    )

@@ -1,0 +1,127 @@
+"""The results of the GPU command: a JSON file and a file of tables, both written in one piece after every step."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.job import PARTS, REHEARSAL
+
+JSON, TABLES = "results.json", "results.md"
+_FORMAT = 1
+
+DONE, FAILED, PARTIAL, ABSENT, WAITING = "done", "failed", "partial", "absent", "waiting"
+"""States of a step. absent: it could not be run here. waiting: it was not begun, for the budget had too little left."""
+
+_WORDS = {
+    DONE: "done",
+    FAILED: "**FAILED**",
+    PARTIAL: "partly done, goes on with the next run",
+    ABSENT: "**not run**",
+    WAITING: "not begun: the budget had too little left",
+}
+
+
+class RecordError(Exception):
+    """The folder holds results that these must not be mixed with; one sentence."""
+
+
+class Record:
+    """What is known so far, in `folder`. Raises RecordError for a folder of the other kind or of another format."""
+
+    def __init__(self, folder: Path, rehearse: bool) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._all: dict[str, Any] = {
+            "format": _FORMAT, "rehearsal": REHEARSAL if rehearse else False, "machine": {}, "steps": {},
+        }  # fmt: skip
+        if (folder / JSON).is_file():
+            self._all = _read(folder / JSON)
+            if bool(self._all["rehearsal"]) != rehearse:
+                kind = "a rehearsal's" if self._all["rehearsal"] else "a GPU's"
+                raise RecordError(f"{folder} holds {kind} results; name another folder with --out.")
+
+    @property
+    def steps(self) -> dict[str, dict[str, Any]]:
+        """What is known of each step, by `part/step`."""
+        found: dict[str, dict[str, Any]] = self._all["steps"]
+        return found
+
+    @property
+    def rehearsal(self) -> bool:
+        return bool(self._all["rehearsal"])
+
+    def describe_machine(self, machine: dict[str, Any]) -> None:
+        self._all["machine"] = machine
+        self.write()
+
+    def put(self, key: str, entry: dict[str, Any]) -> None:
+        """File a step's entry and write both files."""
+        self.steps[key] = entry
+        self.write()
+
+    def write(self) -> None:
+        put(self.folder / JSON, json.dumps(self._all, indent=1, ensure_ascii=False) + "\n")
+        put(self.folder / TABLES, self.tables())
+
+    def tables(self) -> str:
+        """Markdown: what could not be run and what failed first, then a section for every part."""
+        lines = ["# On a GPU", ""]
+        if self._all["rehearsal"]:
+            lines += [f"**{REHEARSAL}**", ""]
+        lines += [f"{name}: {value}  " for name, value in self._all["machine"].items() if value]
+        lines += ["", *_bullets("Failed", self.failures()), *_bullets("Not run here", self.absences())]
+        for part in PARTS:
+            mine = {key: entry for key, entry in self.steps.items() if key.split("/")[0] == part}
+            if mine:
+                lines += [f"## {part}" + (" (REHEARSAL)" if self._all["rehearsal"] else ""), ""]
+            for key, entry in mine.items():
+                lines += _section(key.split("/", 1)[1], entry)
+        return "\n".join(lines).rstrip() + "\n"
+
+    def failures(self) -> list[str]:
+        return [f"{key}: {entry['failed']}" for key, entry in self.steps.items() if entry.get("failed")]
+
+    def absences(self) -> list[str]:
+        """Each sentence once, with the steps that said it."""
+        sentences: dict[str, list[str]] = {}
+        for key, entry in self.steps.items():
+            for sentence in entry.get("absent", ()):
+                sentences.setdefault(sentence, []).append(key)
+        return [f"{', '.join(keys)}: {sentence}" for sentence, keys in sentences.items()]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RecordError(f"{path} is no JSON ({error}); move it away, or name another folder with --out.") from None
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise RecordError(f"{path} is of another version of this command; name another folder with --out.")
+    return found
+
+
+def _bullets(title: str, lines: list[str]) -> list[str]:
+    return [f"**{title}:**", "", *(f"- {line}" for line in lines), ""] if lines else []
+
+
+def _section(name: str, entry: dict[str, Any]) -> list[str]:
+    took = f", {entry['seconds']:.0f} s" if entry.get("seconds") else ""
+    changed = ", **measured before the kernels, torch or the GPU changed**" if entry.get("stale") else ""
+    lines = [f"### {name}", "", f"{_WORDS[entry['state']]}{took}{changed}", ""]
+    lines += [f"- FAILED: {entry['failed']}"] if entry.get("failed") else []
+    lines += [f"- not run: {sentence}" for sentence in entry.get("absent", ())]
+    lines += [""] if lines[-1] else []
+    return [*lines, entry["table"], ""] if entry.get("table") else lines
+
+
+def put(path: Path, text: str) -> None:
+    """Write the file in one piece: whoever reads it, or is killed while writing it, finds the old one or the new."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(path)

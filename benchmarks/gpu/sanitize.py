@@ -1,0 +1,113 @@
+"""The part `sanitize`: rows of every kind under compute-sanitizer's four tools.
+
+A tool that does not work on this machine (some virtual machines refuse it) has not passed: its words are recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from benchmarks.gpu.build import tool
+from benchmarks.gpu.job import Job, Result, Step
+
+READY, ANSWERED = "READY", "ANSWERED"  # lines of small_rows, which this process does not import: it is the child's
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+_FOUND = 97  # the exit code that compute-sanitizer is asked for where it finds an error
+_LONGEST = 100.0  # seconds for a tool
+_QUOTED = 12  # lines
+_USUAL = Path("/usr/local/cuda/compute-sanitizer/compute-sanitizer")
+_SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+
+
+def steps(job: Job) -> list[Step]:
+    alone = Step("rows without a tool", without_a_tool, 20, 120)
+    return [alone, *(Step(name, partial(under, name=name), 45, _LONGEST + 20) for name in TOOLS)]
+
+
+def command(job: Job) -> list[str]:
+    """The program that is watched."""
+    words = [sys.executable, "-m", "benchmarks.gpu.small_rows", str(job.kernels())]
+    return [*words, "--emulated"] if job.rehearse else words
+
+
+def without_a_tool(job: Job) -> Result:
+    """Whether the program answers rightly by itself."""
+    code, said = run(command(job))
+    if code != 0 or ANSWERED not in said:
+        return Result(failed=f"the rows ended with {_code(code)} before any tool watched: {_last(said)}")
+    return Result({"said": said.splitlines()[-1]}, said.splitlines()[-1])
+
+
+def under(job: Job, name: str) -> Result:
+    """The program under one tool."""
+    program = sanitizer(job)
+    if program is None:
+        return Result(absent=(f"compute-sanitizer is not on this machine: {name} was not run",))
+    options = ["--tool", name, "--error-exitcode", str(_FOUND), "--print-limit", "20"]
+    code, said = run([*program, *options, *command(job)])
+    log = job.folder("sanitize") / f"{name}.txt"
+    log.write_text(said, encoding="utf-8")
+    return verdict(name, code, said)
+
+
+def sanitizer(job: Job) -> list[str] | None:
+    if job.rehearse:
+        return [sys.executable, str(Path(__file__).with_name("sanitizer_stand_in.py"))]
+    found = tool("compute-sanitizer") or (str(_USUAL) if _USUAL.is_file() else None)
+    return None if found is None else [found]
+
+
+def verdict(name: str, code: int | None, said: str) -> Result:
+    """What the tool's exit code and words mean. code: None where it was killed at its limit."""
+    counts = [int(count) for count in _SUMMARY.findall(said)]
+    lines = said.splitlines()
+    if READY not in lines:  # not even memory and a copy: the tool or the driver refuses
+        told = [line.strip("= ") for line in lines if line.startswith("=====")]
+        return Result(absent=(f"{name} could not run: {' / '.join([*told[1:5], _last(said)])}",))
+    if code is None:
+        return Result(failed=f"{name} did not end within {_LONGEST:.0f} s: {_last(said)}")
+    data = {"exit code": code, "errors": sum(counts), "said": lines[-_QUOTED:]}
+    if code == _FOUND or sum(counts):
+        return Result(data, failed=f"{name} found {sum(counts)} errors: {_first_errors(lines)}")
+    if not counts:
+        return Result(absent=(f"{name} could not run: it ended with {_code(code)} and no summary: {_last(said)}",))
+    if code != 0 or not any(line.startswith(ANSWERED) for line in lines):
+        return Result(data, failed=f"under {name} the rows ended with {_code(code)}: {_last(said)}")
+    return Result(data, f"no errors; {next(line for line in lines if line.startswith(ANSWERED))}")
+
+
+def _first_errors(lines: list[str]) -> str:
+    """The tool's first complaint, with where it was."""
+    told = [line.strip("= ").strip() for line in lines if line.startswith("=====")]
+    return " / ".join(line for line in told[1 : 1 + _QUOTED] if line)[:1500]
+
+
+def _last(said: str) -> str:
+    told = [line.strip("= ").strip() for line in said.splitlines() if line.strip("= ").strip()]
+    return " / ".join(told[-2:])[-800:] or "it said nothing"
+
+
+def _code(code: int | None) -> str:
+    if code is None:
+        return "no exit code: it was killed"
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def run(words: list[str]) -> tuple[int | None, str]:
+    """(exit code, or None where the limit passed; all that was printed). All that was started is killed then."""
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0
+    )
+    try:
+        said, _ = process.communicate(timeout=_LONGEST)
+        return process.returncode, said
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate(timeout=30)
+        return None, said

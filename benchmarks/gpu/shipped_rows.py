@@ -1,0 +1,173 @@
+"""Rows of the shape that ships (V = 151,936, d = 2,048), judged beside the CPU's kernel and the reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.fuzz_cuda import as_bfloat16, from_bfloat16
+from benchmarks.fuzz_sampler import differences
+from benchmarks.gpu.agreement import UNCERTIFIED
+from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
+from benchmarks.gpu.tables import table_of
+from benchmarks.rows import explanation
+from benchmarks.sampler_sides import Answer
+from topw_deploy.bench.sampler.problem import bell_logits, likely_logits
+from topw_deploy.errors import ProviderError
+from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples, KernelTable
+from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, sample_row
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWParameters
+
+KINDS = ("certified", "open", "edited", "invalid")
+_EDITS = 8
+_JUDGED = 8  # rows of each batch that the reference answers even if the CPU's kernel agrees
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch of rows, each of one of KINDS: logits float32 [B, V] that the type can hold, parameters, edits."""
+
+    logits: np.ndarray
+    columns: dict[str, np.ndarray]
+    edits: tuple[np.ndarray, np.ndarray, np.ndarray]
+    kinds: list[str]
+
+
+@dataclass
+class Verdict:
+    """rows: compared, by kind. stages: of the kernels, by kind. explained: differences at ties. wrong: the others."""
+
+    rows: Counter[str] = field(default_factory=Counter)
+    stages: Counter[str] = field(default_factory=Counter)
+    explained: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    by_reference: int = 0
+
+
+def rounded(logits: np.ndarray, dtype: str) -> np.ndarray:
+    """The float32 numbers that `dtype` makes of the logits."""
+    if dtype == "bfloat16":
+        return from_bfloat16(as_bfloat16(logits))
+    return logits.astype(dtype).astype(np.float32)
+
+
+def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
+    """One row of each of the kinds; edits repel, favour and ban likely tokens of the edited rows."""
+    rng = np.random.default_rng(seed)
+    batch = len(kinds)
+    logits = np.concatenate([(bell_logits if k == "open" else likely_logits)(vocab, 1, seed * 1000 + i)
+                             for i, k in enumerate(kinds)])  # fmt: skip
+    logits = rounded(logits, dtype)
+    columns = {name: np.full(batch, getattr(TopWParameters(), name), np.float32) for name in PARAMETER_NAMES}
+    columns["uniform"] = rng.integers(0, 1 << 24, batch).astype(np.float32) * np.float32(2.0**-24)
+    ids = np.full((batch, _EDITS), -1, np.int64)
+    penalty, bias = np.ones((batch, _EDITS), np.float32), np.zeros((batch, _EDITS), np.float32)
+    for row, kind in enumerate(kinds):
+        if kind == "open":
+            for name, value in UNCERTIFIED.items():
+                columns[name][row] = value
+        elif kind == "edited":
+            likely = np.argsort(-logits[row])[: _EDITS - 1]
+            ids[row, : len(likely)] = rng.permutation(likely)
+            penalty[row, :4], bias[row, 2:5] = 1.3, np.float32(rng.standard_normal(3))
+            bias[row, 5] = -np.inf
+        elif kind == "invalid":
+            logits[row, int(rng.integers(vocab))] = rng.choice([np.nan, np.inf])
+    return Rows(logits, columns, (ids, penalty, bias), kinds)
+
+
+class Judge:
+    """The answers to compare with. cpu: a library with the CPU's kernel, None where there is none."""
+
+    def __init__(self, options: TopWOptions, geometry: Geometry, cpu: Path | None) -> None:
+        self._options, self._geometry = options, geometry
+        self._table = KernelTable.from_geometry(geometry)
+        self._kernel = None if cpu is None else Kernel(cpu)
+
+    def judge(self, rows: Rows, found: KernelSamples, verdict: Verdict) -> None:
+        """Compare every row with the CPU's kernel, and with the reference those that differ and the first few."""
+        beside = None
+        if self._kernel is not None:
+            beside = self._kernel.sample(
+                rows.logits, rows.columns, self._options, self._table, rows.edits, mass=True, keep_mask=True
+            )
+        for row, kind in enumerate(rows.kinds):
+            verdict.rows[kind] += 1
+            verdict.stages[f"{kind}: {STAGES[int(found.reports['stage'][row])]}"] += 1
+            if beside is None or row < _JUDGED or not _agree(beside, found, row):
+                self._by_reference(rows, row, found, verdict)
+
+    def _by_reference(self, rows: Rows, row: int, found: KernelSamples, verdict: Verdict) -> None:
+        parameters = {name: float(rows.columns[name][row]) for name in PARAMETER_NAMES}
+        edits = tuple(array[row] for array in rows.edits)
+        wanted = sample_row(
+            rows.logits[row], parameters, self._options, self._geometry, float(rows.columns["uniform"][row]), edits
+        )
+        verdict.by_reference += 1
+        assert found.mass is not None
+        assert found.keep_mask is not None
+        answer = Answer(
+            np.flatnonzero(found.keep_mask[row]), bool(found.certified[row]), ordered=False,
+            next_token=int(found.next_token[row]), logprob=float(found.logprob[row]), mass=float(found.mass[row]),
+        )  # fmt: skip
+        for difference in differences(wanted, answer):
+            reason = explanation(difference, wanted, FLOAT32_TIES, pool_cut=False)
+            if reason is None:
+                verdict.wrong.append(
+                    f"row {row} of {len(rows.kinds)} ({rows.kinds[row]}): {difference}; wanted token "
+                    f"{wanted.next_token} of {wanted.kept} kept, found {answer.next_token} of {len(answer.kept)}"
+                )
+            else:
+                verdict.explained[f"{difference}: {reason}"] += 1
+
+
+def _agree(first: KernelSamples, second: KernelSamples, row: int) -> bool:
+    exact = ("next_token", "kept", "certified", "keep_mask")
+    close = ("logprob", "mass")
+    return all(np.array_equal(getattr(first, name)[row], getattr(second, name)[row]) for name in exact) and all(
+        np.isclose(getattr(first, name)[row], getattr(second, name)[row], rtol=1e-5, atol=1e-6) for name in close
+    )
+
+
+def cpu_library(kernels: Path) -> Path | None:
+    """A library with the CPU's kernel: the CUDA library holds it, too, and so does this package where it was built."""
+    for path in (kernels, library_path()):
+        try:
+            if path is not None:
+                Kernel(path)
+                return path
+        except ProviderError:
+            continue
+    return None
+
+
+def compare(
+    kernel: DeviceKernel, table: torch.Tensor, metric: str, dtype: str, batches: tuple[int, ...], cpu: Path | None
+) -> Verdict:
+    """Batches of rows of every kind through the kernels and the judge; the smallest batch once for each kind.
+
+    table: float16 [V, d] on the device.
+    """
+    options = TopWOptions(metric=metric)
+    device_table = table_of(table, metric)
+    mean, inverse_std = (tensor.cpu().numpy() for tensor in device_table.statistics)
+    geometry = Geometry.from_embeddings(table.cpu().numpy(), metric, (mean, inverse_std))
+    judge, verdict = Judge(options, geometry, cpu), Verdict()
+    for seed, batch in enumerate(batches):
+        mixes = [[kind] * batch for kind in KINDS] if batch == 1 else [[KINDS[i % 4] for i in range(batch)]]
+        for mix in mixes:
+            rows = rows_of(mix, len(table), dtype, seed + 1)
+            judge.judge(rows, launched(kernel, rows, dtype, options, device_table), verdict)
+    return verdict
+
+
+def launched(kernel: DeviceKernel, rows: Rows, dtype: str, options: TopWOptions, table: DeviceTable) -> KernelSamples:
+    logits = torch.from_numpy(rows.logits).to(kernel.device, getattr(torch, dtype))
+    step = Step(kernel, logits, rows.columns, options, table, rows.edits, mass=True, keep_mask=True)
+    step.launch()
+    return step.samples()

@@ -1,0 +1,44 @@
+"""How large the problems of each part are: on the host, and in a rehearsal, where a CPU emulates every thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.gpu.job import Job
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """vocab, hidden: of the shape that ships. checked: batches that are compared with the reference.
+    rows: random rows, at most. small_vocab, small_hidden: of rows under compute-sanitizer, and of repeats and captures.
+    certified, open_batches: batches that are measured. captured: (batch, number of other batches) of captured steps.
+    replays: of one of them. steps: in a measured graph.
+    rounds: of a measurement, at most. cold: bytes that no cache holds. decoder: (hidden, inner, kv, layers, vocab) of
+    the decoder step. top_k: of torch.topk."""
+
+    vocab: int = 151_936
+    hidden: int = 2_048
+    checked: tuple[int, ...] = (1, 5, 33, 64)
+    rows: int = 10**9
+    small_vocab: int = 32_000
+    small_hidden: int = 64
+    certified: tuple[int, ...] = (1, 8, 64, 128, 256)
+    open_batches: tuple[int, ...] = (1, 8, 64)
+    captured: tuple[int, int] = (16, 10)
+    replays: int = 1_000
+    steps: int = 20
+    rounds: int = 10**9
+    cold: int = 256 << 20
+    decoder: tuple[int, int, int, int, int] = (3_072, 8_192, 1_024, 28, 128_256)
+    top_k: int = 1_200
+
+
+REHEARSED = Sizes(
+    vocab=4_096, hidden=64, checked=(1, 3), rows=400, small_vocab=2_000, small_hidden=16, certified=(1, 3),
+    open_batches=(1, 2), captured=(4, 2), replays=3, steps=2, rounds=2, cold=1 << 18,
+    decoder=(64, 128, 32, 2, 4_096), top_k=200,
+)  # fmt: skip
+
+
+def sizes_of(job: Job) -> Sizes:
+    return REHEARSED if job.rehearse else Sizes()

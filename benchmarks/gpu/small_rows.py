@@ -1,0 +1,213 @@
+"""Rows of every kind over a small vocabulary, for compute-sanitizer: `python -m benchmarks.gpu.small_rows LIBRARY`.
+
+It imports neither torch nor transformers, so that a tool that slows every instruction down has little to slow. Every
+block of device memory is exactly as large as what it holds, and scratch memory is uninitialised, so that accesses
+beyond an end and reads of what nobody wrote show. The answers are compared with the reference.
+
+Prints READY when the device has given memory and taken a copy, and ANSWERED at the end; exits 1 for a wrong answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Callable
+from ctypes import byref, c_size_t, c_uint64, c_void_p
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.fuzz_cuda import as_bfloat16, from_bfloat16
+from benchmarks.fuzz_sampler import differences
+from benchmarks.rows import explanation
+from benchmarks.sampler_sides import Answer
+from topw_deploy.errors import PluginError
+from topw_deploy.plugins import driver
+from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
+from topw_deploy.plugins.kernel import (
+    COLUMNS,
+    STAGES,
+    TABLE_TYPES,
+    KernelSamples,
+    KernelTable,
+    _Blocks,
+    _columns,
+    _Inputs,
+    _Outputs,
+    _Table,
+)
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, sample_row
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
+
+READY, ANSWERED = "READY", "ANSWERED"
+VOCAB, HIDDEN, BATCH, EDITS = 3_001, 24, 8, 3
+_OPEN = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}
+_OPTIONS = TopWOptions(metric="cosine", top_m=200, alt_iters=9)
+
+
+class DeviceMemory:
+    """The memory of the current device, through the driver: allocations of exact size, not initialised."""
+
+    def __init__(self) -> None:
+        try:
+            self._driver = ctypes.CDLL(driver.LIBRARY)
+        except OSError as error:
+            raise PluginError(f"there is no NVIDIA driver ({error}).") from None
+
+    def allocate(self, size: int) -> int:
+        memory = c_uint64()
+        self._check("cuMemAlloc", self._driver.cuMemAlloc_v2(byref(memory), c_size_t(size)))
+        return memory.value
+
+    def write(self, address: int, array: np.ndarray) -> None:
+        code = self._driver.cuMemcpyHtoD_v2(c_uint64(address), c_void_p(array.ctypes.data), c_size_t(array.nbytes))
+        self._check("cuMemcpyHtoD", code)
+
+    def read(self, address: int, array: np.ndarray) -> None:
+        code = self._driver.cuMemcpyDtoH_v2(c_void_p(array.ctypes.data), c_uint64(address), c_size_t(array.nbytes))
+        self._check("cuMemcpyDtoH", code)
+
+    def _check(self, call: str, code: int) -> None:
+        if code:
+            raise PluginError(f"{call} answered with CUDA error {code}.")
+
+
+class HostMemory:
+    """The memory of this process, in which the emulated kernels run."""
+
+    def __init__(self) -> None:
+        self._kept: list[np.ndarray] = []
+
+    def allocate(self, size: int) -> int:
+        room = np.empty(size + 256, np.uint8)
+        self._kept.append(room)
+        return int(room.ctypes.data) + -room.ctypes.data % 256
+
+    def write(self, address: int, array: np.ndarray) -> None:
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+    def read(self, address: int, array: np.ndarray) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+
+Memory = DeviceMemory | HostMemory
+
+
+def rows(seed: int, scale: float) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[np.ndarray, ...]]:
+    """Logits, parameters and edits of BATCH rows.
+
+    In turn: certified, open, edited, edited and open, invalid, greedy, repelled by geometry, flat."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((BATCH, VOCAB)) * scale).astype(np.float32)
+    logits[[0, 2, 5], 7:12] += 12
+    logits[4, VOCAB - 1] = np.nan
+    columns: dict[str, Any] = {name: np.full(BATCH, value) for name, value in _OPEN.items()}
+    columns["lam"][[0, 2]], columns["init_top_p"][[0, 2]] = 2.2, 0.999
+    columns["temperature"][5], columns["geom_scale"][6] = 0.0, -0.3
+    columns["lam"][7], columns["init_top_p"][7], columns["temperature"][7] = 0.3, 0.999, 1.0
+    columns["uniform"] = rng.random(BATCH, dtype=np.float32)
+    ids = np.full((BATCH, EDITS), -1, np.int64)
+    ids[2:4] = [7, VOCAB - 1, 64], [63, VOCAB - 1, 2_000]
+    penalty, bias = np.ones((BATCH, EDITS), np.float32), np.zeros((BATCH, EDITS), np.float32)
+    penalty[2:4, 0], bias[2:4, 1], bias[2:4, 2] = 1.5, 2.0, -np.inf
+    return logits, _columns(columns, BATCH), (ids, penalty, bias)
+
+
+def put(memory: Memory, array: np.ndarray) -> int:
+    address = memory.allocate(array.nbytes)
+    memory.write(address, np.ascontiguousarray(array))
+    return address
+
+
+def table_in(memory: Memory, table: KernelTable) -> _Table:
+    statistics = (put(memory, array) for array in (table.rows, table.mean, table.inverse_std))
+    rows_at, mean, inverse_std = statistics
+    return _Table(rows_at, *table.rows.shape, TABLE_TYPES[table.dtype], 0, mean, inverse_std, None, _Blocks())
+
+
+def launched(
+    kernel: CudaKernel, memory: Memory, stored: np.ndarray, columns: dict[str, np.ndarray],
+    edits: tuple[np.ndarray, ...], table: _Table,
+) -> KernelSamples:  # fmt: skip
+    """The kernels' answers, with every output."""
+    kind = "bfloat16" if stored.dtype == np.uint16 else str(stored.dtype)
+    shape = CudaShape(_OPTIONS, BATCH, VOCAB, EDITS, kind, table)
+    samples = KernelSamples.empty(BATCH, VOCAB, mass=True, keep_mask=True)
+    places = {field.name: memory.allocate(getattr(samples, field.name).nbytes) for field in fields(samples)}
+    inputs = _Inputs(
+        BATCH, VOCAB, EDITS, *(put(memory, array) for array in (stored, *edits)),
+        *(put(memory, columns[name]) for name in COLUMNS),
+    )  # fmt: skip
+    control = kernel.allocate(kernel.control_bytes(shape))
+    workspace = memory.allocate(kernel.workspace_bytes(shape))
+    for _ in range(2):  # the second launch finds what the first left
+        kernel.launch(shape, table, inputs, _Outputs(*places.values()), control, workspace)
+    for name, place in places.items():
+        memory.read(place, getattr(samples, name))
+    kernel.release(control)
+    return samples
+
+
+def wrong_rows(
+    samples: KernelSamples, logits: np.ndarray, columns: dict[str, np.ndarray], edits: tuple[np.ndarray, ...],
+    geometry: Geometry,
+) -> list[str]:  # fmt: skip
+    """What differs from the reference, and is not at a tie."""
+    wrong = []
+    assert samples.mass is not None
+    assert samples.keep_mask is not None
+    for row in range(BATCH):
+        parameters = {name: float(columns[name][row]) for name in PARAMETER_NAMES}
+        mine = (edits[0][row], edits[1][row], edits[2][row])
+        wanted = sample_row(logits[row], parameters, _OPTIONS, geometry, float(columns["uniform"][row]), mine)
+        found = Answer(
+            np.flatnonzero(samples.keep_mask[row]), bool(samples.certified[row]), ordered=False,
+            next_token=int(samples.next_token[row]), logprob=float(samples.logprob[row]),
+            mass=float(samples.mass[row]),
+        )  # fmt: skip
+        wrong += [
+            f"row {row}: {difference}, wanted token {wanted.next_token}, found {found.next_token}"
+            for difference in differences(wanted, found)
+            if explanation(difference, wanted, FLOAT32_TIES, pool_cut=False) is None
+        ]
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--emulated", action="store_true", help="the library emulates a GPU in this process's memory")
+    given = parser.parse_args()
+    kernel = CudaKernel(given.library)
+    kernel.release(kernel.allocate(256))  # makes the device's context this thread's
+    memory = HostMemory() if given.emulated else DeviceMemory()
+    embeddings = np.random.default_rng(3).standard_normal((VOCAB, HIDDEN)).astype(np.float16)
+    geometry = Geometry.from_embeddings(embeddings, _OPTIONS.metric)
+    described = KernelTable.from_geometry(geometry)
+    assert described is not None
+    table = table_in(memory, described)
+    print(READY, flush=True)
+    types: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+        "float32": (np.asarray, np.asarray),
+        "float16": (lambda row: row.astype(np.float16), lambda row: row.astype(np.float32)),
+        "bfloat16": (as_bfloat16, from_bfloat16),
+    }
+    stages: Counter[str] = Counter()
+    wrong: list[str] = []
+    for seed, (name, (store, read)) in enumerate(types.items()):
+        logits, columns, edits = rows(seed, 1.6)
+        stored = store(logits)
+        samples = launched(kernel, memory, stored, columns, edits, table)
+        stages.update(STAGES[int(stage)] for stage in samples.reports["stage"])
+        wrong += [f"{name}, {line}" for line in wrong_rows(samples, read(stored), columns, edits, geometry)]
+    print("\n".join(wrong))
+    print(ANSWERED, ", ".join(f"{stage} {count}" for stage, count in sorted(stages.items())), flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The child process of one part: `python -m benchmarks.gpu.worker PART JOB`, started by `children.py`.
+
+It lists its steps, then runs those that the parent names, one line of JSON each on its standard input, and tells what
+became of them on the file descriptor named by TOPW_EVENTS. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+from benchmarks.gpu.job import Job, MissingError, Result, Step, result_json, steps_of
+
+EVENTS = "TOPW_EVENTS"
+
+
+def main() -> int:
+    part, given = sys.argv[1:]
+    job = Job.from_json(given)
+    with os.fdopen(int(os.environ.pop(EVENTS)), "w", encoding="utf-8") as events:
+
+        def tell(**event: Any) -> None:
+            print(json.dumps(event), file=events, flush=True)
+
+        steps = {step.name: step for step in steps_of(part, job)}
+        tell(plan=[[s.name, s.seconds, s.longest, list(s.inputs)] for s in steps.values()])
+        for line in sys.stdin:
+            asked = json.loads(line)
+            job.earlier, job.end = asked["earlier"], asked["end"]
+            job.keep = lambda data: tell(kept=data)
+            started = time.monotonic()
+            result = run(steps[asked["step"]], job)
+            tell(result=result_json(result), seconds=time.monotonic() - started)
+    return 0
+
+
+def run(step: Step, job: Job) -> Result:
+    """What the step answers; a step that raises has failed, with the error's words."""
+    try:
+        return step.run(job)
+    except MissingError as error:
+        return Result(failed=str(error))
+    except Exception as error:  # noqa: BLE001 - whatever a step raises is its result, and the next one runs
+        traceback.print_exc()
+        return Result(failed=f"{type(error).__name__}: {error}"[:2000])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
