@@ -14,6 +14,7 @@ import os
 import shutil
 import tarfile
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -70,15 +71,26 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     """`base` with the complete components of `folder` before everything installed.
 
     PYTHONPATH and LD_LIBRARY_PATH; caches that packages would write to the home directory go to `folder`, too.
+    onnxruntime looks for CUDA's libraries beside its own folder, where there are none, and then where the loader does:
+    so those of PyTorch's packages are put there.
     """
     found = dict(base)
     for entry in components(folder).values():
-        for variable, places in (("PYTHONPATH", entry["python_path"]), ("LD_LIBRARY_PATH", entry["library_path"])):
-            paths = [str((folder / place).absolute()) for place in places]
+        libraries = [str((folder / place).absolute()) for place in entry["library_path"]]
+        libraries += cuda_libraries() if entry["cuda_libraries"] else []
+        packages = [str((folder / place).absolute()) for place in entry["python_path"]]
+        for variable, paths in (("PYTHONPATH", packages), ("LD_LIBRARY_PATH", libraries)):
             found[variable] = os.pathsep.join([*paths, *filter(None, [found.get(variable)])])
         for variable, place in entry["variables"].items():
             found[variable] = str((folder / place).absolute())
     return {name: value for name, value in found.items() if value}
+
+
+def cuda_libraries() -> list[str]:
+    """Folders of CUDA's libraries among this Python's packages: `nvidia/cu13/lib`, `nvidia/cudnn/lib` and so on."""
+    spec = find_spec("nvidia")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    return [str(path) for place in places for path in sorted(Path(place).glob("*/lib"))]
 
 
 def _index_beside(archive: Path) -> dict[str, Any]:

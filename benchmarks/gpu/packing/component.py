@@ -14,6 +14,7 @@ class Packed:
 
     python_path, library_path: subfolders that belong on PYTHONPATH and LD_LIBRARY_PATH, "." for the folder itself.
     variables: environment variables that name a subfolder.
+    cuda_libraries: it loads CUDA's libraries, which PyTorch's packages have.
     gpu_code: what was kept of the GPU code of each library.
     notes: sentences for whoever uses it.
     """
@@ -22,6 +23,7 @@ class Packed:
     python_path: tuple[str, ...] = ()
     library_path: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
+    cuda_libraries: bool = False
     gpu_code: dict[str, Kept] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -35,4 +35,4 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
         raise BenchmarkError(
             f"{_PROVIDER} of {REQUIREMENT} has code for {', '.join(kept.found)}, none for sm_{host.sm}."
         )
-    return Packed(wheels.version(wheel), python_path=(".",), gpu_code={_PROVIDER: kept})
+    return Packed(wheels.version(wheel), python_path=(".",), cuda_libraries=True, gpu_code={_PROVIDER: kept})
