@@ -2,6 +2,7 @@
 # Versions are pinned by constraints.txt to the ones the measurements in docs/ were made with.
 #
 #   PYTHON     the interpreter that makes the environment (3.11 or newer)
+#   GPU_FLAGS  options of `python3 -m benchmarks.gpu` for `make gpu`
 #   PIP_FLAGS  more options for pip; on Linux without a GPU, name PyTorch's index of CPU wheels here,
 #              otherwise pip brings several gigabytes of CUDA packages along
 
@@ -12,11 +13,11 @@ WHEELS    := .venv-wheels
 PEERS     := .peers
 CUDA      := .cuda
 NVIDIA    := .nvidia
-GPU       := .venv-gpu
+HOST      := .venv-host
 BIN       := $(VENV)/bin
 INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test lint peers cuda-tools nvidia fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
+.PHONY: demo test lint peers cuda-tools nvidia host fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -38,6 +39,8 @@ cuda-tools: $(CUDA)/tools.stamp $(CUDA)/onnxruntime.stamp  ## NVIDIA's compilers
 
 nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packages, for `make test`; they need no GPU
 
+host: $(HOST)/ready.stamp  ## the Python and the packages of a GPU host, in which `make test` rehearses `make gpu`
+
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
 	$(BIN)/python -m benchmarks.fuzz_sampler --rows 250000
 	$(BIN)/python -m benchmarks.fuzz_tail --rows 100000
@@ -51,8 +54,8 @@ fuzz-cuda: $(VENV)/dev.stamp  ## random rows through the CUDA kernels in emulati
 bench: $(VENV)/dev.stamp    ## the figures of docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
-gpu: $(GPU)/dev.stamp       ## on a machine with an NVIDIA GPU and nvcc: build, check 100,000 rows, capture, measure
-	$(GPU)/bin/python -m benchmarks.gpu
+gpu:             ## on a machine with an NVIDIA GPU, nvcc and torch: build, check, sanitize, capture, measure, run models
+	$(PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
 wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampler for Linux, one without for the rest
 	rm -rf dist build
@@ -68,7 +71,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(GPU) out dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) out dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt
@@ -120,11 +123,8 @@ $(NVIDIA)/ready.stamp: $(VENV)/dev.stamp tests/nvidia/requirements.txt tests/nvi
 	$(BIN)/python -m tests.nvidia.make_environment $(NVIDIA) $(PIP_FLAGS)
 	@touch $@
 
-# As .venv, with torch for CUDA (pip's own on Linux) and onnxruntime-gpu in the place of onnxruntime, never beside it.
-$(GPU)/dev.stamp: constraints.txt pyproject.toml setup.py $(wildcard src/topw_deploy/plugins/*/*)
-	$(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) torch
-	$(GPU)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e '.[dev]'
-	$(GPU)/bin/pip uninstall --quiet --yes onnxruntime
-	$(GPU)/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) "onnxruntime-gpu==$$(sed -n 's/^onnxruntime==//p' constraints.txt)"
+# The versions that a GPU host has, with nothing of this project.
+$(HOST)/ready.stamp: tests/gpu/host.txt .ci/find-python
+	"$$(.ci/find-python 3.12)" -m venv --clear $(HOST)
+	$(HOST)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $<
 	@touch $@

@@ -29,7 +29,7 @@ from benchmarks.gpu.record import PARTIAL, TABLES, WAITING, Record, RecordError 
 from benchmarks.gpu.runner import Run, say  # noqa: E402
 from topw_deploy.errors import BenchmarkError  # noqa: E402
 
-_KERNELS = ROOT / "src" / "topw_deploy" / "plugins"
+_PLUGINS, _CODE = ROOT / "src" / "topw_deploy" / "plugins", {".cu", ".cuh", ".cpp", ".h"}
 _UNFINISHED = 3
 
 
@@ -60,7 +60,8 @@ def arguments() -> argparse.ArgumentParser:
 
 def digest_of_kernels(library: Path | None) -> str:
     """Of the library given, else of the sources."""
-    sources = [library] if library is not None else sorted(f for f in _KERNELS.glob("*/*") if f.is_file())
+    written = (file for folder in ("cuda", "native") for file in (_PLUGINS / folder).iterdir())
+    sources = [library] if library is not None else sorted(file for file in written if file.suffix in _CODE)
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

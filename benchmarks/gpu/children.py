@@ -21,7 +21,7 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.worker import EVENTS
 
 ROOT = Path(__file__).parents[2]
-_LAST_WORDS = 12  # lines of a child's output that go into the record when it dies
+_LAST_WORDS = 6  # lines of a child's output that go into the record when it dies
 
 
 class ChildEndedError(Exception):
@@ -111,7 +111,7 @@ class Child:
         return f"its process {how}{self._last_words()}."
 
     def _last_words(self) -> str:
-        words = " / ".join(line for line in self._said if line)
+        words = " / ".join(line.strip() for line in self._said if line.strip("~^ "))
         return f"; its last lines: {words[-1500:]}" if words else ""
 
     def _kill(self) -> None:

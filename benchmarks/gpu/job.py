@@ -124,8 +124,8 @@ class MissingError(Exception):
 
 
 def steps_of(part: str, job: Job) -> list[Step]:
-    """The steps of the part, in their order."""
-    steps: list[Step] = import_module(f"benchmarks.gpu.{part}").steps(job)
+    """The steps of the part, in their order. part: a module of this folder, or a dotted name of one elsewhere."""
+    steps: list[Step] = import_module(part if "." in part else f"benchmarks.gpu.{part}").steps(job)
     return steps
 
 

@@ -62,6 +62,11 @@ class Record:
         self.steps[key] = entry
         self.write()
 
+    def drop(self, key: str) -> None:
+        """Forget a step's entry, where there is one."""
+        if self.steps.pop(key, None) is not None:
+            self.write()
+
     def write(self) -> None:
         put(self.folder / JSON, json.dumps(self._all, indent=1, ensure_ascii=False) + "\n")
         put(self.folder / TABLES, self.tables())

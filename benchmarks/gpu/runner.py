@@ -67,14 +67,16 @@ class Run:
                     self._file(key, digest, {"state": WAITING})
                     continue
                 self.tried.add(key)
-                child = self.open_child(name, self.job) if child is None else child
+                if child is None:
+                    child = self.open_child(name, self.job)
+                    child.plan(_PLAN_LIMIT)
                 if not self._step(child, key, digest, min(limit, max(1.0, part_end - time.monotonic()))):
                     child.close()
                     child = None
         except ChildEndedError as reason:
             self._file(f"{name}/steps", "", {"state": FAILED, "failed": str(reason)})
         else:
-            self.record.steps.pop(f"{name}/steps", None)
+            self.record.drop(f"{name}/steps")
         finally:
             if child is not None:
                 child.close()

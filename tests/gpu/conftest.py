@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.gpu.device import DeviceKernel
+from tests.plugins.cuda.conftest import emulated_library  # noqa: F401  # a fixture
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def kernel(emulated_library: Path) -> DeviceKernel:  # noqa: F811
+    """The emulated kernels, called as on a GPU."""
+    return DeviceKernel(emulated_library, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def host() -> Path:
+    """The Python of a GPU host, with its versions; nothing of this project is installed there."""
+    python = ROOT / ".venv-host" / "bin" / "python"
+    if not python.is_file():
+        reason = f"{python.parents[1]} is not there; `make host` makes it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return python

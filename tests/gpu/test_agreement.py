@@ -1,0 +1,115 @@
+"""The checks of the GPU command on the emulated kernels: that they pass, and that they can fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.gpu import agreement, check, shipped_rows
+from benchmarks.gpu.device import DeviceKernel, DeviceTable
+from benchmarks.gpu.job import Job
+from benchmarks.gpu.tables import nearest_bound, random_rows, statistics, table_of
+
+from topw_deploy.plugins.kernel import STAGES
+from topw_deploy.sampling import Geometry, TopWOptions, embedding_statistics
+
+VOCAB, HIDDEN = 2_000, 16
+
+
+@pytest.fixture
+def table(kernel: DeviceKernel) -> DeviceTable:
+    return agreement.table_on(kernel, VOCAB, HIDDEN)
+
+
+def test_the_mixed_rows_take_every_way(kernel: DeviceKernel, table: DeviceTable) -> None:
+    step = agreement.step_of(kernel, 24, 1, table)
+    step.launch()
+    assert {STAGES[stage] for stage in step.samples().reports["stage"]} == set(STAGES)
+
+
+def test_rows_answer_the_same_again_and_alone(kernel: DeviceKernel, table: DeviceTable) -> None:
+    assert agreement.unequal_repeats(kernel, table, 6, 2) == []
+    assert agreement.unequal_alone(kernel, table, 6) == []
+
+
+def test_answers_that_differ_are_noticed(kernel: DeviceKernel, table: DeviceTable) -> None:
+    found = []
+    for seed in (1, 2):
+        step = agreement.step_of(kernel, 4, seed, table)
+        step.launch()
+        found.append(step.samples())
+    assert agreement.same(found[0], found[0])
+    assert not agreement.same(*found)
+
+
+def test_a_repeat_that_differs_is_named(
+    kernel: DeviceKernel, table: DeviceTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "same", lambda first, second: False)
+    assert agreement.unequal_repeats(kernel, table, 2, 2) == [0, 1]
+    assert agreement.unequal_alone(kernel, table, 2) == [0, 1]
+
+
+@pytest.mark.parametrize("metric", ["cosine", "mahalanobis"])
+def test_statistics_on_the_device_are_those_of_the_definition(metric: str) -> None:
+    rows = random_rows(300, HIDDEN, torch.device("cpu"))
+    for found, wanted in zip(statistics(rows, metric), embedding_statistics(rows.numpy(), metric), strict=True):
+        np.testing.assert_allclose(found.numpy(), wanted.astype(np.float32), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "mahalanobis"])
+def test_the_bound_is_below_the_nearest_distance_and_close_to_it(metric: str) -> None:
+    rows = random_rows(300, HIDDEN, torch.device("cpu"))
+    mean, inverse_std = statistics(rows, metric)
+    ids = torch.tensor([3, 17, 255])
+    bound = nearest_bound(rows, metric, mean, inverse_std, ids).numpy()
+    geometry = Geometry.from_embeddings(rows.numpy(), metric, (mean.numpy(), inverse_std.numpy()))
+    distances = geometry.distances(ids.numpy(), np.arange(300))
+    distances[np.arange(3), ids.numpy()] = np.inf
+    nearest = distances.min(axis=1)
+    assert (bound[ids.numpy()] <= nearest).all()
+    np.testing.assert_allclose(bound[ids.numpy()], nearest, rtol=2e-3)  # it gives up a thousandth
+    assert np.flatnonzero(bound).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rows_of_the_shape_that_ships_are_judged_by_the_reference(kernel: DeviceKernel, dtype: str) -> None:
+    rows = random_rows(VOCAB, HIDDEN, kernel.device)
+    verdict = shipped_rows.compare(kernel, rows, "cosine", dtype, (1, 4), None)
+    assert verdict.wrong == []
+    assert verdict.by_reference == sum(verdict.rows.values()) == 8
+    assert set(verdict.stages) >= {"certified: candidates", "open: geometry", "invalid: invalid"}
+
+
+def test_a_wrong_answer_at_the_shape_that_ships_is_noticed(kernel: DeviceKernel) -> None:
+    options, rows = TopWOptions(metric="cosine"), random_rows(VOCAB, HIDDEN, kernel.device)
+    drawn = shipped_rows.rows_of(["certified", "edited"], VOCAB, "float32", 1)
+    table = table_of(rows, "cosine")
+    samples = shipped_rows.launched(kernel, drawn, "float32", options, table)
+    geometry = Geometry.from_embeddings(rows.numpy(), "cosine", tuple(t.numpy() for t in table.statistics))
+    judge, verdict = shipped_rows.Judge(options, geometry, None), shipped_rows.Verdict()
+    judge.judge(drawn, samples, verdict)
+    assert verdict.wrong == []
+    judge.judge(drawn, replace(samples, next_token=samples.next_token + 1), verdict)
+    assert [line.split(": ")[1].split(";")[0] for line in verdict.wrong] == ["token", "token"]
+
+
+def test_random_rows_go_on_from_the_chunks_that_are_recorded(
+    emulated_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "_CHUNK", 60)
+    job = Job(tmp_path, emulated_library, rehearse=True, rows=120, seed=3)
+    whole = check.random_rows(job)
+    kept = []
+    job.keep = kept.append
+    job.end = 0.0  # the time is over before it begins, so there is one chunk
+    first = check.random_rows(job)
+    assert first.partial
+    assert first.data["rows"] == kept[0]["rows"] == 60
+    job.earlier = kept[0]
+    resumed = check.random_rows(job)
+    assert not resumed.partial
+    assert resumed.data == whole.data

@@ -1,0 +1,53 @@
+"""The GPU command runs from a bare checkout: each part imports what it needs and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from benchmarks.gpu.job import PARTS
+
+ROOT = Path(__file__).parents[2]
+EXPORTERS = (
+    "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "topw_deploy.export", "topw_deploy.runtime",
+)  # fmt: skip
+NOT_ON_THE_HOST = ("scipy", "matplotlib", "pytest", "tqdm", "flashinfer", "tensorrt")
+MODULES_OF_STEPS = (
+    "agreement", "certified", "decoder", "device", "graphs", "measure", "open_rows", "shipped_rows", "tables",
+)  # fmt: skip
+
+
+def import_without(blocked: tuple[str, ...], statements: str) -> subprocess.CompletedProcess[str]:
+    """Run the statements where importing any of `blocked` raises ImportError."""
+    code = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n{statements}"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_parent_imports_the_standard_library_alone() -> None:
+    blocked = ("numpy", "torch", "topw_deploy.sampling", *EXPORTERS, *NOT_ON_THE_HOST)
+    done = import_without(blocked, "import benchmarks.gpu.__main__")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if find_spec(f"benchmarks.gpu.{part}")])
+def test_a_part_lists_its_steps_without_importing_anything(part: str) -> None:
+    listing = (
+        "from pathlib import Path\nfrom benchmarks.gpu.job import Job, steps_of\n"
+        f"assert steps_of({part!r}, Job(Path('out'), Path('out/library.so')))"
+    )
+    done = import_without(("numpy", "torch", *EXPORTERS, *NOT_ON_THE_HOST), listing)
+    assert done.returncode == 0, done.stderr
+
+
+def test_steps_on_the_kernels_need_numpy_and_torch_alone() -> None:
+    modules = ", ".join(f"benchmarks.gpu.{module}" for module in MODULES_OF_STEPS)
+    done = import_without((*EXPORTERS, *NOT_ON_THE_HOST), f"import {modules}, benchmarks.fuzz_cuda")
+    assert done.returncode == 0, done.stderr
+
+
+def test_rows_for_the_sanitizer_need_numpy_alone() -> None:
+    done = import_without(("torch", *EXPORTERS, *NOT_ON_THE_HOST), "import benchmarks.gpu.small_rows")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,85 @@
+"""How steps are measured: which sides are what they say, and differences within a round."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from benchmarks.gpu import certified, open_rows
+from benchmarks.gpu.certified import NotCertifiedError, certified_step, logits_on
+from benchmarks.gpu.decoder import decoder
+from benchmarks.gpu.device import DeviceKernel
+from benchmarks.gpu.measure import Timed, measured, rotating, zeroing
+from benchmarks.gpu.open_rows import NotOpenError, describe
+from benchmarks.gpu.sizes import REHEARSED
+
+CPU = torch.device("cpu")
+
+
+def test_a_difference_is_taken_round_by_round() -> None:
+    sides = {
+        "short": Timed(lambda: time.sleep(0.002)),
+        "long": Timed(lambda: time.sleep(0.006)),
+        "added": Timed(("long", "short"), 1_000),
+    }
+    times = measured(sides, 3, 2, CPU)
+    for long, short, added in zip(*(times.microseconds[name] for name in ("long", "short", "added")), strict=True):
+        assert added == long - short
+    assert 3_000 < times.spread("added").median < 6_000
+    assert "| added | " in " ".join(times.table(1e9).split())
+
+
+def test_a_graph_walks_over_all_copies() -> None:
+    walked: list[int] = []
+    side = rotating([lambda number=number: walked.append(number) for number in range(3)])
+    measured({"cold": Timed(side, copies=3)}, 1, 4, CPU)
+    assert walked[-6:] == [walked[-6], *[(walked[-6] + i) % 3 for i in range(1, 6)]]
+
+
+def test_rows_that_are_not_certified_are_not_measured_as_such(kernel: DeviceKernel) -> None:
+    logits = logits_on(CPU, 2, 500)
+    certified_step(kernel, logits)
+    logits[1, 7] = torch.nan
+    with pytest.raises(NotCertifiedError, match="1 of 2 rows are not certified"):
+        certified_step(kernel, logits)
+
+
+def test_rows_that_need_no_distance_are_not_measured_as_open(kernel: DeviceKernel) -> None:
+    step = certified.Step(kernel, logits_on(CPU, 1, 500), {"uniform": 0.3}, certified._OPTIONS)
+    step.launch()
+    with pytest.raises(NotOpenError, match="answered by candidates"):
+        describe(step.samples())
+
+
+def test_the_sides_leave_the_control_memory_zero(kernel: DeviceKernel) -> None:
+    logits = logits_on(CPU, 2, REHEARSED.vocab)
+    sides = certified.top_w_sides(kernel, logits, REHEARSED)
+    for timed in sides.values():
+        if not isinstance(timed.side, tuple):
+            timed.side()
+    again = certified_step(kernel, logits)  # raises where the control memory is not zero after it
+    assert again.samples().certified.all()
+
+
+def test_zeroing_zeroes() -> None:
+    block = torch.ones(300, dtype=torch.uint8)
+    zeroing(block)()
+    assert not block.any()
+
+
+def test_open_sides_say_what_they_took(kernel: DeviceKernel) -> None:
+    from benchmarks.gpu.tables import random_rows
+
+    sides = open_rows.sides(kernel, random_rows(600, 16, CPU), "mahalanobis", 1)
+    assert [name for name, timed in sides.items() if "distances" in timed.note] == [
+        "Top-W, mahalanobis, no bound", "Top-W, mahalanobis, nearest neighbours bounded",
+    ]  # fmt: skip
+
+
+def test_the_decoders_product_is_a_certified_row(kernel: DeviceKernel) -> None:
+    model = decoder(CPU, REHEARSED.decoder)
+    model.step()
+    wanted = logits_on(CPU, 1, REHEARSED.decoder[-1])
+    torch.testing.assert_close(model.logits.float(), wanted, rtol=2e-2, atol=5e-2)  # float16 sums of 64 products
+    certified_step(kernel, model.logits)

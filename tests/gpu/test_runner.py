@@ -1,0 +1,167 @@
+"""The framework of the GPU command: order, budget, continuing, and children that hang or crash."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.gpu.job import Job
+from benchmarks.gpu.record import JSON, TABLES, Record, RecordError, put
+from benchmarks.gpu.runner import Run
+from tests.gpu.toy_part import EXPECTED, ran
+
+PART = "tests.gpu.toy_part"
+
+
+def run(out: Path, *steps: str, base: str = "kernels", budget: float = float("inf"), again: bool = False) -> Record:
+    """Run these steps of the toy part; the record."""
+    out.mkdir(exist_ok=True)
+    (out / "steps").write_text(" ".join(steps))
+    record = Record(out, rehearse=False)
+    Run(record, Job(out, out / "library.so"), base, time.monotonic() + budget, again).parts([PART])
+    return record
+
+
+def entry(out: Path, step: str) -> dict[str, Any]:
+    """What is in the file, not in memory."""
+    found: dict[str, Any] = json.loads((out / JSON).read_text())["steps"][f"{PART}/{step}"]
+    return found
+
+
+def test_a_step_is_recorded(tmp_path: Path) -> None:
+    run(tmp_path, "passes")
+    found = entry(tmp_path, "passes")
+    assert found["state"] == "done"
+    assert found["table"] == "a table"
+
+
+def test_a_finished_step_is_not_repeated(tmp_path: Path) -> None:
+    run(tmp_path, "passes")
+    run(tmp_path, "passes", "also_passes")
+    assert ran(tmp_path) == ["passes", "also_passes"]
+
+
+def test_a_finished_step_is_repeated_when_asked(tmp_path: Path) -> None:
+    run(tmp_path, "passes")
+    run(tmp_path, "passes", again=True)
+    assert ran(tmp_path) == ["passes", "passes"]
+
+
+def test_a_finished_step_is_repeated_when_the_kernels_changed(tmp_path: Path) -> None:
+    run(tmp_path, "passes")
+    run(tmp_path, "passes", base="other kernels")
+    assert ran(tmp_path) == ["passes", "passes"]
+
+
+def test_a_result_of_other_kernels_stays_marked_until_it_is_repeated(tmp_path: Path) -> None:
+    run(tmp_path, "passes")
+    record = run(tmp_path, "passes", base="other kernels", budget=0)
+    assert entry(tmp_path, "passes")["stale"]
+    assert record.steps[f"{PART}/passes"]["table"] == "a table"
+
+
+def test_a_step_that_does_not_fit_the_budget_waits(tmp_path: Path) -> None:
+    run(tmp_path, "passes", budget=EXPECTED)  # of which the parent keeps a part for itself
+    assert entry(tmp_path, "passes")["state"] == "waiting"
+    assert ran(tmp_path) == []
+    run(tmp_path, "passes", budget=EXPECTED + 60)
+    assert entry(tmp_path, "passes")["state"] == "done"
+
+
+def test_steps_share_a_process_until_one_fails(tmp_path: Path) -> None:
+    run(tmp_path, "passes", "absent", "also_passes")
+    assert entry(tmp_path, "passes")["data"] == entry(tmp_path, "also_passes")["data"]
+    other = tmp_path / "other"
+    run(other, "passes", "raises", "also_passes")
+    assert entry(other, "passes")["data"] != entry(other, "also_passes")["data"]
+
+
+def test_a_step_that_raises_fails_with_its_words_and_the_next_one_runs(tmp_path: Path) -> None:
+    run(tmp_path, "raises", "passes")
+    assert entry(tmp_path, "raises")["failed"] == "ValueError: this cannot be"
+    assert entry(tmp_path, "passes")["state"] == "done"
+
+
+def test_a_step_that_hangs_is_killed_with_all_it_started(tmp_path: Path) -> None:
+    run(tmp_path, "hangs", "passes")
+    assert "killed after 2 s" in entry(tmp_path, "hangs")["failed"]
+    assert entry(tmp_path, "passes")["state"] == "done"
+    sleeper = int((tmp_path / "sleeper").read_text())
+    stat = Path(f"/proc/{sleeper}/stat")
+    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_a_step_that_crashes_is_recorded_with_its_signal_and_last_words(tmp_path: Path) -> None:
+    run(tmp_path, "crashes", "passes")
+    failed = entry(tmp_path, "crashes")["failed"]
+    assert "SIGABRT" in failed
+    assert "last words" in failed
+    assert entry(tmp_path, "passes")["state"] == "done"
+
+
+def test_a_partly_done_step_goes_on_from_its_data(tmp_path: Path) -> None:
+    states = []
+    for _ in range(3):
+        run(tmp_path, "counts")
+        states.append((entry(tmp_path, "counts")["state"], entry(tmp_path, "counts")["data"]["count"]))
+    assert states == [("partial", 2), ("partial", 4), ("done", 6)]
+
+
+def test_a_partly_done_step_starts_anew_when_the_kernels_changed(tmp_path: Path) -> None:
+    run(tmp_path, "counts")
+    run(tmp_path, "counts", base="other kernels")
+    assert entry(tmp_path, "counts")["data"]["count"] == 2
+
+
+def test_what_a_killed_step_kept_is_where_it_goes_on(tmp_path: Path) -> None:
+    run(tmp_path, "counts_and_hangs")
+    assert entry(tmp_path, "counts_and_hangs")["state"] == "failed"
+    run(tmp_path, "counts_and_hangs")
+    found = entry(tmp_path, "counts_and_hangs")
+    assert (found["state"], found["data"]) == ("done", {"count": 2})
+
+
+def test_what_failed_before_comes_after_what_was_never_tried(tmp_path: Path) -> None:
+    run(tmp_path, "raises")
+    run(tmp_path, "raises", "passes")
+    assert ran(tmp_path) == ["raises", "passes", "raises"]
+
+
+def test_a_part_that_cannot_list_its_steps_is_recorded_as_failed(tmp_path: Path) -> None:
+    run(tmp_path, "no_such_step")
+    assert "KeyError" in entry(tmp_path, "steps")["failed"]
+    run(tmp_path, "passes")
+    assert f"{PART}/steps" not in Record(tmp_path, rehearse=False).steps
+
+
+def test_what_is_absent_is_said_in_the_tables_and_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, "absent")
+    assert entry(tmp_path, "absent")["state"] == "absent"
+    assert "FlashInfer is not here" in (tmp_path / TABLES).read_text()
+    assert "NOT RUN" in capfd.readouterr().err
+    run(tmp_path, "absent")
+    assert ran(tmp_path) == ["absent", "absent"]
+
+
+def test_a_file_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "file", "old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        put(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_a_rehearsal_is_not_mixed_with_results_of_a_gpu(tmp_path: Path) -> None:
+    Record(tmp_path, rehearse=True).write()
+    assert "REHEARSAL" in (tmp_path / TABLES).read_text()
+    with pytest.raises(RecordError, match="holds a rehearsal's results"):
+        Record(tmp_path, rehearse=False)

@@ -1,0 +1,89 @@
+"""A part of the GPU command whose steps do what their names say, for the tests of the framework."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from benchmarks.gpu.job import Job, Result, Step
+
+EXPECTED = 5.0  # seconds of every step
+
+
+def steps(job: Job) -> list[Step]:
+    log_of(job.out).parent.mkdir(parents=True, exist_ok=True)
+    chosen = (job.out / "steps").read_text().split()
+    return [Step(name, STEPS[name], EXPECTED, 1.5 if "hangs" in name else 30) for name in chosen]
+
+
+def log_of(out: Path) -> Path:
+    return out / "ran.txt"
+
+
+def ran(out: Path) -> list[str]:
+    """The steps that were begun, in their order."""
+    return log_of(out).read_text().split() if log_of(out).is_file() else []
+
+
+def log(job: Job, name: str) -> None:
+    with log_of(job.out).open("a") as stream:
+        stream.write(f"{name}\n")
+
+
+def passes(job: Job) -> Result:
+    log(job, "passes")
+    return Result({"process": os.getpid()}, "a table")
+
+
+def also_passes(job: Job) -> Result:
+    log(job, "also_passes")
+    return Result({"process": os.getpid()}, "a table")
+
+
+def raises(job: Job) -> Result:
+    log(job, "raises")
+    raise ValueError("this cannot be")
+
+
+def absent(job: Job) -> Result:
+    log(job, "absent")
+    return Result(absent=("FlashInfer is not here",))
+
+
+def hangs(job: Job) -> Result:
+    """Hangs with a child in a process group of its own."""
+    log(job, "hangs")
+    sleeper = subprocess.Popen(["sleep", "600"], process_group=0)
+    (job.out / "sleeper").write_text(str(sleeper.pid))
+    time.sleep(600)
+    return Result()
+
+
+def crashes(job: Job) -> Result:
+    log(job, "crashes")
+    os.write(2, b"last words\n")
+    os.abort()
+
+
+def counts(job: Job) -> Result:
+    """Counts to six, two at a time."""
+    log(job, "counts")
+    done = job.earlier.get("count", 0) + 2
+    return Result({"count": done}, f"{done} of 6", partial=done < 6)
+
+
+def counts_and_hangs(job: Job) -> Result:
+    """Counts one more than is kept, and hangs unless that is two."""
+    log(job, "counts_and_hangs")
+    done = job.earlier.get("count", 0) + 1
+    job.keep({"count": done})
+    while done < 2:
+        time.sleep(600)
+    return Result({"count": done}, f"{done}")
+
+
+STEPS = {
+    step.__name__: step for step in (passes, also_passes, raises, absent, hangs, crashes, counts, counts_and_hangs)
+}
