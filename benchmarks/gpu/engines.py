@@ -23,7 +23,7 @@ _BUILD, _RUN = (150, 470), (40, 240)  # expected seconds and the most
 
 
 def steps(job: Job) -> list[Step]:
-    from benchmarks.gpu.models import digest, folders
+    from benchmarks.gpu.models import digest, folders, package
 
     standard = [folder for folder in folders(job) if _for_tensorrt(folder)]
     if not standard or not any(map(find_spec, MODULES)):
@@ -31,7 +31,7 @@ def steps(job: Job) -> list[Step]:
     found = []
     for folder in standard:
         for name in PLUGINS:
-            inputs = (digest(folder), module_version())
+            inputs = (digest(folder), *map(package, MODULES))
             found += [
                 Step(f"{folder.name}, {name}, build", partial(build, folder, name), *_BUILD, inputs),
                 Step(f"{folder.name}, {name}, tokens", partial(tokens, folder, name), *_RUN, inputs),
@@ -61,6 +61,7 @@ def build(folder: Path, name: str, job: Job) -> Result:
     from topw_deploy.engines.build import build_engine
     from topw_deploy.engines.request import EngineRequest
     from topw_deploy.errors import TopWError
+    from topw_deploy.plugins.tensorrt import tensorrt_module
 
     use_kernels(name, job)
     copy = copy_of(folder, name, job)
@@ -74,7 +75,7 @@ def build(folder: Path, name: str, job: Job) -> Result:
     except TopWError as error:
         return Result({"said": said}, failed=str(error))
     size = built.path.stat().st_size
-    data = {"said": said, "seconds": built.seconds, "bytes": size, "tensorrt": module_version()}
+    data = {"said": said, "seconds": built.seconds, "bytes": size, "tensorrt": str(tensorrt_module().__version__)}
     return Result(data, f"{size / 1e6:.1f} MB in {built.seconds:.0f} s: {said[0] if said else ''}")
 
 
@@ -100,17 +101,6 @@ def use_kernels(name: str, job: Job) -> None:
 
 def copy_of(folder: Path, name: str, job: Job) -> Path:
     return job.folder("engines") / f"{folder.name}-{PLUGINS[name][1]}"
-
-
-def module_version() -> str:
-    """TensorRT's version, or why it cannot be imported."""
-    from topw_deploy.errors import PluginError
-    from topw_deploy.plugins.tensorrt import tensorrt_module
-
-    try:
-        return str(tensorrt_module().__version__)
-    except PluginError as error:
-        return str(error)
 
 
 def _for_tensorrt(folder: Path) -> bool:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,9 @@ _SECONDS, _LIMIT = 40, 240
 
 def steps(job: Job) -> list[Step]:
     found = [
-        Step(f"{folder.name}, {name}", partial(one_way, folder, way), _SECONDS, _LIMIT, (digest(folder), version()))
+        Step(f"{folder.name}, {name}", partial(one_way, folder, way), _SECONDS, _LIMIT, inputs)
         for folder in folders(job)
+        for inputs in [(digest(folder), package("onnxruntime"))]
         for name, way in ways_of(folder).items()
     ]
     return found or [Step("folders", no_folders, 1)]
@@ -68,13 +70,12 @@ def digest(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
-def version() -> str:
-    """onnxruntime's, with the folder it comes from: the packed one must not be mistaken for the installed one."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        return str(error)
-    return f"{onnxruntime.__version__} {Path(onnxruntime.__file__).parent}"
+def package(name: str) -> str:
+    """The file that `import name` would run and a digest of it, which has the version; nothing is imported."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        return f"no {name}"
+    return f"{spec.origin} {hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]}"
 
 
 def no_folders(job: Job) -> Result:
@@ -100,7 +101,11 @@ def one_way(folder: Path, way: Way, job: Job) -> Result:
                 return Result(absent=(absent,))
             os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
     found = ways.run(folder, way, job)
-    found.data["onnxruntime"] = version()
+    if found.data:
+        import onnxruntime
+
+        # Which one it was: the packed one must not be mistaken for the host's own.
+        found.data["onnxruntime"] = f"{onnxruntime.__version__}, {Path(onnxruntime.__file__).parent}"
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from benchmarks.gpu import engines, tokens
+from benchmarks.gpu import engines, models, tokens
 from benchmarks.gpu.job import Job, MissingError, Step
 
 from tensorrt_double import TensorRT
@@ -37,6 +37,7 @@ def steps(job: Job) -> dict[str, Step]:
 def found_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorRT is importable: a double is in sys.modules without being in any folder."""
     monkeypatch.setattr(engines, "find_spec", lambda name: name if name == "tensorrt" else None)
+    monkeypatch.setattr(models, "find_spec", lambda name: None)  # it has no file
 
 
 @pytest.mark.usefixtures("found_here")
