@@ -12,6 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.gpu import unpack
 from benchmarks.gpu.job import Job, MissingError, Result, Step
 
 MODULES = ("tensorrt", "tensorrt_bindings")
@@ -48,10 +49,12 @@ def nothing(no_folders: bool, job: Job) -> Result:
                 "pack-folders-*.tar.xz along and name them with --pack, or name folders with --folder",
             )
         )
+    known = unpack.why_missing(job.packed, "tensorrt")
     return Result(
         absent=(
             "there is no TensorRT: no engine was built or run; bring pack-tensorrt-*.tar.xz of `python -m "
             "benchmarks.gpu pack` along and name it with --pack, where the packing machine found code for this GPU",
+            *([known] if known else []),
         )
     )
 

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.gpu import unpack
 from benchmarks.gpu.job import Job, Result, Step
 
 if TYPE_CHECKING:
@@ -98,8 +99,10 @@ def one_way(folder: Path, way: Way, job: Job) -> Result:
         else:
             absent = why_no_cuda()
             if absent:
-                return Result(absent=(absent,))
-            os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
+                known = unpack.why_missing(job.packed, "onnxruntime")
+                return Result(absent=(absent, known) if known else (absent,))
+            if way.sampler == "native":
+                os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
     found = ways.run(folder, way, job)
     if found.data:
         import onnxruntime

@@ -58,6 +58,12 @@ def missing(folder: Path) -> list[str]:
     return found
 
 
+def why_missing(folder: Path, component: str) -> str:
+    """Why the component cannot be used from `folder`, as far as an index is there to say it; else empty."""
+    known = missing(folder) if (folder / INDEX).is_file() else []
+    return next((sentence for sentence in known if sentence.split(" ", 1)[0] == component), "")
+
+
 def components(folder: Path) -> dict[str, dict[str, Any]]:
     """What the index says of each component that is complete in `folder`; none where nothing was unpacked."""
     if not (folder / INDEX).is_file():

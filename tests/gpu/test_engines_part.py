@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,12 @@ def test_without_a_folder_for_tensorrt_the_step_says_so(tmp_path: Path) -> None:
     job = Job(tmp_path / "out", tmp_path / "none.so", folders=[str(toy)])
     (step,) = engines.steps(job)
     assert "there is no model exported for TensorRT" in step.run(job).absent[0]
+
+
+def test_why_tensorrt_was_not_packed_is_said_where_it_is_missed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    job.packed.mkdir(parents=True)
+    index = {"format": 1, "archives": [], "components": {}, "absent": {"tensorrt": "it has no code for sm_90."}}
+    (job.packed / "pack.json").write_text(json.dumps(index), encoding="utf-8")
+    (step,) = engines.steps(job)
+    assert step.run(job).absent[1] == "tensorrt was not packed: it has no code for sm_90."
