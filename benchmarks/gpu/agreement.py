@@ -60,7 +60,7 @@ def step_of(kernel: DeviceKernel, batch: int, seed: int, table: DeviceTable) -> 
 
 def load(step: Step, seed: int) -> None:
     """Put other rows into the step."""
-    logits, columns = mixed_rows(*step.logits.shape[:1], seed, step.logits.shape[1])
+    logits, columns = mixed_rows(len(step.logits), seed, step.logits.shape[1])
     step.logits.copy_(torch.from_numpy(logits))
     for name, values in columns.items():
         step.columns[name].copy_(torch.from_numpy(values))

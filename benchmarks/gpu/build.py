@@ -19,10 +19,8 @@ _LIMIT = 120  # seconds for a tool that reads the library
 
 
 def steps(job: Job) -> list[Step]:
-    compiling = [] if job.built else [Step("kernels", kernels, 90, 470)]
-    if job.rehearse:
-        compiling += [Step("emulated", emulated, 40, 300)]
-    return [*compiling, Step("resources", resources, 30, 200)]
+    compiling = [Step("kernels", kernels, 90, 470), Step("emulated", emulated, 40, 300)][: 2 if job.rehearse else 1]
+    return [*([] if job.built else compiling), Step("resources", resources, 30, 200)]
 
 
 def for_the_gpu(job: Job) -> Path:

@@ -104,17 +104,3 @@ def torch_sides(logits: torch.Tensor, top_k: int) -> dict[str, Timed]:
         "torch.softmax": lambda: logits.softmax(1),
     }
     return {name: Timed(side, logits.nbytes) for name, side in operations.items()}
-
-
-def flashinfer_sides(logits: torch.Tensor) -> tuple[dict[str, Timed], str]:
-    """FlashInfer's samplers over the same rows, and why there are none; one of both is empty."""
-    try:
-        from flashinfer.sampling import top_k_top_p_sampling_from_logits, top_p_sampling_from_probs
-    except ImportError as error:
-        return {}, f"FlashInfer is not here ({error}): its samplers were not measured"
-    probabilities = logits.softmax(1)
-    samplers: dict[str, Callable[[], object]] = {
-        "FlashInfer top-p 0.95, of probabilities": lambda: top_p_sampling_from_probs(probabilities, 0.95),
-        "FlashInfer top-k 50, top-p 0.95, of logits": lambda: top_k_top_p_sampling_from_logits(logits, 50, 0.95),
-    }
-    return {name: Timed(side, logits.nbytes) for name, side in samplers.items()}, ""

@@ -74,10 +74,10 @@ class Child:
                 return event
             kept(event["kept"])
 
-    def close(self) -> None:
-        """End the child and everything it started."""
+    def close(self, wait: bool = True) -> None:
+        """End the child and everything it started. wait: give it the time to end by itself."""
         assert self._process.stdin is not None
-        if self._process.poll() is None and not self._process.stdin.closed:
+        if wait and self._process.poll() is None and not self._process.stdin.closed:
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):
                 self._process.stdin.close()
                 self._process.wait(timeout=10)
@@ -116,7 +116,9 @@ class Child:
 
     def _kill(self) -> None:
         """A process that a driver holds does not die even so; it is left behind, for waiting would hang the parent."""
-        for process in {self._process.pid, *_session(self._process.pid)}:
+        if self._process.poll() is None:
+            self._process.kill()  # first, so that it starts no others meanwhile
+        for process in _session(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):

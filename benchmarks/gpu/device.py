@@ -73,7 +73,10 @@ class DeviceTable:
     @property
     def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and inverse standard deviation, float32 [d]."""
-        return self._kept[1], self._kept[2]
+        mean, inverse_std = self._kept[1:3]
+        assert mean is not None
+        assert inverse_std is not None
+        return mean, inverse_std
 
     def _describe(self, tokens: int, hidden: int, dtype: str, blocks: _Blocks) -> None:
         rows, *statistics = (address(tensor) for tensor in self._kept[:4])

@@ -6,6 +6,7 @@ launches count.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Spread, interleave, table
-from benchmarks.gpu.graphs import Graph, Side, captured, microseconds
+from benchmarks.gpu.graphs import Calls, Graph, Side, captured, microseconds
 from topw_deploy.plugins import driver
 
 _WARM_UP = 5  # rounds that do not count
@@ -29,6 +30,7 @@ class Timed:
     side: enqueues one step; or the names of two sides, whose difference in the same round is meant.
     moved: bytes that a step cannot avoid to read or write, 0 where that means nothing.
     copies: of its logits, which its calls walk over in turn; a graph holds a multiple of them. goal: microseconds.
+    launched: call by call, since it cannot be captured.
     """
 
     side: Side | tuple[str, str]
@@ -36,6 +38,7 @@ class Timed:
     note: str = ""
     copies: int = 1
     goal: float | None = None
+    launched: bool = False
 
 
 @dataclass
@@ -78,7 +81,8 @@ def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.dev
     for name, timed in sides.items():
         if not isinstance(timed.side, tuple):
             count = timed.copies * math.ceil(steps / timed.copies)
-            graphs[name] = captured(timed.side, count, device), count
+            graph = Calls(timed.side, count) if timed.launched else captured(timed.side, count, device)
+            graphs[name] = graph, count
 
     def one(graph: Graph, count: int) -> Callable[[], float]:
         return lambda: microseconds(graph, count, device)
@@ -114,16 +118,13 @@ def zeroing(block: torch.Tensor) -> Side:
     """A memset of the block alone: the driver's, for torch's own `zero_` may launch a kernel."""
     if not block.is_cuda:
         return block.zero_
-    import ctypes
+    return lambda: memset(block.data_ptr(), block.nbytes, torch.cuda.current_stream().cuda_stream)
 
-    library = ctypes.CDLL(driver.LIBRARY)
 
-    def one() -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        code = library.cuMemsetD8Async(
-            ctypes.c_uint64(block.data_ptr()), ctypes.c_ubyte(0), ctypes.c_size_t(block.nbytes), ctypes.c_void_p(stream)
-        )
-        if code:
-            raise RuntimeError(f"cuMemsetD8Async answered with CUDA error {code}")
-
-    return one
+def memset(address: int, size: int, stream: int) -> None:
+    """Enqueue zeroing so many bytes of the device. Raises RuntimeError where the driver refuses."""
+    code = ctypes.CDLL(driver.LIBRARY).cuMemsetD8Async(
+        ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream)
+    )
+    if code:
+        raise RuntimeError(f"cuMemsetD8Async answered with CUDA error {code}")

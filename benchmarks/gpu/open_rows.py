@@ -21,9 +21,9 @@ class NotOpenError(Exception):
     """The rows are not what is to be measured; one sentence."""
 
 
-def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int) -> dict[str, Timed]:
+def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, top_m: int) -> dict[str, Timed]:
     """Top-W over open rows with and without a bound of the nearest neighbours. table: float16 [V, d] on the device."""
-    options = TopWOptions(metric=metric)
+    options = TopWOptions(metric=metric, top_m=top_m)
     vocab = len(table)
     logits = torch.from_numpy(np.concatenate([bell_logits(vocab, 1, seed) for seed in range(batch)])).to(table.device)
     pool = logits.topk(min(options.top_m, vocab), 1).indices.unique()

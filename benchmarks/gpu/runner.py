@@ -57,7 +57,7 @@ class Run:
         child: Child | None = None
         try:
             child = self.open_child(name, self.job)
-            plan = child.plan(_PLAN_LIMIT)
+            plan = child.plan(min(_PLAN_LIMIT, max(_SHORTEST, self.end - time.monotonic())))
             for step, expected, limit, inputs in plan:
                 key, digest = f"{name}/{step}", self._digest(inputs)
                 self._mark(key, digest)
@@ -73,19 +73,18 @@ class Run:
                 if not self._step(child, key, digest, min(limit, max(1.0, part_end - time.monotonic()))):
                     child.close()
                     child = None
+            self.record.drop(f"{name}/steps")
         except ChildEndedError as reason:
             self._file(f"{name}/steps", "", {"state": FAILED, "failed": str(reason)})
-        else:
-            self.record.drop(f"{name}/steps")
-        finally:
+        finally:  # also where the command is interrupted: then there is no time to wait for the child's own end
             if child is not None:
-                child.close()
+                child.close(wait=sys.exception() is None)
 
     def _step(self, child: Child, key: str, digest: str, limit: float) -> bool:
         """Run one step and record it. Whether the process may go on."""
         say(f"{key} ...")
         before = self.record.steps.get(key, {})
-        goes_on = before.get("partial") and before.get("inputs") == digest
+        goes_on = before.get("partial") and before.get("inputs") == digest and not self.again
         earlier = before["data"] if goes_on else {}
         kept = {"data": earlier}
         started = time.monotonic()

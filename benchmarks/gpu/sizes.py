@@ -14,7 +14,7 @@ class Sizes:
     certified, open_batches: batches that are measured. captured: (batch, number of other batches) of captured steps.
     replays: of one of them. steps: in a measured graph.
     rounds: of a measurement, at most. cold: bytes that no cache holds. decoder: (hidden, inner, kv, layers, vocab) of
-    the decoder step. top_k: of torch.topk."""
+    the decoder step. top_m: of the pool."""
 
     vocab: int = 151_936
     hidden: int = 2_048
@@ -30,13 +30,13 @@ class Sizes:
     rounds: int = 10**9
     cold: int = 256 << 20
     decoder: tuple[int, int, int, int, int] = (3_072, 8_192, 1_024, 28, 128_256)
-    top_k: int = 1_200
+    top_m: int = 1_200
 
 
 REHEARSED = Sizes(
     vocab=4_096, hidden=64, checked=(1, 3), rows=400, small_vocab=2_000, small_hidden=16, certified=(1, 3),
     open_batches=(1, 2), captured=(4, 2), replays=3, steps=2, rounds=2, cold=1 << 18,
-    decoder=(64, 128, 32, 2, 4_096), top_k=200,
+    decoder=(64, 128, 32, 2, 4_096), top_m=200,
 )  # fmt: skip
 
 

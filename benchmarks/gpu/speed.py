@@ -29,7 +29,11 @@ def steps(job: Job) -> list[Step]:
         for batch in sizes.open_batches
         for metric in _METRICS
     ]
-    return [*certified, *uncertified, Step("share of a decode step", decode_step, 30, 180, rounds)]
+    peers = [
+        Step(f"FlashInfer's samplers, batch {batch}", partial(flashinfer, batch=batch), 15, 150, rounds)
+        for batch in sizes.certified
+    ]
+    return [*certified, *uncertified, Step("share of a decode step", decode_step, 30, 180, rounds), *peers]
 
 
 def certified_rows(job: Job, batch: int) -> Result:
@@ -39,14 +43,28 @@ def certified_rows(job: Job, batch: int) -> Result:
 
     sizes, kernel = sizes_of(job), opened(job)
     logits = certified.logits_on(kernel.device, batch, sizes.vocab)
-    others, absent = certified.flashinfer_sides(logits)
     try:
         sides = certified.top_w_sides(kernel, logits, sizes)
     except certified.NotCertifiedError as error:
         return Result(failed=str(error))
-    sides |= certified.torch_sides(logits, sizes.top_k) | others
-    found = _result(job, f"{sizes.vocab:,} tokens, batch {batch}", *_measured(job, kernel.device, sides))
-    return replace(found, absent=(absent,) if absent else ())
+    sides |= certified.torch_sides(logits, sizes.top_m)
+    return _result(job, f"{sizes.vocab:,} tokens, batch {batch}", *_measured(job, kernel.device, sides))
+
+
+def flashinfer(job: Job, batch: int) -> Result:
+    """FlashInfer's samplers beside Top-W; a step of its own, for what it compiles or refuses must not cost the rest."""
+    from benchmarks.gpu import certified, flashinfer_samplers
+    from benchmarks.gpu.device import opened
+    from benchmarks.gpu.measure import Timed
+
+    absent = flashinfer_samplers.why_absent()
+    if absent:
+        return Result(absent=(absent,))
+    sizes, kernel = sizes_of(job), opened(job)
+    logits = certified.logits_on(kernel.device, batch, sizes.vocab)
+    step = certified.certified_step(kernel, logits)
+    sides = {"Top-W, float32": Timed(step.launch, logits.nbytes)} | flashinfer_samplers.sides(logits)
+    return _result(job, f"{sizes.vocab:,} tokens, batch {batch}", *_measured(job, kernel.device, sides))
 
 
 def open_rows(job: Job, metric: str, batch: int) -> Result:
@@ -58,7 +76,7 @@ def open_rows(job: Job, metric: str, batch: int) -> Result:
     sizes, kernel = sizes_of(job), opened(job)
     table = random_rows(sizes.vocab, sizes.hidden, kernel.device)
     try:
-        sides = rows.sides(kernel, table, metric, batch)
+        sides = rows.sides(kernel, table, metric, batch, sizes.top_m)
     except rows.NotOpenError as error:
         return Result(failed=str(error))
     what = f"{sizes.vocab:,} tokens, d = {sizes.hidden:,} in float16, {metric}, batch {batch}"

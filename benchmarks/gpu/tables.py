@@ -55,14 +55,15 @@ def nearest_bound(
             return (torch.nn.functional.normalize(block.float(), dim=1) - mean) * inverse_std
         return torch.nn.functional.normalize((block.float() - mean) * inverse_std, dim=1)
 
-    mine = points(rows[ids])  # [n, d]
-    nearest = torch.full((len(ids),), torch.inf, device=rows.device)
-    for start in range(0, len(rows), _BLOCK):
-        others = points(rows[start : start + _BLOCK])
-        found = 1 - mine @ others.T if metric == "cosine" else torch.cdist(mine, others)
-        within = (ids >= start) & (ids < start + len(others))
-        found[within.nonzero().flatten(), ids[within] - start] = torch.inf
-        nearest = torch.minimum(nearest, found.amin(1))
     bound = torch.zeros(len(rows), device=rows.device)
-    bound[ids] = torch.where(nearest > _SLACK, nearest * (1 - _SLACK), 0)
+    for some in ids.split(_BLOCK):
+        mine = points(rows[some])  # [n, d]
+        nearest = torch.full((len(some),), torch.inf, device=rows.device)
+        for start in range(0, len(rows), _BLOCK):
+            others = points(rows[start : start + _BLOCK])
+            found = 1 - mine @ others.T if metric == "cosine" else torch.cdist(mine, others)
+            within = (some >= start) & (some < start + len(others))
+            found[within.nonzero().flatten(), some[within] - start] = torch.inf
+            nearest = torch.minimum(nearest, found.amin(1))
+        bound[some] = torch.where(nearest > _SLACK, nearest * (1 - _SLACK), 0)
     return bound

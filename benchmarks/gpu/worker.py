@@ -6,20 +6,26 @@ became of them on the file descriptor named by TOPW_EVENTS. It ends with its inp
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from benchmarks.gpu.job import Job, MissingError, Result, Step, result_json, steps_of
 
 EVENTS = "TOPW_EVENTS"
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def main() -> int:
     part, given = sys.argv[1:]
+    with suppress(AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     job = Job.from_json(given)
     with os.fdopen(int(os.environ.pop(EVENTS)), "w", encoding="utf-8") as events:
 

@@ -21,8 +21,8 @@ def kernel(emulated_library: Path) -> DeviceKernel:  # noqa: F811
 def host() -> Path:
     """The Python of a GPU host, with its versions; nothing of this project is installed there."""
     python = ROOT / ".venv-host" / "bin" / "python"
-    if not python.is_file():
-        reason = f"{python.parents[1]} is not there; `make host` makes it"
+    if not (ROOT / ".venv-host" / "ready.stamp").is_file():
+        reason = f"{python.parents[1]} is not ready; `make host` makes it"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)

@@ -16,7 +16,8 @@ EXPORTERS = (
 )  # fmt: skip
 NOT_ON_THE_HOST = ("scipy", "matplotlib", "pytest", "tqdm", "flashinfer", "tensorrt")
 MODULES_OF_STEPS = (
-    "agreement", "certified", "decoder", "device", "graphs", "measure", "open_rows", "shipped_rows", "tables",
+    "agreement", "certified", "decoder", "device", "flashinfer_samplers", "graphs", "measure", "open_rows",
+    "shipped_rows", "tables",
 )  # fmt: skip
 
 

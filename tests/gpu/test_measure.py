@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-from benchmarks.gpu import certified, open_rows
+from benchmarks.gpu import certified, open_rows, speed
 from benchmarks.gpu.certified import NotCertifiedError, certified_step, logits_on
 from benchmarks.gpu.decoder import decoder
 from benchmarks.gpu.device import DeviceKernel
+from benchmarks.gpu.job import Job
 from benchmarks.gpu.measure import Timed, measured, rotating, zeroing
 from benchmarks.gpu.open_rows import NotOpenError, describe
 from benchmarks.gpu.sizes import REHEARSED
@@ -62,6 +66,32 @@ def test_the_sides_leave_the_control_memory_zero(kernel: DeviceKernel) -> None:
     assert again.samples().certified.all()
 
 
+def test_flashinfers_samplers_stand_beside_top_w_where_the_package_is(
+    emulated_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    called: list[str] = []
+    sampling = ModuleType("flashinfer.sampling")
+    sampling.top_p_sampling_from_probs = lambda probabilities, top_p: called.append("top-p")  # type: ignore[attr-defined]
+    sampling.top_k_top_p_sampling_from_logits = lambda logits, k, p: called.append("top-k")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.sampling", sampling)
+    job = Job(tmp_path, emulated_library, rehearse=True)
+    found = speed.flashinfer(job, 2)
+    assert {"top-p", "top-k"} == set(called)
+    assert len(found.data["sides"]) == 3
+    monkeypatch.setattr("benchmarks.gpu.flashinfer_samplers.captured", refuses)
+    found = speed.flashinfer(job, 2)
+    assert found.table.count("launched, not captured: operation not permitted") == 2
+
+
+def test_without_flashinfer_the_step_says_so(emulated_library: Path, tmp_path: Path) -> None:
+    found = speed.flashinfer(Job(tmp_path, emulated_library, rehearse=True), 2)
+    assert "FlashInfer is not here" in found.absent[0]
+
+
 def test_zeroing_zeroes() -> None:
     block = torch.ones(300, dtype=torch.uint8)
     zeroing(block)()
@@ -71,7 +101,7 @@ def test_zeroing_zeroes() -> None:
 def test_open_sides_say_what_they_took(kernel: DeviceKernel) -> None:
     from benchmarks.gpu.tables import random_rows
 
-    sides = open_rows.sides(kernel, random_rows(600, 16, CPU), "mahalanobis", 1)
+    sides = open_rows.sides(kernel, random_rows(600, 16, CPU), "mahalanobis", 1, 200)
     assert [name for name, timed in sides.items() if "distances" in timed.note] == [
         "Top-W, mahalanobis, no bound", "Top-W, mahalanobis, nearest neighbours bounded",
     ]  # fmt: skip

@@ -1,0 +1,49 @@
+"""The driver's functions that the GPU command calls through ctypes: names, types and errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.plugins import build, driver
+
+ROOT = Path(__file__).parents[2]
+CALLED = ("cuMemAlloc", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8Async")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> dict[str, str]:
+    """Where the stand-in is found as the driver."""
+    folder = tmp_path_factory.mktemp("driver")
+    source = Path(__file__).with_name("driver_stand_in.cpp")
+    build.run([*build.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(folder / driver.LIBRARY)])
+    return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+
+
+def test_the_rows_for_the_sanitizer_reach_the_device_through_the_driver(
+    environment: dict[str, str], emulated_library: Path
+) -> None:
+    words = [sys.executable, "-m", "benchmarks.gpu.small_rows", str(emulated_library)]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ANSWERED" in done.stdout
+
+
+@pytest.mark.parametrize(("stream", "said"), [(0, "[0, 0, 7]"), (1 << 40, "[0, 0, 7]"), (3, "CUDA error 400")])
+def test_the_memset_that_is_measured_is_the_drivers(environment: dict[str, str], stream: int, said: str) -> None:
+    code = (
+        "import numpy as np\nfrom benchmarks.gpu.measure import memset\nblock = np.full(3, 7, np.uint8)\n"
+        f"memset(block.ctypes.data, 2, {stream})\nprint(block.tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert said in done.stdout + done.stderr
+
+
+def test_the_driver_has_the_functions() -> None:
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    for name in CALLED:
+        assert hasattr(bindings, name)
