@@ -16,6 +16,9 @@ from benchmarks.gpu.packing.wheels import Host
 from benchmarks.gpu.unpack import INDEX, components, unpack
 
 from topw_deploy.errors import BenchmarkError
+from topw_deploy.runtime import TopWModel
+
+from .packed_demo import packed_demo  # noqa: F401  # a fixture
 
 HOST = Host(90, "3.12")
 LIMIT = 200_000
@@ -136,17 +139,12 @@ def test_a_package_that_the_index_lacks_is_told_with_its_words(tmp_path: Path, m
         wheels.fetch("it==9", HOST, tmp_path)
 
 
-def test_the_demo_is_packed_with_the_cpus_tokens(tmp_path: Path) -> None:
-    words = ["--only", "folders", "--limit", "2MiB", "--into", str(tmp_path / "pack"), "--rehearse"]
-    assert command.main(words) == 0
-    made = sorted((tmp_path / "pack").glob("*.tar.xz"))
-    assert len(made) >= 4
-    assert unpack(made, tmp_path / "host") == []
+def test_the_demo_is_packed_with_the_cpus_tokens(packed_demo: list[Path], tmp_path: Path) -> None:  # noqa: F811
+    assert len(packed_demo) >= 4
+    assert unpack(packed_demo, tmp_path / "host") == []
     assert list(components(tmp_path / "host")) == ["folders"]
     folder = tmp_path / "host" / "folders" / "float16-gqa"
     recorded = json.loads(folder.with_name("float16-gqa.tokens.json").read_text(encoding="utf-8"))
     assert len(recorded["tokens"]) == 32
-    from topw_deploy.runtime import TopWModel
-
     with TopWModel.from_pretrained(folder, provider="cpu") as model:
         assert model.generate(**recorded["requests"][0]).token_ids == recorded["tokens"][0]
