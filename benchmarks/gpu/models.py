@@ -54,11 +54,12 @@ def ways_of(folder: Path) -> dict[str, Way]:
 
 
 def folders(job: Job) -> list[Path]:
-    """The exported folders to run: those that were named, else the packed ones."""
+    """The exported folders to run: those that were named, else the packed ones, if their last archive is there."""
     if job.folders:
         return [Path(folder) for folder in job.folders]
-    packed = job.packed / "folders"
-    return sorted(path.parent for path in packed.glob("*/topw_manifest.json"))
+    if "folders" not in unpack.components(job.packed):
+        return []
+    return sorted(path.parent for path in (job.packed / "folders").glob("*/topw_manifest.json"))
 
 
 def digest(folder: Path) -> str:

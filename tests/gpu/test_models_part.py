@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from benchmarks.gpu import models, tokens, ways
 from benchmarks.gpu.job import Job, MissingError, Result
+from benchmarks.gpu.unpack import unpack
 from benchmarks.gpu.ways import Way
 
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
 from toy_model import Toy, export
+
+from .packed_demo import packed_demo  # noqa: F401  # a fixture
 
 REQUESTS = tokens.requests(seeds=1, tokens=12)
 
@@ -89,6 +92,16 @@ def test_without_folders_the_part_says_so(tmp_path: Path) -> None:
     (step,) = models.steps(Job(tmp_path, tmp_path / "none.so"))
     (sentence,) = step.run(Job(tmp_path, tmp_path / "none.so")).absent
     assert "no model was run: bring pack-folders-*.tar.xz" in sentence
+
+
+def test_packed_folders_are_run_when_their_last_archive_is_there(
+    packed_demo: list[Path], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    job = Job(tmp_path, tmp_path / "none.so")
+    unpack(packed_demo[:-1], job.packed)
+    assert models.folders(job) == []
+    unpack(packed_demo[-1:], job.packed)
+    assert [folder.name for folder in models.folders(job)] == ["float16-gqa"]
 
 
 def test_a_way_that_is_refused_fails_with_the_sentence_of_the_runtime(job: Job, exported: Path) -> None:
