@@ -27,8 +27,10 @@ def steps(job: Job) -> list[Step]:
     from benchmarks.gpu.models import digest, folders, package
 
     standard = [folder for folder in folders(job) if _for_tensorrt(folder)]
-    if not standard or not any(map(find_spec, MODULES)):
-        return [Step("TensorRT", partial(nothing, not standard), 1)]
+    why = "" if standard else _no_folders(job)
+    why = why or ("" if any(map(find_spec, MODULES)) else _NO_TENSORRT) or _no_gpu_to_rehearse(job)
+    if why:
+        return [Step("TensorRT", partial(nothing, why), 1)]
     found = []
     for folder in standard:
         for name in PLUGINS:
@@ -40,23 +42,31 @@ def steps(job: Job) -> list[Step]:
     return found
 
 
-def nothing(no_folders: bool, job: Job) -> Result:
-    """Say what is missing."""
-    if no_folders:
-        return Result(
-            absent=(
-                f"there is no model exported for TensorRT in {job.packed / 'folders'}, so no engine was built: bring "
-                "pack-folders-*.tar.xz along and name them with --pack, or name folders with --folder",
-            )
-        )
+def nothing(why: str, job: Job) -> Result:
+    """Say what is missing, and why it was not packed where that is known."""
     known = unpack.why_missing(job.packed, "tensorrt")
-    return Result(
-        absent=(
-            "there is no TensorRT: no engine was built or run; bring pack-tensorrt-*.tar.xz of `python -m "
-            "benchmarks.gpu pack` along and name it with --pack, where the packing machine found code for this GPU",
-            *([known] if known else []),
-        )
+    return Result(absent=(why, known) if known else (why,))
+
+
+_NO_TENSORRT = (
+    "there is no TensorRT: no engine was built or run; bring pack-tensorrt-*.tar.xz of `python -m benchmarks.gpu pack` "
+    "along and name it with --pack, where the packing machine found code for this GPU"
+)
+
+
+def _no_folders(job: Job) -> str:
+    return (
+        f"there is no model exported for TensorRT in {job.packed / 'folders'}, so no engine was built: bring "
+        "pack-folders-*.tar.xz along and name them with --pack, or name folders with --folder"
     )
+
+
+def _no_gpu_to_rehearse(job: Job) -> str:
+    """Why a rehearsal has no GPU to build an engine for; empty otherwise."""
+    from topw_deploy.plugins import driver
+
+    why = driver.look().why_none if job.rehearse else ""
+    return f"no engine is built in a rehearsal without a GPU: {why}" if why else ""
 
 
 def build(folder: Path, name: str, job: Job) -> Result:

@@ -11,6 +11,7 @@ from benchmarks.gpu.job import Job, MissingError, Step
 
 from tensorrt_double import TensorRT
 from tensorrt_machine import gpu, trt  # noqa: F401  # fixtures
+from topw_deploy.plugins import driver
 from topw_deploy.sampling import TopWOptions
 from toy_model import Toy, export
 
@@ -94,3 +95,13 @@ def test_why_tensorrt_was_not_packed_is_said_where_it_is_missed(job: Job, monkey
     (job.packed / "pack.json").write_text(json.dumps(index), encoding="utf-8")
     (step,) = engines.steps(job)
     assert step.run(job).absent[1] == "tensorrt was not packed: it has no code for sm_90."
+
+
+@pytest.mark.usefixtures("found_here")
+def test_a_rehearsal_without_a_gpu_says_that_engines_are_not_rehearsed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    (step,) = engines.steps(job)
+    expected = "no engine is built in a rehearsal without a GPU: there is no NVIDIA driver"
+    assert step.run(job).absent == (expected,)
