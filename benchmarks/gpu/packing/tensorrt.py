@@ -20,6 +20,7 @@ from topw_deploy.plugins import build
 LIBRARIES = "onnxruntime-ep-nv-tensorrt-rtx-cu13==0.5.0"
 BINDINGS = "tensorrt-cu13-bindings==11.4.0.106"
 _BUILDER, _PARSER = "libtensorrt_rtx.so.", "libtensorrt_onnxparser_rtx.so."
+_NOTE = "The library has code for this GPU, which does not mean that its support matrix lists the GPU."
 _PLUGINS = 'extern "C" bool initLibNvInferPlugins(void *, const char *) { return true; }\n'
 
 
@@ -50,7 +51,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     bindings = wheels.fetch(BINDINGS, host, scratch)
     wheels.unzip(bindings, tree)
     version = f"TensorRT-RTX {builder.name.removeprefix(_BUILDER)}, bindings {wheels.version(bindings)}"
-    return Packed(version, python_path=(".",), library_path=("lib",), gpu_code={builder.name: kept})
+    return Packed(version, python_path=(".",), library_path=("lib",), gpu_code={builder.name: kept}, notes=(_NOTE,))
 
 
 def _empty_plugins(path: Path) -> None:
