@@ -108,7 +108,7 @@ def rotating(launches: Sequence[Side]) -> Side:
 
 def bandwidth(device: torch.device) -> float:
     """Bytes a second that reading a gigabyte reaches; less of it on a CPU."""
-    block = torch.zeros((_SMALLEST_READ if device.type == "cpu" else _READ) // 4, device=device)
+    block = torch.rand((_SMALLEST_READ if device.type == "cpu" else _READ) // 4, device=device)
     graph = captured(block.sum, 5, device)
     best = min(microseconds(graph, 5, device) for _ in range(10))
     return float(block.nbytes / best * 1e6)

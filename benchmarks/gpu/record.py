@@ -63,9 +63,9 @@ class Record:
         self.write()
 
     def drop(self, key: str) -> None:
-        """Forget a step's entry, where there is one."""
-        if self.steps.pop(key, None) is not None:
-            self.write()
+        """Forget a step's entry."""
+        del self.steps[key]
+        self.write()
 
     def write(self) -> None:
         put(self.folder / JSON, json.dumps(self._all, indent=1, ensure_ascii=False) + "\n")

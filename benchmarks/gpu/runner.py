@@ -58,6 +58,7 @@ class Run:
         try:
             child = self.open_child(name, self.job)
             plan = child.plan(min(_PLAN_LIMIT, max(_SHORTEST, self.end - time.monotonic())))
+            self._forget(name, {f"{name}/{step}" for step, *_ in plan})
             for step, expected, limit, inputs in plan:
                 key, digest = f"{name}/{step}", self._digest(inputs)
                 self._mark(key, digest)
@@ -73,12 +74,17 @@ class Run:
                 if not self._step(child, key, digest, min(limit, max(1.0, part_end - time.monotonic()))):
                     child.close()
                     child = None
-            self.record.drop(f"{name}/steps")
         except ChildEndedError as reason:
             self._file(f"{name}/steps", "", {"state": FAILED, "failed": str(reason)})
         finally:  # also where the command is interrupted: then there is no time to wait for the child's own end
             if child is not None:
                 child.close(wait=sys.exception() is None)
+
+    def _forget(self, name: str, planned: set[str]) -> None:
+        """Drop failures of steps that the part no longer has, such as a failure to list them. Results stay."""
+        for key in [key for key in self.record.steps if key.startswith(f"{name}/") and key not in planned]:
+            if self.record.steps[key]["state"] in (FAILED, WAITING):
+                self.record.drop(key)
 
     def _step(self, child: Child, key: str, digest: str, limit: float) -> bool:
         """Run one step and record it. Whether the process may go on."""

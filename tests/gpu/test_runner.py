@@ -173,6 +173,11 @@ def test_a_part_that_cannot_list_its_steps_is_recorded_as_failed(tmp_path: Path)
     assert f"{PART}/steps" not in Record(tmp_path, rehearse=False).steps
 
 
+def test_a_failure_of_a_step_that_the_part_no_longer_has_is_forgotten_and_a_result_is_not(tmp_path: Path) -> None:
+    run(tmp_path, "raises", "passes")
+    assert set(run(tmp_path, "also_passes").steps) == {f"{PART}/passes", f"{PART}/also_passes"}
+
+
 def test_what_is_absent_is_said_in_the_tables_and_tried_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
