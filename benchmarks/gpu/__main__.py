@@ -1,6 +1,6 @@
 """Everything that needs an NVIDIA GPU, in one command that needs no network and no installation:
 
-    python3 -m benchmarks.gpu [--budget SECONDS] [--only PART ...] [--out DIR]
+    python3 -m benchmarks.gpu [--pack ARCHIVE ...] [--budget SECONDS] [--only PART ...] [--out DIR]
 
 Run it from a checkout, with the Python that has torch. It builds the kernels, checks them against the reference, runs
 them under compute-sanitizer, captures them into CUDA graphs, measures them, and runs whole models. Results are in DIR,
@@ -23,9 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src")]  # nothing of ours is installed on the host
 
 from benchmarks.gpu import machine as machines  # noqa: E402
+from benchmarks.gpu import unpack  # noqa: E402
 from benchmarks.gpu.job import PARTS, REHEARSAL, Job  # noqa: E402
 from benchmarks.gpu.record import PARTIAL, TABLES, WAITING, Record, RecordError  # noqa: E402
 from benchmarks.gpu.runner import Run, say  # noqa: E402
+from topw_deploy.errors import BenchmarkError  # noqa: E402
 
 _PLUGINS, _CODE = ROOT / "src" / "topw_deploy" / "plugins", {".cu", ".cuh", ".cpp", ".h"}
 _UNFINISHED = 3
@@ -40,7 +42,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--again", action="store_true", help="repeat finished steps")
     parser.add_argument("--library", type=Path, help="kernels that are built; default: built here, for this GPU")
-    parser.add_argument("--pack", type=Path, help="packed models; default: those of the checkout")
+    parser.add_argument(
+        "--pack",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="ARCHIVE",
+        help="archives that `benchmarks.gpu pack` made",
+    )
+    parser.add_argument("--folder", nargs="+", type=Path, default=[], help="exported models; default: the packed ones")
     parser.add_argument("--rows", type=int, default=100_000, help="random rows to check; default: 100,000")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=50, help="of every measurement; default: 50")
@@ -59,6 +69,10 @@ def digest_of_kernels(library: Path | None) -> str:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["pack"]:
+        from benchmarks.gpu.packing import command
+
+        return command.main(sys.argv[2:])
     given = arguments().parse_args()
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
@@ -79,9 +93,15 @@ def main() -> int:
     kernels = digest_of_kernels(given.library)
     kind = "emulated" if given.rehearse else "cuda"
     library = (given.library or out / f"libtopw_{kind}-{kernels}.so").absolute()
+    try:
+        missing = unpack.unpack(given.pack, out / "packed") if given.pack else []
+    except BenchmarkError as error:
+        raise SystemExit(str(error)) from None
+    for sentence in missing:
+        say(f"NOT UNPACKED {sentence}")
     job = Job(
-        out, library, given.rehearse, given.rows, given.seed, given.rounds, None if given.pack is None else
-        given.pack.absolute(), machine.architecture, given.library is not None,
+        out, library, given.rehearse, given.rows, given.seed, given.rounds,
+        [str(folder.absolute()) for folder in given.folder], machine.architecture, given.library is not None,
     )  # fmt: skip
     base = "\0".join([kernels, machine.versions.get("torch", ""), machine.gpu, str(given.rehearse)])
     parts = [part for part in PARTS if part in given.only or (part == "build" and not library.is_file())]

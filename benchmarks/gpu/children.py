@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import unpack
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.worker import EVENTS
 
@@ -41,7 +42,8 @@ class Child:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.worker", part, job.as_json()],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(writing,),
-            env={**environment(), EVENTS: str(writing)}, cwd=ROOT, start_new_session=True,
+            env={**unpack.environment(job.packed, environment()), EVENTS: str(writing)}, cwd=ROOT,
+            start_new_session=True,
         )  # fmt: skip
         os.close(writing)
         self._events, self._unread = reading, b""

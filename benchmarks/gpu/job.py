@@ -67,7 +67,7 @@ class Job:
 
     out: the folder of results. library: the kernels, of `build` or of --library; `Job.kernels` for the path.
     rehearse: stand-ins on the CPU and small sizes. rows, seed: of the random rows. rounds: of measurements.
-    pack: the folder of packed models, None for the one that belongs to the checkout.
+    folders: exported models to run in the place of the packed ones.
     architecture: of the GPU, 90 is sm_90; 0 in a rehearsal without one. built: the library was given, not built here.
     earlier: the data of this step's last run if that was partial, else {}.
     end: when the step should have ended, on time.monotonic's clock.
@@ -79,7 +79,7 @@ class Job:
     rows: int = 100_000
     seed: int = 0
     rounds: int = 50
-    pack: Path | None = None
+    folders: list[str] = field(default_factory=list)
     architecture: int = 0
     built: bool = False
     earlier: dict[str, Any] = field(default_factory=dict)
@@ -90,6 +90,11 @@ class Job:
     def left(self) -> float:
         """Seconds until the step should have ended."""
         return self.end - time.monotonic()
+
+    @property
+    def packed(self) -> Path:
+        """Where archives are unpacked."""
+        return self.out / "packed"
 
     def folder(self, name: str) -> Path:
         """A folder for a part's files, kept from run to run."""
@@ -110,7 +115,7 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         given = json.loads(text)
-        paths = {name: Path(given[name]) for name in ("out", "library", "pack") if given[name] is not None}
+        paths = {name: Path(given[name]) for name in ("out", "library")}
         return cls(**(given | paths))
 
 

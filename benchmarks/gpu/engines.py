@@ -1,0 +1,123 @@
+"""The part `engines`: TensorRT engines of exported models, built and run, token by token beside the CPU.
+
+Needs TensorRT, or the packed TensorRT-RTX in its place, and folders exported for TensorRT. Engines are built in copies
+of them. Each of build and tokens, with the plugin and without, is a step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.gpu import unpack
+from benchmarks.gpu.job import Job, MissingError, Result, Step
+
+MODULES = ("tensorrt", "tensorrt_bindings")
+PLUGINS = {"plugin": ("python", "plugin"), "the file's function": ("none", "graph")}
+"""By what answers the sampler's node: the plugin to build with, and what the opened engine must say of its sampler."""
+
+_BATCH, _SEQUENCE = 4, 64
+_BUILD, _RUN = (150, 470), (40, 240)  # expected seconds and the most
+
+
+def steps(job: Job) -> list[Step]:
+    from benchmarks.gpu.models import digest, folders, package
+
+    standard = [folder for folder in folders(job) if _for_tensorrt(folder)]
+    why = "" if standard else _no_folders(job)
+    why = why or ("" if any(map(find_spec, MODULES)) else _NO_TENSORRT) or _no_gpu_to_rehearse(job)
+    if why:
+        return [Step("TensorRT", partial(nothing, why), 1)]
+    found = []
+    for folder in standard:
+        for name in PLUGINS:
+            inputs = (digest(folder), *map(package, MODULES))
+            found += [
+                Step(f"{folder.name}, {name}, build", partial(build, folder, name), *_BUILD, inputs),
+                Step(f"{folder.name}, {name}, tokens", partial(tokens, folder, name), *_RUN, inputs),
+            ]
+    return found
+
+
+def nothing(why: str, job: Job) -> Result:
+    """Say what is missing, and why it was not packed where that is known."""
+    known = unpack.why_missing(job.packed, "tensorrt")
+    return Result(absent=(why, known) if known else (why,))
+
+
+_NO_TENSORRT = (
+    "there is no TensorRT: no engine was built or run; bring pack-tensorrt-*.tar.xz of `python -m benchmarks.gpu pack` "
+    "along and name it with --pack, where the packing machine found code for this GPU"
+)
+
+
+def _no_folders(job: Job) -> str:
+    return (
+        f"there is no model exported for TensorRT in {job.packed / 'folders'}, so no engine was built: bring "
+        "pack-folders-*.tar.xz along and name them with --pack, or name folders with --folder"
+    )
+
+
+def _no_gpu_to_rehearse(job: Job) -> str:
+    """Why a rehearsal has no GPU to build an engine for; empty otherwise."""
+    from topw_deploy.plugins import driver
+
+    why = driver.look().why_none if job.rehearse else ""
+    return f"no engine is built in a rehearsal without a GPU: {why}" if why else ""
+
+
+def build(folder: Path, name: str, job: Job) -> Result:
+    """An engine for a batch of four, in a copy of the folder."""
+    from topw_deploy.engines.build import build_engine
+    from topw_deploy.engines.request import EngineRequest
+    from topw_deploy.errors import TopWError
+    from topw_deploy.plugins.tensorrt import tensorrt_module
+
+    use_kernels(name, job)
+    copy = copy_of(folder, name, job)
+    if copy.exists():
+        shutil.rmtree(copy)
+    shutil.copytree(folder, copy)
+    said: list[str] = []
+    request = EngineRequest(out=copy, max_batch=_BATCH, max_sequence=_SEQUENCE, plugin=PLUGINS[name][0])
+    try:
+        built = build_engine(request, tell=said.append)
+    except TopWError as error:
+        return Result({"said": said}, failed=str(error))
+    size = built.path.stat().st_size
+    data = {"said": said, "seconds": built.seconds, "bytes": size, "tensorrt": str(tensorrt_module().__version__)}
+    return Result(data, f"{size / 1e6:.1f} MB in {built.seconds:.0f} s: {said[0] if said else ''}")
+
+
+def tokens(folder: Path, name: str, job: Job) -> Result:
+    """What the engine draws, beside the CPU."""
+    from benchmarks.gpu.tokens import beside
+    from benchmarks.gpu.ways import Way, run
+
+    use_kernels(name, job)
+    copy = copy_of(folder, name, job)
+    if not (copy / "engines").is_dir():
+        raise MissingError(f"there is no engine in {copy}; the step before this one builds it.")
+    if beside(folder).is_file():
+        shutil.copyfile(beside(folder), beside(copy))
+    return run(copy, Way({"provider": "tensorrt"}, PLUGINS[name][1]), job)
+
+
+def use_kernels(name: str, job: Job) -> None:
+    """Have the plugin use the kernels of the part `build`. Raises MissingError where there are none."""
+    if name == "plugin":
+        os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
+
+
+def copy_of(folder: Path, name: str, job: Job) -> Path:
+    return job.folder("engines") / f"{folder.name}-{PLUGINS[name][1]}"
+
+
+def _for_tensorrt(folder: Path) -> bool:
+    from topw_deploy.manifest import load_manifest
+
+    decoder = load_manifest(folder).decoder
+    return decoder is not None and decoder.target == "tensorrt"

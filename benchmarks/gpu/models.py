@@ -1,0 +1,133 @@
+"""The part `models`: exported models on onnxruntime's CUDA provider, token by token beside the CPU.
+
+Each way to run each folder is a step. Needs onnxruntime-gpu, which `python -m benchmarks.gpu pack` brings to a host
+without a package index, and folders, which it brings as well. A rehearsal runs the same steps on the CPU provider.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu import unpack
+from benchmarks.gpu.job import Job, Result, Step
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.ways import Way
+
+CUDA = "CUDAExecutionProvider"
+_LENGTH, _BATCH = 512, 4  # of a captured step's cache, which is set aside at once
+_SECONDS, _LIMIT = 40, 240
+
+
+def steps(job: Job) -> list[Step]:
+    found = [
+        Step(f"{folder.name}, {name}", partial(one_way, folder, way), _SECONDS, _LIMIT, inputs)
+        for folder in folders(job)
+        for inputs in [(digest(folder), package("onnxruntime"))]
+        for name, way in ways_of(folder).items()
+    ]
+    return found or [Step("folders", no_folders, 1)]
+
+
+def ways_of(folder: Path) -> dict[str, Way]:
+    """By name; a captured step has a cache that no longer grows."""
+    from benchmarks.gpu.ways import Way
+    from topw_deploy.manifest import load_manifest
+
+    decoder = load_manifest(folder).decoder
+    length = _LENGTH if decoder is None else min(_LENGTH, decoder.context_length)
+    graph = {"provider_options": {"enable_cuda_graph": "1"}, "max_length": length, "max_batch": _BATCH}
+    return {
+        "cpu": Way({"provider": "cpu"}),
+        "cuda": Way({"provider": "cuda"}, "native"),
+        "cuda, the file's function": Way({"provider": "cuda", "sampler": "graph"}, "graph"),
+        "cuda, captured": Way({"provider": "cuda", **graph}, "native"),
+        "cuda, captured, two threads": Way({"provider": "cuda", **graph}, "native", threads=2),
+    }
+
+
+def folders(job: Job) -> list[Path]:
+    """The exported folders to run: those that were named, else the packed ones, if their last archive is there."""
+    if job.folders:
+        return [Path(folder) for folder in job.folders]
+    if "folders" not in unpack.components(job.packed):
+        return []
+    return sorted(path.parent for path in (job.packed / "folders").glob("*/topw_manifest.json"))
+
+
+def digest(folder: Path) -> str:
+    """Of the folder's manifest, which has the hashes of its files, and of the recorded tokens."""
+    from benchmarks.gpu.tokens import beside
+
+    found = hashlib.sha256()
+    for path in (folder / "topw_manifest.json", beside(folder)):
+        found.update(path.read_bytes() if path.is_file() else b"")
+    return found.hexdigest()[:16]
+
+
+def package(name: str) -> str:
+    """The file that `import name` would run and a digest of it, which has the version; nothing is imported."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        return f"no {name}"
+    return f"{spec.origin} {hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]}"
+
+
+def no_folders(job: Job) -> Result:
+    return Result(
+        absent=(
+            f"there are no exported models in {job.packed / 'folders'}, so no model was run: bring "
+            "pack-folders-*.tar.xz of `python -m benchmarks.gpu pack` along and name them with --pack, or name "
+            "folders with --folder",
+        )
+    )
+
+
+def one_way(folder: Path, way: Way, job: Job) -> Result:
+    """The tokens and the time of one folder opened one way."""
+    from benchmarks.gpu import ways
+
+    if way.options["provider"] == "cuda":
+        if job.rehearse:
+            way = replace(way, options=stand_in(way.options), stands_in="CUDA")
+        else:
+            absent = why_no_cuda()
+            if absent:
+                known = unpack.why_missing(job.packed, "onnxruntime")
+                return Result(absent=(absent, known) if known else (absent,))
+            if way.sampler == "native":
+                os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
+    found = ways.run(folder, way, job)
+    if found.data:
+        import onnxruntime
+
+        # Which one it was: the packed one must not be mistaken for the host's own.
+        found.data["onnxruntime"] = f"{onnxruntime.__version__}, {Path(onnxruntime.__file__).parent}"
+    return found
+
+
+def stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The CPU provider's options for those of CUDA: it captures nothing."""
+    return {**{name: value for name, value in options.items() if name != "provider_options"}, "provider": "cpu"}
+
+
+def why_no_cuda() -> str:
+    """Why onnxruntime cannot run on CUDA here, as a sentence; empty where it has that provider."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        return f"onnxruntime cannot be imported ({error})" + _BRING
+    if CUDA in onnxruntime.get_available_providers():
+        return ""
+    where = Path(onnxruntime.__file__).parent
+    return f"the onnxruntime {onnxruntime.__version__} of {where} is for CPUs: no model was run on CUDA" + _BRING
+
+
+_BRING = "; bring pack-onnxruntime-*.tar.xz of `python -m benchmarks.gpu pack` along and name it with --pack"

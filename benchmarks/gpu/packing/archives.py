@@ -1,0 +1,147 @@
+"""A folder as .tar.xz files, none larger than a limit, which unpack into one folder.
+
+An .xz file may be several streams behind one another, and a tar file is a sequence of members. So members are
+compressed in blocks, each a stream of its own whose size is known before it is put anywhere, and an archive takes
+blocks until the next one does not fit. A block above the limit is halved, down to slices of a single file; `unpack.py`
+joins those, and any tar with xz reads the archives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import BenchmarkError
+
+SUFFIX = ".tar.xz"
+SLICE = ".slice-"
+"""Between the name of a file and the first byte of a slice of it."""
+
+SMALLEST = 64 << 10
+"""Bytes that a limit must allow at least: an archive's frame, and a slice worth having."""
+
+_BLOCK = 16 << 20  # bytes of files in one stream: they share a dictionary
+_DICTIONARY = 32 << 20  # a larger one saves less than 1 % of onnxruntime's CUDA library
+
+
+@dataclass(frozen=True)
+class Member:
+    """A link, or `size` bytes of a file from byte `start`. sliced: they are not all of it."""
+
+    name: str
+    path: Path
+    start: int
+    size: int
+    sliced: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `write` made. archives: name, bytes and SHA-256 of each. slices: by file, its slices in order, with its
+    size and SHA-256."""
+
+    archives: list[dict[str, Any]]
+    slices: dict[str, dict[str, Any]]
+
+
+def write(root: Path, into: Path, name: str, limit: int) -> Written:
+    """Write the folder `root` to `into`/name-1.tar.xz, name-2.tar.xz and so on, none larger than `limit` bytes.
+
+    Files and symbolic links go in by their paths below `root`, sorted; times and owners do not.
+    Raises BenchmarkError for a limit below SMALLEST.
+    """
+    if limit < SMALLEST:
+        raise BenchmarkError(f"the limit is {limit} bytes, but must be at least {SMALLEST}; give --limit a larger one.")
+    end = _compressed(b"\0" * 2 * tarfile.BLOCKSIZE, binary=False)
+    archives: list[list[bytes]] = [[]]
+    slices: dict[str, list[str]] = {}
+    for members, stream in _streams(_members(root), limit - len(end)):
+        for member in members:
+            if member.sliced:
+                slices.setdefault(_whole(root, member), []).append(f"{member.name}{SLICE}{member.start}")
+        if sum(map(len, archives[-1])) + len(stream) + len(end) > limit:
+            archives.append([])
+        archives[-1].append(stream)
+    made = [_put(into / f"{name}-{i}{SUFFIX}", [*streams, end]) for i, streams in enumerate(archives, 1)]
+    joined = {file: {"slices": names, **_described(root / file)} for file, names in slices.items()}
+    return Written(made, joined)
+
+
+def _whole(root: Path, member: Member) -> str:
+    return member.path.relative_to(root).as_posix()
+
+
+def _members(root: Path) -> list[Member]:
+    found = []
+    for path in sorted(root.rglob("*")):
+        if path.is_symlink() or path.is_file():
+            size = 0 if path.is_symlink() else path.stat().st_size
+            found.append(Member(path.relative_to(root).as_posix(), path, 0, size))
+    return found
+
+
+def _streams(members: Sequence[Member], most: int) -> Iterator[tuple[list[Member], bytes]]:
+    """Blocks of members with their streams, none longer than `most` bytes."""
+    block: list[Member] = []
+    for member in members:
+        if block and sum(m.size for m in block) + member.size > _BLOCK:
+            yield from _fitting(block, most)
+            block = []
+        block.append(member)
+    if block:
+        yield from _fitting(block, most)
+
+
+def _fitting(block: list[Member], most: int) -> Iterator[tuple[list[Member], bytes]]:
+    stream = _compressed(b"".join(_tar_bytes(member) for member in block), any(_is_library(m.path) for m in block))
+    if len(stream) <= most:
+        yield block, stream
+    elif len(block) > 1:
+        yield from _fitting(block[: len(block) // 2], most)
+        yield from _fitting(block[len(block) // 2 :], most)
+    else:
+        (member,) = block
+        half = member.size // 2
+        for start, size in ((member.start, half), (member.start + half, member.size - half)):
+            yield from _fitting([Member(member.name, member.path, start, size, sliced=True)], most)
+
+
+def _tar_bytes(member: Member) -> bytes:
+    """The member as it is in a tar file: header, content, padding."""
+    info = tarfile.TarInfo(f"{member.name}{SLICE}{member.start}" if member.sliced else member.name)
+    if member.path.is_symlink():
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(member.path)
+        return info.tobuf(tarfile.PAX_FORMAT)
+    info.size = member.size
+    info.mode = 0o755 if os.access(member.path, os.X_OK) else 0o644
+    with open(member.path, "rb") as file:
+        file.seek(member.start)
+        content = file.read(member.size)
+    return info.tobuf(tarfile.PAX_FORMAT) + content + b"\0" * (-member.size % tarfile.BLOCKSIZE)
+
+
+def _is_library(path: Path) -> bool:
+    return path.suffix == ".so" or ".so." in path.name
+
+
+def _compressed(content: bytes, binary: bool) -> bytes:
+    """One .xz stream. binary: x86 code, whose jumps the filter makes repeat."""
+    filters: list[dict[str, Any]] = [{"id": lzma.FILTER_X86}] if binary else []
+    filters.append({"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": _DICTIONARY})
+    return lzma.compress(content, format=lzma.FORMAT_XZ, filters=filters)
+
+
+def _put(path: Path, streams: Sequence[bytes]) -> dict[str, Any]:
+    path.write_bytes(b"".join(streams))
+    return {"name": path.name, **_described(path)}
+
+
+def _described(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,36 @@
+"""What a component tells the index about itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.gpu.packing.fatbin import Kept
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A component that was put into its folder.
+
+    python_path, library_path: subfolders that belong on PYTHONPATH and LD_LIBRARY_PATH, "." for the folder itself.
+    variables: environment variables that name a subfolder.
+    cuda_libraries: it loads CUDA's libraries, which PyTorch's packages have.
+    gpu_code: what was kept of the GPU code of each library.
+    notes: sentences for whoever uses it.
+    """
+
+    version: str
+    python_path: tuple[str, ...] = ()
+    library_path: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    cuda_libraries: bool = False
+    gpu_code: dict[str, Kept] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def as_json(self, name: str) -> dict[str, Any]:
+        """For the index, with paths below the folder of all components."""
+        found = asdict(self)
+        for key in ("python_path", "library_path"):
+            found[key] = [name if place == "." else f"{name}/{place}" for place in found[key]]
+        found["variables"] = {key: f"{name}/{place}" for key, place in self.variables.items()}
+        return found

@@ -1,0 +1,45 @@
+"""The component `folders`: the bundled model, exported in the forms that run on a GPU, with the CPU's tokens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu import tokens
+from benchmarks.gpu.packing.component import Packed
+from topw_deploy import __version__
+from topw_deploy.errors import BenchmarkError, TopWError
+
+FORMS = {
+    "float32-standard": ("--target", "tensorrt", "--max-length", "512"),
+    "float16-gqa": ("--dtype", "fp16"),
+    "int4-gqa": ("--dtype", "int4", "--compute-dtype", "fp16"),
+    "float16-standard": ("--dtype", "fp16", "--target", "tensorrt", "--max-length", "512"),
+}
+"""By the folder's name, the options of `topw export demo`. float32 is in standard operators only, as onnxruntime has
+GroupQueryAttention for CUDA in half precision only."""
+
+
+def stage(tree: Path, names: Sequence[str], *, verify: bool = True, seeds: int = 3) -> Packed:
+    """Export the forms of these names into `tree`, and record what the CPU draws with each.
+
+    verify: as every export is, against torch and the reference. Raises BenchmarkError with the exporter's words.
+    """
+    tree.mkdir(parents=True)
+    for name in names:
+        _export(tree / name, [*FORMS[name], *([] if verify else ["--no-verify"])])
+        try:
+            tokens.record(tree / name, tokens.requests(seeds))
+        except TopWError as error:
+            raise BenchmarkError(f"the packed folder {name} does not run on this CPU: {error}") from None
+    return Packed(f"topw-deploy {__version__}", notes=() if verify else ("These exports were not verified.",))
+
+
+def _export(folder: Path, options: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "topw_deploy", "export", "demo", str(folder), *options, "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode != 0:
+        words = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        raise BenchmarkError(f"topw export demo {' '.join(options)} failed: {words[-1][:500]}")

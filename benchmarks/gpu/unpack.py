@@ -1,0 +1,235 @@
+"""The archives of `python -m benchmarks.gpu pack`, unpacked on a GPU host, and the environment to use them in.
+
+`pack.json`, which the packing machine wrote beside the archives, names each with its SHA-256; an archive that differs,
+or a member that would be written anywhere but below the folder, is refused. Archives may come one after another: each
+is unpacked once, and a component counts when its last one is there. Only the standard library is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import os
+import shutil
+import tarfile
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from topw_deploy.errors import BenchmarkError
+
+INDEX = "pack.json"
+FORMAT = 1
+_DONE = "unpacked.json"
+
+
+def unpack(archives: Sequence[Path], into: Path) -> list[str]:
+    """Unpack those of `archives` that are not unpacked yet into the folder `into`.
+
+    Returns what is not usable, one sentence each: a component whose other archives are still to come, and one that the
+    packing machine could not pack.
+    Raises BenchmarkError for an archive without index, one that differs from its index, or one with a member that is
+    refused; archives before it stay unpacked.
+    """
+    for archive in archives:
+        index = _index_beside(archive)
+        _same_pack(index, into)
+        entry = _entry(index, archive)
+        done = _done(into)
+        if done.get(archive.name) == entry["sha256"]:
+            continue
+        _extract(archive, index, into)
+        _join(index, into)
+        _write_json(into / _DONE, done | {archive.name: entry["sha256"]})
+    return missing(into)
+
+
+def missing(folder: Path) -> list[str]:
+    """Components that cannot be used from `folder`, each with the reason as a sentence."""
+    index = _index(folder / INDEX)
+    done = _done(folder)
+    found = [f"{name} was not packed: {why}" for name, why in index["absent"].items()]
+    for name, component in index["components"].items():
+        waiting = [archive for archive in component["archives"] if archive not in done]
+        if waiting:
+            found.append(f"{name} is not complete: unpack {', '.join(waiting)}, too.")
+    return found
+
+
+def why_missing(folder: Path, component: str) -> str:
+    """Why the component cannot be used from `folder`, as far as an index is there to say it; else empty."""
+    known = missing(folder) if (folder / INDEX).is_file() else []
+    return next((sentence for sentence in known if sentence.split(" ", 1)[0] == component), "")
+
+
+def components(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the index says of each component that is complete in `folder`; none where nothing was unpacked."""
+    if not (folder / INDEX).is_file():
+        return {}
+    done = _done(folder)
+    every: dict[str, dict[str, Any]] = _index(folder / INDEX)["components"]
+    return {name: entry for name, entry in every.items() if all(archive in done for archive in entry["archives"])}
+
+
+def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
+    """`base` with the complete components of `folder` before everything installed.
+
+    PYTHONPATH and LD_LIBRARY_PATH; caches that packages would write to the home directory go to `folder`, too.
+    onnxruntime looks for CUDA's libraries beside its own folder, where there are none, and then where the loader does:
+    so those of PyTorch's packages are put there.
+    """
+    found = dict(base)
+    for entry in components(folder).values():
+        libraries = [str((folder / place).absolute()) for place in entry["library_path"]]
+        libraries += cuda_libraries() if entry["cuda_libraries"] else []
+        packages = [str((folder / place).absolute()) for place in entry["python_path"]]
+        for variable, paths in (("PYTHONPATH", packages), ("LD_LIBRARY_PATH", libraries)):
+            found[variable] = os.pathsep.join([*paths, *filter(None, [found.get(variable)])])
+        for variable, place in entry["variables"].items():
+            found[variable] = str((folder / place).absolute())
+    return {name: value for name, value in found.items() if value}
+
+
+def cuda_libraries() -> list[str]:
+    """Folders of CUDA's libraries among this Python's packages: `nvidia/cu13/lib`, `nvidia/cudnn/lib` and so on."""
+    spec = find_spec("nvidia")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    return [str(path) for place in places for path in sorted(Path(place).glob("*/lib"))]
+
+
+def _index_beside(archive: Path) -> dict[str, Any]:
+    path = archive.with_name(INDEX)
+    if not path.is_file():
+        raise BenchmarkError(f"{archive} has no {INDEX} beside it, which says what it must be; bring that along, too.")
+    return _index(path)
+
+
+def _index(path: Path) -> dict[str, Any]:
+    try:
+        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = index["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BenchmarkError(f"{path} is no index of packed archives ({error}); pack again.") from None
+    if version != FORMAT:
+        raise BenchmarkError(f"{path} has format {version}, but this checkout reads {FORMAT}; pack again with it.")
+    return index
+
+
+def _same_pack(index: Mapping[str, Any], into: Path) -> None:
+    """Have `into` hold this pack's index. Raises BenchmarkError where it holds another."""
+    path = into / INDEX
+    if not path.is_file():
+        into.mkdir(parents=True, exist_ok=True)
+        _write_json(path, index)
+    elif _index(path) != index:
+        raise BenchmarkError(f"{into} holds what was unpacked of another pack; delete it, or name another --out.")
+
+
+def _entry(index: Mapping[str, Any], archive: Path) -> dict[str, Any]:
+    """The index's entry of an archive that is what it says. Raises BenchmarkError."""
+    entries: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in index["archives"]}
+    if archive.name not in entries:
+        raise BenchmarkError(f"{archive.name} is not in {INDEX} beside it, which lists {', '.join(entries) or 'none'}.")
+    try:
+        digest = _sha256(archive)
+    except OSError as error:
+        raise BenchmarkError(f"{archive} cannot be read ({error}); bring it along again.") from None
+    if digest != entries[archive.name]["sha256"]:
+        raise BenchmarkError(
+            f"{archive} has SHA-256 {digest[:16]}..., but {INDEX} says {entries[archive.name]['sha256'][:16]}...; "
+            "bring it along again."
+        )
+    return entries[archive.name]
+
+
+def _extract(archive: Path, index: Mapping[str, Any], into: Path) -> None:
+    """Write the archive's members below `into`; the first one that is refused ends it."""
+    allowed = {name: entry["bytes"] for name, entry in index["components"].items() if archive.name in entry["archives"]}
+    left = sum(allowed.values())
+    try:
+        with lzma.open(archive) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
+            for member in tar:
+                target = into / _checked(member, archive, list(allowed))
+                left -= member.size
+                if left < 0:
+                    raise BenchmarkError(f"{archive.name} unpacks to more than {INDEX} says; pack again.")
+                _write(tar, member, target, into)
+    except (tarfile.TarError, lzma.LZMAError, EOFError) as error:
+        raise BenchmarkError(f"{archive.name} is no .tar.xz file that can be read ({error}); pack again.") from None
+
+
+def _checked(member: tarfile.TarInfo, archive: Path, folders: Sequence[str]) -> PurePosixPath:
+    """The member's path. Raises BenchmarkError unless it is a file or link that stays within one of `folders`.
+
+    A link may only name a file of its own folder, so no link leads out of it, and none leads through another.
+    """
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts or len(path.parts) < 2 or path.parts[0] not in folders:
+        raise BenchmarkError(f"{archive.name} has the member {member.name!r}, outside {', '.join(folders)}: refused.")
+    if member.issym() and ("/" in member.linkname or member.linkname in ("", ".", "..")):
+        raise BenchmarkError(f"{archive.name} has a link {member.name!r} to {member.linkname!r}: refused.")
+    if not (member.isreg() or member.issym()):
+        raise BenchmarkError(f"{archive.name} has {member.name!r}, which is neither file nor link: refused.")
+    return path
+
+
+def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, into: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.parent.resolve().is_relative_to(into.resolve()):  # a link of an earlier run or somebody else's
+        raise BenchmarkError(f"{target.parent} leads out of {into}; delete {into} and unpack again.")
+    target.unlink(missing_ok=True)
+    if member.issym():
+        target.symlink_to(member.linkname)
+        return
+    content = tar.extractfile(member)
+    assert content is not None  # a regular file has content
+    with content, open(target, "xb") as file:
+        shutil.copyfileobj(content, file)
+    target.chmod(0o755 if member.mode & 0o100 else 0o644)
+
+
+def _join(index: Mapping[str, Any], into: Path) -> None:
+    """Put files together whose slices are all there. Raises BenchmarkError where the result is not what was packed."""
+    for name, whole in index["slices"].items():
+        target = into / name
+        parts = [into / part for part in whole["slices"]]
+        if not target.is_file():
+            if not all(part.is_file() for part in parts):
+                continue
+            _concatenate(parts, target, whole["sha256"])
+        for part in parts:  # also those of an archive that was unpacked a second time
+            part.unlink(missing_ok=True)
+
+
+def _concatenate(parts: Sequence[Path], target: Path, digest: str) -> None:
+    scratch = target.with_name(target.name + ".new")
+    with open(scratch, "wb") as file:
+        for part in parts:
+            with open(part, "rb") as content:
+                shutil.copyfileobj(content, file)
+    if _sha256(scratch) != digest:
+        scratch.unlink()
+        raise BenchmarkError(f"{target}, put together from {len(parts)} slices, is not what was packed; pack again.")
+    scratch.chmod(parts[0].stat().st_mode)
+    scratch.replace(target)
+
+
+def _sha256(path: Path) -> str:
+    file: BinaryIO
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _done(folder: Path) -> dict[str, str]:
+    """SHA-256 by name of the archives that are unpacked."""
+    path = folder / _DONE
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _write_json(path: Path, value: Any) -> None:
+    """Whole or not at all: a run may be killed while it writes."""
+    scratch = path.with_name(path.name + ".new")
+    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)

@@ -1,0 +1,157 @@
+"""One way to run an exported folder: the tokens it draws beside those recorded, and its time beside the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu import tokens
+from benchmarks.gpu.job import Job, Result
+from topw_deploy.errors import BenchmarkError, TopWError
+
+if TYPE_CHECKING:
+    from topw_deploy.runtime import TopWModel
+
+EARLY = 4
+"""Steps. What is wrong with a cache or an operator shows at once and nearly everywhere, rounding later and in few."""
+
+MOST_EARLY = 0.25
+"""Of the sequences may differ within EARLY steps: 4-bit weights are rounded otherwise on a CPU."""
+
+LEAST_EQUAL_FLOAT32 = 0.95
+"""Of the sequences are equal in float32, whose logits differ by some 1e-5: a draw or a tie turns once in thousands."""
+
+_TIMED_TOKENS = 256
+_WARMUP = 2
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a folder is opened. options: of TopWModel.from_pretrained. sampler: what must choose the tokens, "" for any.
+    threads: that generate at the same time over one model. stands_in: for what, in a rehearsal."""
+
+    options: Mapping[str, Any]
+    sampler: str = ""
+    threads: int = 1
+    stands_in: str = ""
+
+
+def run(folder: Path, way: Way, job: Job) -> Result:
+    """Draw what is recorded for the folder, compare, and time. A way that does not open fails with its sentence."""
+    from topw_deploy.runtime import TopWModel
+
+    notes: list[str] = []
+    try:
+        with ExitStack() as opened:
+            model = opened.enter_context(TopWModel.from_pretrained(folder, **way.options))
+            if way.sampler and model.sampler != way.sampler:
+                return Result(
+                    failed=f"{way.sampler} should choose the tokens, but {model.sampler} does: {model.why_graph}"
+                )
+            cpu = _cpu(folder, opened, notes)
+            asked, wanted = _wanted(folder, cpu)
+            difference = tokens.compare(drawn(model, asked, way.threads), wanted)
+            times = timed(model, cpu, way.threads, min(job.rounds, 2 if job.rehearse else 20), job.rehearse)
+            return _result(model, way, difference, times, wrong(difference, _is_float32(folder)), notes)
+    except TopWError as error:
+        return Result(failed=str(error), absent=tuple(notes))
+
+
+def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], tokens.Sequences]:
+    """Requests and what the CPU draws: as recorded where the folder was packed, else with this machine's."""
+    known = tokens.recorded(folder)
+    if known is not None:
+        return known["requests"], known["tokens"]
+    if cpu is None:
+        raise BenchmarkError(f"{folder} has no recorded tokens, and the CPU does not open it: pack it.")
+    asked = tokens.requests()
+    return asked, tokens.draw(cpu, asked)
+
+
+def drawn(model: TopWModel, asked: Sequence[dict[str, Any]], threads: int) -> tokens.Sequences:
+    """The tokens of every sequence, in order; with several threads each takes the next request as it gets ready."""
+    with ThreadPoolExecutor(threads) as pool:
+        answers = pool.map(lambda request: tokens.draw(model, [request]), asked)
+        return [sequence for answer in answers for sequence in answer]
+
+
+def timed(
+    model: TopWModel, cpu: TopWModel | None, threads: int, rounds: int, rehearse: bool = False
+) -> dict[str, list[float]]:
+    """Milliseconds per token of a sequence, in turns: "this" and, where it opens, "cpu". With several threads each of
+    them generates one at the same time, and the slowest counts."""
+    from benchmarks.common import interleave
+
+    length = 32 if rehearse else _TIMED_TOKENS
+
+    def one(of: TopWModel) -> float:
+        result = of.generate(tokens.PROMPTS[0], seed=1, max_new_tokens=length, ignore_eos=True)
+        return 1e3 * result.timings.decode_seconds / max(1, result.timings.decode_steps)
+
+    def together(of: TopWModel) -> float:
+        with ThreadPoolExecutor(threads) as pool:
+            return max(pool.map(lambda _: one(of), range(threads)))
+
+    sides: dict[str, Callable[[], float]] = {"this": lambda: together(model)}
+    if cpu is not None:
+        sides["cpu"] = lambda: one(cpu)
+    return interleave(sides, rounds, warmup=_WARMUP)
+
+
+def wrong(difference: tokens.Difference, float32: bool) -> str:
+    """Why the difference is more than rounding makes, as a sentence; empty where it is not."""
+    early = sum(step < EARLY for step in difference.steps)
+    if early > MOST_EARLY * difference.sequences:
+        return (
+            f"{early} of {difference.sequences} sequences differ from the CPU's within {EARLY} steps, more than "
+            f"{MOST_EARLY:.0%}: that is no rounding."
+        )
+    if float32 and difference.equal < LEAST_EQUAL_FLOAT32 * difference.sequences:
+        return (
+            f"{difference.equal} of {difference.sequences} sequences are the CPU's, in float32 fewer than "
+            f"{LEAST_EQUAL_FLOAT32:.0%}."
+        )
+    return ""
+
+
+def _cpu(folder: Path, opened: ExitStack, notes: list[str]) -> TopWModel | None:
+    from topw_deploy.runtime import TopWModel
+
+    try:
+        return opened.enter_context(TopWModel.from_pretrained(folder, provider="cpu"))
+    except TopWError as error:
+        notes.append(f"not timed beside the CPU, which does not open the folder: {error}")
+        return None
+
+
+def _is_float32(folder: Path) -> bool:
+    from topw_deploy.manifest import load_manifest
+
+    decoder = load_manifest(folder).decoder
+    return decoder is not None and (decoder.kv_dtype, decoder.weights_dtype) == ("float", "float")
+
+
+def _result(
+    model: TopWModel, way: Way, difference: tokens.Difference, times: dict[str, list[float]], failed: str,
+    notes: Sequence[str],
+) -> Result:  # fmt: skip
+    from benchmarks.common import Spread, ratio, table
+
+    this, cpu = Spread.of(times["this"]), times.get("cpu")
+    beside = Spread.of(cpu) if cpu else None
+    first = "" if difference.first is None else f", first at step {difference.first}"
+    provider = model.provider + (f", stands in for {way.stands_in}" if way.stands_in else "")
+    row = (
+        provider, model.sampler, f"{difference.equal} of {difference.sequences}{first}", this.format(digits=3),
+        beside.format(digits=3) if beside else "", ratio(times, "this", "cpu").format() if cpu else "",
+    )  # fmt: skip
+    head = ("provider", "sampler", "sequences equal to the CPU's", "ms per token", "CPU's", "ratio")
+    data = {
+        "provider": provider, "sampler": model.sampler, "why_graph": model.why_graph, **difference.as_json(),
+        "load_seconds": model.load_seconds, "ms_per_token": times,
+    }  # fmt: skip
+    return Result(data, table(head, [row]), failed, tuple(notes))

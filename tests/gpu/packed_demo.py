@@ -1,0 +1,25 @@
+"""The archives of a rehearsed packing, made once, and the folder in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.gpu.packing import command
+from benchmarks.gpu.unpack import unpack
+
+
+@pytest.fixture(scope="session")
+def packed_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Archives of the bundled model in float16 with the CPU's tokens."""
+    into = tmp_path_factory.mktemp("pack")
+    assert command.main(["--only", "folders", "--limit", "2MiB", "--into", str(into), "--rehearse"]) == 0
+    return sorted(into.glob("*.tar.xz"))
+
+
+@pytest.fixture(scope="session")
+def demo_folder(packed_demo: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder, as a host unpacks it."""
+    host = tmp_path_factory.mktemp("host")
+    unpack(packed_demo, host)
+    return host / "folders" / "float16-gqa"

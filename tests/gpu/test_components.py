@@ -1,0 +1,193 @@
+"""What each component takes of its packages, with small wheels of the same layout in the place of the index's."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from benchmarks.gpu.packing import flashinfer, onnxruntime_gpu, tensorrt, wheels
+from benchmarks.gpu.packing.fatbin import fat_binaries
+from benchmarks.gpu.packing.wheels import Host
+
+from topw_deploy.errors import BenchmarkError, PluginError
+from topw_deploy.plugins import cuda_build
+
+from .fatbin_files import CUBIN, elf, entry, fat_binary
+
+HOST = Host(90, "3.12")
+FOR_90 = elf([(".nv_fatbin", fat_binary(entry(CUBIN, 80, b"old " * 9), entry(CUBIN, 90, b"wanted! " * 9)))])
+FOR_120 = elf([(".nv_fatbin", fat_binary(entry(CUBIN, 120, b"new " * 9)))])
+Serve = Callable[[Mapping[str, Mapping[str, bytes]]], None]
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Have the index serve these requirements, each a wheel of these files; what else is fetched has no files."""
+
+    def put(served: Mapping[str, Mapping[str, bytes]]) -> None:
+        def fetch(requirement: str, host: Host, into: Path) -> Path:
+            name, version = requirement.split("==")
+            path = into / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+            with zipfile.ZipFile(path, "w") as wheel:
+                for file, content in served.get(name, {}).items():
+                    wheel.writestr(file, content)
+            return path
+
+        monkeypatch.setattr(wheels, "fetch", fetch)
+
+    return put
+
+
+def names(tree: Path) -> set[str]:
+    return {path.relative_to(tree).as_posix() for path in tree.rglob("*") if not path.is_dir()}
+
+
+def onnxruntime_wheel(provider: bytes) -> dict[str, bytes]:
+    files = ("__init__.py", "capi/onnxruntime_pybind11_state.so", "capi/libonnxruntime.so.1.31.1",
+             "capi/libonnxruntime_providers_shared.so", "capi/libonnxruntime_providers_tensorrt.so",
+             "transformers/models/big.py", "quantization/base.py", "tools/convert.py")  # fmt: skip
+    found = {f"onnxruntime/{file}": b"x" for file in files}
+    return found | {
+        "onnxruntime/capi/libonnxruntime_providers_cuda.so": provider,
+        "onnxruntime_gpu-1.31.1.dist-info/METADATA": b"Name: onnxruntime-gpu\n",
+    }
+
+
+def test_of_onnxruntime_what_sessions_load_is_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
+    serve({"onnxruntime-gpu": onnxruntime_wheel(FOR_90)})
+    packed = onnxruntime_gpu.stage(tmp_path / "tree", scratch, HOST)
+    assert names(tmp_path / "tree") == {
+        "onnxruntime/__init__.py",
+        "onnxruntime/capi/onnxruntime_pybind11_state.so",
+        "onnxruntime/capi/libonnxruntime_providers_shared.so",
+        "onnxruntime/capi/libonnxruntime_providers_cuda.so",
+        "onnxruntime_gpu-1.31.1.dist-info/METADATA",
+    }
+    assert (packed.version, packed.python_path, packed.cuda_libraries) == ("1.31.1", (".",), True)
+    library = (tmp_path / "tree/onnxruntime/capi/libonnxruntime_providers_cuda.so").read_bytes()
+    assert b"wanted!" in library
+    assert b"old" not in library
+    assert packed.gpu_code["libonnxruntime_providers_cuda.so"].kept == {"sm_90": 1}
+
+
+def test_an_onnxruntime_without_code_for_the_gpu_is_not_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
+    serve({"onnxruntime-gpu": onnxruntime_wheel(FOR_120)})
+    with pytest.raises(BenchmarkError, match=r"has code for sm_120, none for sm_90\.$"):
+        onnxruntime_gpu.stage(tmp_path / "tree", scratch, HOST)
+
+
+def tensorrt_wheels(builder: bytes) -> dict[str, dict[str, bytes]]:
+    package = "onnxruntime_ep_nv_tensorrt_rtx"
+    return {
+        "onnxruntime-ep-nv-tensorrt-rtx-cu13": {
+            f"{package}/libtensorrt_rtx.so.1.7.1": builder,
+            f"{package}/libtensorrt_onnxparser_rtx.so.1.7.1": b"parser",
+            f"{package}/libtensorrt_plugins.so": b"large and not used",
+        },
+        "tensorrt-cu13-bindings": {"tensorrt_bindings/__init__.py": b"", "tensorrt_bindings/tensorrt.so": b"x"},
+    }
+
+
+def test_tensorrt_rtx_is_packed_under_tensorrts_names(serve: Serve, tmp_path: Path, scratch: Path) -> None:
+    serve(tensorrt_wheels(FOR_90))
+    packed = tensorrt.stage(tmp_path / "tree", scratch, HOST)
+    library = tmp_path / "tree" / "lib"
+    assert {path.name: os.readlink(path) for path in library.iterdir() if path.is_symlink()} == {
+        "libnvinfer.so.11": "libtensorrt_rtx.so.1.7.1",
+        "libtensorrt_rtx.so": "libtensorrt_rtx.so.1.7.1",
+        "libnvonnxparser.so.11": "libtensorrt_onnxparser_rtx.so.1.7.1",
+    }
+    assert (library / "libnvinfer_plugin.so.11").read_bytes()[:4] == b"\x7fELF"
+    assert (tmp_path / "tree" / "tensorrt_bindings" / "tensorrt.so").is_file()
+    assert not list((tmp_path / "tree").rglob("libtensorrt_plugins.so"))
+    assert packed.version == "TensorRT-RTX 1.7.1, bindings 11.4.0.106"
+    assert packed.library_path == ("lib",)
+    assert packed.gpu_code["libtensorrt_rtx.so.1.7.1"].found == {"sm_80": 1, "sm_90": 1}
+
+
+def test_a_tensorrt_without_code_for_the_gpu_is_not_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
+    serve(tensorrt_wheels(FOR_120))
+    with pytest.raises(BenchmarkError, match=r"^libtensorrt_rtx\.so\.1\.7\.1 has code for sm_120, none for sm_90\.$"):
+        tensorrt.stage(tmp_path / "tree", scratch, HOST)
+
+
+def test_a_tensorrt_of_another_layout_is_not_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
+    serve({})
+    with pytest.raises(BenchmarkError, match="its layout changed, so nothing of it is packed"):
+        tensorrt.stage(tmp_path / "tree", scratch, HOST)
+
+
+KERNEL = (
+    b"#include <cub/order.h>\n#include <curand.h>\n#ifdef FLASHINFER_ENABLE_F16\n__global__ void kernel() {}\n#endif\n"
+)
+
+
+def flashinfer_wheels(source: bytes) -> dict[str, dict[str, bytes]]:
+    sources = [name for names_ in flashinfer.MODULES.values() for name in names_]
+    first = dict.fromkeys(sources, b"// one kernel is enough\n") | {"sampling.cu": source, "topk.cu": source}
+    return {
+        "flashinfer-python": {
+            "flashinfer/__init__.py": b"",
+            "flashinfer/data/cccl/cub/cub/order.h": b"#pragma once\n",
+            "flashinfer_python-0.7.2.dist-info/RECORD": b"long",
+            **{f"flashinfer/data/csrc/{name}": content for name, content in first.items()},
+        },
+        "nvidia-curand": {"nvidia/cu13/include/curand.h": b"#pragma once\n"},
+        "einops": {"einops/__init__.py": b""},
+    }
+
+
+@pytest.fixture
+def nvcc() -> None:
+    try:
+        cuda_build.find_toolkit()
+    except PluginError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.usefixtures("nvcc")
+def test_flashinfers_samplers_are_compiled_and_their_sources_left_out(
+    serve: Serve, tmp_path: Path, scratch: Path
+) -> None:
+    serve(flashinfer_wheels(KERNEL))
+    packed = flashinfer.stage(tmp_path / "tree", scratch, HOST)
+    assert names(tmp_path / "tree") == {
+        "flashinfer/__init__.py",
+        "einops/__init__.py",
+        "flashinfer/data/aot/sampling/sampling.so",
+        "flashinfer/data/aot/topk/topk.so",
+    }
+    made = (tmp_path / "tree" / "flashinfer/data/aot/sampling/sampling.so").read_bytes()
+    assert {code.label for entries in fat_binaries(made) for code in entries} == {"sm_90"}
+    assert (packed.version, packed.variables) == ("0.7.2.post1", {"FLASHINFER_WORKSPACE_BASE": "home"})
+
+
+@pytest.mark.usefixtures("nvcc")
+def test_sources_that_do_not_compile_are_told_with_the_compilers_words(
+    serve: Serve, tmp_path: Path, scratch: Path
+) -> None:
+    serve(flashinfer_wheels(b"this is no C++\n"))
+    with pytest.raises(BenchmarkError, match=r"(?s)^nvcc does not compile sampling\.so: .*error"):
+        flashinfer.stage(tmp_path / "tree", scratch, HOST)
+
+
+def test_without_nvcc_flashinfer_is_not_packed(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(BenchmarkError, match=r"^FlashInfer's samplers are compiled by nvcc: CUDA_HOME is"):
+        flashinfer.stage(tmp_path / "tree", scratch, HOST)
+
+
+def test_what_is_no_wheel_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "it-1.0-py3-none-any.whl").write_bytes(b"not a zip file")
+    with pytest.raises(BenchmarkError, match=r"^it-1\.0-py3-none-any\.whl is no wheel"):
+        wheels.unzip(tmp_path / "it-1.0-py3-none-any.whl", tmp_path / "out")

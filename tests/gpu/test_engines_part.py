@@ -1,0 +1,107 @@
+"""The part `engines` over doubles of TensorRT and of CUDA, whose engine is onnxruntime on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.gpu import engines, models, tokens
+from benchmarks.gpu.job import Job, MissingError, Step
+
+from tensorrt_double import TensorRT
+from tensorrt_machine import gpu, trt  # noqa: F401  # fixtures
+from topw_deploy.plugins import driver
+from topw_deploy.sampling import TopWOptions
+from toy_model import Toy, export
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+    folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
+    tokens.record(folder, tokens.requests(seeds=1, tokens=12))
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path: Path, exported: Path) -> Job:
+    library = tmp_path / "libtopw_cuda.so"
+    library.touch()
+    return Job(tmp_path / "out", library, rehearse=True, folders=[str(exported)], rounds=2)
+
+
+def steps(job: Job) -> dict[str, Step]:
+    return {step.name: step for step in engines.steps(job)}
+
+
+@pytest.fixture
+def found_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT is importable: a double is in sys.modules without being in any folder."""
+    monkeypatch.setattr(engines, "find_spec", lambda name: name if name == "tensorrt" else None)
+    monkeypatch.setattr(models, "find_spec", lambda name: None)  # it has no file
+
+
+@pytest.mark.usefixtures("found_here")
+def test_an_engine_is_built_in_a_copy_and_draws_the_recorded_tokens(
+    job: Job, exported: Path, trt: TensorRT  # noqa: F811
+) -> None:  # fmt: skip
+    every = steps(job)
+    assert list(every) == [
+        "toy, plugin, build",
+        "toy, plugin, tokens",
+        "toy, the file's function, build",
+        "toy, the file's function, tokens",
+    ]
+    built = every["toy, plugin, build"].run(job)
+    assert built.failed == ""
+    assert built.data["bytes"] > 0
+    drawn = every["toy, plugin, tokens"].run(job)
+    assert (drawn.failed, drawn.data["equal"], drawn.data["sampler"]) == ("", 32, "plugin")
+    assert not (exported / "engines").exists()
+
+
+@pytest.mark.usefixtures("found_here", "trt")
+def test_tokens_before_a_build_say_what_is_missing(job: Job) -> None:
+    with pytest.raises(MissingError, match="the step before this one builds it"):
+        steps(job)["toy, plugin, tokens"].run(job)
+
+
+@pytest.mark.usefixtures("found_here")
+def test_a_build_that_is_refused_fails_with_its_sentence(job: Job, trt: TensorRT) -> None:  # noqa: F811
+    trt.refuses = "no such operator"
+    assert "no such operator" in steps(job)["toy, plugin, build"].run(job).failed
+
+
+def test_without_tensorrt_nothing_is_run_and_the_step_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    (step,) = engines.steps(job)
+    result = step.run(job)
+    assert (result.data, result.failed) == ({}, "")
+    assert "no engine was built or run; bring pack-tensorrt-*.tar.xz" in result.absent[0]
+
+
+def test_without_a_folder_for_tensorrt_the_step_says_so(tmp_path: Path) -> None:
+    toy = export(tmp_path / "toy", Toy.random(1), form="scatter")
+    job = Job(tmp_path / "out", tmp_path / "none.so", folders=[str(toy)])
+    (step,) = engines.steps(job)
+    assert "there is no model exported for TensorRT" in step.run(job).absent[0]
+
+
+def test_why_tensorrt_was_not_packed_is_said_where_it_is_missed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    job.packed.mkdir(parents=True)
+    index = {"format": 1, "archives": [], "components": {}, "absent": {"tensorrt": "it has no code for sm_90."}}
+    (job.packed / "pack.json").write_text(json.dumps(index), encoding="utf-8")
+    (step,) = engines.steps(job)
+    assert step.run(job).absent[1] == "tensorrt was not packed: it has no code for sm_90."
+
+
+@pytest.mark.usefixtures("found_here")
+def test_a_rehearsal_without_a_gpu_says_that_engines_are_not_rehearsed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    (step,) = engines.steps(job)
+    expected = "no engine is built in a rehearsal without a GPU: there is no NVIDIA driver"
+    assert step.run(job).absent == (expected,)

@@ -1,0 +1,149 @@
+"""Zeroing the GPU code of other architectures in a library."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from benchmarks.gpu.packing.fatbin import chosen, fat_binaries, keep_only, survey
+
+from topw_deploy.errors import BenchmarkError, PluginError
+from topw_deploy.plugins import cuda_build
+
+from .fatbin_files import CUBIN, ONLY_THERE, PTX, elf, entry, fat_binary
+
+OLD, WANTED, NEW, TEXT = b"old" * 40, b"wanted!!" * 9, b"new code" * 11, b".version 9.0" * 4
+
+
+def library(tmp_path: Path) -> Path:
+    """Two fat binaries with code for three architectures, with padding between them, and other sections around."""
+    first = fat_binary(entry(CUBIN, 80, OLD), entry(CUBIN, 90, WANTED), entry(CUBIN, 120, NEW), entry(PTX, 120, TEXT))
+    second = fat_binary(entry(CUBIN, 90, WANTED, ONLY_THERE), entry(CUBIN, 100, NEW))
+    path = tmp_path / "libmade.so"
+    code = first + bytes(-len(first) % 8) + bytes(16) + second
+    path.write_bytes(elf([(".text", b"machine code of the processor"), (".nv_fatbin", code), (".data", b"numbers")]))
+    return path
+
+
+def test_code_for_other_gpus_is_zeroed_and_the_wanted_one_stays(tmp_path: Path) -> None:
+    path = library(tmp_path)
+    before = path.read_bytes()
+    kept = keep_only(path, 90)
+    after = path.read_bytes()
+    assert kept.found == {"sm_80": 1, "sm_90": 1, "sm_120": 1, "compute_120": 1, "sm_90a": 1, "sm_100": 1}
+    assert kept.kept == {"sm_90": 1, "sm_90a": 1}
+    assert (kept.kept_bytes, kept.without) == (2 * len(WANTED), 0)
+    assert kept.zeroed_bytes == len(OLD) + 2 * len(NEW) + len(TEXT)
+    assert after.count(WANTED) == 2
+    assert not any(payload in after for payload in (OLD, NEW, TEXT))
+    assert len(after) == len(before)
+    assert fat_binaries(after) == fat_binaries(before)  # headers, sizes and offsets are what they were
+    assert b"machine code of the processor" in after
+    assert b"numbers" in after
+
+
+def test_only_payloads_of_other_gpus_change(tmp_path: Path) -> None:
+    path = library(tmp_path)
+    before = path.read_bytes()
+    others = {
+        position
+        for entries in fat_binaries(before)
+        for code in entries
+        if code.architecture != 90
+        for position in range(code.start, code.start + code.size)
+    }
+    keep_only(path, 90)
+    changed = {i for i, (a, b) in enumerate(zip(before, path.read_bytes(), strict=True)) if a != b}
+    assert changed <= others
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    path = library(tmp_path)
+    before = path.read_bytes()
+    assert survey(path, 90) == keep_only(path, 90)
+    path.write_bytes(before)
+    survey(path, 90)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("sm", "wanted"),
+    [
+        (90, ["sm_90"]),
+        (89, ["sm_86"]),  # machine code runs on later architectures of its generation
+        (80, ["sm_80"]),
+        (75, ["compute_70"]),  # nothing of the generation: PTX, which the driver compiles
+        (121, ["compute_120"]),  # sm_120a runs on sm_120 alone
+        (120, ["sm_120a"]),
+        (61, []),
+    ],
+)
+def test_the_driver_would_choose_what_is_kept(sm: int, wanted: list[str]) -> None:
+    given = fat_binary(
+        entry(CUBIN, 80, OLD), entry(CUBIN, 86, OLD), entry(CUBIN, 90, WANTED), entry(CUBIN, 120, NEW, ONLY_THERE),
+        entry(PTX, 70, TEXT), entry(PTX, 120, TEXT),
+    )  # fmt: skip
+    (entries,) = fat_binaries(elf([(".nv_fatbin", given)]))
+    assert [code.label for code in chosen(entries, sm)] == wanted
+
+
+def test_a_library_without_code_for_the_gpu_says_so(tmp_path: Path) -> None:
+    kept = survey(library(tmp_path), 75)
+    assert (kept.kept, kept.without) == ({}, 2)
+
+
+def test_relocatable_fat_binaries_count_too() -> None:
+    file = elf([("__nv_relfatbin", fat_binary(entry(CUBIN, 90, WANTED)))])
+    assert [code.label for (code,) in fat_binaries(file)] == ["sm_90"]
+
+
+def test_a_library_without_gpu_code_has_none() -> None:
+    assert fat_binaries(elf([(".text", b"x")])) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"not a library at all, but longer than a header" * 3, "no 64-bit little-endian ELF"),
+        (elf([(".nv_fatbin", fat_binary(entry(CUBIN, 90, WANTED)))])[:100], "ends within a header"),
+        (elf([(".nv_fatbin", fat_binary(entry(3, 90, WANTED)))]), "of kind 3"),
+        (elf([(".nv_fatbin", fat_binary(entry(CUBIN, 90, WANTED))[:-8])]), "its section at"),
+        (elf([(".nv_fatbin", fat_binary(entry(CUBIN, 90, WANTED)[:-8]))]), "this layout is not known"),
+    ],
+)
+def test_a_broken_file_is_refused_in_a_sentence_and_left_alone(tmp_path: Path, content: bytes, reason: str) -> None:
+    path = tmp_path / "libbroken.so"
+    path.write_bytes(content)
+    with pytest.raises(BenchmarkError, match=rf"^libbroken\.so: .*{reason}"):
+        keep_only(path, 90)
+    assert path.read_bytes() == content
+
+
+def test_a_library_of_nvcc_keeps_the_code_of_one_gpu(tmp_path: Path) -> None:
+    try:
+        nvcc = cuda_build.find_toolkit().nvcc
+    except PluginError as error:
+        pytest.skip(str(error))
+    source, path = tmp_path / "add.cu", tmp_path / "libadd.so"
+    source.write_text("__global__ void add(float *x) { x[threadIdx.x] += 1; }\n", encoding="ascii")
+    code = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90)]
+    code += ["-gencode=arch=compute_90,code=compute_90"]
+    subprocess.run([nvcc, "-shared", "-Xcompiler=-fPIC", *code, str(source), "-o", str(path)], check=True)
+    before = payloads(path)
+    kept = keep_only(path, 90)
+    after = payloads(path)
+    assert (set(kept.kept), kept.without) == ({"sm_90"}, 0)
+    assert set(before) == set(after) == {"sm_80", "sm_90", "compute_90"}
+    assert after["sm_90"] == before["sm_90"]
+    assert any(before["sm_80"])
+    assert not any(after["sm_80"] + after["compute_90"])
+
+
+def payloads(path: Path) -> dict[str, bytes]:
+    """The payloads by architecture, one behind the other: nvcc's linking step makes a fat binary of its own."""
+    data, found = path.read_bytes(), dict[str, bytes]()
+    for entries in fat_binaries(data):
+        for code in entries:
+            found[code.label] = found.get(code.label, b"") + data[code.start : code.start + code.size]
+    return found

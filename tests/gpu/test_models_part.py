@@ -1,0 +1,166 @@
+"""The part `models`: what a rehearsal runs on the CPU, what it says where it cannot, and when tokens are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.gpu import models, tokens, ways
+from benchmarks.gpu.job import Job, MissingError, Result
+from benchmarks.gpu.unpack import unpack
+from benchmarks.gpu.ways import Way
+
+from topw_deploy.errors import BenchmarkError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import TopWOptions
+from toy_model import Toy, export
+
+from .packed_demo import packed_demo  # noqa: F401  # a fixture
+
+REQUESTS = tokens.requests(seeds=1, tokens=12)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a decoder with a cache of 128 tokens and what the CPU draws with it beside it."""
+    toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
+    folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
+    tokens.record(folder, REQUESTS)
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path: Path, exported: Path) -> Job:
+    return Job(tmp_path / "out", tmp_path / "libtopw_cuda.so", rehearse=True, folders=[str(exported)], rounds=2)
+
+
+def answers(job: Job) -> dict[str, Result]:
+    return {step.name: step.run(job) for step in models.steps(job)}
+
+
+def test_every_way_to_run_a_folder_is_a_step_and_draws_the_recorded_tokens(job: Job) -> None:
+    found = answers(job)
+    assert list(found) == [
+        "toy, cpu",
+        "toy, cuda",
+        "toy, cuda, the file's function",
+        "toy, cuda, captured",
+        "toy, cuda, captured, two threads",
+    ]
+    for name, result in found.items():
+        assert (result.failed, result.absent) == ("", ()), name
+        assert (result.data["sequences"], result.data["equal"], result.data["first_difference"]) == (32, 32, None)
+        assert len(result.data["ms_per_token"]["this"]) == len(result.data["ms_per_token"]["cpu"]) == 2
+        assert ("stands in for CUDA" in result.table) == ("cuda" in name)
+    assert found["toy, cuda, the file's function"].data["sampler"] == "graph"
+    assert "onnxruntime" in found["toy, cuda"].data["onnxruntime"]
+
+
+def test_a_step_is_repeated_when_the_folder_or_its_tokens_change(job: Job, exported: Path, tmp_path: Path) -> None:
+    def inputs() -> tuple[str, ...]:
+        return models.steps(job)[0].inputs
+
+    before = inputs()
+    assert inputs() == before
+    beside = tokens.beside(exported)
+    kept = beside.read_text(encoding="utf-8")
+    beside.write_text(kept + "\n", encoding="utf-8")
+    changed = inputs()
+    beside.write_text(kept, encoding="utf-8")
+    assert changed != before == inputs()
+
+
+def test_without_an_onnxruntime_for_cuda_the_step_says_so_and_what_to_bring(job: Job) -> None:
+    job.rehearse = False
+    (cuda,) = [step for step in models.steps(job) if step.name == "toy, cuda"]
+    result = cuda.run(job)
+    assert (result.data, result.table, result.failed) == ({}, "", "")
+    (sentence,) = result.absent
+    assert "is for CPUs: no model was run on CUDA; bring pack-onnxruntime-*.tar.xz" in sentence
+
+
+def test_without_kernels_the_step_fails(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.rehearse = False
+    monkeypatch.setattr(models, "why_no_cuda", lambda: "")
+    (cuda,) = [step for step in models.steps(job) if step.name == "toy, cuda"]
+    with pytest.raises(MissingError, match="there is no library of kernels"):
+        cuda.run(job)
+
+
+def test_without_folders_the_part_says_so(tmp_path: Path) -> None:
+    (step,) = models.steps(Job(tmp_path, tmp_path / "none.so"))
+    (sentence,) = step.run(Job(tmp_path, tmp_path / "none.so")).absent
+    assert "no model was run: bring pack-folders-*.tar.xz" in sentence
+
+
+def test_packed_folders_are_run_when_their_last_archive_is_there(
+    packed_demo: list[Path], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    job = Job(tmp_path, tmp_path / "none.so")
+    unpack(packed_demo[:-1], job.packed)
+    assert models.folders(job) == []
+    unpack(packed_demo[-1:], job.packed)
+    assert [folder.name for folder in models.folders(job)] == ["float16-gqa"]
+
+
+def test_a_way_that_is_refused_fails_with_the_sentence_of_the_runtime(job: Job, exported: Path) -> None:
+    result = ways.run(exported, Way({"provider": "cuda"}), job)
+    assert "this onnxruntime" in result.failed
+    assert "was built without 'cuda'" in result.failed
+
+
+def test_another_sampler_than_the_one_to_measure_fails(job: Job, exported: Path) -> None:
+    result = ways.run(exported, Way({"provider": "cpu", "sampler": "graph"}, "native"), job)
+    assert result.failed.startswith("native should choose the tokens, but graph does: ")
+
+
+def test_the_tokens_of_another_model_fail(job: Job, exported: Path, tmp_path: Path) -> None:
+    known = json.loads(tokens.beside(exported).read_text(encoding="utf-8"))
+    other = export(
+        tmp_path / "other", Toy.random(2, options=TopWOptions(top_m=64, metric="mahalanobis")), form="scatter",
+        max_length=128,
+    )  # fmt: skip
+    tokens.beside(other).write_text(json.dumps(known), encoding="utf-8")
+    result = ways.run(other, Way({"provider": "cpu"}), job)
+    assert "within 4 steps, more than 25%: that is no rounding" in result.failed
+    assert result.data["first_difference"] == 0
+
+
+def test_a_folder_without_recorded_tokens_is_compared_with_this_cpu(job: Job, tmp_path: Path) -> None:
+    folder = export(tmp_path / "fresh", Toy.random(3), form="scatter", max_length=128)
+    result = ways.run(folder, Way({"provider": "cpu"}), job)
+    assert (result.failed, result.data["equal"]) == ("", result.data["sequences"])
+
+
+def test_recorded_tokens_of_another_format_are_refused(job: Job, tmp_path: Path) -> None:
+    folder = export(tmp_path / "old", Toy.random(3), form="scatter", max_length=128)
+    tokens.beside(folder).write_text('{"format": 99}', encoding="utf-8")
+    assert "has format 99" in ways.run(folder, Way({"provider": "cpu"}), job).failed
+
+
+def test_several_threads_keep_the_order_of_the_requests(exported: Path) -> None:
+    with TopWModel.from_pretrained(exported, provider="cpu") as model:
+        assert ways.drawn(model, REQUESTS, 4) == tokens.draw(model, REQUESTS)
+
+
+def test_a_difference_is_counted_from_its_first_step() -> None:
+    found = tokens.compare([[1, 2, 3], [1, 2, 3], [1, 2], [7]], [[1, 2, 3], [1, 5, 6], [1, 2, 3], [8]])
+    assert (found.equal, found.first, found.steps) == (1, 0, (1, 2, 0))
+    with pytest.raises(BenchmarkError, match="2 sequences were drawn, but 1 are recorded"):
+        tokens.compare([[1], [2]], [[1]])
+
+
+@pytest.mark.parametrize(
+    ("steps", "float32", "fails"),
+    [
+        ((), True, False),
+        ((5,) * 4, True, False),
+        ((5,) * 6, True, True),  # in float32 more than 5 % differ, if late
+        ((5,) * 60, False, False),  # rounding of half precision and 4 bits, late
+        ((1,) * 25, False, False),
+        ((1,) * 26, False, True),
+    ],
+)
+def test_rounding_is_told_from_a_wrong_model(steps: tuple[int, ...], float32: bool, fails: bool) -> None:
+    assert bool(ways.wrong(tokens.Difference(100, steps), float32)) == fails
