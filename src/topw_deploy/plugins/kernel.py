@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +20,9 @@ from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.plugins.shared_library import ABI_VERSION, variable_naming
 from topw_deploy.sampling.geometry import Geometry
 from topw_deploy.sampling.parameters import METRICS, PARAMETER_NAMES, TopWOptions, TopWParameters, canonical_names
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 COLUMNS = ("temperature", "selection_temperature", "lam", "beta", "init_top_p", "geom_scale", "uniform")
 STAGES = ("invalid", "greedy", "candidates", "pool", "geometry", "literal")
