@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import onnxruntime as ort
@@ -16,6 +17,7 @@ from topw_deploy.runtime.device_binding import DeviceBinding, Lanes
 from topw_deploy.runtime.face import Memory, Sampler
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.memory import DeviceMemory, HostMemory
+from topw_deploy.runtime.turns import turns_of
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias")
@@ -43,6 +45,7 @@ class OpenGraph:
     most_rows: int | None = None  # these three: a graph runs with whatever shapes it is given
     most_columns: int | None = None
     most_edits: int | None = None
+    _lanes: Lanes | None = None
 
     def __init__(
         self, raw: ort.InferenceSession, device: tuple[str, int] = ("cpu", 0), *, graphs: bool = False
@@ -62,7 +65,13 @@ class OpenGraph:
 
     def memory(self, size: int) -> Memory:
         """Zeroed memory of the session's device."""
-        return HostMemory(size) if self._lanes is None else DeviceMemory(size, self.device, self._lanes.alone)
+        return HostMemory(size) if self._lanes is None else DeviceMemory(size, self.device)
+
+    def __del__(self) -> None:
+        """Close onnxruntime's session while nobody captures a graph: that frees memory of the device."""
+        if self._lanes is not None:
+            with self._lanes.turns.using:
+                del self.raw
 
 
 class GraphSession(OpenGraph):
@@ -125,6 +134,7 @@ class GraphSession(OpenGraph):
         if self.provider != asked:
             if name not in providers.available():
                 failure = providers.why_absent(name)
+            failure = failure or providers.missing_libraries(asked)
             what = f"{name} could not start, running on {providers.short_name(self.provider)}"
             what += f": {failure}" if failure else doctor
         elif graphs_unused:
@@ -196,15 +206,19 @@ def _open(
 ) -> tuple[native.Opened, str]:
     """The session, and why it is the CPU's where another provider was wanted and `fallback` allows that."""
 
+    device = providers.device_of(wanted), _device_number(provider_options)
+    missing = providers.missing_libraries(wanted)
+
     def on(provider: str, chain: list[Any]) -> native.Opened:
-        return native.open_session(
-            lambda: _new_session(folder, chain, options),
-            options,
-            provider=provider,
-            table_form=folder.manifest.sampler.table_form,
-            sampler=sampler,
-            device=_device_number(provider_options),
-        )
+        with nullcontext() if providers.device_of(provider) == "cpu" else turns_of(device).opening():
+            return native.open_session(
+                lambda: _new_session(folder, chain, options),
+                options,
+                provider=provider,
+                table_form=folder.manifest.sampler.table_form,
+                sampler=sampler,
+                device=device[1],
+            )
 
     try:
         return on(wanted, providers.session_providers(wanted, provider_options)), ""
@@ -220,12 +234,11 @@ def _open(
             raise
         except Exception as second:  # noqa: BLE001
             raise _refused(folder, second) from None
+        why = "; ".join(filter(None, (native.one_line(error), missing)))
         if fallback:
-            return session, native.one_line(error)
+            return session, why
         hint = _HINT_FOR_GRAPHS if "graph capture feature" in str(error) else "see `topw doctor`, or use provider='cpu'"
-        raise ProviderError(
-            f"{providers.short_name(wanted)} could not open {folder.model} ({native.one_line(error)}); {hint}."
-        ) from None
+        raise ProviderError(f"{providers.short_name(wanted)} could not open {folder.model} ({why}); {hint}.") from None
 
 
 def _new_session(folder: ModelFolder, chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
