@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -42,7 +43,7 @@ def _load() -> str:
         return ""
     said = _said_by(load)
     for folder in _folders_elsewhere() if said else ():
-        said = _said_by(lambda folder=folder: load(directory=str(folder)))
+        said = _said_by(partial(load, directory=str(folder)))
     return said
 
 
