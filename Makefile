@@ -13,13 +13,19 @@ PEERS     := .peers
 CUDA      := .cuda
 NVIDIA    := .nvidia
 GPU       := .venv-gpu
+OLDEST    := .venv-310
 BIN       := $(VENV)/bin
 INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test lint peers cuda-tools nvidia fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
+# A Python of version $(1): on PATH, else the newest that pyenv has.
+find-python = $(shell for found in python$(1) \
+  $$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python$(1) 2>/dev/null | sort -rV); do \
+  "$$found" -c "" 2>/dev/null && { command -v "$$found"; break; }; done)
+
+.PHONY: demo test lint peers cuda-tools nvidia python310 fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
 
 help:            ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text from it
 	$(BIN)/topw-export demo out/demo --overwrite
@@ -37,6 +43,8 @@ peers: $(PEERS)/folders.stamp  ## folders by optimum, mobius and onnxruntime-gen
 cuda-tools: $(CUDA)/tools.stamp $(CUDA)/onnxruntime.stamp  ## NVIDIA's compilers and onnxruntime-gpu, for `make test`
 
 nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packages, for `make test`; they need no GPU
+
+python310: $(OLDEST)/ready.stamp  ## Python 3.10 with onnxruntime 1.23, as on JetPack 6, for `make test`
 
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
 	$(BIN)/python -m benchmarks.fuzz_sampler --rows 250000
@@ -68,7 +76,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(GPU) out dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(GPU) $(OLDEST) out dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt
@@ -127,4 +135,11 @@ $(GPU)/dev.stamp: constraints.txt pyproject.toml setup.py $(wildcard src/topw_de
 	$(GPU)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS) -e '.[dev]'
 	$(GPU)/bin/pip uninstall --quiet --yes onnxruntime
 	$(GPU)/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) "onnxruntime-gpu==$$(sed -n 's/^onnxruntime==//p' constraints.txt)"
+	@touch $@
+
+# The runtime alone, in the oldest Python and onnxruntime that it supports.
+$(OLDEST)/ready.stamp: tests/python310/requirements.txt pyproject.toml setup.py
+	@test -n "$(call find-python,3.10)" || { echo "there is no Python 3.10, on PATH or in pyenv" >&2; exit 1; }
+	$(call find-python,3.10) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $< -e '.[cpu]'
 	@touch $@

@@ -1,8 +1,8 @@
 """Turns on a device: everything of this process may use it at once, except while a CUDA graph is captured.
 
-onnxruntime captures with cudaStreamCaptureModeGlobal. Until such a capture has ended, CUDA refuses allocations, frees and
-synchronous copies of every other thread of the process, and each of them spoils the capture. So a capture waits until
-nobody uses the device, and whoever comes meanwhile waits for the capture. A capture takes two runs of one step.
+onnxruntime captures with cudaStreamCaptureModeGlobal. Until such a capture has ended, CUDA refuses allocations, frees
+and synchronous copies of every other thread of the process, and each of them spoils the capture. So a capture waits
+until nobody uses the device, and whoever comes meanwhile waits for the capture. A capture takes two runs of one step.
 
 A session that is being opened may take minutes. A capture does not wait for it: the step runs without, and is captured
 another time.
@@ -59,8 +59,8 @@ class Turns:
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
-        """To be held for a run that captures. Whether it may: not while a session is being opened, then it is a run like
-        any other. The thread must not be using the device."""
+        """To be held for a run that captures. Yields whether it may: while a session is being opened, it may not, and
+        is a run like any other. The thread must not be using the device."""
         alone = self._begin_capture()
         if not alone:
             with self.using:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,9 @@ class EngineSession:
     def memory(self, size: int) -> DeviceMemory:
         """Zeroed memory of the device."""
         return DeviceMemory(self.cuda, size)
+
+    def settle(self, run: Callable[[], object]) -> None:
+        """Nothing is to be checked: an engine runs on its GPU as a whole."""
 
     @property
     def why_no_graph(self) -> str:
