@@ -14,13 +14,14 @@ PEERS     := .peers
 CUDA      := .cuda
 NVIDIA    := .nvidia
 HOST      := .venv-host
+OLDEST    := .venv-310
 BIN       := $(VENV)/bin
 INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test lint peers cuda-tools nvidia host fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
+.PHONY: demo test lint peers cuda-tools nvidia host python310 fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
 
 help:            ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text from it
 	$(BIN)/topw-export demo out/demo --overwrite
@@ -40,6 +41,8 @@ cuda-tools: $(CUDA)/tools.stamp $(CUDA)/onnxruntime.stamp  ## NVIDIA's compilers
 nvidia: $(NVIDIA)/ready.stamp  ## NVIDIA's ONNX parser and builder as pip packages, for `make test`; they need no GPU
 
 host: $(HOST)/ready.stamp  ## the Python and the packages of a GPU host, in which `make test` rehearses `make gpu`
+
+python310: $(OLDEST)/ready.stamp  ## Python 3.10 with onnxruntime 1.23, as on JetPack 6, for `make test`
 
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
 	$(BIN)/python -m benchmarks.fuzz_sampler --rows 250000
@@ -71,7 +74,7 @@ wheels: $(WHEELS)/tools.stamp  ## dist/: the sdist, wheels with the native sampl
 	for wheel in dist/*manylinux*.whl; do $(WHEELS)/bin/auditwheel show $$wheel || exit 1; done
 
 clean:           ## remove the environments, the wheels and what demo wrote
-	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) out dist build
+	rm -rf $(VENV) $(WHEELS) $(PEERS) $(CUDA) $(NVIDIA) $(HOST) $(OLDEST) out dist build
 
 # The compiler for both processors, linking against glibc 2.17 (manylinux2014), and what checks that.
 $(WHEELS)/tools.stamp: constraints.txt
@@ -127,4 +130,10 @@ $(NVIDIA)/ready.stamp: $(VENV)/dev.stamp tests/nvidia/requirements.txt tests/nvi
 $(HOST)/ready.stamp: tests/gpu/host.txt .ci/find-python
 	"$$(.ci/find-python 3.12)" -m venv --clear $(HOST)
 	$(HOST)/bin/pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS) -r $<
+	@touch $@
+
+# The runtime alone, in the oldest Python and onnxruntime that it supports.
+$(OLDEST)/ready.stamp: tests/python310/requirements.txt pyproject.toml setup.py .ci/find-python
+	"$$(.ci/find-python 3.10)" -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c $< -e '.[cpu]'
 	@touch $@

@@ -41,7 +41,7 @@ from topw_deploy.manifest import load_manifest
 WAYS, MEMORY = (Path(__file__).with_name(name) for name in ("kv_ways.py", "kv_memory.py"))
 FORMS = {
     "static": ("--kv", "static"),
-    "scatter": ("--kv", "static", "--target", "tensorrt", "--opset", "24"),
+    "scatter": ("--kv", "static", "--target", "tensorrt", "--max-length", "0", "--opset", "24"),
     "concat": ("--kv", "concat"),
 }
 

@@ -77,7 +77,7 @@ class Gpu:
 
     def at(self, pointer: int, size: int) -> np.ndarray:
         """The bytes of the device there. AssertionError for bytes that nobody allocated."""
-        for start, memory in self.device.items():
+        for start, memory in list(self.device.items()):  # other threads allocate meanwhile
             if start <= pointer and pointer + size <= start + len(memory):
                 return memory[pointer - start : pointer - start + size]
         raise AssertionError(f"{size} bytes at {pointer:#x} are not on the device")
@@ -162,7 +162,7 @@ class Gpu:
     def cudaMemcpyAsync(self, target: int, source: int, size: int, kind: int, stream: Stream) -> tuple[int]:
         to_device = kind == 1
         device, host = (target, source) if to_device else (source, target)
-        if not any(start <= host and host + size <= start + len(memory) for start, memory in self.pinned.items()):
+        if not any(start <= host and host + size <= start + len(memory) for start, memory in list(self.pinned.items())):
             self.pageable += 1
             if stream.captured is not None:
                 return (_NOT_WHILE_CAPTURING,)

@@ -36,7 +36,7 @@ def run(command: str, folder: Path, **variables: str) -> None:
 def test_every_block_is_one_that_is_run() -> None:
     assert {block["needs"] for block in BLOCK.finditer(PAGE)} == {"", ", needs nvcc"}
     assert PAGE.count("<!-- runs on a CPU") == len(BLOCK.findall(PAGE))
-    assert len(commands("")) == 6
+    assert len(commands("")) == 8
     assert len(commands(", needs nvcc")) == 2
 
 

@@ -233,8 +233,11 @@ def save_manifest(folder: str | Path, manifest: Manifest) -> None:
 
 def sha256_of(path: Path) -> str:
     """Hexadecimal SHA-256 of a file, read in blocks."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    with path.open("rb", buffering=0) as stream:  # hashlib.file_digest needs Python 3.11
+        while size := stream.readinto(block):
+            digest.update(block[:size])
+    return digest.hexdigest()
 
 
 def _check_entry(folder: Path, name: str, entry: FileEntry) -> None:

@@ -73,6 +73,18 @@ def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
         assert part in shown
 
 
+def test_inspect_says_of_a_fixed_cache_how_long_it_is(invoke: Invoke, random_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(random_model, folder)
+    manifest = load_manifest(folder)
+    assert manifest.decoder is not None
+    decoder = replace(manifest.decoder, kv_form="static", buffer_step=4096, buffer_least=4096)
+    save_manifest(folder, replace(manifest, decoder=decoder))
+    shown = invoke("inspect", folder).stdout
+    assert "4096 tokens, fixed at the export (--max-length)" in shown
+    assert "cache grows" not in shown
+
+
 def test_inspect_gives_the_manifest_as_json(invoke: Invoke, random_model: Path) -> None:
     found = json.loads(invoke("inspect", random_model, "--json").stdout)
     assert found == json.loads((random_model / MANIFEST_NAME).read_text())

@@ -21,6 +21,7 @@ from .make_stand_in import make
 HERE = Path(__file__).parent
 SOURCE = Path(build.__file__).parents[2]
 Generate = Callable[..., dict[str, Any]]
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
@@ -66,12 +67,10 @@ def cuda_library(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="session")
-def generate(python: Path, stand_in: Path, cuda_library: Path) -> Generate:
-    """(folder, requests, native=True, **settings of from_pretrained) -> what worker.py answers."""
+def run(python: Path, stand_in: Path, cuda_library: Path) -> Run:
+    """(script of this folder, *arguments, native=True) -> the JSON that it prints in the provider's environment."""
 
-    def run(
-        folder: Path, requests: Sequence[dict[str, Any]] = (), *, native: bool = True, **settings: Any
-    ) -> dict[str, Any]:
+    def start(script: str, *arguments: object, native: bool = True) -> dict[str, Any]:
         environment = {
             **os.environ,
             "LD_LIBRARY_PATH": str(stand_in),
@@ -79,12 +78,23 @@ def generate(python: Path, stand_in: Path, cuda_library: Path) -> Generate:
             "TOPW_CUDA_LIBRARY": str(cuda_library),
             "TOPW_NATIVE": str(int(native)),
         }
-        words = [folder, json.dumps({"provider": "cuda", **settings}), json.dumps(list(requests))]
-        done = subprocess.run(
-            [str(python), str(HERE / "worker.py"), *map(str, words)], env=environment, capture_output=True, text=True
-        )
+        command = [str(python), str(HERE / script), *map(str, arguments)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
 
-    return run
+    return start
+
+
+@pytest.fixture(scope="session")
+def generate(run: Run) -> Generate:
+    """(folder, requests, native=True, **settings of from_pretrained) -> what worker.py answers."""
+
+    def answer(
+        folder: Path, requests: Sequence[dict[str, Any]] = (), *, native: bool = True, **settings: Any
+    ) -> dict[str, Any]:
+        chosen = json.dumps({"provider": "cuda", **settings})
+        return run("worker.py", folder, chosen, json.dumps(list(requests)), native=native)
+
+    return answer

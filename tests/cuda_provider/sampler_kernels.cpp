@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <mutex>
 #include <vector>
 
 #define topw_cuda_launch topw_cuda_launch_now
@@ -13,6 +14,8 @@
 extern "C" {
 
 constexpr int kCaptureUnsupported = 900;
+
+static std::mutex emulator;  // which runs the kernels of one thread at a time
 
 struct Step {
   topw_cuda_shape shape;
@@ -24,6 +27,7 @@ struct Step {
 };
 
 static void run(void *data) {
+  const std::lock_guard<std::mutex> alone(emulator);
   const Step &step = *static_cast<Step *>(data);
   topw_cuda_launch_now(&step.shape, step.has_table ? &step.table : nullptr, &step.inputs, &step.outputs,
                        step.control, step.workspace, nullptr);
@@ -35,6 +39,7 @@ TOPW_EXPORT int topw_cuda_launch(const topw_cuda_shape *shape, const topw_table 
   static const Capture capture = reinterpret_cast<Capture>(
       dlsym(dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD), "stand_in_capture"));
   static std::vector<void *> known;
+  const std::lock_guard<std::mutex> alone(emulator);
   const bool is_known = std::find(known.begin(), known.end(), control) != known.end();
   Step *step = new Step{*shape, table ? *table : topw_table{}, table != nullptr, *inputs, *outputs, control, workspace};
   if (capture(run, step)) return is_known ? 0 : kCaptureUnsupported;

@@ -21,12 +21,15 @@ struct Enqueued {
 using Graph = std::vector<Enqueued>;
 
 std::atomic<long> launches, replays, captures, mistakes, to_device, to_host;
+std::atomic<long> global_captures;  // under way, of any thread, in the mode that forbids it to all others
 thread_local Graph *capturing = nullptr;
+thread_local bool capturing_for_all = false;
 
 // Whether what may not be asked for during a capture is asked for now.
 bool forbidden() {
-  if (capturing) ++mistakes;
-  return capturing != nullptr;
+  const bool now = capturing != nullptr || global_captures > 0;
+  if (now) ++mistakes;
+  return now;
 }
 template <class Handle>
 cudaError_t make(Handle *handle) {
@@ -157,14 +160,17 @@ SAID cudaError_t cudaDeviceSynchronize() { return forbidden() ? cudaErrorStreamC
 SAID cudaError_t cudaEventCreate(cudaEvent_t *event) { return make(event); }
 SAID cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { return make(event); }
 
-SAID cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+SAID cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode mode) {
   capturing = new Graph;
+  capturing_for_all = mode == cudaStreamCaptureModeGlobal;
+  global_captures += capturing_for_all;
   return cudaSuccess;
 }
 SAID cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *graph) {
   ++captures;
   *graph = reinterpret_cast<cudaGraph_t>(capturing);
   capturing = nullptr;
+  global_captures -= capturing_for_all;
   return cudaSuccess;
 }
 SAID cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {

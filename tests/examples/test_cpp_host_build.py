@@ -17,7 +17,7 @@ from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
 from toy_model import VOCAB
 
-OLDEST = "1.24.1"  # the oldest onnxruntime that the package asks for
+OLDEST = "1.23.2"  # the oldest onnxruntime that the package asks for
 
 
 def find_cmake() -> str | None:

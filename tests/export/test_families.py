@@ -27,7 +27,7 @@ CONTEXT = 256
 LOWERINGS = {
     "concat": {"kv": "concat", "target": "onnxruntime"},
     "group_query": {"kv": "static", "target": "onnxruntime"},
-    "scatter": {"kv": "static", "target": "tensorrt"},
+    "scatter": {"kv": "static", "target": "tensorrt", "max_length": 0},
 }
 # Families whose queries and keys GroupQueryAttention turns itself; those beside it have heads of 8 numbers.
 TURNED_INSIDE = {"llama_untied", "qwen2", "qwen3", "phi3", "mistral"}

@@ -24,7 +24,7 @@ CONTEXT, TOKENS = 256, 40
 LOWERINGS = {
     "concat": {"kv": "concat", "target": "onnxruntime"},
     "group_query": {"kv": "static", "target": "onnxruntime"},
-    "scatter": {"kv": "static", "target": "tensorrt"},
+    "scatter": {"kv": "static", "target": "tensorrt", "max_length": 0},
 }
 
 

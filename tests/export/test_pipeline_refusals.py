@@ -148,6 +148,7 @@ def test_too_many_layers_are_refused(tmp_path: Path, checkpoint: Callable[[str],
         ({"max_length": 128}, "static cache of tensorrt"),
         ({"max_length": 128, "target": "tensorrt", "kv": "concat"}, "static cache of tensorrt"),
         ({"max_length": 100, "target": "tensorrt"}, "multiple of 64"),
+        ({"max_length": -64, "target": "tensorrt"}, "multiple of 64"),
         ({"defaults": TopWParameters(lam=1e300)}, r"lam is 1e\+300, but must be .* in float32 too"),
     ],
 )

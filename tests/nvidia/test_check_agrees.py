@@ -12,7 +12,7 @@ from .conftest import Ask
 REFUSED = {
     "for-onnxruntime": {},
     "quantised": {"dtype": "int4"},
-    "any-length": {"target": "tensorrt"},
+    "any-length": {"target": "tensorrt", "max_length": 0},
 }
 
 

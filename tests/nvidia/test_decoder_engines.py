@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma-half": (GemmaConfig(**_COMMON, head_dim=16), {"dtype": "fp16"}),
     "glm": (GlmConfig(**_COMMON, head_dim=32), {}),  # turns neighbours, and half of each head
     "demo": ("demo", {"max_length": 256}),
+    "demo-default-length": ("demo", {"max_length": None}),
 }
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,12 @@ import onnxruntime as ort
 import pytest
 
 from topw_deploy.errors import GenerationError
-from topw_deploy.runtime import TopWModel, device_binding
+from topw_deploy.runtime import TopWModel, device_binding, turns
 from topw_deploy.runtime.device_binding import Area, DeviceBinding, Lanes
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.memory import DeviceMemory
 from topw_deploy.runtime.session import GraphSession
+from topw_deploy.runtime.turns import Turns, turns_of
 from topw_deploy.sampling import TopWOptions
 from toy_model import Toy, export
 
@@ -247,29 +250,114 @@ def test_a_failed_run_says_where_and_gives_its_memory_back(folders: dict[str, Pa
     assert len(model._session._lanes._free) == 1  # type: ignore[union-attr]
 
 
-def test_nothing_is_asked_of_the_device_while_another_generation_may_be_capturing(
-    folders: dict[str, Path], on_a_device: Open
+class Logged(Turns):
+    """Turns that note what is asked of them."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def enter(self) -> None:
+        self.log.append("in")
+        super().enter()
+
+    def leave(self) -> None:
+        super().leave()
+        self.log.append("out")
+
+    @contextmanager
+    def capturing(self) -> Iterator[bool]:
+        with super().capturing() as alone:
+            self.log.append(f"captures {alone}")
+            yield alone
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of the device's turns."""
+    asked: list[str] = []
+    monkeypatch.setitem(turns._turns, ("cpu", 0), Logged(asked))
+    return asked
+
+
+def test_nothing_is_asked_of_the_device_but_in_turn(
+    folders: dict[str, Path], on_a_device: Open, log: list[str]
 ) -> None:
     model, _ = on_a_device(folders["grouped"], graphs=True)
-    lanes = model._session._lanes  # type: ignore[union-attr]
-    entered: list[str] = []
-
-    class Recorded:
-        def __enter__(self) -> None:
-            entered.append("in")
-
-        def __exit__(self, *_: object) -> None:
-            entered.append("out")
-
-    lanes.alone = Recorded()
-    memory = DeviceMemory(64, ("cpu", 0), lanes.alone)
-    memory.change(lambda _: entered.append("changes"))
+    memory = DeviceMemory(64, ("cpu", 0))
+    memory.change(lambda _: log.append("changes"))
     memory.clear(64)
-    lanes.borrow()
-    assert entered == ["in", "out", "in", "changes", "out", "in", "out", "in", "out"]
-    entered.clear()
-    model.generate("abc", seed=0, max_new_tokens=3, **SETTINGS)
-    assert entered == ["in", "out"] * (3 + 2)  # its lane, its cache, and its runs
+    model._session._lanes.borrow()  # type: ignore[union-attr]
+    assert log == ["in", "out", "in", "changes", "out", "in", "out", "in", "out"]
+    log.clear()
+    model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
+    # its lane, its cache, the prompt; a step that is captured after its inputs are copied, and two that are replayed
+    assert log == ["in", "out"] * 4 + ["captures True"] + ["in", "out"] * 2
+
+
+def test_a_step_is_not_captured_while_another_model_is_being_opened(
+    folders: dict[str, Path], on_a_device: Open, log: list[str]
+) -> None:
+    model, session = on_a_device(folders["grouped"], graphs=True)
+    expected = on_the_host(folders["grouped"]).generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
+    with turns_of(("cpu", 0)).opening():
+        found = model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
+    assert found.token_ids == expected.token_ids
+    assert log.count("captures False") == 3
+    assert (session.graphs, session.eager) == ({}, 4)
+    model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
+    assert (len(session.graphs), session.replays) == (1, 2)
+
+
+def test_a_step_whose_capture_failed_is_captured_another_time(folders: dict[str, Path], on_a_device: Open) -> None:
+    model, session = on_a_device(folders["grouped"], graphs=True)
+    run, calls = session.run_with_iobinding, iter(range(1000))
+
+    def fail_once(io: Bound, options: Any) -> None:
+        if next(calls) == 1:
+            raise RuntimeError("CUDA failure 901: operation failed due to a previous error during capture")
+        run(io, options)
+
+    session.run_with_iobinding = fail_once  # type: ignore[method-assign]
+    with pytest.raises(GenerationError, match="failed at step 1: CUDA failure 901"):
+        model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
+    (graph,) = model._session._lanes._graphs.values()  # type: ignore[union-attr]
+    assert not graph.captured
+    model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
+    assert graph.captured
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_session_with_graphs_runs_on_one_thread_whoever_calls(
+    folders: dict[str, Path], on_a_device: Open, graphs: bool
+) -> None:
+    model, session = on_a_device(folders["grouped"], graphs=graphs)
+    run, threads = session.run_with_iobinding, set()
+
+    def noted(io: Bound, options: Any) -> None:
+        threads.add(threading.get_ident())
+        run(io, options)
+
+    session.run_with_iobinding = noted  # type: ignore[method-assign]
+    callers = [
+        threading.Thread(target=lambda: model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)) for _ in range(4)
+    ]
+    for caller in callers:
+        caller.start()
+        caller.join()
+    model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
+    assert len(session.graphs) == graphs
+    assert (len(threads) == 1) == graphs
+    assert (threading.get_ident() in threads) != graphs
+
+
+def test_a_session_is_closed_in_its_turn(folders: dict[str, Path], on_a_device: Open, log: list[str]) -> None:
+    model = on_a_device(folders["grouped"], graphs=True)[0]
+    model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
+    weakref.finalize(model._session.raw._sess, log.append, "closed")  # type: ignore[union-attr]
+    log.clear()
+    model.close()  # at once, and not when the garbage collector comes
+    assert log == ["in", "closed", "out"]
 
 
 def test_results_keep_their_places_among_the_outputs_that_are_left_on_the_device(

@@ -79,8 +79,8 @@ class _Size(click.ParamType):
 def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     """Build a TensorRT engine of OUT on the machine that will run it, and put it into OUT/engines.
 
-    OUT was exported with --target tensorrt and --max-length. An engine serves one model of GPU and one version of
-    TensorRT; beside it stands a stamp that says which. It is used by --provider tensorrt.
+    OUT was exported with --target tensorrt. An engine serves one model of GPU and one version of TensorRT; beside it
+    stands a stamp that says which. It is used by --provider tensorrt.
     """
     # Imported late: --help and usage errors must not wait for numpy.
     from topw_deploy.engines.build import build_engine, no_bar

@@ -109,6 +109,8 @@ def diagnose() -> Diagnosis:
         problems.append((f"missing: {', '.join(missing)}", "pip install --force-reinstall topw-deploy"))
     without = [name for name in EXPORT if not versions[name]]
     hints = [(f"exporting needs {', '.join(without)}", "pip install 'topw-deploy[export]'")] if without else []
+    if sys.version_info < (3, 11):
+        hints = [("exporting needs Python 3.11 or newer", "python3.11 -m pip install 'topw-deploy[export]'")]
     return Diagnosis(
         topw_deploy=_version("topw-deploy") or "not installed (running from source)",
         python=f"{platform.python_version()} ({sys.executable})",
@@ -143,7 +145,7 @@ def _providers() -> tuple[dict[str, str], str | None, list[tuple[str, str]]]:
     problems = []
     if states[wanted] != "starts" and wanted != "cpu":
         problems.append(
-            (f"{wanted} is built in but does not start: {states[wanted]}", "pip install 'topw-deploy[cpu]'")
+            (f"{wanted} is built in but does not start: {states[wanted]}", "pip install 'topw-deploy[gpu]'")
         )
     return states, wanted if states[wanted] == "starts" else "cpu", problems
 
@@ -186,13 +188,18 @@ def _tensorrt() -> str:
 
 
 def _state(ort: Any, name: str, options: Any = None) -> str:
+    from topw_deploy.runtime import providers
+
     options = options or ort.SessionOptions()
     options.log_severity_level = 4
+    missing = providers.missing_libraries(name)
     try:
         session = ort.InferenceSession(base64.b64decode(_PROBE), options, providers=[name], enable_fallback=0)
     except Exception as error:  # noqa: BLE001  # whatever a provider raises is the answer
-        return " ".join(str(error).split())[:200]
-    return "starts" if name in session.get_providers() else "onnxruntime could not load its libraries"
+        return "; ".join(filter(None, (" ".join(str(error).split())[:200], missing)))
+    if name in session.get_providers():
+        return "starts"
+    return f"onnxruntime could not load its libraries{f' ({missing})' if missing else ''}"
 
 
 def _lines(found: Diagnosis) -> list[str]:

@@ -54,7 +54,11 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
     help="Whose operators the decoder is written in.  [default: onnxruntime]",
 )
 @click.option(
-    "--max-length", type=int, default=None, help="Tokens that the cache for tensorrt holds, a multiple of 64."
+    "--max-length",
+    type=int,
+    default=None,
+    help="Tokens that the cache for tensorrt holds, a multiple of 64; 0: any number, for onnxruntime alone.  "
+    "[default: the model's context, at most 4096]",
 )
 @quantisation_options
 @tail_option

@@ -94,7 +94,9 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
         "cache size",
         f"{size_text(token)} a token, {size_text(token * decoder.context_length)} for one sequence of the full context",
     )
-    if decoder.buffer_step:
+    if decoder.buffer_step and decoder.buffer_step == decoder.buffer_least:
+        yield "cache length", f"{decoder.buffer_step} tokens, fixed at the export (--max-length)"
+    elif decoder.buffer_step:
         yield "cache grows", f"in steps of {decoder.buffer_step} tokens"
     if not decoder.ragged_chunks:
         yield "batches", "continue prompts of several tokens one row at a time"

@@ -30,7 +30,8 @@ TABLE_AT = len(INPUTS) + TABLE_INPUTS.index("table")
 VERDICTS = ("native", "plugin", "inlined", "unsupported")
 
 _NAMES = {"tensorrt": "TensorRT", "onnxruntime": "onnxruntime"}
-_ONNXRUNTIME_SINCE = {"GroupQueryAttention": (1, 24), "Attention": (1, 24), "TensorScatter": (1, 26)}
+_ONNXRUNTIME_SINCE = {"GroupQueryAttention": (1, 23), "Attention": (1, 23), "TensorScatter": (1, 26)}
+_WINDOWS_SINCE = (1, 24)  # before, GroupQueryAttention made them a token too long
 Refusal = Callable[[Node, Scope], str | None]
 
 
@@ -184,7 +185,10 @@ def _onnxruntime_refusal(node: Node, scope: Scope) -> str | None:
 def _needs(model: Model, target: str) -> str:
     """The oldest version of the target that has every operator of the graph itself."""
     since = operators.SINCE if target == "tensorrt" else _ONNXRUNTIME_SINCE
-    found = [since[node.op_type] for node, _ in walk(model.graph) if node.op_type in since]
+    nodes = [node for node, _ in walk(model.graph)]
+    found = [since[node.op_type] for node in nodes if node.op_type in since]
+    if target == "onnxruntime" and any(node.attributes.get("local_window_size", -1) > 0 for node in nodes):
+        found.append(_WINDOWS_SINCE)
     return ".".join(map(str, max(found))) if found else ""
 
 

@@ -82,5 +82,5 @@ def exported(out: Path) -> tuple[Manifest, DecoderInfo, int]:
     length = {spec.shape[2] for spec in manifest.inputs if spec.name.startswith("past_key_values.")}
     numbers = [size for size in length if isinstance(size, int)]
     if len(length) != 1 or not numbers:
-        raise EngineError(f"the cache of {out} has no fixed length, which TensorRT wants; export with --max-length.")
+        raise EngineError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")
     return manifest, decoder, numbers[0]

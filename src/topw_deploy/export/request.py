@@ -32,7 +32,8 @@ class ExportRequest:
     tensorrt; static where the decoder can; onnxruntime), the only choice for an ONNX decoder that exists already, as
     is num_hidden_layers.
     compute_dtype: fp32 or fp16, the type of all but the weights in an int4 or int8 export; None for fp32.
-    max_length: tokens that a static cache for tensorrt holds, fixed in the graph; None leaves it to the runtime.
+    max_length: tokens that a static cache for tensorrt holds, fixed in the graph. None for the model's context, at most
+    4,096; 0 leaves the length to the runtime, which only onnxruntime accepts.
     block_size, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8, see
     quantise.Quantisation; None for its defaults.
     options: baked into the sampler; defaults: parameters of a request that names none.
@@ -97,8 +98,10 @@ class ExportRequest:
             raise ParameterError("opset is 23, but TensorScatter, tensorrt's cache, needs 24; leave --opset out.")
         if self.max_length is not None and (self.target != "tensorrt" or self.kv == "concat"):
             raise ParameterError("max_length fixes the static cache of tensorrt; leave --max-length out for others.")
-        if self.max_length is not None and (self.max_length < 64 or self.max_length % 64):
-            raise ParameterError(f"max_length is {self.max_length}, but must be a multiple of 64.")
+        if self.max_length is not None and (self.max_length < 0 or self.max_length % 64):
+            raise ParameterError(
+                f"max_length is {self.max_length}, but must be a multiple of 64, or 0 to leave it to onnxruntime."
+            )
         if self.num_hidden_layers is not None and self.num_hidden_layers < 1:
             raise ParameterError(f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.")
         as_float32(self.defaults)  # what no graph can be handed is no default

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ctypes import POINTER, Structure, byref, c_char_p, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -158,7 +158,7 @@ class KernelTable:
                 raise ParameterError(f"{name} is {given.dtype} {given.shape}, but must be float32 [{self.hidden}].")
 
     @classmethod
-    def from_geometry(cls, geometry: Geometry, neighbour_bound: ArrayLike | None = None) -> Self | None:
+    def from_geometry(cls, geometry: Geometry, neighbour_bound: ArrayLike | None = None) -> KernelTable | None:
         """The table of a geometry with its statistics rounded to float32, as a graph carries them; None if uniform."""
         if geometry.table is None or geometry.mean is None or geometry.inverse_std is None:
             return None
@@ -193,7 +193,7 @@ class KernelSamples:
     reports: NDArray[np.void]
 
     @classmethod
-    def empty(cls, batch: int, vocab: int, mass: bool, keep_mask: bool) -> Self:
+    def empty(cls, batch: int, vocab: int, mass: bool, keep_mask: bool) -> KernelSamples:
         """Room for the answers to `batch` rows."""
         return cls(
             np.empty(batch, np.int64),

@@ -21,7 +21,6 @@ class Binding:
     """
 
     def __init__(self, session: OpenGraph) -> None:
-        self._session = session
         self._io = ort.SessionIOBinding(session.raw._sess)
         self._run = session.raw._sess.run_with_iobinding
         self._device = ort.OrtDevice.make(*session.device)._get_c_device()
@@ -30,6 +29,7 @@ class Binding:
         self._bound_outputs: list[str] = []
         self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue): no copy, no Python object
         self.outputs = self._io.get_outputs  # () -> onnxruntime's vector of the last run's, in the order of binding
+        self._session = session  # the last, as it lets go of onnxruntime's session when the device is free for that
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         """Bind a contiguous host array as an input."""

@@ -3,6 +3,9 @@
 What a step changes goes to the device in one copy, and what it gives comes back in another. Everything lies at the same
 address as long as its shape is the same, also in the next generation: so a CUDA graph of a step can be run again.
 
+Steps with graphs run on one thread of the session (worker.py), and are captured while nobody else uses the device
+(turns.py).
+
 Run in tests by onnxruntime's CPU provider, with a double of the device, and by its CUDA provider, over a stand-in for
 CUDA's runtime whose kernels do nothing; not run on a GPU.
 """
@@ -11,13 +14,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnxruntime as ort
 
 from topw_deploy.runtime.binding import Binding
+from topw_deploy.runtime.turns import turns_of
+from topw_deploy.runtime.worker import Worker
 
 if TYPE_CHECKING:
     from topw_deploy.runtime.session import OpenGraph
@@ -64,42 +70,46 @@ class Lane:
                 self.loaded = None
 
 
+@dataclass
+class Graph:
+    """A CUDA graph: how to run its step, and whether a run has captured it. One that can never be is `uncaptured`."""
+
+    options: ort.RunOptions | None
+    captured: bool = False
+
+
 class Lanes:
-    """The lanes of a session, and the numbers of its CUDA graphs."""
+    """The lanes of a session, and its CUDA graphs. worker: the thread that runs it, where it has graphs."""
 
     def __init__(self, device: tuple[str, int], *, graphs: bool) -> None:
         self._device, self._free = device, list[Lane]()
-        self._graphs: dict[object, ort.RunOptions] = {}
-        self._uncaptured = _run_options(_NOT_CAPTURED) if graphs else None
+        self._graphs: dict[object, Graph] = {}
         self._lock = threading.Lock()
-        # While a step is captured, nobody may allocate or copy on the device.
-        self.alone: Any = threading.Lock() if graphs else nullcontext()
+        self.turns = turns_of(device)
+        self.worker = Worker() if graphs else None
+        self.uncaptured = Graph(_run_options(_NOT_CAPTURED) if graphs else None, captured=True)
+        """How to run what does not come again."""
 
     def borrow(self) -> Lane:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        with self.alone:
+        with self.turns.using:
             return Lane(self._device)
 
     def give_back(self, lane: Lane) -> None:
+        lane.loaded = None  # or the lane would keep the session open until the garbage collector comes
         with self._lock:
             self._free.append(lane)
 
-    @property
-    def uncaptured(self) -> ort.RunOptions | None:
-        """How to run what does not come again."""
-        return self._uncaptured
-
-    def captured(self, bound: object) -> ort.RunOptions | None:
-        """How to run what is bound: by the CUDA graph of exactly these names, addresses and shapes, captured when it is
-        first asked for."""
-        if self._uncaptured is None:
-            return None
+    def graph(self, bound: object) -> Graph:
+        """The CUDA graph of exactly these names, addresses and shapes, to be captured by its first run."""
+        if self.worker is None:
+            return self.uncaptured
         with self._lock:
             if bound not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
-                self._graphs[bound] = _run_options(str(len(self._graphs) + 1))
-            return self._graphs.get(bound, self._uncaptured)
+                self._graphs[bound] = Graph(_run_options(str(len(self._graphs) + 1)))
+            return self._graphs.get(bound, self.uncaptured)
 
 
 def _run_options(graph: str) -> ort.RunOptions:
@@ -121,7 +131,7 @@ class DeviceBinding(Binding):
         self._placed: dict[str, Area] = {}  # the areas that the bound addresses are in; empty: nothing is bound yet
         self._stale = True  # whether the device has not seen the other inputs as they are
         self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # names of an area, and their places on the host
-        self._graph: tuple[ort.RunOptions | None] | None = None  # how to run a step of what is bound; None: not known
+        self._graph: Graph | None = None  # of a step of what is bound; None: not known
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         known = self._arrays.get(name)
@@ -164,14 +174,30 @@ class DeviceBinding(Binding):
             self._lanes.give_back(self._lane)
 
     def run(self, step: int | None = None) -> None:
-        with self._lanes.alone:
-            self._load()
-            # The runs of a prompt, of which step 0 is the last, have shapes of their own.
-            self._compute(step, self._repeated() if step else self._lanes.uncaptured)
-            if step is not None:
-                self._lane.areas["results"].download()
+        if self._lanes.worker is None:
+            self._run_here(step)
+        else:
+            self._lanes.worker.call(partial(self._run_here, step))
         for name, place in self._copies["results"]:
             self._results[name][...] = place
+
+    def _run_here(self, step: int | None) -> None:
+        turns = self._lanes.turns
+        with turns.using:
+            self._load()
+            # The runs of a prompt, of which step 0 is the last, have shapes of their own.
+            graph = self._repeated() if step else self._lanes.uncaptured
+            if graph.captured:
+                self._compute_and_download(step, graph)
+                return
+        with turns.capturing() as captures:
+            self._compute_and_download(step, graph if captures else self._lanes.uncaptured)
+            graph.captured = captures
+
+    def _compute_and_download(self, step: int | None, graph: Graph) -> None:
+        self._compute(step, graph.options)
+        if step is not None:
+            self._lane.areas["results"].download()
 
     def _load(self) -> None:
         """Have every input on the device, at a place that is bound."""
@@ -201,15 +227,15 @@ class DeviceBinding(Binding):
                 pointer = area.pointer + starts[part][name]
                 bind(name, self._device, _ELEMENTS[array.dtype.name], array.shape, pointer)
 
-    def _repeated(self) -> ort.RunOptions | None:
+    def _repeated(self) -> Graph:
         if self._graph is None:
             arrays = {**self._arrays, **self._results}
             pointers = tuple(area.pointer for area in self._placed.values())
             shapes = tuple((name, name in self._changes, arrays[name].shape) for name in sorted(arrays))
             # What is read on the host is captured with what it holds.
             constants = tuple((name, array.tobytes()) for name, array in sorted(self._on_host.items()))
-            self._graph = (self._lanes.captured((pointers, shapes, constants, tuple(sorted(self._memory.items())))),)
-        return self._graph[0]
+            self._graph = self._lanes.graph((pointers, shapes, constants, tuple(sorted(self._memory.items()))))
+        return self._graph
 
 
 def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:

@@ -88,3 +88,8 @@ class Session(Protocol):
 
     def memory(self, size: int) -> Memory:
         """Zeroed memory where the session computes, aligned for it."""
+
+    def settle(self, run: Callable[[], object]) -> None:
+        """Check what only a run shows; `run` makes one, of one token. To be called once, before all other runs.
+
+        Raises ProviderError for nodes that another provider computes than the one that was asked for."""

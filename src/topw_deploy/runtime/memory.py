@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import numpy as np
 import onnxruntime as ort
 
 from topw_deploy.errors import GenerationError
+from topw_deploy.runtime.turns import turns_of
 
 ALIGNMENT = 64  # bytes: what onnxruntime's own allocator gives vectorised kernels
 
@@ -40,21 +40,20 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, which onnxruntime allocates. alone: what to hold
-    whenever the device is asked for something."""
+    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, which onnxruntime allocates."""
 
-    def __init__(self, size: int, device: tuple[str, int], alone: AbstractContextManager[object]) -> None:
-        self.size, self._alone = size, alone
-        with alone:
+    def __init__(self, size: int, device: tuple[str, int]) -> None:
+        self.size, self._using = size, turns_of(device).using
+        with self._using:
             self._value = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), *device)
         self.pointer: int = self._value.data_ptr()
 
     def clear(self, size: int) -> None:  # and what lies behind: onnxruntime copies a value as a whole
-        with self._alone:
+        with self._using:
             self._value.update_inplace(np.zeros(self.size, np.uint8))
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        with self._alone:
+        with self._using:
             host = self._value.numpy()
             edit(host)
             self._value.update_inplace(host)

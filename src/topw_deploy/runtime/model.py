@@ -12,7 +12,7 @@ import numpy as np
 
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import Manifest
-from topw_deploy.runtime import cache
+from topw_deploy.runtime import cache, loop
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.defaults import bos_token, model_defaults
 from topw_deploy.runtime.face import Session
@@ -63,7 +63,6 @@ class TopWModel:
         self.defaults = model_defaults(folder, self.tokenizer)
         self.provider = session.provider
         self.sampler, self.why_graph = session.sampler, session.why_graph
-        self.cpu_nodes = session.cpu_nodes
         self._decoder = decoder
         self._bos = bos_token(folder, self.tokenizer)
         self._template = load_template(folder, self.tokenizer)
@@ -71,6 +70,9 @@ class TopWModel:
             session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
         )
         self._session: Session | None = session
+        self.load_seconds = 0.0  # known at the end
+        session.settle(self._run_once)
+        self.cpu_nodes = session.cpu_nodes
         self.load_seconds = time.perf_counter() - started
 
     @classmethod
@@ -190,6 +192,17 @@ class TopWModel:
 
     def __repr__(self) -> str:
         return f"TopWModel({str(self.path)!r}, {self._decoder.model_type}, {short_name(self.provider)})"
+
+    def _run_once(self) -> None:
+        """Run the graph over one token, and ignore what it gives. Raises GenerationError where it does not run."""
+        assert self._session is not None
+        assert self._caches is not None
+        (request,), *_ = self._requests([0], {"max_new_tokens": 1, "seed": 0})
+        generation = loop.Generation(self._session, self._caches, [loop.Row(0, request, None)])
+        try:
+            loop.prefill(generation)
+        finally:
+            generation.close()
 
     def _chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
         return self.tokenizer.encode(self.apply_chat_template(messages, **(variables or {})), add_special_tokens=False)

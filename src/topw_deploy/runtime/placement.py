@@ -44,6 +44,11 @@ class CpuNode:
     computes: bool
 
 
+def reported() -> bool:
+    """Whether this onnxruntime reports where the nodes of a session are (1.24 and newer)."""
+    return hasattr(ort.InferenceSession, "get_provider_graph_assignment_info")
+
+
 def record(options: ort.SessionOptions) -> None:
     """Have sessions opened with `options` remember where their nodes are."""
     try:
@@ -62,6 +67,11 @@ def cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
         if group.ep_name == CPU
         for node in group.get_nodes()
     )
+
+
+def cpu_nodes_in(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]:
+    """The same from (name, operator, provider) of the nodes that a run went through."""
+    return tuple(CpuNode(name, kind, kind not in _ON_SHAPES) for name, kind, provider in profile if provider == CPU)
 
 
 def complaint(nodes: Sequence[CpuNode], provider: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import onnxruntime as ort
 
 from topw_deploy.errors import ParameterError, ProviderError
+from topw_deploy.runtime import cuda_libraries
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -93,6 +94,11 @@ def device_of(provider: str) -> str:
     return _DEVICES.get(provider, "cpu")
 
 
+def missing_libraries(provider: str) -> str:
+    """Load the libraries that `provider` needs. Returns those that could not be loaded, as a clause; "" for none."""
+    return cuda_libraries.preload() if device_of(provider) == "cuda" else ""
+
+
 def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:
     """The provider that `session` really runs on. onnxruntime drops one that fails to start and goes on without a
     word, so this raises ProviderError when the wanted one is gone, unless `allow_fallback`."""
@@ -100,8 +106,10 @@ def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool)
     if wanted in used:
         return wanted
     if not allow_fallback:
+        missing = missing_libraries(wanted)
         raise ProviderError(
             f"asked for {short_name(wanted)}, but onnxruntime could not start it and would run on "
-            f"{', '.join(map(short_name, used))}; see `topw doctor`, or pass allow_fallback=True to accept that."
+            f"{', '.join(map(short_name, used))}{f' ({missing})' if missing else ''}; see `topw doctor`, or pass "
+            "allow_fallback=True to accept that."
         )
     return str(used[0])

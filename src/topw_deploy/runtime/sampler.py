@@ -48,10 +48,11 @@ class TopWSampler:
         self.manifest = folder.manifest
         self.provider = session.provider
         self.sampler, self.why_graph = session.sampler, session.why_graph
-        self.cpu_nodes = session.cpu_nodes
         self.vocab_size = folder.manifest.sampler.vocab_size
-        self._session = session.raw
+        self._session = session
         self._outputs = [name for name in _OUTPUTS if name in session.outputs]
+        session.settle(lambda: self.sample(np.zeros(self.vocab_size, np.float32), uniform=0.5))
+        self.cpu_nodes = session.cpu_nodes
 
     @classmethod
     def from_pretrained(

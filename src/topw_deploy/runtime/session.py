@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 
-from topw_deploy.errors import ManifestError, ParameterError, ProviderError
+from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import TensorSpec
-from topw_deploy.runtime import native, placement, providers
+from topw_deploy.runtime import native, older, placement, providers
 from topw_deploy.runtime.binding import Binding
 from topw_deploy.runtime.device_binding import DeviceBinding, Lanes
 from topw_deploy.runtime.face import Memory, Sampler
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.memory import DeviceMemory, HostMemory
+from topw_deploy.runtime.turns import turns_of
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 SAMPLER_INPUTS = (*PARAMETER_NAMES, "uniform", "edit_ids", "edit_penalty", "edit_bias")
@@ -26,6 +29,9 @@ _HINT_FOR_GRAPHS = (
     "leave enable_cuda_graph out, or export again with --dtype fp16, which leaves nothing to the CPU, and build the "
     "native sampler with `topw plugins build --cuda`"
 )
+# For CUDA; it joins RotaryEmbedding into GroupQueryAttention, where the export has not done so already. It takes onnx's
+# RotaryEmbedding for onnxruntime's own, reads past its inputs, and ends the process (onnxruntime issue 28604).
+_HARMFUL = ["GroupQueryAttentionFusion"]
 _MOST_THREADS = 1024  # onnxruntime would start as many as it is told and never come back
 
 # ONNX element types (TensorProto.DataType) by the names that the manifest uses.
@@ -43,6 +49,7 @@ class OpenGraph:
     most_rows: int | None = None  # these three: a graph runs with whatever shapes it is given
     most_columns: int | None = None
     most_edits: int | None = None
+    _lanes: Lanes | None = None
 
     def __init__(
         self, raw: ort.InferenceSession, device: tuple[str, int] = ("cpu", 0), *, graphs: bool = False
@@ -62,7 +69,22 @@ class OpenGraph:
 
     def memory(self, size: int) -> Memory:
         """Zeroed memory of the session's device."""
-        return HostMemory(size) if self._lanes is None else DeviceMemory(size, self.device, self._lanes.alone)
+        return HostMemory(size) if self._lanes is None else DeviceMemory(size, self.device)
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """onnxruntime's own run, of host arrays."""
+        with nullcontext() if self._lanes is None else self._lanes.turns.using:
+            found: list[np.ndarray] = self.raw.run(outputs, feeds)
+        return found
+
+    def settle(self, run: Callable[[], object]) -> None:
+        """Nothing is left to be done."""
+
+    def __del__(self) -> None:
+        """Close onnxruntime's session while nobody captures a graph: that frees memory of the device."""
+        if self._lanes is not None:
+            with self._lanes.turns.using:
+                del self.raw
 
 
 class GraphSession(OpenGraph):
@@ -105,19 +127,49 @@ class GraphSession(OpenGraph):
         if unused and provider != "auto":
             raise ParameterError("enable_cuda_graph is for provider='cuda', and 'cpu' was asked for; leave it out.")
         graphs = _wants_graphs(folder, wanted, provider_options)
-        if wanted != providers.CPU:
-            placement.record(options)
-        lenient = allow_fallback or provider == "auto"
-        opened, failure = _open(folder, wanted, provider_options, options, lenient, sampler)
+        older.check_graph(folder)
+        self._profile = _placed(options) if wanted != providers.CPU else None
+        self._lenient = allow_fallback or provider == "auto"
+        try:
+            opened, failure = _open(folder, wanted, provider_options, options, self._lenient, sampler)
+        finally:
+            if self._profile is not None:
+                self._profile.restore()
         self.sampler, self.why_graph = opened.sampler, opened.why_graph
-        self.provider = providers.check_used(wanted, opened.raw, lenient)
-        self.cpu_nodes = () if self.provider == providers.CPU else placement.cpu_nodes(opened.raw)
-        if not lenient:
+        self.provider = providers.check_used(wanted, opened.raw, self._lenient)
+        if self.provider != providers.CPU and self._profile is None:
+            self.cpu_nodes = placement.cpu_nodes(opened.raw)
+        if not self._lenient:
             placement.check(self.cpu_nodes, self.provider)
         self._tell(asked, failure, unused)
         _check_io(folder, opened.raw)
         device = providers.device_of(self.provider), _device_number(provider_options)
         super().__init__(opened.raw, device, graphs=graphs and self.provider == providers.CUDA)
+
+    def settle(self, run: Callable[[], object]) -> None:
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        try:
+            run()
+        except GenerationError as error:
+            reason = str(error).rstrip(".")
+            raise ProviderError(
+                f"{providers.short_name(self.provider)} opens the model, but does not run it: {reason}; see "
+                "`topw doctor`, or use provider='cpu'."
+            ) from None
+        nodes = profile.nodes(self.raw)
+        if self.provider == providers.CPU:
+            return
+        self.cpu_nodes = placement.cpu_nodes_in(nodes)
+        if not nodes:
+            raise ProviderError(
+                f"onnxruntime {ort.__version__} does not say which nodes {providers.short_name(self.provider)} runs; "
+                "install 1.24 or newer, or use provider='cpu'."
+            )
+        if not self._lenient:
+            placement.check(self.cpu_nodes, self.provider)
+        self._tell(self.provider, "", graphs_unused=False)
 
     def _tell(self, asked: str, failure: str, graphs_unused: bool) -> None:
         """Warn of what was accepted. failure: what the provider said that was asked for, if it said anything."""
@@ -125,6 +177,7 @@ class GraphSession(OpenGraph):
         if self.provider != asked:
             if name not in providers.available():
                 failure = providers.why_absent(name)
+            failure = failure or providers.missing_libraries(asked)
             what = f"{name} could not start, running on {providers.short_name(self.provider)}"
             what += f": {failure}" if failure else doctor
         elif graphs_unused:
@@ -134,6 +187,14 @@ class GraphSession(OpenGraph):
             what += doctor if what else ""
         if what:
             warnings.warn(f"{what}.", RuntimeWarning, stacklevel=5)
+
+
+def _placed(options: ort.SessionOptions) -> older.Profile | None:
+    """Have onnxruntime remember where the nodes of a session are. A profile where it can only be watched."""
+    if not placement.reported():
+        return older.Profile(options)
+    placement.record(options)
+    return None
 
 
 def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
@@ -196,15 +257,19 @@ def _open(
 ) -> tuple[native.Opened, str]:
     """The session, and why it is the CPU's where another provider was wanted and `fallback` allows that."""
 
+    device = providers.device_of(wanted), _device_number(provider_options)
+    missing = providers.missing_libraries(wanted)
+
     def on(provider: str, chain: list[Any]) -> native.Opened:
-        return native.open_session(
-            lambda: _new_session(folder, chain, options),
-            options,
-            provider=provider,
-            table_form=folder.manifest.sampler.table_form,
-            sampler=sampler,
-            device=_device_number(provider_options),
-        )
+        with nullcontext() if providers.device_of(provider) == "cpu" else turns_of(device).opening():
+            return native.open_session(
+                lambda: _new_session(folder, chain, options),
+                options,
+                provider=provider,
+                table_form=folder.manifest.sampler.table_form,
+                sampler=sampler,
+                device=device[1],
+            )
 
     try:
         return on(wanted, providers.session_providers(wanted, provider_options)), ""
@@ -220,18 +285,24 @@ def _open(
             raise
         except Exception as second:  # noqa: BLE001
             raise _refused(folder, second) from None
+        why = "; ".join(filter(None, (native.one_line(error), missing)))
         if fallback:
-            return session, native.one_line(error)
+            return session, why
         hint = _HINT_FOR_GRAPHS if "graph capture feature" in str(error) else "see `topw doctor`, or use provider='cpu'"
-        raise ProviderError(
-            f"{providers.short_name(wanted)} could not open {folder.model} ({native.one_line(error)}); {hint}."
-        ) from None
+        raise ProviderError(f"{providers.short_name(wanted)} could not open {folder.model} ({why}); {hint}.") from None
 
 
 def _new_session(folder: ModelFolder, chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
     # enable_fallback would print to stdout and retry on another provider; read_config_from_model would let the
     # file choose session options, which can name libraries to load.
-    return ort.InferenceSession(folder.model, options, providers=chain, enable_fallback=0, read_config_from_model=0)
+    return ort.InferenceSession(
+        folder.model,
+        options,
+        providers=chain,
+        enable_fallback=0,
+        read_config_from_model=0,
+        disabled_optimizers=_HARMFUL if chain[0][0] != providers.CPU else None,
+    )
 
 
 def _refused(folder: ModelFolder, error: Exception) -> ManifestError:

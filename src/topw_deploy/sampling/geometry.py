@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import METRICS
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]

@@ -39,28 +39,48 @@ def test_a_decoder_that_the_operator_refuses_falls_back_with_the_reason(narrow: 
     assert "attention_mask" in [value.name for value in decoder.model.graph.inputs]
 
 
+def cache_lengths(decoder: TracedDecoder) -> set[object]:
+    graph = decoder.model.graph
+    return {value.shape[2] for value in (*graph.inputs, *graph.outputs) if "." in (value.name or "")}
+
+
 def test_standard_operators_serve_it_in_place(narrow: TracedDecoder) -> None:
-    form = lower(copy(narrow), kv=None, target="tensorrt", context_length=64)
-    assert (form.kv_form, form.attention, form.buffer_step) == ("static", "Attention", 64)
+    decoder = copy(narrow)
+    form = lower(decoder, kv=None, target="tensorrt", context_length=64, max_length=0)
+    assert (form.kv_form, form.attention, form.buffer_step, form.buffer_least) == ("static", "Attention", 64, 0)
     assert form.notice is not None
-    assert "--max-length" in form.notice
+    assert "--max-length 0" in form.notice
+    assert not any(isinstance(length, int) for length in cache_lengths(decoder))
+
+
+@pytest.mark.parametrize(
+    ("context", "slots", "reach"),
+    [(40, 64, 40), (64, 64, 64), (1000, 1024, 1000), (4096, 4096, 4096), (131_072, 4096, 4096)],
+)
+def test_a_length_that_nobody_chose_is_the_context_up_to_4096_tokens_and_is_stated(
+    narrow: TracedDecoder, context: int, slots: int, reach: int
+) -> None:
+    decoder = copy(narrow)
+    form = lower(decoder, kv=None, target="tensorrt", context_length=context)
+    assert (form.buffer_step, form.buffer_least, form.context_length) == (slots, slots, reach)
+    assert cache_lengths(decoder) == {slots}
+    assert form.notice is not None
+    assert f"may reach {reach:,} tokens" in form.notice
+    assert f"of the model's {context:,}; --max-length" in form.notice
 
 
 def test_a_fixed_length_stands_in_the_signature_and_bounds_the_context(narrow: TracedDecoder) -> None:
     decoder = copy(narrow)
     form = lower(decoder, kv=None, target="tensorrt", context_length=1000, max_length=128)
     assert (form.buffer_step, form.buffer_least, form.context_length, form.notice) == (128, 128, 128, None)
-    graph = decoder.model.graph
-    caches = [value for value in (*graph.inputs, *graph.outputs) if "." in (value.name or "")]
-    assert len(caches) == 4
-    assert {value.shape[2] for value in caches} == {128}
+    assert cache_lengths(decoder) == {128}
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("float16", 0.5)])
 @pytest.mark.parametrize("kv", ["static", "concat"])
 def test_the_operator_multiplies_without_a_factor_where_a_kernel_asks_for_it(kv: str, dtype: str, scale: float) -> None:
     decoder = trace(make_model(tiny()).to(dtype=getattr(torch, dtype)))
-    lower(decoder, kv=kv, target="tensorrt" if kv == "static" else "onnxruntime", context_length=64)
+    lower(decoder, kv=kv, target="tensorrt" if kv == "static" else "onnxruntime", context_length=64, max_length=0)
     (attention,) = (node for node in decoder.model.graph if node.op_type == "Attention")
     assert attention.attributes["scale"].as_float() == scale
     before = attention.inputs[0].producer()

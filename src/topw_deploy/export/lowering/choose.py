@@ -14,6 +14,9 @@ from topw_deploy.export.lowering.partial_rotary import fuse_partial_rotary
 from topw_deploy.export.lowering.rotary import fuse_rotary
 from topw_deploy.export.trace import TracedDecoder
 
+_MULTIPLE = 64  # tokens: what max_length is a multiple of
+_USUAL_LENGTH = 4096  # tokens of a cache whose length nobody chose: half a gigabyte or less in models of up to 3 B
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -44,7 +47,8 @@ def lower(
 
     kv: `static`, `concat`, or None for static where the decoder can. target: `onnxruntime` or `tensorrt`.
     context_length: most tokens of a sequence. max_length: slots of the cache, fixed in a graph for tensorrt, a multiple
-    of 64; None leaves them to the runtime. join_gates: see packed_gate_up.py; only static forms do.
+    of 64; None for `usual_length`, 0 leaves them to the runtime, which only onnxruntime accepts. join_gates: see
+    packed_gate_up.py; only static forms do.
     """
     # The trace computes equal angles once per use; one value each lets the lowerings see that they are equal.
     CommonSubexpressionEliminationPass()(decoder.model)
@@ -73,19 +77,32 @@ def _grouped(decoder: TracedDecoder, context_length: int, join_gates: bool) -> L
     return Lowered("static", group_query.OPERATOR, ragged_chunks=False)
 
 
+def usual_length(context_length: int) -> int:
+    """Slots of a cache for tensorrt unless `max_length` says otherwise: the context, but at most 4,096 tokens."""
+    return min(-(-context_length // _MULTIPLE) * _MULTIPLE, _USUAL_LENGTH)
+
+
 def _scattered(decoder: TracedDecoder, context_length: int, max_length: int | None, join_gates: bool) -> Lowered:
-    scatter.lower(decoder, max_length)
+    slots = usual_length(context_length) if max_length is None else max_length
+    scatter.lower(decoder, slots or None)
     if join_gates:
         pack_gates(decoder.model)
-    if max_length is None:
+    if not slots:
         notice = (
-            "NVIDIA's parser wants the cache's length as a number: export with --max-length before building an engine"
+            "the cache's length is left to the runtime (--max-length 0), which only onnxruntime accepts: NVIDIA's "
+            "parser needs a number"
         )
         return Lowered("static", scatter.OPERATOR, buffer_step=scatter.BUFFER_STEP, notice=notice)
+    context = min(context_length, slots)
+    notice = (
+        f"a sequence may reach {context:,} tokens, prompt and answer together, of the model's {context_length:,}; "
+        "--max-length sets another number"
+    )
     return Lowered(
         "static",
         scatter.OPERATOR,
-        buffer_step=max_length,
-        buffer_least=max_length,
-        context_length=min(context_length, max_length),
+        buffer_step=slots,
+        buffer_least=slots,
+        context_length=context,
+        notice=notice if max_length is None else None,
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING
 
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.kernel import COLUMNS
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 from topw_deploy.sampling.parameters import METRICS
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 TABLE_FORM = "Gather(axis=0)"
 """The one table form that the kernels read where TensorRT runs: its parser has no others."""

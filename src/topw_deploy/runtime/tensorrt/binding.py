@@ -97,29 +97,33 @@ class EngineBinding:
                 self._session.give_back(self._lane)
 
     def run(self, step: int | None = None) -> None:
-        session, lane = self._session, self._lane
-        repeated = bool(step)  # step 0 is the last piece of the prompts
-        session.cuda.use()
         try:
-            plan = self._plan
-            if plan is None or not plan.holds(lane, repeated):
-                plan = self._plan = self._new_plan(repeated)
-            if lane.loaded is not plan:
-                plan.context.set(plan.shapes, plan.addresses)
-                lane.loaded = plan
-                self._stale.update(self._arrays)
-            if self._stale:
-                self._copy_stale(plan)
-            for array, pinned in plan.changing:
-                pinned[...] = array
-            plan.context.run(plan.copies, repeated=repeated)
-            lane.stream.wait()
+            with self._session.cuda.turns.using:
+                plan = self._compute(repeated=bool(step))  # step 0 is the last piece of the prompts
         except GenerationError as error:
-            lane.loaded = None
+            self._lane.loaded = None
             where = "in the prompt" if step is None else f"at step {step}"
             raise GenerationError(f"the engine failed {where}: {error}") from None
         for array, pinned in plan.results:
             array[...] = pinned
+
+    def _compute(self, *, repeated: bool) -> _Plan:
+        lane = self._lane
+        self._session.cuda.use()
+        plan = self._plan
+        if plan is None or not plan.holds(lane, repeated):
+            plan = self._plan = self._new_plan(repeated)
+        if lane.loaded is not plan:
+            plan.context.set(plan.shapes, plan.addresses)
+            lane.loaded = plan
+            self._stale.update(self._arrays)
+        if self._stale:
+            self._copy_stale(plan)
+        for array, pinned in plan.changing:
+            pinned[...] = array
+        plan.context.run(plan.copies, repeated=repeated)
+        lane.stream.wait()
+        return plan
 
     def _copy_stale(self, plan: _Plan) -> None:
         """Copy what was bound or refreshed, unless every run copies it."""

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import EngineError, GenerationError
+from topw_deploy.runtime.turns import Turns, turns_of
 
 INSTALL = "pip install 'cuda-python>=12.6'"
 
 
 class Cuda:
     """One device. Raises EngineError where cuda-python is not installed; every later failure is a GenerationError that
-    names the call and CUDA's reason."""
+    names the call and CUDA's reason. turns: to be held by whoever uses it."""
 
     def __init__(self, device: int = 0) -> None:
         try:
@@ -28,6 +29,7 @@ class Cuda:
         except ImportError as error:
             raise EngineError(f"cuda.bindings.runtime cannot be imported ({error}); run: {INSTALL}") from None
         self._device = device
+        self.turns = turns_of(("cuda", device))
         self.use()
 
     def use(self) -> None:
@@ -64,7 +66,12 @@ class Block:
 
     def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
         self.pointer, self.size = pointer, size
-        self._finalizer = weakref.finalize(self, getattr(cuda.api, free), pointer)
+        self._finalizer = weakref.finalize(self, _free, cuda.turns, getattr(cuda.api, free), pointer)
+
+
+def _free(turns: Turns, function: Callable[[int], object], pointer: int) -> None:
+    with turns.using:
+        function(pointer)
 
 
 class Pinned(Block):
@@ -145,21 +152,24 @@ class DeviceMemory:
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = size
-        cuda.use()
-        self._cuda, self._block, self._stream = cuda, cuda.memory(size), cuda.stream()
-        self.pointer = self._block.pointer
-        self.clear(size)
+        with cuda.turns.using:
+            cuda.use()
+            self._cuda, self._block, self._stream = cuda, cuda.memory(size), cuda.stream()
+            self.pointer = self._block.pointer
+            self.clear(size)
 
     def clear(self, size: int) -> None:
-        self._cuda.use()
-        self._stream.zero(self.pointer, size)
-        self._stream.wait()
+        with self._cuda.turns.using:
+            self._cuda.use()
+            self._stream.zero(self.pointer, size)
+            self._stream.wait()
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        self._cuda.use()
         host = np.empty(self.size, np.uint8)
-        self._stream.copy_out(host.ctypes.data, self.pointer, self.size)
-        self._stream.wait()
-        edit(host)
-        self._stream.copy_in(self.pointer, host.ctypes.data, self.size)
-        self._stream.wait()
+        with self._cuda.turns.using:
+            self._cuda.use()
+            self._stream.copy_out(host.ctypes.data, self.pointer, self.size)
+            self._stream.wait()
+            edit(host)
+            self._stream.copy_in(self.pointer, host.ctypes.data, self.size)
+            self._stream.wait()

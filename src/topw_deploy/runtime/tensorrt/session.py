@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,12 @@ class EngineSession:
     def _open(self, path: Path, device: int) -> None:
         try:
             self.cuda = Cuda(device)
+            self._load(path)
+        except GenerationError as error:
+            raise EngineError(f"{path} cannot be opened: {error}") from None
+
+    def _load(self, path: Path) -> None:
+        with self.cuda.turns.opening():
             self._runtime = library.start(self._trt, "Runtime", self._logger)  # to be alive as long as the engine
             self._engine = _deserialised(self._runtime, path)
             if self._engine is None:
@@ -69,15 +76,16 @@ class EngineSession:
             self.tensors = _tensors(self._trt, self._engine)
             _check_tensors(self.tensors, self._engine, self.stamp, self.inputs, {*self.outputs})
             self._free.append(self._new_lane())
-        except GenerationError as error:
-            raise EngineError(f"{path} cannot be opened: {error}") from None
 
     def bind(self) -> EngineBinding:
         """Bindings on a lane that nobody uses; `close` gives it back."""
-        self.cuda.use()
         with self._lock:
             lane = self._free.pop() if self._free else None
-        return EngineBinding(self, lane or self._new_lane(), owns=True)
+        if lane is None:
+            with self.cuda.turns.using:
+                self.cuda.use()
+                lane = self._new_lane()
+        return EngineBinding(self, lane, owns=True)
 
     def give_back(self, lane: Lane) -> None:
         """Keep the lane for the next generation."""
@@ -87,6 +95,9 @@ class EngineSession:
     def memory(self, size: int) -> DeviceMemory:
         """Zeroed memory of the device."""
         return DeviceMemory(self.cuda, size)
+
+    def settle(self, run: Callable[[], object]) -> None:
+        """Nothing is to be checked: an engine runs on its GPU as a whole."""
 
     @property
     def why_no_graph(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.geometry import SMALLEST_NORM, VARIANCE_ADDED, VARIANCE_FLOOR
 from topw_deploy.sampling.parameters import METRICS
 from topw_deploy.sampling.tensors.rows import working_dtype
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 _BLOCK_VALUES = 1 << 19  # numbers held at a time while reading a table: 4 MiB in float64, about a cache
 # As in `sampling.geometry`: where |x - y|^2 is under this share of |x|^2 + |y|^2 it is taken again from x - y. float32

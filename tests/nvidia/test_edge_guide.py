@@ -1,0 +1,33 @@
+"""docs/edge.md: the export for TensorRT, as the page prints it, becomes an engine by the page's own command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+from tests.test_edge_guide import PAGE, commands, run
+
+from topw_deploy.cli.build_engine import command
+
+from .conftest import HERE, ROOT
+from .make_environment import environment
+
+
+def test_the_page_s_export_is_built_by_the_page_s_command(tmp_path: Path) -> None:
+    (export,) = (line for line in commands("") if line.startswith("topw-export") and "--target tensorrt" in line)
+    assert "--max-length" not in export
+    run(export, tmp_path)
+    (line,) = (line for line in PAGE.splitlines() if line.startswith("topw build-engine"))
+    request = command.make_context("build-engine", shlex.split(line)[2:]).params
+    for name in ("as_json", "quiet"):
+        del request[name]
+    (tmp_path / "requests.json").write_text(json.dumps([{**request, "plugin": "none"}], default=str), encoding="utf-8")
+    words = [str(ROOT / "bin" / "python"), str(HERE / "engine_worker.py"), "requests.json", "answers.json"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(ROOT), capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (answer,) = json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))
+    assert "error" not in answer, answer
+    assert len(answer["stamp"]["profiles"]) == 2
+    assert (tmp_path / "timing.cache").stat().st_size > 0
