@@ -92,7 +92,8 @@ struct OrtApi {
   void (*ReleaseTypeInfo)(OrtTypeInfo *);
   void *to_100[1];
   void (*ReleaseSessionOptions)(OrtSessionOptions *);
-  void *to_131[30];
+  void *to_130[29];
+  OrtStatus *(*AddSessionConfigEntry)(OrtSessionOptions *, const char *key, const char *value);
   OrtStatus *(*CreateAllocator)(const OrtSession *, const OrtMemoryInfo *, OrtAllocator **);
   void (*ReleaseAllocator)(OrtAllocator *);
   OrtStatus *(*RunWithBinding)(OrtSession *, const OrtRunOptions *, const OrtIoBinding *);
@@ -152,6 +153,7 @@ TOPW_AT(95, ReleaseSession);
 TOPW_AT(96, ReleaseValue);
 TOPW_AT(98, ReleaseTypeInfo);
 TOPW_AT(100, ReleaseSessionOptions);
+TOPW_AT(130, AddSessionConfigEntry);
 TOPW_AT(131, CreateAllocator);
 TOPW_AT(132, ReleaseAllocator);
 TOPW_AT(133, RunWithBinding);

@@ -524,6 +524,9 @@ struct Session {
       const Owned<OrtCUDAProviderOptionsV2> cuda_options(raw, ort->ReleaseCUDAProviderOptions);
       if (OrtStatus *status = ort->SessionOptionsAppendExecutionProvider_CUDA_V2(options.get(), cuda_options.get()))
         fail(status, without);
+      // Some versions end the process when this optimiser meets rotary embeddings in half precision (issue 28604).
+      check(ort->AddSessionConfigEntry(options.get(), "optimization.disable_specified_optimizers",
+                                       "GroupQueryAttentionFusion"));
       device = make<OrtMemoryInfo>(ort->ReleaseMemoryInfo, ort->CreateMemoryInfo, "Cuda", OrtDeviceAllocator, 0,
                                    OrtMemTypeDefault);
     }
