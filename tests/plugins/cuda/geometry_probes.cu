@@ -31,7 +31,7 @@ __global__ void measure(const Call call, const crop::Memory memory, const crop::
       if (own_index() == 0) claim = crop::claim_item(&control->boards[0]);
       __syncthreads();
       while (claim.item >= 0) {
-        const crop::Job claimed = crop::load_job(memory.job);
+        const crop::Job claimed = crop::load_written(memory.job);
         crop::work_off(&control->boards[0], claim, [&](int32_t item) { distances.work(claimed, item); });
       }
       if (__syncthreads_or(own_index() == 0 && crop::polled(&control->rows_done) > 0)) break;

@@ -79,6 +79,24 @@ __device__ __forceinline__ T block_reduce(T value, Operation operation, BlockScr
   return value;
 }
 
+// use(i, load(i)) for every i < count; a thread has eight loads under way.
+template <class Load, class Use>
+__device__ __forceinline__ void load_together(int32_t count, Load load, Use use) {
+  constexpr int kTogether = 8;
+#pragma unroll 1
+  for (int32_t first = own_index(); first < count; first += kTogether * block_size()) {
+    decltype(load(0)) loaded[kTogether];
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      const int32_t i = first + n * block_size();
+      loaded[n] = load(i < count ? i : first);
+    }
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n)
+      if (first + n * block_size() < count) use(first + n * block_size(), loaded[n]);
+  }
+}
+
 // The largest value and, among equal ones, the lowest place.
 struct Best {
   double value;

@@ -103,19 +103,20 @@ class Candidates {
 #pragma unroll 1
     for (int32_t first = warp_index(); first < listed; first += kGroupsAtOnce * warps()) {
       int32_t groups[kGroupsAtOnce];
-      float2 logits[kGroupsAtOnce];
+      Two<Logit> logits[kGroupsAtOnce];
 #pragma unroll
       for (int u = 0; u < kGroupsAtOnce; ++u) {
         const int32_t i = first + u * warps();
         groups[u] = lists_.groups[i < listed ? i : first];
-        logits[u] = logits_.template two<Logit>(groups[u], lane_index());
+        logits[u] = logits_.template load_two<Logit>(groups[u], lane_index());
       }
 #pragma unroll
       for (int u = 0; u < kGroupsAtOnce; ++u) {
         if (first + u * warps() >= listed) break;
         const int32_t id = groups[u] * kGroup + lane_index();
-        take(logits[u].x, id, from);
-        take(logits[u].y, id + kGroup / 2, from);
+        const float2 two = LogitRow::value_of(logits[u]);
+        take(two.x, id, from);
+        take(two.y, id + kGroup / 2, from);
       }
     }
     __syncthreads();

@@ -22,7 +22,10 @@ struct RowPlan {  // in shared memory, from one thread to all
   Way way;
 };
 
-// The first thread's part, while the maxima arrive.
+// Who reads the parameters: a thread of the last warp, which has the fewest maxima to wait for.
+__device__ __forceinline__ int32_t parameter_thread() { return block_size() - kWarp; }
+
+// That thread's part, while the maxima arrive.
 __device__ inline void take_parameters(const Call &call, const GivenParameters &given, RowPlan &plan) {
   const bool valid = plan.P.take(given);
   plan.way = !valid ? Way::invalid
@@ -62,7 +65,7 @@ __device__ void keep_best(const LogitRow &logits, float top, const float *maxima
     if (maxima[g] == top) group = g;
   group = block_reduce(group, Smaller(), scratch);
   if (warp_index() == 0) {
-    const float2 two = logits.template two<Logit>(group, lane_index());
+    const float2 two = LogitRow::value_of(logits.template load_two<Logit>(group, lane_index()));
     int32_t id = group * kGroup + lane_index();
     id = warp_reduce(two.x == top ? id : two.y == top ? id + kGroup / 2 : INT32_MAX, Smaller());
     if (lane_index() == 0) *key = token_key(top, id);
@@ -70,15 +73,27 @@ __device__ void keep_best(const LogitRow &logits, float top, const float *maxima
   __syncthreads();
 }
 
-// The row's maxima into shared memory; the largest.
+// The row's maxima into shared memory; the largest. All loads of a thread are under way before it waits for the first.
 __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima) {
+  constexpr int kTogether = 4;
   const float4 *const from = reinterpret_cast<const float4 *>(call.workspace.maxima + row * call.padded_groups);
+  const int32_t fours = static_cast<int32_t>(call.padded_groups / 4);
   float largest = -static_cast<float>(INFINITY);
-#pragma unroll 2
-  for (int32_t i = own_index(); i < call.padded_groups / 4; i += block_size()) {
-    const float4 four = __ldcg(from + i);
-    reinterpret_cast<float4 *>(maxima)[i] = four;
-    largest = Larger()(largest, Larger()(Larger()(four.x, four.y), Larger()(four.z, four.w)));
+#pragma unroll 1
+  for (int32_t first = own_index(); first < fours; first += kTogether * block_size()) {
+    float4 loaded[kTogether];
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      const int32_t i = first + n * block_size();
+      loaded[n] = __ldcg(from + (i < fours ? i : first));
+    }
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      const float4 four = loaded[n];
+      const int32_t i = first + n * block_size();
+      if (i < fours) reinterpret_cast<float4 *>(maxima)[i] = four;
+      largest = Larger()(largest, Larger()(Larger()(four.x, four.y), Larger()(four.z, four.w)));
+    }
   }
   return largest;
 }
@@ -91,7 +106,7 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
   CandidateRoom &room = *reinterpret_cast<CandidateRoom *>(dynamic_shared());
   float *const maxima = reinterpret_cast<float *>(dynamic_shared() + sizeof(CandidateRoom));
 
-  if (own_index() == 0) take_parameters(call, given, plan);
+  if (own_index() == parameter_thread()) take_parameters(call, given, plan);
   const float top = block_reduce(load_maxima(call, row, maxima), Larger(), scratch);
   if (own_index() == 0) decide(top, call, row, plan);
   __syncthreads();
@@ -113,7 +128,9 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
     const topw_report report = {plan.P.greedy ? TOPW_GREEDY : TOPW_CANDIDATES, candidates.found(), 0, 0, 0, 0};
     finish_row(call, row, plan.P, top, kept, report, candidates.sums(), scratch, candidates.weighed());
   } else if (own_index() == 0) {
-    call.workspace.open_rows[atomicAdd(&call.workspace.control->open_count, 1u)] = static_cast<int32_t>(row);
+    const uint32_t place = atomicAdd(&call.workspace.control->open_count, 1u);
+    if (place < static_cast<uint32_t>(call.inputs.batch))  // else this launch was repeated without the second one
+      call.workspace.open_rows[place] = static_cast<int32_t>(row);
   }
 }
 
@@ -150,7 +167,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   if (call.outputs.keep_mask) clear_keep_mask(call, chunk);
   if (call.outputs.mass) weigh_chunk(call, chunk);
   GivenParameters given = {};  // asked for now, they are there when the ticket is
-  if (own_index() == 0) given = given_parameters(call.inputs, row);
+  if (own_index() == parameter_thread()) given = given_parameters(call.inputs, row);
   if (last_of_row(call, row)) finish_or_open<Logit>(call, row, given, lists);
 }
 

@@ -53,7 +53,8 @@ __device__ void measure_packs(const Logit *raw, int32_t first, int32_t last, flo
 #pragma unroll
     for (int u = 0; u < kLoadsAtOnce; ++u) {
       const int32_t group = start + u * stride + of_lane;
-      packs[u] = __ldg(reinterpret_cast<const uint4 *>(raw + (group < last ? group : start) * kGroup) + place);
+      if (start + u * stride < last)  // for the whole warp
+        packs[u] = __ldg(reinterpret_cast<const uint4 *>(raw + (group < last ? group : start) * kGroup) + place);
     }
 #pragma unroll
     for (int u = 0; u < kLoadsAtOnce; ++u) {
@@ -65,17 +66,28 @@ __device__ void measure_packs(const Logit *raw, int32_t first, int32_t last, flo
   }
 }
 
-// Maxima of any groups: a warp has one, and two logits of several at once.
+// Maxima of any groups: a warp has one, of which a lane reads two logits, and those of several groups at once.
 template <class Logit>
 __device__ void measure_loosely(const Logit *raw, int32_t vocab, int32_t first, int32_t last, float *maxima) {
-#pragma unroll kLoadsAtOnce
-  for (int32_t group = first + warp_index(); group < last; group += warps()) {
-    const int32_t id = group * kGroup + lane_index(), other = id + kWarp;
-    const float nothing = -static_cast<float>(INFINITY);
-    const float here = id < vocab ? or_invalid(to_float(raw[id])) : nothing;
-    const float there = other < vocab ? or_invalid(to_float(raw[other])) : nothing;
-    const float largest = warp_reduce(Larger()(here, there), Larger());
-    if (lane_index() == 0) maxima[group] = largest;
+  const float nothing = -static_cast<float>(INFINITY);
+#pragma unroll 1
+  for (int32_t start = first + warp_index(); start < last; start += kLoadsAtOnce * warps()) {
+    Logit logits[kLoadsAtOnce][2];
+#pragma unroll
+    for (int u = 0; u < kLoadsAtOnce; ++u) {
+      const int32_t group = start + u * warps(), id = (group < last ? group : start) * kGroup + lane_index();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) logits[u][half] = raw[id + half * kWarp < vocab ? id + half * kWarp : 0];
+    }
+#pragma unroll
+    for (int u = 0; u < kLoadsAtOnce; ++u) {
+      const int32_t group = start + u * warps(), id = group * kGroup + lane_index();
+      if (group >= last) break;  // for the whole warp
+      const float here = id < vocab ? or_invalid(to_float(logits[u][0])) : nothing;
+      const float there = id + kWarp < vocab ? or_invalid(to_float(logits[u][1])) : nothing;
+      const float largest = warp_reduce(Larger()(here, there), Larger());
+      if (lane_index() == 0) maxima[group] = largest;
+    }
   }
 }
 

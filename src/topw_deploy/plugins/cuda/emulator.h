@@ -104,6 +104,7 @@ T shuffle(const Place &place, unsigned mask, T value, int lane) {
 
 inline unsigned char *dynamic_shared() { return emulator::dynamic_shared(); }
 inline void pause() { emulator::yield(); }
+inline void fence() {}
 inline uint64_t nanoseconds() { return emulator::nanoseconds(); }
 inline void trap(const char *why, unsigned) { emulator::trap(why); }
 inline void let_next_begin() {}

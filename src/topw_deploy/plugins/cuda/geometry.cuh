@@ -76,7 +76,7 @@ __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, c
 // A row from its pool to its answer, by its leading block.
 __device__ inline void answer_row(const Call &call, int32_t row, const Memory &memory, int32_t helpers, Leader &leader,
                                   BlockScratch &scratch) {
-  const RowState &state = call.workspace.rows[row];
+  const RowState state = load_written(call.workspace.rows + row);
   const Parameters P = state.parameters;
   const int32_t most = static_cast<int32_t>(pool_size(call.options, call.inputs.vocab));
   const Room room = room_of(memory, most);
@@ -157,23 +157,48 @@ class OpenRows {
 
   // The number of a leader of whose job an item is claimed; -1 when all rows are answered. By one thread.
   __device__ int32_t find_job(Claim &claim, Patience &patience) const {
-    const int32_t first = static_cast<int32_t>(blockIdx.x) % teams_;
-    for (;;) {
-      for (int32_t n = 0; n < teams_; ++n) {
-        const int32_t team = (first + n) % teams_;
+    for (uint64_t last = 0;;) {
+      const bool all_done = polled(&control_->rows_done) >= open_;
+      uint64_t sum = 0;
+      const int32_t team = offering(sum);
+      if (team >= 0) {
         claim = claim_item(&control_->boards[team]);
         if (claim.item < 0) continue;
         patience.renew();
         return team;
       }
-      if (polled(&control_->rows_done) >= open_) return -1;
+      if (all_done) return -1;
+      if (sum != last) patience.renew();
+      last = sum;
       patience.wait("open rows that nobody answers");
     }
   }
 
+  // A leader whose job has items left, or -1; the sum of what all boards say. Blocks begin with different leaders.
+  __device__ int32_t offering(uint64_t &sum) const {
+    constexpr int32_t kTogether = 8;  // loads under way
+    int32_t found = -1;
+#pragma unroll 1
+    for (int32_t first = 0; first < teams_ && found < 0; first += kTogether) {
+      uint64_t claims[kTogether];
+#pragma unroll
+      for (int32_t n = 0; n < kTogether; ++n) claims[n] = polled(&control_->boards[board(first + n)].claims);
+#pragma unroll
+      for (int32_t n = 0; n < kTogether; ++n) {
+        sum += claims[n];
+        if (found < 0 && claimed_in(claims[n]) < items_in(claims[n])) found = board(first + n);
+      }
+    }
+    return found;
+  }
+
+  __device__ int32_t board(int32_t n) const {
+    return (static_cast<int32_t>(blockIdx.x) + (n < teams_ ? n : 0)) % teams_;
+  }
+
   // The items of the claimed one's job, as far as this block can claim them.
   __device__ void work_on(const Memory &memory, Board *board, Claim &claim, BlockScratch &scratch) const {
-    const Job job = load_job(memory.job);
+    const Job job = load_written(memory.job);
     const LogitRow logits(call_, job.row);
     if (job.work == Work::take_tokens || job.work == Work::count_steps) {
       PoolReader reader(logits, job, memory, scratch);
@@ -208,8 +233,9 @@ inline size_t geometry_shared_bytes(const topw_cuda_shape &shape) {
 
 __global__ void __launch_bounds__(kGeometryThreads, kGeometryBlocks) geometry(const __grid_constant__ Call call) {
   wait_for_previous();
-  const uint32_t open_rows = __ldcg(&call.workspace.control->open_count);
-  if (open_rows == 0) return;
+  const uint32_t listed = __ldcg(&call.workspace.control->open_count);
+  if (listed == 0) return;
+  const uint32_t batch = static_cast<uint32_t>(call.inputs.batch), open_rows = listed < batch ? listed : batch;
   TOPW_SHARED(BlockScratch, scratch);
   TOPW_SHARED(int32_t, word);
   TOPW_SHARED(crop::Claim, claim);

@@ -14,6 +14,7 @@
 namespace topw::crop {
 
 constexpr uint64_t kMostWait = 20'000'000'000;  // nanoseconds without progress: something is broken
+constexpr uint64_t kMostStep = 100'000'000;     // of which one look counts at most so many: a device may stand still, too
 
 // Ends a launch that waits for what never comes. A device that hangs is lost to everyone.
 class Patience {
@@ -22,17 +23,18 @@ class Patience {
     if (++polls_ % 64 == 0) look(what);
     pause();
   }
-  __device__ void renew() { polls_ = 0, since_ = 0; }
+  __device__ void renew() { polls_ = 0, waited_ = last_ = 0; }
 
  private:
   __device__ TOPW_OUT_OF_LINE void look(const char *what) {
     const uint64_t now = nanoseconds();
-    if (since_ == 0) since_ = now;
-    if (now - since_ > kMostWait) trap(what, blockIdx.x);
+    if (last_ != 0) waited_ += now - last_ < kMostStep ? now - last_ : kMostStep;
+    last_ = now;
+    if (waited_ > kMostWait) trap(what, blockIdx.x);
   }
 
   uint32_t polls_ = 0;
-  uint64_t since_ = 0;
+  uint64_t waited_ = 0, last_ = 0;
 };
 
 __device__ __forceinline__ uint32_t polled(const uint32_t *word) { return *static_cast<const volatile uint32_t *>(word); }
@@ -62,7 +64,7 @@ __device__ inline Claim claim_item(Board *board) {
   if (claimed_in(seen) >= items_in(seen)) return {-1, 0};
   const uint64_t claims = add_to(&board->claims, 1);
   if (claimed_in(claims) >= items_in(claims)) return {-1, 0};
-  __threadfence();
+  fence();
   return {claimed_in(claims), static_cast<uint32_t>(claims >> (2 * kItemBits))};
 }
 
@@ -77,7 +79,7 @@ __device__ void work_off(Board *board, Claim &claim, Work work) {
     work(own.item);
     __syncthreads();
     if (own_index() == 0) {
-      __threadfence();
+      fence();
       atomicAdd(&board->done, 1u);
       claim = claim_item(board);
     }
@@ -97,7 +99,7 @@ class Leader {
     if (own_index() == 0) {
       *job_ = job;
       board_->done = 0;
-      __threadfence();
+      fence();
       exchange_with(&board_->claims, unclaimed(number_, items));
     }
     ++number_;
@@ -115,7 +117,7 @@ class Leader {
     if (own_index() == 0) {
       Patience patience;
       while (polled(&board_->done) < static_cast<uint32_t>(items_)) patience.wait("items of a job that are never done");
-      __threadfence();
+      fence();
     }
     items_ = 0;
     __syncthreads();
@@ -141,15 +143,16 @@ class Leader {
   int32_t items_ = 0;
 };
 
-// A job as its leader published it.
-__device__ inline Job load_job(const Job *from) {
-  constexpr int kWords = sizeof(Job) / sizeof(uint32_t);
+// What another block, or another launch, wrote.
+template <class T>
+__device__ T load_written(const T *from) {
+  constexpr int kWords = sizeof(T) / sizeof(uint32_t);
   uint32_t words[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) words[i] = __ldcg(reinterpret_cast<const uint32_t *>(from) + i);
-  Job job;
-  memcpy(&job, words, sizeof job);
-  return job;
+  T value;
+  memcpy(&value, words, sizeof value);
+  return value;
 }
 
 // Blocks that lead at once: each open row has one, up to kTeams rows at a time.
@@ -162,8 +165,9 @@ __device__ inline void leave(const Call &call, int32_t teams) {
   Control *const control = call.workspace.control;
   __syncthreads();
   if (own_index() != 0) return;
-  __threadfence();
+  fence();
   if (atomicAdd(&control->blocks_left, 1u) + 1 < gridDim.x) return;
+  fence();
   for (int32_t team = 0; team < teams; ++team) control->boards[team] = {};
   control->leaders = control->next_row = control->rows_done = control->blocks_left = 0;
   control->open_count = 0;

@@ -41,6 +41,16 @@ __device__ __forceinline__ uint64_t token_key(float logit, int32_t id) {
 __device__ __forceinline__ float logit_of(uint64_t key) { return value_of_key(static_cast<uint32_t>(key >> 32)); }
 __device__ __forceinline__ int32_t id_of(uint64_t key) { return static_cast<int32_t>(key & 0xffffffffu); }
 
+constexpr int kPatched = 3;
+
+// Two logits of a row on their way: as they came, how many of them there are, or kPatched.
+template <class Logit>
+struct Two {
+  Logit raw[2];
+  float2 patched;
+  int there;
+};
+
 // For everything that comes after the pass over all logits. Any type of logits.
 class LogitRow {
  public:
@@ -91,18 +101,29 @@ class LogitRow {
     return {at(first), at(first + 1), at(first + 2), at(first + 3)};
   }
 
-  // Logits lane and lane + 32 of a group, by a whole warp where the type is known.
+  // Logits lane and lane + 32 of a group, by a whole warp where the type is known. In two steps, so that the logits of
+  // several groups are under way before the first is waited for.
   template <class Logit>
-  __device__ float2 two(int32_t group, int lane) const {
+  __device__ Two<Logit> load_two(int32_t group, int lane) const {
     const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + lane;
+    Two<Logit> two = {};
+    two.there = first + kGroup / 2 < vocab_ ? 2 : first < vocab_ ? 1 : 0;
     if (slot >= 0) {
       const float *const patch = patches_ + static_cast<int64_t>(slot) * kGroup + lane;
-      return {__ldcg(patch), __ldcg(patch + kGroup / 2)};
+      two.patched = {__ldcg(patch), __ldcg(patch + kGroup / 2)};
+      two.there = kPatched;
+      return two;
     }
     const Logit *const from = reinterpret_cast<const Logit *>(raw_) + first;
+    if (two.there > 0) two.raw[0] = from[0];
+    if (two.there > 1) two.raw[1] = from[kGroup / 2];
+    return two;
+  }
+  template <class Logit>
+  __device__ static float2 value_of(const Two<Logit> &two) {
+    if (two.there == kPatched) return two.patched;
     const float nothing = -static_cast<float>(INFINITY);
-    return {first < vocab_ ? to_float(from[0]) : nothing,
-            first + kGroup / 2 < vocab_ ? to_float(from[kGroup / 2]) : nothing};
+    return {two.there > 0 ? to_float(two.raw[0]) : nothing, two.there > 1 ? to_float(two.raw[1]) : nothing};
   }
 
   // As it came, without edits.

@@ -6,6 +6,7 @@
 //   dynamic_shared()                where the dynamic shared memory begins, aligned to 16 bytes
 //   take_ticket(counter)            the atomic by which the last block of a row finds out that it is
 //   pause()                         in every loop that waits for another block: on a CPU nothing else runs meanwhile
+//   fence()                         before a block says that it has written, and after it has learnt that of another
 //   nanoseconds(), trap()           a clock, and the end of a launch that cannot go on
 //   let_next_begin(), wait_for_previous()   two launches that overlap; a launch is one of them if it is made `early`
 //   launch(Launch{...}, kernel, arguments...)   instead of <<<>>>
@@ -61,6 +62,10 @@ __device__ __forceinline__ void pause() {
 #endif
 }
 
+// Orders what this thread's block wrote before what it writes next, for readers that do so, too: less than
+// __threadfence(), which also agrees with all other fences on one order.
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -99,7 +104,7 @@ __device__ __forceinline__ uint64_t exchange_with(uint64_t *word, uint64_t value
 // all others on an order: two __threadfence() around an atomicAdd cost about a microsecond more.
 __device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
   uint32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 
@@ -125,70 +130,79 @@ inline int multiprocessors() {
   return count;
 }
 
+// What is asked of a device again at every step of a loop, for a thread's last few kernels.
+template <class Kernel>
+class Remembered {
+ public:
+  // Null: not known.
+  const int *find(int device, Kernel *kernel, size_t shared) const {
+    for (const Entry &entry : entries_)
+      if (entry.kernel == kernel && entry.device == device && entry.shared == shared) return &entry.answer;
+    return nullptr;
+  }
+  int keep(int device, Kernel *kernel, size_t shared, int answer) {
+    entries_[next_++ % kKept] = {kernel, device, shared, answer};
+    return answer;
+  }
+
+ private:
+  static constexpr unsigned kKept = 4;
+  struct Entry {
+    Kernel *kernel;
+    int device;
+    size_t shared;
+    int answer;
+  };
+  Entry entries_[kKept] = {};
+  unsigned next_ = 0;
+};
+
 // Asks for dynamic bytes where a block does not have so many anyway: for all that the device grants, whatever the call.
 // The limit is the kernel's and not the call's, so a thread with a smaller call would else take them from another whose
-// launch is yet to come. Remembers the last answer for the thread.
+// launch is yet to come.
 template <class Kernel>
 cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
-  static thread_local int asked_device = -1;
-  static thread_local Kernel *asked_kernel = nullptr;
+  static thread_local Remembered<Kernel> asked;
   if (bytes + kStaticAtMost <= kSharedByDefault) return cudaSuccess;
   int device = 0, most = 0;
   cudaError_t failed = cudaGetDevice(&device);
-  if (failed || (device == asked_device && kernel == asked_kernel)) return failed;
+  if (failed || asked.find(device, kernel, 0)) return failed;
   cudaFuncAttributes found = {};
   failed = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (!failed) failed = cudaFuncGetAttributes(&found, kernel);
   if (!failed)
     failed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   most - static_cast<int>(found.sharedSizeBytes));
-  if (failed) return failed;
-  asked_device = device;
-  asked_kernel = kernel;
-  return cudaSuccess;
+  if (!failed) asked.keep(device, kernel, 0, 1);
+  return failed;
 }
-
-// What is asked of a device again at every step of a loop, and remembered for the thread.
-template <class Kernel>
-struct Remembered {
-  int device = -1;
-  Kernel *kernel = nullptr;
-  size_t shared = 0;
-  int answer = 0;
-
-  bool is_for(int at, Kernel *which, size_t bytes) const {
-    return device == at && kernel == which && shared == bytes;
-  }
-};
 
 // How many blocks of a kernel the device holds at once; 0 if not even one.
 template <class Kernel>
 int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
-  static thread_local Remembered<Kernel> last;
+  static thread_local Remembered<Kernel> known;
   int device = 0, of_each = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  if (last.is_for(device, kernel, shared)) return last.answer;
+  if (const int *found = known.find(device, kernel, shared)) return *found;
   if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, static_cast<int>(threads), shared) != cudaSuccess)
     return 0;
-  last = {device, kernel, shared, of_each * multiprocessors()};
-  return last.answer;
+  return known.keep(device, kernel, shared, of_each * multiprocessors());
 }
 
 // Whether a kernel may be launched early: its code for this device has wait_for_previous, and the driver can record
 // such a launch into a graph (12.3). TOPW_CUDA_OVERLAP=0 turns it off.
 template <class Kernel>
 bool can_be_early(Kernel *kernel) {
-  static thread_local Remembered<Kernel> last;
+  static thread_local Remembered<Kernel> known;
   int device = 0, driver = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return false;
-  if (last.is_for(device, kernel, 0)) return last.answer != 0;
+  if (const int *found = known.find(device, kernel, 0)) return *found != 0;
   cudaFuncAttributes found = {};
   const char *const overlap = getenv("TOPW_CUDA_OVERLAP");
   const bool can = cudaFuncGetAttributes(&found, kernel) == cudaSuccess && found.ptxVersion >= 90 &&
                    found.binaryVersion >= 90 && cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030 &&
                    !(overlap && overlap[0] == '0');
-  last = {device, kernel, 0, can ? 1 : 0};
-  return can;
+  return known.keep(device, kernel, 0, can) != 0;
 }
 
 inline unsigned threads_of_block(unsigned threads) { return threads; }
@@ -198,9 +212,22 @@ inline int zero(void *memory, size_t bytes, void *stream) {
   return cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream));
 }
 
+// While it lives, this thread's allocations are no error of a capture in another thread, which they do not concern.
+class BesideCaptures {
+ public:
+  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCaptures(const BesideCaptures &) = delete;
+  BesideCaptures &operator=(const BesideCaptures &) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one that was
+};
+
 // Zeroed memory of the current device. Waits for a stream of its own and not for the device: while another thread
 // captures a stream, waiting for the device is an error that also ends the capture.
 inline int allocate(size_t bytes, void **memory) {
+  const BesideCaptures beside;
   cudaStream_t stream = nullptr;
   int failed = cudaMalloc(memory, bytes);
   if (!failed) {
@@ -213,7 +240,10 @@ inline int allocate(size_t bytes, void **memory) {
   if (failed) last_error();  // it is in the answer; later checks must not find it
   return failed;
 }
-inline int release(void *memory) { return cudaFree(memory); }
+inline int release(void *memory) {
+  const BesideCaptures beside;
+  return cudaFree(memory);
+}
 
 inline int device_count() {
   int count = 0;

@@ -95,8 +95,9 @@ class PoolReader {
     for (int n = 0; n < kAtOnce; ++n) {
       const int32_t piece = first_piece(item) + n * block_size();
       batch.ids[n] = piece < pieces() ? first_id(piece) : -1;
-      slots[n] = piece < pieces() ? row_.slot(batch.ids[n] / kGroup) : -1;
     }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) slots[n] = batch.ids[n] >= 0 ? row_.slot(batch.ids[n] / kGroup) : -1;
 #pragma unroll
     for (int n = 0; n < kAtOnce; ++n) {
       const int32_t id = batch.ids[n];
@@ -147,7 +148,8 @@ class PoolTaker {
   __device__ TOPW_OUT_OF_LINE int32_t run() {
     int32_t count = from_maxima();
     if (count < 0) count = selected();
-    for (int32_t i = own_index(); i < count; i += block_size()) keys_[i] = __ldcg(memory_.taken + i);
+    load_together(count, [&](int32_t i) { return __ldcg(memory_.taken + i); },
+                  [&](int32_t i, uint64_t key) { keys_[i] = key; });
     for (int32_t i = count + own_index(); i < power_of_two_from(count); i += block_size()) keys_[i] = ~uint64_t{0};
     block_sort(keys_, nullptr, power_of_two_from(count));
     return count < wanted_ ? count : wanted_;
@@ -181,7 +183,8 @@ class PoolTaker {
   __device__ Cut list_groups(int32_t groups, int32_t reached) {
     uint32_t *const staged = groups <= 2 * capacity_ ? reinterpret_cast<uint32_t *>(keys_) : nullptr;
     if (staged) {
-      for (int32_t g = own_index(); g < groups; g += block_size()) staged[g] = descending_key(row_.maximum(g));
+      load_together(groups, [&](int32_t g) { return row_.maximum(g); },
+                    [&](int32_t g, float maximum) { staged[g] = descending_key(maximum); });
       __syncthreads();
     }
     const auto key = [&](int32_t g) { return staged ? staged[g] : descending_key(row_.maximum(g)); };
