@@ -3,6 +3,7 @@
 #
 #   PYTHON     the interpreter that makes the environment (3.11 or newer)
 #   GPU_FLAGS  options of `python3 -m benchmarks.gpu` for `make gpu`
+#   PYTEST_FLAGS  more options for `make test`, for instance "-n 2"
 #   PIP_FLAGS  more options for pip; on Linux without a GPU, name PyTorch's index of CPU wheels here,
 #              otherwise pip brings several gigabytes of CUDA packages along
 
@@ -28,7 +29,7 @@ demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text fr
 	$(BIN)/topw generate out/demo "class Path" --lam 1.5 --seed 2 --max-new-tokens 120 --stats
 
 test: $(VENV)/dev.stamp     ## install and run the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 lint: $(VENV)/dev.stamp     ## ruff and mypy
 	$(BIN)/ruff check .

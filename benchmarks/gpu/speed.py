@@ -116,9 +116,7 @@ def decode_step(job: Job) -> Result:
     return replace(found, table=text, data=found.data | {"share": [share.low, share.median, share.high]})
 
 
-def _measured(
-    job: Job, device: torch.device, sides: dict[str, Timed], steps: int | None = None
-) -> tuple[float, Times]:
+def _measured(job: Job, device: torch.device, sides: dict[str, Timed], steps: int | None = None) -> tuple[float, Times]:
     """(bytes a second of the memory, times)."""
     from benchmarks.gpu.measure import bandwidth, measured
 

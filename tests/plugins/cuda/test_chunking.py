@@ -35,9 +35,7 @@ def test_chunks_are_whole_steps_and_cover_the_row_once(
 
 @pytest.mark.parametrize("device", [H200, RTX_4090, ORIN])
 @pytest.mark.parametrize("batch", [1, 2, 4, 8, 16, 32, 64, 128, 200, 256])
-def test_no_batch_leaves_a_late_wave_of_few_blocks(
-    probes: ctypes.CDLL, device: tuple[int, int], batch: int
-) -> None:
+def test_no_batch_leaves_a_late_wave_of_few_blocks(probes: ctypes.CDLL, device: tuple[int, int], batch: int) -> None:
     _, chunks = cut(probes, GROUPS, batch, device)
     blocks, resident = batch * chunks, device[1]
     waves = -(-blocks // resident)

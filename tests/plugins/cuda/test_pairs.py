@@ -29,9 +29,7 @@ def weights(
 
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 1.7, 30.0])
 @pytest.mark.parametrize("spread", [1e-4, 0.3, 5.0, 90.0])
-def test_weights_and_their_logarithms_have_42_bits(
-    probes: ctypes.CDLL, temperature: float, spread: float
-) -> None:
+def test_weights_and_their_logarithms_have_42_bits(probes: ctypes.CDLL, temperature: float, spread: float) -> None:
     rng = np.random.default_rng(int(spread * 10))
     top = np.float32(rng.normal(0, 10))
     logits = (top - np.abs(rng.normal(0, spread, 20_000))).astype(np.float32)
