@@ -4,7 +4,7 @@ Its `GatherBlockQuantized` over a uint8 table reads the wrong weights
 
 - before 1.24 where two weights share a byte (int4);
 - before 1.29 where there are no zero points: it subtracts 0 from a code, the CPU provider 2 ** (bits - 1);
-- in every version up to 1.31 where a row ends within a block: it takes the scales of other rows.
+- up to 1.31, and perhaps later, where a row ends within a block: it takes the scales of other rows.
 
 The exporter writes tables with zero points and whole blocks. Folders of other tools, and older ones of its own, may not
 have them.

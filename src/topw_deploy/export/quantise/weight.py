@@ -118,8 +118,8 @@ class QuantisedWeight:
     def middle(self) -> ir.TensorProtocol:
         """The zero points of a symmetric weight, written out: 2 ** (bits - 1) for each block.
 
-        With 4 bits and an odd number of blocks the unused half of a row's last byte holds it too. onnxruntime 1.24 on
-        a CPU, and every version on CUDA, count blocks through such rows as if they had no unused halves.
+        With 4 bits and an odd number of blocks the unused half of a row's last byte holds it too: onnxruntime 1.24 on
+        a CPU, and up to 1.31 on CUDA, read zero points as if there were no unused halves.
         """
         byte = 0x88 if self.shape.bits == 4 else 0x80
 
