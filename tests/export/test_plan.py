@@ -50,6 +50,18 @@ def test_a_dry_run_foresees_every_large_file_to_the_byte(sharded: tuple[Path, Ex
     assert set(found) - set(foreseen.sizes) <= {"config.json", "generation_config.json", "topw_manifest.json"}
 
 
+@pytest.mark.parametrize(("dtype", "zero_points"), [("int4", 0x88), ("int8", 0x80)])
+def test_a_dry_run_foresees_a_quantised_table_with_its_zero_points(
+    dtype: str, zero_points: int, tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    settings = {"max_shard_size": SHARD, "dtype": dtype, "block_size": 16}  # 16: int8's lie in a data file
+    foreseen = export(checkpoint("llama_tied"), tmp_path / "out", dry_run=True, **settings)
+    export(checkpoint("llama_tied"), tmp_path / "out", **settings)
+    assert {name: (tmp_path / "out" / name).stat().st_size for name in foreseen.sizes} == foreseen.sizes
+    (lookup,) = [n for n in ir.load(tmp_path / "out" / "model.onnx").graph if n.op_type == "GatherBlockQuantized"]
+    assert np.unique(lookup.inputs[3].const_value.numpy()).tolist() == [zero_points]
+
+
 def test_a_dry_run_foresees_the_memory_of_each_stage(sharded: tuple[Path, ExportReport]) -> None:
     foreseen = sharded[1].memory
     assert list(foreseen) == ["graph", "writing"]

@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import TensorSpec
-from topw_deploy.runtime import native, older, placement, providers
+from topw_deploy.runtime import lookups, native, older, placement, providers
 from topw_deploy.runtime.binding import Binding
 from topw_deploy.runtime.device_binding import DeviceBinding, Lanes
 from topw_deploy.runtime.face import Memory, Sampler
@@ -137,6 +137,7 @@ class GraphSession(OpenGraph):
                 self._profile.restore()
         self.sampler, self.why_graph = opened.sampler, opened.why_graph
         self.provider = providers.check_used(wanted, opened.raw, self._lenient)
+        lookups.check(folder, self.provider)
         if self.provider != providers.CPU and self._profile is None:
             self.cpu_nodes = placement.cpu_nodes(opened.raw)
         if not self._lenient:

@@ -114,6 +114,65 @@ def test_a_tied_head_multiplies_with_the_table_that_the_embedding_reads() -> Non
     assert head.inputs[2] is embedding.data[1]
 
 
+def lookup_of(model: ir.Model) -> tuple[ir.Node, list[np.ndarray]]:
+    """The lookup's node, and its codes, scales and zero points."""
+    (node,) = [node for node in model.graph if node.op_type == "GatherBlockQuantized"]
+    tensors = [value.const_value for place, value in enumerate(node.inputs) if value is not None and place != 1]
+    return node, [tensor.numpy() for tensor in tensors if tensor is not None]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("bits", "block_size", "size", "byte"), [(4, 16, 2, 0x88), (4, 32, 1, 0x88), (4, 64, 1, 0x88), (8, 16, 4, 128)]
+)
+def test_a_symmetric_table_has_the_middle_of_its_codes_as_zero_points(
+    bits: int, block_size: int, size: int, byte: int, tied: bool
+) -> None:
+    """64 weights in blocks of 64 are an odd number of zero points: the other half of the byte is the middle too."""
+    model = toy(tied=tied)
+    quantise(model, Quantisation(bits=bits, block_size=block_size))
+    _, tensors = lookup_of(model)
+    assert len(tensors) == 3
+    np.testing.assert_array_equal(tensors[2], np.full((VOCAB, size), byte, np.uint8), strict=True)
+    products = [node for node in model.graph if node.op_type == "MatMulNBits"]
+    assert [len(node.inputs) for node in products if node.inputs[-1] is not products[1].inputs[-1]] == [3, 3]
+    assert products[1].inputs[3] is None  # before the bias
+
+
+@pytest.mark.parametrize(("bits", "block_size"), [(4, 16), (4, 64), (8, 16), (8, 64)])
+def test_the_rows_of_a_symmetric_table_are_codes_less_the_middle_times_scales(bits: int, block_size: int) -> None:
+    model = toy(tied=True)
+    quantise(model, Quantisation(bits=bits, block_size=block_size))
+    _, (packed, scales, _) = lookup_of(model)
+    codes = packed if bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1).reshape(VOCAB, HIDDEN)
+    wanted = (codes.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, block_size, axis=1)
+    np.testing.assert_array_equal(EmbeddingTable(find_embedding(model.graph))[:], wanted)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 256])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_are_the_same_where_blocks_are_counted_through_the_whole_table(
+    bits: int, block_size: int, symmetric: bool
+) -> None:
+    """onnxruntime's CUDA kernel divides the index of a weight in the whole table by the block size, and takes the
+    scale and the zero point at that place; it takes 0 for missing zero points before 1.29."""
+    model = toy(tied=False)
+    quantise(model, Quantisation(bits=bits, block_size=block_size, symmetric=symmetric))
+    node, tensors = lookup_of(model)
+    packed, scales, zeros = tensors if len(tensors) == 3 else (*tensors, np.zeros(tensors[1].size, np.uint8))
+
+    def element(array: np.ndarray, places: np.ndarray) -> np.ndarray:
+        per_byte = 8 // bits
+        stored = array.ravel()[places // per_byte] >> places % per_byte * bits & 2**bits - 1
+        return stored.astype(np.float32)
+
+    places = np.arange(VOCAB * HIDDEN)
+    blocks = places // node.attributes["block_size"].as_int()
+    rows = (element(packed, places) - element(zeros, blocks)) * scales.ravel()[blocks]
+    np.testing.assert_array_equal(EmbeddingTable(find_embedding(model.graph))[:], rows.reshape(VOCAB, HIDDEN))
+
+
 def test_the_samplers_rows_are_the_dequantised_ones() -> None:
     model = toy(tied=True)
     quantise(model, Quantisation(bits=8, symmetric=False))

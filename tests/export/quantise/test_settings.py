@@ -41,6 +41,7 @@ def test_zero_points_come_with_k_quant_and_on_request() -> None:
         (96, {"block_size": 64}, 32),
         (64, {"block_size": 64, "symmetric": False}, 32),  # one block is an odd number of zero points
         (64, {"block_size": 64, "symmetric": False, "bits": 8}, 64),
+        (2880, {"block_size": 256}, 64),
         (24, {"block_size": 32}, None),
         (48, {"block_size": 16, "symmetric": False}, None),
     ],

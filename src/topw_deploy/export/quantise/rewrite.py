@@ -108,9 +108,12 @@ def _quantise_table(
     )
     flat = (embedding.rows, embedding.hidden * settings.bits // 8)
     stored = _Stored(editor, weight, str(table.name), flat)
-    inputs = [stored.codes, node.inputs[1], stored.scales]
-    if stored.zero_points is not None:
-        inputs.append(stored.zero_points)
+    # A symmetric table has them too: onnxruntime's CUDA provider takes missing ones for 0 in some versions, its CPU
+    # provider for 2 ** (bits - 1). A tied head has none: MatMulNBits' default is 2 ** (bits - 1) on both.
+    zero_points = stored.zero_points
+    if zero_points is None:
+        zero_points = editor.initializer(weight.middle(), f"{table.name}_zero_points")
+    inputs = [stored.codes, node.inputs[1], stored.scales, zero_points]
     attributes = {"bits": settings.bits, "block_size": block_size, "gather_axis": 0, "quantize_axis": 1}
     _replace((node,), "GatherBlockQuantized", inputs, attributes, settings)
     return stored

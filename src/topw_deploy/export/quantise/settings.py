@@ -20,9 +20,9 @@ _SMALLEST_BLOCK = BLOCK_SIZES[0]
 class Quantisation:
     """How weights are rounded to a few bits: block by block along the inputs of each output, with a scale per block.
 
-    bits: 4 or 8. block_size: weights that share a scale. symmetric: no zero points; None for the algorithm's own way
-    (`k_quant` has zero points, the others have none). accuracy_level: MatMulNBits' attribute, the least precise type
-    that activations may be rounded to: 0 unset, 1 float32, 2 float16, 3 bfloat16, 4 int8.
+    bits: 4 or 8. block_size: weights that share a scale. symmetric: no zero points but 2 ** (bits - 1); None for the
+    algorithm's own way (`k_quant` has others, the rest have none). accuracy_level: MatMulNBits' attribute, the least
+    precise type that activations may be rounded to: 0 unset, 1 float32, 2 float16, 3 bfloat16, 4 int8.
     algorithm: onnxruntime's quantiser. `default` rounds to nearest, its symmetric scale reaching the block's largest
     weight with the eighth negative step; `rtn` rounds to nearest with seven steps either way; `k_quant` searches each
     block's scale and minimum for the least weighted error.
@@ -76,8 +76,9 @@ class Quantisation:
     def table_block_size(self, width: int) -> int | None:
         """The block size of a table with rows of `width` weights: block_size, or the next smaller that works.
 
-        A row must be whole blocks, as the product with a tied head and the lookup read the same bytes. And with zero
-        points of 4 bits their number must be even: onnxruntime 1.24 looks an odd number up wrongly.
+        A row must be whole blocks: the product with a tied head and the lookup read the same bytes, and onnxruntime's
+        CUDA provider counts blocks through the whole table. With zero points of 4 bits that differ their number must be
+        even: onnxruntime 1.24, and its CUDA provider up to 1.31, look an odd number up wrongly.
         None where no size of at least 16 will do.
         """
         size = self.block_size
