@@ -71,6 +71,10 @@ __global__ void take_dynamic(int32_t *out, int32_t bytes) {
   out[threadIdx.x] = 1;
 }
 
+__global__ void write_behind(int32_t bytes) {
+  if (threadIdx.x == 0) dynamic_shared()[bytes] = 1;
+}
+
 // Every block waits until all have come, in turns; `out` counts the threads that found it so.
 __global__ void meet(uint32_t *arrived, int32_t *out, int32_t turns) {
   for (int32_t turn = 1; turn <= turns; ++turn) {
@@ -162,6 +166,9 @@ TOPW_EXPORT int probe_static_shared(int32_t *out) { return launch(how(1, 32), ta
 TOPW_EXPORT int probe_dynamic_shared(int32_t *out, int32_t bytes, int32_t allowed) {
   allow_shared(take_dynamic, static_cast<size_t>(allowed));
   return launch(how(1, 32, static_cast<size_t>(bytes)), take_dynamic, out, bytes);
+}
+TOPW_EXPORT int probe_write_behind(int32_t bytes, int32_t at) {
+  return launch(how(1, 32, static_cast<size_t>(bytes)), write_behind, at);
 }
 TOPW_EXPORT int probe_meet(unsigned blocks, uint32_t *arrived, int32_t *out, int32_t turns) {
   return launch(how(blocks, 64), meet, arrived, out, turns);

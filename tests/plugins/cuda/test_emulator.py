@@ -103,6 +103,13 @@ def test_more_shared_memory_than_was_asked_for_is_an_error(probes: ctypes.CDLL) 
         assert probes.probe_dynamic_shared(address(out), size, allowed) == fails, size
 
 
+def test_a_write_behind_the_dynamic_shared_memory_is_an_error(probes: ctypes.CDLL) -> None:
+    assert probes.probe_write_behind(1000, 999) == 0
+    for at in (1000, 1200):
+        assert probes.probe_write_behind(1000, at) == 1
+        assert "beyond its dynamic shared memory" in error(probes)
+
+
 def test_resident_blocks_can_wait_for_each_other(probes: ctypes.CDLL) -> None:
     for seed in range(1, 5):
         probes.probe_settings(seed, 4)

@@ -29,6 +29,8 @@ namespace {
 constexpr unsigned kMostThreads = 1024;
 constexpr uint64_t kPatience = 20000;  // pauses of each live thread during which nothing else happens
 constexpr size_t kStacksAtOnce = 256;
+constexpr size_t kMargin = 256;          // bytes behind the dynamic shared memory that no one may write
+constexpr unsigned char kUntouched = 0xc7;
 constexpr uint64_t kEndOfStack = 0x746f70775f656e64;
 
 struct Block;
@@ -191,6 +193,13 @@ unsigned char *stack_of(size_t index) {
   return stacks[index];
 }
 
+bool dynamic_shared_held(const Block &block) {
+  const unsigned char *const behind = block.shared + block.dynamic;
+  for (size_t i = 0; i < kMargin; ++i)
+    if (behind[i] != kUntouched) return false;
+  return true;
+}
+
 bool stack_held(const Fibre *fibre) { return memcmp(fibre->stack, &kEndOfStack, sizeof kEndOfStack) == 0; }
 
 void end_thread(Fibre *me) {
@@ -201,6 +210,7 @@ void end_thread(Fibre *me) {
   pauses = 0;
   Block *const block = me->block;
   if (--block->live > 0) return;
+  if (!dynamic_shared_held(*block)) fail("a block wrote beyond its dynamic shared memory");
   for (auto &each : blocks) {
     if (each.get() != block) continue;
     spare_blocks.push_back(std::move(each));
@@ -231,13 +241,14 @@ Block &new_block(const Launch &how) {
   Block &block = *blocks.back();
   block.threads = block.live = how.threads;
   block.dynamic = how.shared;
-  block.used = (how.shared + 15) / 16 * 16;
+  block.used = (how.shared + 15) / 16 * 16 + kMargin;
   block.waiting.clear();
   block.variables.clear();
   block.warps.assign(how.threads / 32, Warp());
-  block.memory.resize(how.shared + kSharedByDefault + 256);
+  block.memory.resize(how.shared + kSharedByDefault + kMargin + 256);
   memset(block.memory.data(), static_cast<int>(draw() & 255), block.memory.size());  // no one may rely on it
   block.shared = block.memory.data() + (256 - reinterpret_cast<uintptr_t>(block.memory.data()) % 256);
+  memset(block.shared + how.shared, kUntouched, kMargin);
   return block;
 }
 
@@ -351,7 +362,7 @@ void *shared_variable(const void *tag, size_t bytes, size_t alignment) {
   for (const auto &[known, offset] : block.variables)
     if (known == tag) return block.shared + offset;
   const size_t offset = (block.used + alignment - 1) / alignment * alignment;
-  const size_t fixed = offset + bytes - (block.dynamic + 15) / 16 * 16, all = offset + bytes;
+  const size_t all = offset + bytes - kMargin, fixed = all - (block.dynamic + 15) / 16 * 16;
   const size_t limit = allowances.count(kernel_now) ? kSharedOnRequest : kSharedByDefault;
   if (fixed > kStaticAtMost || all > limit)
     fail("a block needs " + std::to_string(all) + " bytes of shared memory, " + std::to_string(fixed) +

@@ -222,12 +222,12 @@ class OpenRows {
 
 }  // namespace crop
 
-// Bytes of dynamic shared memory.
-inline size_t geometry_shared_bytes(const topw_cuda_shape &shape) {
+// Bytes of dynamic shared memory for a block of so many threads.
+inline size_t geometry_shared_bytes(const topw_cuda_shape &shape, unsigned threads) {
   const int64_t pool = crop::pool_size(shape.options, shape.vocab);
   int64_t leading = crop::sorting_bytes(pool);
   if (pool <= crop::kSumsInShared) leading += 2 * pool * static_cast<int64_t>(sizeof(double));
-  const int64_t tiles = shape.options.metric == TOPW_UNIFORM ? 0 : crop::tile_bytes(kGeometryThreads);
+  const int64_t tiles = shape.options.metric == TOPW_UNIFORM ? 0 : crop::tile_bytes(threads);
   return static_cast<size_t>(leading > tiles ? leading : tiles);
 }
 

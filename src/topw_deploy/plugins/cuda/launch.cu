@@ -116,7 +116,7 @@ int launch_certify(const topw_cuda_shape &shape, Call &call, void *stream) {
 
 int launch_geometry(const topw_cuda_shape &shape, const Call &call, void *stream) {
   const unsigned threads = threads_of_block(kGeometryThreads);
-  const size_t shared = geometry_shared_bytes(shape);
+  const size_t shared = geometry_shared_bytes(shape, threads);
   const int failed = allow_shared(geometry, shared);
   if (failed) return failed;
   const unsigned blocks = static_cast<unsigned>(multiprocessors());

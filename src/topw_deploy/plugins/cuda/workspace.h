@@ -13,7 +13,7 @@
 // geometry.cuh has, for launch.cu:
 //   constexpr unsigned kGeometryThreads;                          threads of a block; the emulation may use fewer
 //   __global__ void geometry(Call call);                          with any number of blocks
-//   inline size_t geometry_shared_bytes(const topw_cuda_shape &); dynamic, at most kSharedOnRequest
+//   geometry_shared_bytes(shape, threads)                         dynamic, at most kSharedOnRequest
 // and team_scratch.h what a row's leader needs in global memory. geometry returns at once where open_count is 0.
 //
 // What geometry leaves: every open row answered through finish_row (finish.h), and the control memory 0 again.
