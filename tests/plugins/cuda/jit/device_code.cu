@@ -12,6 +12,7 @@ cudaError_t cudaFree(void *);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *, unsigned);
 cudaError_t cudaStreamSynchronize(cudaStream_t);
 cudaError_t cudaStreamDestroy(cudaStream_t);
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *);
 cudaError_t cudaMemsetAsync(void *, int, size_t, cudaStream_t);
 char *getenv(const char *);
 const char *cudaGetErrorString(cudaError_t);
