@@ -149,7 +149,7 @@ def cpu_library(kernels: Path) -> Path | None:
 def compare(
     kernel: DeviceKernel, table: torch.Tensor, metric: str, dtype: str, batches: tuple[int, ...], cpu: Path | None
 ) -> Verdict:
-    """Batches of rows of every kind through the kernels and the judge; the smallest batch once for each kind.
+    """Compare batches of rows of every kind with the expected answers; the smallest batch runs once for each kind.
 
     table: float16 [V, d] on the device.
     """

@@ -59,7 +59,7 @@ def missing(folder: Path) -> list[str]:
 
 
 def why_missing(folder: Path, component: str) -> str:
-    """Why the component cannot be used from `folder`, as far as an index is there to say it; else empty."""
+    """The index's reason why the component is missing from `folder`; empty without an index or a reason."""
     known = missing(folder) if (folder / INDEX).is_file() else []
     return next((sentence for sentence in known if sentence.split(" ", 1)[0] == component), "")
 

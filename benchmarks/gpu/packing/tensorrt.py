@@ -55,7 +55,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 
 
 def _empty_plugins(path: Path) -> None:
-    """The library of TensorRT's own plugins, which the bindings load and nothing here uses. Raises BenchmarkError."""
+    """Write an empty library of TensorRT's own plugins: the bindings load one. Raises BenchmarkError."""
     try:
         command = [*build.find_compiler(), "-xc++", "-", "-shared", "-fPIC", "-o", str(path)]
         subprocess.run(command, input=_PLUGINS, capture_output=True, text=True, check=True)

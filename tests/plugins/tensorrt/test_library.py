@@ -37,7 +37,7 @@ def headers(kind: str) -> list[Path]:
 
 
 def compiled(folder: Path, included: list[Path]) -> Path:
-    """The program. The kernels have no sanitizer: their fibres leave stacks that it takes for broken ones."""
+    """Compile plugin_steps.cpp with sanitizers, and the kernels without: sanitizers take fibres' stacks for errors."""
     command = [*build.find_compiler(), *(flag for flag in FLAGS if flag != "-shared"), f"-I{CUDA_SOURCES}"]
     folders = [f"-isystem{path}" for path in included]
     parts = {

@@ -5,34 +5,26 @@
 #define TOPW_CUDA_MASS_CUH
 
 #include "chunk.cuh"
+#include "pairs.h"
 
 namespace topw {
 
 constexpr float kNegligible = -100.0f;  // e^-100 of the largest adds nothing
 constexpr int kUnitGroups = kMassUnit / kGroup;
 
-// 1 / the selection temperature, as the sum of two floats; 0 where no weights are needed. In shared memory.
-struct Rate {
-  float high, low;
-};
-
-__device__ inline Rate rate_of(const Call &call, int64_t row) {
+// 1 / the selection temperature; 0 where no weights are needed.
+__device__ inline Pair rate_of(const Call &call, int64_t row) {
   Parameters P;
   if (!P.take(given_parameters(call.inputs, row)) || P.certain_selection) return {0, 0};
-  const double rate = 1 / P.selection;
-  const float high = static_cast<float>(rate);
-  return {high, static_cast<float>(rate - static_cast<double>(high))};
+  return pair_of(1 / P.selection);
 }
 
 // e to the power (logit - top) * rate. Roundings of the exponent are made up for.
-__device__ __forceinline__ float weight_below(float logit, float top, Rate rate) {
-  const float difference = logit - top, shifted = difference - logit;
-  const float lost = (logit - (difference - shifted)) - (top + shifted);
-  const float exponent = __fmul_rn(difference, rate.high);
-  if (!(exponent > kNegligible)) return 0;
-  const float rest = fmaf(difference, rate.high, -exponent) + (difference * rate.low + lost * rate.high);
-  const float e = expf(exponent);
-  return fmaf(e, rest, e);
+__device__ __forceinline__ float weight_below(float logit, float top, Pair rate) {
+  const Pair exponent = times(sum_of(logit, -top), rate);
+  if (!(exponent.high > kNegligible)) return 0;
+  const float e = expf(exponent.high);
+  return fmaf(e, exponent.low, e);
 }
 
 // A sum of floats with what rounding lost of it.
@@ -40,14 +32,14 @@ struct LongSum {
   float sum = 0, lost = 0;
 
   __device__ void add(float value) {
-    const float total = __fadd_rn(sum, value), added = __fadd_rn(total, -sum);
-    lost += __fadd_rn(__fadd_rn(sum, -__fadd_rn(total, -added)), __fadd_rn(value, -added));
-    sum = total;
+    const Pair both = sum_of(sum, value);
+    sum = both.high;
+    lost += both.low;
   }
 };
 
 // One warp's sum over one unit, in units of its largest logit.
-__device__ inline void weigh_unit(const Call &call, const LogitRow &logits, int64_t row, int32_t unit, Rate rate) {
+__device__ inline void weigh_unit(const Call &call, const LogitRow &logits, int64_t row, int32_t unit, Pair rate) {
   const int32_t first = unit * kUnitGroups, own = first + lane_index() % kUnitGroups;
   float top = own < logits.groups() ? logits.maximum(own) : -static_cast<float>(INFINITY);
   top = warp_reduce(top, Larger());
@@ -70,7 +62,7 @@ __device__ inline void weigh_unit(const Call &call, const LogitRow &logits, int6
 
 // Of all units of a chunk, whose maxima are known. Begins with a barrier.
 __device__ TOPW_OUT_OF_LINE inline void weigh_chunk(const Call &call, const Chunk &chunk) {
-  TOPW_SHARED(Rate, rate);
+  TOPW_SHARED(Pair, rate);
   if (own_index() == 0) rate = rate_of(call, chunk.row);
   __syncthreads();
   if (rate.high == 0) return;

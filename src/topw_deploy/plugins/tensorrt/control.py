@@ -42,7 +42,7 @@ class ControlMemory:
         return self._blocks[-1] if self._blocks else 0
 
     def release(self) -> None:
-        """Free every block, whichever device is current. The owner's steps must have ended; there are no others."""
+        """Free every block. All steps that use them must have ended. The current device does not matter."""
         self._finalizer()
 
 
