@@ -4,7 +4,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 import pytest
-from cpp_host import FORMS, Host, compiled, host_of, library_of
+from cpp_host import FORMS, HERE, Host, compiled, host_of, library_of
 
 from topw_deploy.sampling import TopWOptions
 from toy_model import Toy, export
@@ -18,12 +18,19 @@ def ort_library() -> Path:
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program with the project's own declarations, built once."""
-    return compiled(tmp_path_factory.mktemp("host") / "topw_host", "-O1")
+    return compiled(tmp_path_factory.mktemp("host") / "topw_host", "-O2")
 
 
 @pytest.fixture(scope="session")
 def host(program: Path, ort_library: Path) -> Host:
     return host_of(program, ort_library)
+
+
+@pytest.fixture(scope="session")
+def tokenizers_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C interface to tokenizers that --tokenizer-library takes, over the Python package."""
+    output = tmp_path_factory.mktemp("tokenizers") / "libtokenizers_c.so"
+    return compiled(output, "-O1", "-shared", "-fPIC", source=HERE / "tokenizers_stand_in.cpp")
 
 
 @pytest.fixture(scope="session")

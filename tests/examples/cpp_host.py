@@ -6,21 +6,24 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
 from topw_deploy.plugins import build, shared_library
 from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime import GenerationResult, TopWModel
 from toy_model import _specs, byte_ids
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 SOURCES = ROOT / "examples" / "cpp"
 FLAGS = ("-std=c++17", "-Wall", "-Wextra", "-Werror")
 FORMS = ("concat", "scatter", "grouped")
@@ -47,22 +50,29 @@ def library_of(package: Path) -> Path:
 
 
 def host_of(program: Path, library: Path, **environment: str) -> Host:
-    def run(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    server = {"TOPW_TEST_PYTHON": sys.executable, "TOPW_TEST_SERVER": str(HERE / "tokenizers_server.py")}
+
+    def run(*arguments: object, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
         command = [str(program), *map(str, arguments), "--onnxruntime", str(library), "--threads", "1"]
-        return subprocess.run(
-            command, input=stdin, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+        done = subprocess.run(
+            command,
+            input=stdin.encode() if isinstance(stdin, str) else stdin,
+            capture_output=True,
+            timeout=300,
+            env={**os.environ, **server, **environment},
         )
+        return subprocess.CompletedProcess(command, done.returncode, done.stdout.decode(), done.stderr.decode())
 
     return run
 
 
-def compiled(output: Path, *flags: str) -> Path:
-    """The program, by the compiler itself."""
+def compiled(output: Path, *flags: str, source: Path | None = None) -> Path:
+    """The program, or what `source` is, by the compiler itself."""
     try:
         compiler = build.find_compiler()
     except build.NotBuiltError as reason:
         pytest.skip(str(reason))
-    command = [*compiler, *FLAGS, *flags, str(SOURCES / "topw_host.cpp"), "-ldl", "-o", str(output)]
+    command = [*compiler, *FLAGS, *flags, str(source or SOURCES / "topw_host.cpp"), "-ldl", "-o", str(output)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return output
 
@@ -81,6 +91,32 @@ def options_of(parameters: dict[str, float]) -> list[str]:
 def ids_of(done: subprocess.CompletedProcess[str]) -> list[int]:
     assert done.returncode == 0, done.stderr
     return [int(line) for line in done.stdout.split()]
+
+
+def answers_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """The JSON lines, in the order of the rows."""
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(answer["row"] for answer in answers) == list(range(len(answers)))
+    return sorted(answers, key=lambda answer: answer["row"])
+
+
+def lines_of(requests: Sequence[dict[str, Any]]) -> str:
+    """What --batch reads."""
+    return "".join(json.dumps(request) + "\n" for request in requests)
+
+
+def expected_of(result: GenerationResult, *, text: bool = True) -> dict[str, Any]:
+    """What the program prints of an answer like that."""
+    names = ("token_ids", "kept", "certified", "seed", "sample", "finish_reason", "stop", "prompt_tokens")
+    return {name: getattr(result, name) for name in names} | {"text": result.text if text else None}
+
+
+def same(answer: dict[str, Any], result: GenerationResult, *, text: bool = True) -> bool:
+    """Whether the program's answer is the Python runtime's; log-probabilities as float32."""
+    expected = expected_of(result, text=text)
+    logprobs = np.asarray(answer["logprobs"], np.float32).tolist()
+    return {name: answer[name] for name in expected} == expected and logprobs == result.logprobs
 
 
 def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:

@@ -1,4 +1,4 @@
-"""examples/cpp/topw_host.cpp draws the tokens that TopWModel draws."""
+"""examples/cpp draws the tokens that TopWModel draws, of one prompt of token ids."""
 
 from __future__ import annotations
 
@@ -135,12 +135,9 @@ def test_an_end_of_sequence_is_found_in_the_part_of_a_composite_configuration(ho
 def test_the_models_own_parameters_go_before_the_exports(host: Host, toy: Toy, tmp_path: Path) -> None:
     stated = {"temperature": 1.7, "lambda_geom": 0.4, "repetition_penalty": 1.3, "max_length": None, "logit_bias": {}}
     folder = export(tmp_path / "export", toy, generation_config=stated)
-    expected = TopWModel.from_pretrained(folder, provider="cpu").generate(
-        [50, 51], seed=3, max_new_tokens=20, repetition_penalty=1.0
-    )
+    expected = TopWModel.from_pretrained(folder, provider="cpu").generate([50, 51], seed=3, max_new_tokens=20)
     done = host(folder, "--seed", 3, "--max-new-tokens", 20, 50, 51)
-    assert ids_of(done) == expected.token_ids
-    assert done.stderr == "note: generation_config.json has repetition_penalty, which this program leaves out\n"
+    assert (ids_of(done), done.stderr) == (expected.token_ids, "")
     stated |= {"do_sample": False, "repetition_penalty": 1.0}
     greedy = export(tmp_path / "greedy", toy, generation_config=stated)
     expected = TopWModel.from_pretrained(greedy, provider="cpu").generate([50, 51], max_new_tokens=20)

@@ -10,8 +10,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from cpp_host import FORMS, ROOT, SOURCES, Host, compiled, fails, host_of, ids_of, library_of, native_library
+from cpp_host import (
+    FORMS,
+    ROOT,
+    SOURCES,
+    Host,
+    answers_of,
+    compiled,
+    fails,
+    host_of,
+    ids_of,
+    library_of,
+    lines_of,
+    native_library,
+)
+from test_cpp_host_requests import random_request
 
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
@@ -28,7 +43,7 @@ def find_cmake() -> str | None:
 def test_its_random_numbers_are_those_that_are_published(host: Host) -> None:
     page = (ROOT / "docs" / "random.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ \| \d+ \| \d+ \| (0x[0-9a-f]{16}) \| (\d+) \|", page, re.MULTILINE)
-    source = (SOURCES / "topw_host.cpp").read_text(encoding="utf-8")
+    source = (SOURCES / "random.h").read_text(encoding="utf-8")
     assert len(rows) == 11
     for word, top in rows:
         assert f"{word}, {top}}}" in source
@@ -74,7 +89,7 @@ def test_the_vendors_header_has_the_same_declarations(
 
 
 def test_it_breaks_no_rule_of_the_language(
-    folders: dict[str, Path], host: Host, ort_library: Path, tmp_path: Path
+    folders: dict[str, Path], host: Host, ort_library: Path, tokenizers_library: Path, tmp_path: Path
 ) -> None:
     """The program under the sanitizers for addresses, leaks and undefined behaviour, errors included."""
     try:
@@ -86,8 +101,13 @@ def test_it_breaks_no_rule_of_the_language(
     for form in FORMS:
         given = [folders[form], "--seed", 4, "--max-new-tokens", 20, "--stats", "--lam", 0.5, 50, 51]
         assert ids_of(run(*given)) == ids_of(host(*given))
+        rng = np.random.default_rng(9)
+        given = [folders[form], "--batch", "--tokenizer-library", tokenizers_library]
+        lines = lines_of([random_request(rng) | {"stop_strings": ["a", "é", "��"]} for _ in range(8)])
+        assert answers_of(run(*given, stdin=lines)) == answers_of(host(*given, stdin=lines))
     fails(run(folders["concat"], VOCAB), 1)
     fails(run(folders["concat"], "--temperature", "-1"), 2)
+    fails(run(folders["concat"], "--batch", stdin='{"prompt": [5], "logit_bias": {"5": "x"}}'), 1)
     for text in ("", '{"a": "\\ud83d\\ude00\\u00e9", "b": [1e5, tru', json.dumps({"format_version": 2}), "[" * 100):
         (tmp_path / MANIFEST_NAME).write_text(text, encoding="utf-8")
         fails(run(tmp_path, 5), 1)

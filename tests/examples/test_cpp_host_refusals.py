@@ -1,4 +1,4 @@
-"""What is wrong with a folder, a model or a command line, examples/cpp/topw_host.cpp says in one sentence."""
+"""What is wrong with a folder, a request or a command line, examples/cpp says in one sentence."""
 
 from __future__ import annotations
 
@@ -123,12 +123,81 @@ def test_links_are_refused(host: Host, folder: Path, tmp_path: Path) -> None:
         (["--threads", 1025, 5], 2, "--threads is '1025'"),
         (["--max-new-tokens", -1, 5], 2, "--max-new-tokens is '-1'"),
         (["--provider", "tpu", 5], 2, "--provider is 'tpu', but must be cpu or cuda"),
+        (["--prompt", "text"], 2, "--prompt needs a tokenizer; name its library with --tokenizer-library"),
+        (["--stop", "text", 5], 2, "--stop needs a tokenizer"),
+        (["--stop", "", 5], 2, "--stop is empty or not UTF-8"),
+        (["--no-add-special-tokens", 5], 2, "--no-add-special-tokens needs a tokenizer"),
+        (["--no-skip-special-tokens", 5], 2, "--no-skip-special-tokens needs a tokenizer"),
+        (["--batch", 5], 2, "prompts are given in two ways"),
+        (["--prompt", "text", "--batch"], 2, "prompts are given in two ways"),
+        (["--num-return-sequences", 0, 5], 2, "--num-return-sequences is '0', but must be an integer in [1, "),
+        (["--repetition-penalty", 0, 5], 2, "--repetition-penalty is '0', but must be a finite number > 0"),
+        (["--repetition-penalty", "1e-60", 5], 2, "> 0, in float32 too"),
+        (["--presence-penalty", "inf", 5], 2, "--presence-penalty is 'inf', but must be a finite number"),
+        (["--frequency-penalty", "1e39", 5], 2, "--frequency-penalty is '1e39'"),
+        (["--no-repeat-ngram-size", -1, 5], 2, "--no-repeat-ngram-size is '-1'"),
+        (["--min-new-tokens", 1.5, 5], 2, "--min-new-tokens is '1.5'"),
+        (["--logit-bias", 5, 5], 2, "--logit-bias is '5', but must be ID=BIAS"),
+        (["--logit-bias", "x=5", 5], 2, "--logit-bias is 'x', but must be an integer"),
+        (["--logit-bias", "5=inf", 5], 2, "--logit-bias is 'inf', but must be a number below infinity"),
+        (["--logit-bias", f"{VOCAB}=1", 5], 1, f"logit_bias names the token id {VOCAB}, but ids go from 0"),
+        (["--suppress-tokens", "3,,4", 5], 2, "--suppress-tokens is '', but must be an integer"),
+        (["--suppress-tokens", f"3,{VOCAB}", 5], 1, f"suppress_tokens names the token id {VOCAB}"),
+        (["--bad-words-ids", f"3,{VOCAB}", 5], 1, f"bad_words_ids names the token id {VOCAB}"),
+        (["--bad-words-ids", "", 5], 2, "--bad-words-ids is ''"),
+        (["--eos", VOCAB, 5], 1, f"eos_token_id names the token id {VOCAB}"),
     ],
 )
 def test_a_command_line_that_cannot_be_meant_is_refused(
     arguments: list[object], code: int, words: str, host: Host, folders: dict[str, Path]
 ) -> None:
     fails(host(folders["grouped"], *arguments), code, words)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "standard input has no request"),
+        ("[5]", "request 0 is a list, but must be an object with a prompt"),
+        ("{", "request 0 is not JSON (byte 1"),
+        ('{"prompt": [5]} {"prompt": [5]}', "request 0 is not JSON (byte 16: something follows the value); correct"),
+        ('{"prompt": [5]}\n{"seed": 1}', "request 1 has no prompt; correct the request"),
+        ('{"prompt": [5]}\n\n{"prompt": null}', "request 1 has no prompt"),
+        ('{"prompt": []}', "the prompt is empty and the model states no BOS token"),
+        ('{"prompt": [5]}\n{"prompt": [-5]}', "prompt 1 holds the token id -5, but ids go from 0"),
+        ('{"prompt": [5.5]}', "request 0 prompt 0 is 5.5, but must be an integer"),
+        ('{"prompt": "text"}', "prompt is 'text', but must be a list of token ids where there is no --tokenizer-lib"),
+        ('{"prompt": [5], "stop_strings": "x"}', "request 0 has stop strings, which need a tokenizer"),
+        ('{"prompt": [5], "stop_strings": ["x", ""]}', "stop_strings is a list, but must be a text that is not empty"),
+        ('{"prompt": [5], "stop_strings": [5]}', "stop_strings 0 is 5, but must be a text"),
+        ('{"prompt": [5], "top_p": 0.9}', "request 0 states 'top_p', which is not a parameter"),
+        ('{"prompt": [5], "num_return_sequences": 2}', "'num_return_sequences', which is not a parameter of a row"),
+        ('{"prompt": [5], "temperature": -1}', "temperature is -1, but must be a finite number >= 0"),
+        ('{"prompt": [5], "temperature": "warm"}', "temperature is 'warm', but must be a number"),
+        ('{"prompt": [5], "temperature": 0, "do_sample": true}', "do_sample is true, but the temperature is 0"),
+        ('{"prompt": [5], "do_sample": 1}', "do_sample is 1, but must be true or false"),
+        ('{"prompt": [5], "repetition_penalty": 1e-60}', "must be a finite number > 0, in float32 too"),
+        ('{"prompt": [5], "seed": -1}', "seed is -1, but must be an integer in [0, 18446744073709551615]"),
+        ('{"prompt": [5], "seed": 18446744073709551616}', "seed is 1.84467440737096e+19"),
+        ('{"prompt": [5], "seed": 1.5}', "seed is 1.5"),
+        ('{"prompt": [5], "max_new_tokens": 0}', "max_new_tokens is 0, but must be an integer in [1, "),
+        ('{"prompt": [5], "max_new_tokens": 1, "max_length": 9}', "max_new_tokens and max_length are both given"),
+        ('{"prompt": [5, 6], "max_length": 2}', "the prompt has 2 tokens, but max_length is 2; raise it"),
+        ('{"prompt": [5], "logit_bias": {"x": 1}}', "logit_bias names 'x', but must name token ids"),
+        ('{"prompt": [5], "logit_bias": [1]}', "logit_bias is a list, but must be an object"),
+        ('{"prompt": [5], "logit_bias": {"5": 1e39}}', "must be a number below infinity, in float32 too"),
+        ('{"prompt": [5], "bad_words_ids": [5]}', "bad_words_ids 0 is 5, but must be a list of token ids"),
+        (
+            '{"prompt": [5], "bad_words_ids": [[]]}',
+            "bad_words_ids 0 is a list, but must be a list of token ids",
+        ),
+        ('{"prompt": [5], "suppress_tokens": [-3]}', "suppress_tokens 0 is -3, but must be an integer"),
+    ],
+)
+def test_a_batch_with_a_request_that_cannot_be_meant_is_refused(
+    line: str, words: str, host: Host, folders: dict[str, Path]
+) -> None:
+    fails(host(folders["grouped"], "--batch", stdin=line), 1, words)
 
 
 def test_what_onnxruntime_says_is_passed_on(

@@ -1,0 +1,221 @@
+// The two forms of the key-value cache, with the inputs that go with each (docs/graph.md, section 8). B: the rows of
+// the batch. S: the tokens of the longest prompt.
+#ifndef TOPW_CACHE_H
+#define TOPW_CACHE_H
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common.h"
+#include "folder.h"
+#include "onnxruntime.h"
+
+namespace topw {
+
+class Cache {
+ public:
+  explicit Cache(std::size_t rows) : next_ids(rows, 0) {}
+  virtual ~Cache() = default;
+  virtual void feed_prompts() = 0;  // [B, S], in one run
+  // [B, 1]: `next_ids`. Rows that are not active have ended: they write over their last token.
+  virtual void feed_tokens(const std::vector<bool> &active) = 0;
+
+  Tokens next_ids;
+};
+
+// What a cache must have room for.
+struct Rows {
+  std::vector<Tokens> prompts;
+  Tokens budgets;  // most tokens behind each
+
+  std::int64_t count() const { return std::int64_t(prompts.size()); }
+  std::int64_t width() const {
+    std::size_t most = 0;
+    for (const Tokens &prompt : prompts) most = std::max(most, prompt.size());
+    return std::int64_t(most);
+  }
+  std::int64_t tokens() const {  // of the longest row
+    std::int64_t most = 0;
+    for (std::size_t i = 0; i < prompts.size(); ++i)
+      most = std::max(most, std::int64_t(prompts[i].size()) + budgets[i]);
+    return most;
+  }
+};
+
+// The buffers must be finite: what is masked may still be multiplied.
+inline void clear(const Session &session, void *data, std::size_t bytes) {
+  if (!session.on_device) {
+    std::memset(data, 0, bytes);
+    return;
+  }
+  using Set = int(unsigned long long address, unsigned char value, std::size_t count);
+  void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+  const auto set = driver ? reinterpret_cast<Set *>(dlsym(driver, "cuMemsetD8_v2")) : nullptr;
+  if (!set || set(reinterpret_cast<std::uintptr_t>(data), 0, bytes) != 0)
+    throw Failure("the cache cannot be cleared on the device; check NVIDIA's driver.");
+}
+
+// static: one buffer per part, bound once as past and as present. A step changes ids and indices where they lie.
+class StaticCache : public Cache {
+ public:
+  StaticCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
+      : Cache(rows.prompts.size()),
+        session_(session),
+        binding_(binding),
+        has_total_(folder.inputs.count("total_sequence_length") > 0),
+        count_(rows.count()),
+        width_(rows.width()),
+        ids_(count_ * width_, 0),
+        written_(count_, 0) {
+    for (std::int64_t row = 0; row < count_; ++row) {  // padded on the right
+      const Tokens &prompt = rows.prompts[row];
+      std::copy(prompt.begin(), prompt.end(), ids_.begin() + row * width_);
+      lengths_.push_back(std::int64_t(prompt.size()));
+    }
+    const std::int64_t tokens = rows.tokens();
+    const std::int64_t rounded = std::min((tokens + 63) / 64 * 64, std::max(folder.context, tokens));
+    for (const CachePart &part : folder.cache) {
+      const std::int64_t fixed = folder.fixed_size(part.past, 2);
+      if (fixed >= 0 && fixed < tokens)
+        throw Failure("prompt and answer may have " + std::to_string(tokens) + " tokens, this export's cache holds " +
+                      std::to_string(fixed) + "; lower --max-new-tokens.");
+      room_ = fixed >= 0 ? fixed : std::max(rounded, folder.buffer_least);
+      bind(part, folder.cache_type);
+    }
+  }
+
+  void feed_prompts() override {
+    binding_.host_input("input_ids", ids_.data(), {count_, width_});
+    binding_.changing_input("write_indices", written_.data(), {count_});
+    binding_.host_input("row_lengths", lengths_.data(), {count_});
+    bind_total(width_);
+  }
+  void feed_tokens(const std::vector<bool> &active) override {
+    if (!decoding_) begin_decoding();
+    for (std::size_t row = 0; row < active.size(); ++row) written_[row] += active[row];
+  }
+
+ private:
+  void begin_decoding() {
+    decoding_ = true;
+    for (std::size_t row = 0; row < written_.size(); ++row) written_[row] = lengths_[row] - 1;  // the last token's
+    std::fill(lengths_.begin(), lengths_.end(), 1);
+    binding_.changing_input("input_ids", next_ids.data(), {count_, 1});
+    binding_.host_input("row_lengths", lengths_.data(), {count_});
+    bind_total(room_);
+  }
+  // The columns that a run may attend to, which GroupQueryAttention reads on the host, wherever it computes.
+  void bind_total(std::int64_t tokens) {
+    total_ = std::int32_t(tokens);
+    if (has_total_) binding_.host_input("total_sequence_length", &total_, {1});
+  }
+  void bind(const CachePart &part, ElementType type) {
+    const Shape shape{count_, part.heads, room_, part.head_size};
+    const Value value = make<OrtValue>(ort->ReleaseValue, ort->CreateTensorAsOrtValue, session_.allocator.get(),
+                                       shape.data(), shape.size(), type);
+    void *data = nullptr;
+    check(ort->GetTensorMutableData(value.get(), &data));
+    clear(session_, data, count_ * part.heads * room_ * part.head_size * cache_element_bytes(type));
+    binding_.input(part.past, value.get());  // which keeps the tensor
+    binding_.output(part.present, value.get());
+  }
+
+  const Session &session_;
+  Binding &binding_;
+  const bool has_total_;
+  const std::int64_t count_, width_;  // B, S
+  Tokens ids_;                        // of the prompts
+  Tokens written_, lengths_;          // each row's tokens in the buffer, and those that a run adds
+  std::int64_t room_ = 0;             // slots of a row
+  std::int32_t total_ = 0;
+  bool decoding_ = false;
+};
+
+// concat: the present of a run is the past of the next one, handed over as onnxruntime's own values. Prompts are padded
+// on the left, so that the last column is every row's last token.
+class ConcatCache : public Cache {
+ public:
+  ConcatCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
+      : Cache(rows.prompts.size()),
+        folder_(folder),
+        binding_(binding),
+        count_(rows.count()),
+        width_(rows.width()),
+        room_(width_ + *std::max_element(rows.budgets.begin(), rows.budgets.end())),
+        ids_(count_ * width_, 0),
+        positions_(count_ * width_, 0),
+        mask_(count_ * room_, 0) {
+    for (std::int64_t row = 0; row < count_; ++row) {
+      const Tokens &prompt = rows.prompts[row];
+      const std::int64_t start = width_ - std::int64_t(prompt.size());
+      std::copy(prompt.begin(), prompt.end(), ids_.begin() + row * width_ + start);
+      std::iota(positions_.begin() + row * width_ + start, positions_.begin() + (row + 1) * width_, 0);
+      std::fill_n(mask_.begin() + row * room_ + start, prompt.size(), 1);
+      last_.push_back(std::int64_t(prompt.size()) - 1);
+    }
+    for (const CachePart &part : folder.cache) {
+      const Shape shape{count_, part.heads, 0, part.head_size};
+      const Value nothing = make<OrtValue>(ort->ReleaseValue, ort->CreateTensorWithDataAsOrtValue, session.host.get(),
+                                           static_cast<void *>(next_ids.data()), std::size_t{0}, shape.data(),
+                                           shape.size(), folder.cache_type);
+      binding.input(part.past, nothing.get());
+      binding.fresh_output(part.present);
+    }
+  }
+
+  void feed_prompts() override {
+    binding_.host_input("input_ids", ids_.data(), {count_, width_});
+    if (folder_.inputs.count("position_ids")) binding_.host_input("position_ids", positions_.data(), {count_, width_});
+    bind_mask();
+  }
+  void feed_tokens(const std::vector<bool> &active) override {
+    const std::vector<Value> presents = binding_.outputs();  // which were bound before all others
+    for (std::size_t i = 0; i < folder_.cache.size(); ++i) {
+      binding_.input(folder_.cache[i].past, presents[i].get());
+      binding_.fresh_output(folder_.cache[i].present);
+    }
+    for (std::int64_t row = 0; row < count_; ++row) {
+      mask_[row * room_ + width_] = active[row];
+      last_[row] += active[row];  // the others stay: positions must not leave the context
+    }
+    ++width_;
+    if (!decoding_) {
+      decoding_ = true;
+      binding_.changing_input("input_ids", next_ids.data(), {count_, 1});
+      if (folder_.inputs.count("position_ids")) binding_.changing_input("position_ids", last_.data(), {count_, 1});
+    }
+    bind_mask();
+  }
+
+ private:
+  void bind_mask() {
+    if (!folder_.inputs.count("attention_mask")) return;
+    bound_mask_.resize(count_ * width_);
+    for (std::int64_t row = 0; row < count_; ++row)
+      std::copy_n(mask_.begin() + row * room_, width_, bound_mask_.begin() + row * width_);
+    binding_.host_input("attention_mask", bound_mask_.data(), {count_, width_});
+  }
+
+  const Folder &folder_;
+  Binding &binding_;
+  const std::int64_t count_;  // B
+  std::int64_t width_;        // columns of the past and of the coming run together
+  const std::int64_t room_;   // columns of `mask_`
+  Tokens ids_, positions_;    // of the prompts
+  Tokens mask_, bound_mask_;
+  Tokens last_;  // each row's last position
+  bool decoding_ = false;
+};
+
+inline std::unique_ptr<Cache> open_cache(const Session &session, const Folder &folder, Binding &binding,
+                                         const Rows &rows) {
+  if (folder.in_place) return std::make_unique<StaticCache>(session, folder, binding, rows);
+  return std::make_unique<ConcatCache>(session, folder, binding, rows);
+}
+
+}  // namespace topw
+
+#endif

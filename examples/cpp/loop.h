@@ -1,0 +1,202 @@
+// The generation loop. Decoder and Top-W are one graph, so a step is one run: it takes the last tokens, each row's
+// parameters, edits and random number, and gives the next tokens.
+#ifndef TOPW_LOOP_H
+#define TOPW_LOOP_H
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cache.h"
+#include "common.h"
+#include "edits.h"
+#include "folder.h"
+#include "onnxruntime.h"
+#include "random.h"
+#include "request.h"
+#include "text.h"
+
+namespace topw {
+
+using Clock = std::chrono::steady_clock;
+
+// One sequence in progress. `text` is absent where there is no tokenizer.
+struct Row {
+  Row(const RowRequest &of, std::optional<RowText> with) : request(of), text(std::move(with)) {}
+
+  const RowRequest &request;
+  std::optional<RowText> text;
+  std::string shown;  // all text so far
+  Tokens tokens;
+  std::vector<float> logprobs;
+  std::vector<std::int32_t> kept;
+  std::vector<bool> certified;
+  bool ended = false;
+  std::optional<std::int64_t> stop_token;  // what ended it; neither: its budget is used up
+  std::optional<std::string> stop_string;
+  Clock::time_point ended_at;
+
+  bool stopped() const { return stop_token || stop_string; }
+
+  // Add a drawn token. Gives the text gained.
+  std::string take(std::int64_t token) {
+    tokens.push_back(token);
+    std::string gained;
+    if (request.ends.count(token)) {
+      stop_token = token;
+    } else if (text) {
+      gained = text->push(token);
+      stop_string = text->found();
+    }
+    ended = stopped() || std::int64_t(tokens.size()) == request.budget;
+    if (ended && text) {
+      gained += text->flush();  // where a stop string may come to light that was held back with half a character
+      if (!stopped()) stop_string = text->found();
+    }
+    if (ended) ended_at = Clock::now();
+    shown += gained;
+    return gained;
+  }
+};
+
+// What crosses between the program and the graph's sampler, where it is bound. Each [B].
+class Sampler {
+ public:
+  Sampler(const std::vector<RowRequest> &requests, const Folder &folder, Binding &binding)
+      : uniform_(requests.size(), 0),
+        token_(requests.size(), -1),
+        logprob_(requests.size(), 0),
+        kept_(requests.size(), 0),
+        certified_(new bool[requests.size()]()) {
+    const Shape shape{std::int64_t(requests.size())};
+    for (const Parameter &parameter : kParameters) {
+      std::vector<float> &values = parameters_[parameter.name];
+      for (const RowRequest &request : requests) values.push_back(request.top_w.at(parameter.name));
+      binding.changing_input(parameter.name, values.data(), shape);
+    }
+    binding.changing_input("uniform", uniform_.data(), shape);
+    binding.host_output("next_token", token_.data(), shape);
+    binding.host_output("kept", kept_.data(), shape);
+    binding.host_output("certified", certified_.get(), shape);
+    has_logprob_ = folder.outputs.count("logprob") > 0;
+    if (has_logprob_) binding.host_output("logprob", logprob_.data(), shape);
+  }
+
+  void draw_with(std::size_t row, float uniform) { uniform_[row] = uniform; }
+  void make_greedy(std::size_t row) { parameters_["temperature"][row] = 0; }  // what costs a row that has ended least
+  const Tokens &tokens() const { return token_; }
+  void record(std::size_t index, Row &row) const {
+    row.kept.push_back(kept_[index]);
+    row.certified.push_back(certified_[index]);
+    if (has_logprob_) row.logprobs.push_back(logprob_[index]);
+  }
+
+ private:
+  std::map<std::string, std::vector<float>> parameters_;
+  std::vector<float> uniform_;
+  Tokens token_;
+  std::vector<float> logprob_;
+  std::vector<std::int32_t> kept_;
+  std::unique_ptr<bool[]> certified_;
+  bool has_logprob_ = false;
+};
+
+// The state of one batch: arrays that the graph reads and writes, bound once wherever that is possible.
+class Generation {
+ public:
+  // A row that gained a token, with the text gained; it may have ended with that.
+  using Gained = std::function<void(std::size_t index, const Row &row, const std::string &text)>;
+
+  Generation(const Session &session, const Folder &folder, const std::vector<RowRequest> &requests,
+             std::vector<Row> &rows)
+      : rows_(rows),
+        active_(rows.size(), true),
+        binding_(session),
+        cache_(open_cache(session, folder, binding_, sizes_of(requests))),  // first: its outputs are found by place
+        sampler_(requests, folder, binding_),
+        edits_(requests, folder) {
+    edits_.bind(binding_);
+  }
+
+  // Run to the end. Gives when each row had its first token.
+  Clock::time_point run(const Gained &gained) {
+    for (std::size_t i = 0; i < rows_.size(); ++i)
+      if (rows_[i].request.budget == 0) {
+        rows_[i].ended = true;
+        rows_[i].ended_at = Clock::now();
+        retire(i);
+        gained(i, rows_[i], "");
+      }
+    std::optional<Clock::time_point> first;
+    for (std::int64_t step = 0; std::count(active_.begin(), active_.end(), true) > 0; ++step) {
+      if (step == 0)
+        cache_->feed_prompts();
+      else
+        cache_->feed_tokens(active_);
+      sample(step);
+      if (!first) first = Clock::now();
+      accept(step, gained);
+    }
+    return first.value_or(Clock::now());
+  }
+
+ private:
+  static Rows sizes_of(const std::vector<RowRequest> &requests) {
+    Rows sizes;
+    for (const RowRequest &request : requests) {
+      sizes.prompts.push_back(request.prompt);
+      sizes.budgets.push_back(request.budget);
+    }
+    return sizes;
+  }
+
+  // Bind what the draw of this step needs, and run the graph.
+  void sample(std::int64_t step) {
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      const RowRequest &request = rows_[i].request;
+      sampler_.draw_with(i, uniform_for(request.seed, request.prompt.size() + std::uint64_t(step), request.sample));
+    }
+    edits_.prepare(binding_);
+    binding_.run();
+  }
+
+  // Take the drawn tokens into their rows, and retire those that are done.
+  void accept(std::int64_t step, const Gained &gained) {
+    const Tokens &drawn = sampler_.tokens();
+    edits_.accept(drawn);
+    for (std::size_t i = 0; i < rows_.size(); ++i) {
+      if (!active_[i]) continue;
+      if (drawn[i] < 0)
+        throw Failure("the logits of row " + std::to_string(i) + " at step " + std::to_string(step) + " hold NaN or " +
+                      "+infinity, or none is finite after the edits; try topw verify, and check penalties and bans.");
+      cache_->next_ids[i] = drawn[i];
+      const std::string text = rows_[i].take(drawn[i]);
+      sampler_.record(i, rows_[i]);
+      if (rows_[i].ended) retire(i);
+      gained(i, rows_[i], text);
+    }
+  }
+
+  // Spend no more on row `i` than the graph must, which runs it with the others.
+  void retire(std::size_t i) {
+    active_[i] = false;
+    cache_->next_ids[i] = rows_[i].request.pad;
+    edits_.retire(i);
+    sampler_.make_greedy(i);
+  }
+
+  std::vector<Row> &rows_;
+  std::vector<bool> active_;
+  Binding binding_;
+  std::unique_ptr<Cache> cache_;
+  Sampler sampler_;
+  Edits edits_;
+};
+
+}  // namespace topw
+
+#endif
