@@ -8,6 +8,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common.h"
@@ -36,9 +37,9 @@ given, and prints those that it draws, one per line. With one it reads and print
 Prompts and answers:
   --tokenizer-library PATH   shared library with the C interface of mlc-ai/tokenizers-cpp
   --prompt TEXT              a prompt; repeatable (standard input, without one line break at its end)
-  --batch                    every line of standard input is a JSON object: "prompt" (a text or a list of token ids) and
-                             parameters by the names of the Python runtime, which go before the options given here; all
-                             of them run as one batch
+  --batch                    every line of standard input is a JSON object: "prompt" (a text or a list of token ids)
+                             and parameters by the names of the Python runtime, which go before the options given
+                             here; all lines run as one batch
   --num-return-sequences N   answers to each prompt (1)
   --json                     print one JSON object per answer, a line each; so do --batch and several answers
   --no-add-special-tokens    add none to a text: it has them already, as one made by a chat template
@@ -196,9 +197,11 @@ inline void check_options(const Options &o) {
     throw UsageError("prompts are given in two ways; give token ids, --prompt or --batch.");
   if (!o.tokenizer_library.empty()) return;
   const bool stops = o.given.stop_strings.has_value();
-  for (const auto &[used, name] : {std::pair{!o.texts.empty(), "--prompt"}, {stops, "--stop"},
-                                   {o.bare_prompt, "--no-add-special-tokens"},
-                                   {o.special_text, "--no-skip-special-tokens"}})
+  const std::pair<bool, const char *> uses[] = {{!o.texts.empty(), "--prompt"},
+                                                {stops, "--stop"},
+                                                {o.bare_prompt, "--no-add-special-tokens"},
+                                                {o.special_text, "--no-skip-special-tokens"}};
+  for (const auto &[used, name] : uses)
     if (used) throw UsageError(std::string(name) + " needs a tokenizer; name its library with --tokenizer-library.");
 }
 
@@ -227,7 +230,7 @@ inline Options parse_command_line(const std::vector<std::string> &arguments) {
     } else if (const auto id = parse<std::int64_t>(argument)) {
       o.ids.push_back(*id);
     } else {
-      throw UsageError("'" + argument + "' is not a token id, which is an integer; see --help.");
+      throw UsageError("'" + argument + "' is not a token id, which is an integer; give a text with --prompt.");
     }
   }
   if (ignore_eos) o.given.ignore_eos = true;

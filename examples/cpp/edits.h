@@ -22,12 +22,15 @@ namespace topw {
 // The three inputs, as one table of rows and slots.
 class EditSlots {
  public:
-  EditSlots(std::int64_t rows, std::int64_t slots, bool fixed) : rows_(rows), fixed_(fixed) { allocate(slots); }
+  EditSlots(std::int64_t rows, std::int64_t slots, bool fixed, bool changing)
+      : rows_(rows), fixed_(fixed), changing_(changing) {
+    allocate(slots);
+  }
 
   void bind(Binding &binding) {
-    binding.changing_input("edit_ids", ids_.data(), {rows_, slots_});
-    binding.changing_input("edit_penalty", penalty_.data(), {rows_, slots_});
-    binding.changing_input("edit_bias", bias_.data(), {rows_, slots_});
+    bind(binding, "edit_ids", ids_);
+    bind(binding, "edit_penalty", penalty_);
+    bind(binding, "edit_bias", bias_);
     grown_ = false;
   }
   bool grown() const { return grown_; }  // since it was bound
@@ -42,6 +45,13 @@ class EditSlots {
   }
 
  private:
+  template <typename Values>
+  void bind(Binding &binding, const char *name, Values &values) {
+    if (changing_)
+      binding.changing_input(name, values.data(), {rows_, slots_});
+    else
+      binding.host_input(name, values.data(), {rows_, slots_});
+  }
   void allocate(std::int64_t slots) {
     slots_ = slots;
     const std::size_t size = rows_ * slots + 1;  // one more, so that there is an address
@@ -66,7 +76,8 @@ class EditSlots {
   }
 
   const std::int64_t rows_;
-  const bool fixed_;  // by the graph
+  const bool fixed_;     // by the graph
+  const bool changing_;  // whether any row has edits
   std::int64_t slots_ = 0;
   bool grown_ = false;
   Tokens ids_;
@@ -194,7 +205,8 @@ class RowEdits {
 class Edits {
  public:
   Edits(const std::vector<RowRequest> &requests, const Folder &folder)
-      : slots_(std::int64_t(requests.size()), first_slots(requests, folder), folder.fixed_size("edit_ids", 1) >= 0) {
+      : slots_(std::int64_t(requests.size()), first_slots(requests, folder), folder.fixed_size("edit_ids", 1) >= 0,
+               any_wanted(requests)) {
     for (std::size_t row = 0; row < requests.size(); ++row)
       if (RowEdits::wanted(requests[row])) rows_.emplace(row, RowEdits(slots_, std::int64_t(row), requests[row]));
   }
@@ -213,7 +225,10 @@ class Edits {
   static std::int64_t first_slots(const std::vector<RowRequest> &requests, const Folder &folder) {
     const std::int64_t fixed = folder.fixed_size("edit_ids", 1);
     if (fixed >= 0) return fixed;
-    return std::any_of(requests.begin(), requests.end(), RowEdits::wanted) ? 16 : 0;
+    return any_wanted(requests) ? 16 : 0;
+  }
+  static bool any_wanted(const std::vector<RowRequest> &requests) {
+    return std::any_of(requests.begin(), requests.end(), RowEdits::wanted);
   }
 
   EditSlots slots_;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cache.h"
@@ -76,7 +77,10 @@ class Sampler {
     for (const Parameter &parameter : kParameters) {
       std::vector<float> &values = parameters_[parameter.name];
       for (const RowRequest &request : requests) values.push_back(request.top_w.at(parameter.name));
-      binding.changing_input(parameter.name, values.data(), shape);
+      if (parameter.name == std::string_view("temperature"))  // of rows that end
+        binding.changing_input(parameter.name, values.data(), shape);
+      else
+        binding.host_input(parameter.name, values.data(), shape);
     }
     binding.changing_input("uniform", uniform_.data(), shape);
     binding.host_output("next_token", token_.data(), shape);

@@ -45,7 +45,8 @@ class PromptReader {
     Tokens ids;
     for (std::string word; std::cin >> word;) {
       const auto id = parse<std::int64_t>(word);
-      if (!id) throw Failure("'" + word + "' on standard input is not a token id, which is an integer.");
+      if (!id) throw Failure("'" + word + "' on standard input is not a token id, which is an integer; a text " +
+                             "needs --tokenizer-library.");
       ids.push_back(*id);
     }
     return ids;

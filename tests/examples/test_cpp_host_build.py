@@ -142,8 +142,12 @@ def test_the_commands_of_its_readme_run_and_draw_what_the_python_runtime_draws(
     with TopWModel.from_pretrained(demo_export, provider="cpu") as model:
         tokens = model.generate("class Path", seed=7, max_new_tokens=12).token_ids
         text = model.generate("class Path", seed=2, lam=1.5, max_new_tokens=40).text
+        penalised = model.generate([0], seed=8, repetition_penalty=1.2, max_new_tokens=12).token_ids
     assert [int(line) for line in re.findall(r"^\d+$", done.stdout, re.MULTILINE)] == tokens * 2
     assert text in done.stdout
+    answers = sorted((json.loads(line) for line in re.findall(r"^\{.*\}$", done.stdout, re.M)), key=lambda a: a["row"])
+    assert answers[0]["token_ids"] == tokens
+    assert answers[1]["token_ids"] == penalised
     assert done.stderr.count("12 tokens after") == 1
 
 
