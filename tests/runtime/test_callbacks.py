@@ -69,6 +69,11 @@ def test_what_is_no_streamer_is_refused(model: TopWModel, streamer: Any) -> None
         model.generate("a", streamer=streamer)
 
 
+def test_a_class_instead_of_its_object_is_refused(model: TopWModel) -> None:
+    with pytest.raises(ParameterError, match="streamer is the class Notes; give an object of it"):
+        model.generate("a", streamer=Notes)
+
+
 def test_a_streamers_own_error_comes_out_and_the_cache_is_free_again(load: Load) -> None:
     model = load(Toy.random(0), form="grouped")
     expected = model.generate("ab", **SETTINGS)
@@ -221,6 +226,7 @@ def test_ends_of_the_models_own_come_before_a_criterion_and_that_before_the_limi
     [
         (5, "stopping_criteria has a int, but must be a function of the token ids"),
         ([third, None], "stopping_criteria has a NoneType"),
+        (Notes, "stopping_criteria is the class Notes; give an object of it"),
         (lambda ids, scores: False, "cannot be called with the token ids alone; remove its other arguments"),
         (lambda ids: None, "stopping_criteria: <lambda> returned a NoneType, but must return True or False"),
         (lambda ids: ids > 3, "returned a ndarray, but must return True or False for the one sequence"),

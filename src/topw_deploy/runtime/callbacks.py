@@ -38,7 +38,8 @@ class Watch:
     def __init__(
         self, prompt: Sequence[int], budget: int, streamer: Streamer | None, criteria: Sequence[Criterion]
     ) -> None:
-        self._streamer, self._criteria = streamer, criteria
+        self._streamer = streamer
+        self._criteria = [(criterion, _is_transformers(criterion)) for criterion in criteria]
         self._ids = np.empty(len(prompt) + budget, np.int64)
         self._ids[: len(prompt)] = prompt
         self._length = len(prompt)
@@ -60,14 +61,14 @@ class Watch:
 
         Raises ParameterError where a criterion answers with anything but True or False.
         """
-        for criterion in self._criteria:
-            if self._asks_to_end(criterion):
+        for criterion, takes_tensors in self._criteria:
+            if self._asks_to_end(criterion, takes_tensors):
                 return name_of(criterion)
         return None
 
-    def _asks_to_end(self, criterion: Any) -> bool:
+    def _asks_to_end(self, criterion: Any, takes_tensors: bool) -> bool:
         ids = self._ids[: self._length]
-        if _is_transformers(criterion):
+        if takes_tensors:
             answer = criterion(sys.modules["torch"].from_numpy(ids[None]), None)
         else:
             ids.setflags(write=False)
@@ -89,6 +90,7 @@ def name_of(criterion: object) -> str:
 
 def check_streamer(name: str, value: Any) -> Streamer:
     """`value`, or ParameterError where it has no `put` and `end`."""
+    _check_object(name, value)
     if not callable(getattr(value, "put", None)) or not callable(getattr(value, "end", None)):
         raise ParameterError(
             f"{name} is a {type(value).__name__}, but must have the methods put and end, as transformers' TextStreamer."
@@ -101,6 +103,7 @@ def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
     """One criterion or a list of several, or ParameterError where one of them cannot be called with token ids."""
     criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for criterion in criteria:
+        _check_object(name, criterion)
         if not callable(criterion):
             raise ParameterError(
                 f"{name} has a {type(criterion).__name__}, but must be a function of the token ids, or a list of such."
@@ -119,9 +122,14 @@ def ending(streamer: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if callable(getattr(streamer, "end", None)):
+        if callable(getattr(streamer, "end", None)) and not isinstance(streamer, type):
             streamer.end()
         raise
+
+
+def _check_object(name: str, value: object) -> None:
+    if isinstance(value, type):
+        raise ParameterError(f"{name} is the class {value.__name__}; give an object of it.")
 
 
 def _is_transformers(criterion: object) -> bool:

@@ -53,7 +53,7 @@ def show(value: Any) -> str:
 
 def is_boolean(value: Any) -> bool:
     """Whether `value` is a truth value of Python, numpy or a tensor library, which Python would take for 0 or 1."""
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
 def _integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
