@@ -60,7 +60,7 @@ def check_resolved(request: dict[str, Any], rows: int) -> None:
             warnings.simplefilter("ignore")
             named, whole = split(request)
         samples, config = min(whole["num_return_sequences"], 2), whole["generation_config"]
-        found = resolve([[1, 2]] * rows, named, {}, TopWParameters(), LIMITS, samples, config)
+        found = resolve([[1, 2]] * rows, named, {}, TopWParameters(), LIMITS, samples, config=config)
     except (ParameterError, PromptError):
         return
     assert len(found) % rows == 0

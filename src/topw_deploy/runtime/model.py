@@ -224,7 +224,7 @@ class TopWModel:
         named, whole = split(parameters)
         prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"])
         samples, config = whole["num_return_sequences"], whole["generation_config"]
-        rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples, config)
+        rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples, config=config)
         if len(rows) > (self._limits.rows or len(rows)):
             raise PromptError(
                 f"the request has {len(rows)} sequences, but the model was opened with max_batch {self._limits.rows}; "

@@ -86,6 +86,7 @@ def resolve(
     exported: TopWParameters,
     limits: Limits,
     samples: int = 1,
+    *,
     config: Mapping[str, Any] | None = None,
 ) -> list[RowRequest]:
     """One RowRequest per prompt and sample, the samples of a prompt side by side.
