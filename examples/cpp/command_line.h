@@ -163,7 +163,9 @@ inline void add_lists(Given &given, Takes &takes) {
     const std::size_t sign = value.find('=');
     if (sign == std::string::npos) throw UsageError(option + " is '" + value + "', but must be ID=BIAS.");
     const std::int64_t id = whole(option, value.substr(0, sign), kMost);
-    started(given.logit_bias)[id] = real(option, value.substr(sign + 1), is_bias, kBiasBound);
+    const double bias = real(option, value.substr(sign + 1), is_bias, kBiasBound);
+    if (!started(given.logit_bias).emplace(id, bias).second)
+      throw UsageError(option + " names the token id " + std::to_string(id) + " twice; give it one bias.");
   };
   takes["--stop"] = takes["--stop-strings"] = [&](auto &option, auto &value) {
     started(given.stop_strings).push_back(utf8(option, value));

@@ -129,8 +129,7 @@ inline void keep_drawable(Given &stated, std::int64_t vocabulary) {
 // What the model's maker asks for. The ends of a sequence, and its beginning, may be in the model's configuration only.
 inline void read_configurations(Folder &folder) {
   const Json generation = folder.json(kGenerationConfig), model = folder.json("config.json");
-  for (std::size_t i = 0; i < generation.keys.size(); ++i)
-    if (generation.items[i].kind != Json::Null) read_field(generation.keys[i], generation.items[i], folder.stated);
+  read_fields(generation, folder.stated);
   folder.stated.seed.reset();  // which only a request may choose
   folder.stated.ignore_eos.reset();
   const Json *language_model = model.find("text_config");  // of a composite one

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -41,7 +42,7 @@ struct Given {
   std::optional<std::int64_t> no_repeat_ngram_size;
   std::optional<double> repetition_penalty, presence_penalty, frequency_penalty;
   std::optional<bool> do_sample, ignore_eos;
-  std::optional<Tokens> eos_token_id, suppress_tokens;
+  std::optional<Tokens> eos_token_id, stop_token_ids, suppress_tokens;
   std::optional<std::vector<Tokens>> bad_words_ids;
   std::optional<std::map<std::int64_t, double>> logit_bias;
   std::optional<std::vector<std::string>> stop_strings;
@@ -86,8 +87,21 @@ struct IdsField {
   const char *name;
   std::optional<Tokens> Given::*field;
 };
-inline constexpr std::array<IdsField, 2> kIds{
-    {{"eos_token_id", &Given::eos_token_id}, {"suppress_tokens", &Given::suppress_tokens}}};
+inline constexpr std::array<IdsField, 3> kIds{{{"eos_token_id", &Given::eos_token_id},
+                                               {"stop_token_ids", &Given::stop_token_ids},
+                                               {"suppress_tokens", &Given::suppress_tokens}}};
+
+// Other names for the same, beside those of `kParameters`: vLLM's, and those of OpenAI's interface.
+inline const std::map<std::string, std::string> kAliases{{"max_tokens", "max_new_tokens"},
+                                                         {"max_completion_tokens", "max_new_tokens"},
+                                                         {"min_tokens", "min_new_tokens"},
+                                                         {"stop", "stop_strings"}};
+inline std::string own_name(const std::string &name) {
+  for (const Parameter &parameter : kParameters)
+    if (name == parameter.alias) return parameter.name;
+  const auto found = kAliases.find(name);
+  return found == kAliases.end() ? name : found->second;
+}
 
 inline float to_float32(double value) {  // rounded to nearest, as numpy does
   if (std::fabs(value) >= 0x1.ffffffp127) return value < 0 ? -INFINITY : INFINITY;
@@ -128,7 +142,8 @@ inline std::map<std::int64_t, double> read_biases(const Json &value) {
     const auto id = parse<std::int64_t>(value.keys[i]);
     if (!id || *id < 0)
       throw Failure(value.path + " names '" + value.keys[i] + "', but must name token ids; " + value.advice + ".");
-    biases[*id] = value.items[i].as_number();
+    if (!biases.emplace(*id, value.items[i].as_number()).second)
+      throw Failure(value.path + " names the token id " + std::to_string(*id) + " twice; " + value.advice + ".");
     value.items[i].need(in_range(is_bias, biases[*id]), std::string(kBiasBound) + ", in float32 too");
   }
   return biases;
@@ -143,11 +158,11 @@ inline std::vector<std::string> read_texts(const Json &value) {  // one, or a li
   return texts;
 }
 
-// Take `value` into the field of that name; whether there is one.
+// Take `value` into the field of that own name; whether there is one.
 inline bool read_field(const std::string &name, const Json &value, Given &given) {
   double number = 0;
   for (const Parameter &parameter : kParameters)
-    if (name == parameter.name || name == parameter.alias) {
+    if (name == parameter.name) {
       read_real(value, parameter, number);
       given.top_w[parameter.name] = to_float32(number);
       return true;
@@ -169,6 +184,20 @@ inline bool read_field(const std::string &name, const Json &value, Given &given)
   if (name == "stop_strings") return given.stop_strings = read_texts(value), true;
   if (name == "seed") return given.seed = value.as_seed(), true;
   return false;
+}
+
+// What the keys of `object` state, which has names of other things, too. Gives those.
+inline std::vector<std::string> read_fields(const Json &object, Given &given) {
+  std::vector<std::string> others;
+  std::set<std::string> known;
+  for (std::size_t i = 0; i < object.keys.size(); ++i) {
+    const std::string name = own_name(object.keys[i]);
+    if (object.items[i].kind == Json::Null) continue;
+    if (!read_field(name, object.items[i], given)) others.push_back(object.keys[i]);
+    if (!known.insert(name).second)
+      throw Failure(object.path + " states " + name + " twice, once as " + object.keys[i] + "; " + object.advice + ".");
+  }
+  return others;
 }
 
 // What `first` states, and what only `second` does.

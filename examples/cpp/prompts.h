@@ -73,10 +73,9 @@ class PromptReader {
     request.need(request.kind == Json::Object, "an object with a prompt");
     const Json &prompt = request.at("prompt");
     Given given;
-    for (std::size_t i = 0; i < request.keys.size(); ++i)
-      if (request.keys[i] != "prompt" && request.items[i].kind != Json::Null &&
-          !read_field(request.keys[i], request.items[i], given))
-        throw Failure(request.path + " states '" + request.keys[i] +
+    for (const std::string &other : read_fields(request, given))
+      if (other != "prompt")
+        throw Failure(request.path + " states '" + other +
                       "', which is not a parameter of a row; see docs/runtime.md.");
     const Given all = merged(given, options_.given);
     if (all.stop_strings && !tokenizer_)

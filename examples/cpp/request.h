@@ -31,7 +31,7 @@ struct RowRequest {
   std::int64_t budget = 0;          // most new tokens, from every limit together
   std::int64_t min_new_tokens = 0;  // before so many, ends are banned and stop strings not looked for
   std::set<std::int64_t> ends;      // drawing one ends the row
-  bool ignore_eos = false;          // why there are no `ends`
+  bool ignore_eos = false;          // why there may be no `ends`
   std::int64_t pad = 0;             // fed after the end
   std::vector<std::string> stop_strings;
   double repetition_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
@@ -102,6 +102,8 @@ inline RowRequest resolve(const Prompt &prompt, const Folder &folder, std::uint6
   row.budget = choose_budget(length, prompt.given, folder.stated, folder);
   row.min_new_tokens = std::max(all.min_new_tokens.value_or(0), all.min_length.value_or(0) - length);
   row.ignore_eos = all.ignore_eos.value_or(false);
+  const Tokens stops = all.stop_token_ids.value_or(Tokens{});
+  row.ends.insert(stops.begin(), stops.end());
   if (!row.ignore_eos) row.ends.insert(ends.begin(), ends.end());
   row.pad = ends.empty() ? 0 : *std::min_element(ends.begin(), ends.end());
   if (all.pad_token_id && *all.pad_token_id < folder.vocabulary) row.pad = *all.pad_token_id;
@@ -116,6 +118,7 @@ inline RowRequest resolve(const Prompt &prompt, const Folder &folder, std::uint6
   row.seed = seed;
   row.sample = sample;
   for (const std::int64_t id : ends) check_ids("eos_token_id", id, folder);
+  for (const std::int64_t id : stops) check_ids("stop_token_ids", id, folder);
   for (const std::int64_t id : row.suppress_tokens) check_ids("suppress_tokens", id, folder);
   for (const auto &[id, bias] : row.logit_bias) check_ids("logit_bias", id, folder);
   for (const Tokens &word : row.bad_words_ids)

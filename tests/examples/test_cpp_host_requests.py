@@ -41,6 +41,8 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
         "suppress_tokens": ids(1, 60),
         "bad_words_ids": [ids(1, 3) for _ in range(rng.integers(1, 80))],
         "eos_token_id": ids(1, 30),
+        "stop_token_ids": ids(1, 10),
+        "ignore_eos": bool(rng.random() < 0.5),
         "min_new_tokens": int(rng.integers(0, 12)),
         "min_length": int(rng.integers(0, 40)),
         "pad_token_id": int(rng.integers(0, VOCAB)),
@@ -166,6 +168,16 @@ def test_the_models_own_edits_and_limits_are_kept_to(host: Host, toy: Toy, tmp_p
     (answer,) = answers_of(host(folder, "--batch", stdin="\n" + lines_of([request]) + " \n"))
     assert same(answer, result, text=False)
     assert len(answer["token_ids"]) == 18
+
+
+def test_the_names_of_other_interfaces_are_taken(host: Host, folders: dict[str, Path]) -> None:
+    request = {"prompt": [50], "seed": 1, "max_tokens": 7, "min_tokens": 3, "lambda_geom": 0.4, "warm_p": 0.7,
+               "stop_token_ids": [*range(3, 200)], "temperature": 3}  # fmt: skip
+    with TopWModel.from_pretrained(folders["concat"], provider="cpu", sampler="graph") as model:
+        result = expected(model, request)
+    assert 3 <= len(result.token_ids) < 7
+    (answer,) = answers_of(host(folders["concat"], "--batch", stdin=lines_of([request])))
+    assert same(answer, result, text=False)
 
 
 def test_an_empty_prompt_begins_with_the_models_token_for_it(host: Host, toy: Toy, tmp_path: Path) -> None:
