@@ -22,6 +22,7 @@ from topw_deploy.runtime.providers import short_name
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.run import Run
+from topw_deploy.runtime.text import IncrementalDecoder
 from topw_deploy.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -251,10 +252,10 @@ class TopWModel:
         if self._session is None or self._caches is None:
             raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
 
-        def decode(ids: Sequence[int]) -> str:
-            return self.tokenizer.decode(ids, skip_special)
+        def follow(prompt: Sequence[int]) -> IncrementalDecoder:
+            return self.tokenizer.follow(prompt, skip_special)
 
-        return Run(self._session, self._caches, requests, decode, self.load_seconds, streaming=streaming).pieces()
+        return Run(self._session, self._caches, requests, follow, self.load_seconds, streaming=streaming).pieces()
 
 
 def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:

@@ -18,7 +18,7 @@ class Run:
     """A generation about to start. Text is followed token by token only where somebody waits for it: when
     `streaming`, and in rows with stop strings; the text of other rows is made once, at their end, in the same way.
 
-    decode: token ids -> text. load_seconds: passed on to the results.
+    follow: a prompt's token ids -> the decoder of what follows it. load_seconds: passed on to the results.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class Run:
         session: Session,
         caches: Caches,
         requests: Sequence[RowRequest],
-        decode: Callable[[Sequence[int]], str],
+        follow: Callable[[Sequence[int]], IncrementalDecoder],
         load_seconds: float,
         *,
         streaming: bool,
     ) -> None:
-        self._session, self._caches, self._decode = session, caches, decode
+        self._session, self._caches, self._follow = session, caches, follow
         self._load_seconds = load_seconds
         self._rows = [
             loop.Row(index, request, self._text(request) if streaming or request.stop_strings else None)
@@ -56,7 +56,7 @@ class Run:
                 yield Piece(text, row.index, None if row.finish_reason is None else self._result(row))
 
     def _text(self, request: RowRequest) -> RowText:
-        return RowText(IncrementalDecoder(self._decode, request.prompt), request.stop_strings, request.min_new_tokens)
+        return RowText(self._follow(request.prompt), request.stop_strings, request.min_new_tokens)
 
     def _result(self, row: loop.Row) -> GenerationResult:
         def recorded(name: str) -> list[Any]:
