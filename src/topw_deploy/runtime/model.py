@@ -19,7 +19,7 @@ from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.opening import open_session
 from topw_deploy.runtime.providers import short_name
-from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_text, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.run import Run
 from topw_deploy.runtime.text import IncrementalDecoder
@@ -206,19 +206,18 @@ class TopWModel:
             generation.close()
 
     def _chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
-        return self.tokenizer.encode(self.apply_chat_template(messages, **(variables or {})), add_special_tokens=False)
+        return self._encode(self.apply_chat_template(messages, **(variables or {})), False, "the prompt")
+
+    def _encode(self, text: str, add_special_tokens: bool, which: str) -> list[int]:
+        check_text(text, self.tokenizer, self._limits, which)
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], bool, bool]:
         """The rows to run, whether special tokens are left out of the text, and whether one result was asked for."""
         named, whole = split(parameters)
-        prompts, alone = self._prompts(prompt, whole["add_special_tokens"])
         samples = whole["num_return_sequences"]
+        prompts, alone = self._prompts(prompt, whole["add_special_tokens"], samples)
         rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples)
-        if len(rows) > (self._limits.rows or len(rows)):
-            raise PromptError(
-                f"the request has {len(rows)} sequences, but the model was opened with max_batch {self._limits.rows}; "
-                "give fewer at a time, or open it (or build its engine) for more."
-            )
         if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
@@ -226,24 +225,42 @@ class TopWModel:
             )
         return rows, whole["skip_special_tokens"], alone and samples == 1
 
-    def _prompts(self, prompt: Any, add_special_tokens: bool) -> tuple[list[list[int]], bool]:
-        """Token ids of every prompt, and whether a single one (not a list of one) was given."""
+    def _prompts(self, prompt: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
+        """Token ids of every prompt, and whether a single one (not a list of one) was given. What is too much is
+        refused before it is converted or tokenised."""
         if isinstance(prompt, np.ndarray):
+            if prompt.ndim in (1, 2) and prompt.size:
+                check_length(prompt.shape[-1] if prompt.dtype.kind in "iu" else 0, self._limits, "the prompt")
             prompt = prompt.tolist()
         if not isinstance(prompt, (str, list, tuple)):
             raise PromptError(
                 f"the prompt is a {type(prompt).__name__}, but must be a text, token ids, or a list of either."
             )
-        alone = isinstance(prompt, str) or all(isinstance(item, (int, np.integer)) for item in prompt)
+        if not isinstance(prompt, str) and prompt and _is_id(prompt[0]):
+            check_length(len(prompt), self._limits, "the prompt")
+        alone = isinstance(prompt, str) or all(map(_is_id, prompt))
         if not alone and not prompt:
             raise PromptError("the batch has no prompts; give at least one.")
-        return [self._ids(item, add_special_tokens) for item in ([prompt] if alone else prompt)], alone
+        given = [prompt] if alone else prompt
+        self._check_rows(len(given) * samples)
+        names = [f"prompt {index}" for index in range(len(given))] if len(given) > 1 else ["the prompt"]
+        return [self._ids(item, add_special_tokens, name) for item, name in zip(given, names, strict=True)], alone
 
-    def _ids(self, prompt: Any, add_special_tokens: bool) -> list[int]:
+    def _check_rows(self, rows: int) -> None:
+        if rows > (self._limits.rows or rows):
+            raise PromptError(
+                f"the request has {rows} sequences, but the model was opened with max_batch {self._limits.rows}; "
+                "give fewer at a time, or open it (or build its engine) for more."
+            )
+
+    def _ids(self, prompt: Any, add_special_tokens: bool, which: str) -> list[int]:
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, add_special_tokens)
-        elif isinstance(prompt, (list, tuple, np.ndarray)) and all(isinstance(i, (int, np.integer)) for i in prompt):
-            ids = [int(token) for token in prompt]
+            ids = self._encode(prompt, add_special_tokens, which)
+        elif _is_list(prompt) and all(map(_is_id, prompt[:1])):
+            check_length(len(prompt), self._limits, which)
+            ids = [int(token) for token in prompt if _is_id(token)]
+            if len(ids) < len(prompt):
+                raise PromptError(f"{prompt!r:.60} is neither a text nor a list of token ids.")
         else:
             raise PromptError(f"{prompt!r:.60} is neither a text nor a list of token ids.")
         return ids or ([] if self._bos is None else [self._bos])
@@ -256,6 +273,14 @@ class TopWModel:
             return self.tokenizer.follow(prompt, skip_special)
 
         return Run(self._session, self._caches, requests, follow, self.load_seconds, streaming=streaming).pieces()
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, (int, np.integer))
+
+
+def _is_list(item: object) -> bool:
+    return isinstance(item, (list, tuple)) or (isinstance(item, np.ndarray) and item.ndim > 0)
 
 
 def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from topw_deploy.errors import PromptError, TokenizerError
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.text import IncrementalDecoder
+from topw_deploy.runtime.token_bound import TokenBound, token_bound
 from topw_deploy.runtime.token_bytes import TokenBytes
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -52,6 +54,11 @@ class Tokenizer:
                 "the prompt holds half a surrogate pair, so it is not valid Unicode; repair it."
             ) from None
         return ids
+
+    @cached_property
+    def bound(self) -> TokenBound:
+        """How much text a token covers at most. Made when it is first asked for, in about 0.1 us for each token."""
+        return token_bound(self._raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
