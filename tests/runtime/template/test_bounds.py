@@ -83,6 +83,7 @@ def doubling(start: str, grown: str) -> str:
         "{% set big = 'a' * 10**6 %}{{ (big + big).rfind('b' + big) }}",
         "{% set big = range(99999)|list %}{% for i in range(99999) %}{{ -1 in big }}{% endfor %}",
         "{% set big = [range(99999)|list] %}{% for i in range(99999) %}{{ big == [] + big }}{% endfor %}",
+        "{% for i in range(99999) %}{{ 'a' in range(99999) }}{{ 'a' is in range(99999) }}{% endfor %}",
         "{% set k = (1,) * 10**5 %}{% for i in range(99999) %}{{ {k: 1}[k] }}{% endfor %}",
         "{% set x %}" + "a" * 1000 + "{% endset %}{% for i in range(99999) %}{{ x }}{% endfor %}",
         "{% for i in range(99999) %}" + "a" * 1000 + "{% endfor %}",

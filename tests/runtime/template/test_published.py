@@ -81,6 +81,16 @@ def test_one_message_of_ten_megabytes_fits() -> None:
         assert ChatTemplate(TEMPLATES[name], TOKENS).render(messages) == want
 
 
+@pytest.mark.parametrize(
+    "expression",
+    ["splitlines()|length", "split()|length", "split('\\n')|length", "upper()", "|trim|length", "|tojson(indent=4)"],
+)
+def test_what_templates_do_to_a_text_fits_for_megabytes(expression: str) -> None:
+    source = "{{ messages[0].content" + ("" if expression.startswith("|") else ".") + expression + " }}"
+    messages = [{"role": "user", "content": "a line of text\n" * 200_000}]
+    assert ChatTemplate(source, {}).render(messages) == by_jinja_alone(source, messages=messages)
+
+
 def test_a_template_that_collects_its_text_fits() -> None:
     source = (
         "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t ~ m.content %}{% endfor %}{{ ns.t }}"

@@ -167,12 +167,12 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes for HTML, which is wrong in a prompt.
     meter = current()
-    for given in (indent, *(separators or ())):
-        if (len(given) if isinstance(given, str) else given or 0) > _WIDEST:
-            raise SecurityError(f"tojson: indent and separators may have at most {_WIDEST} characters")
+    widths = [len(given) if isinstance(given, str) else given or 0 for given in (indent, *(separators or ()))]
+    if max(widths) > _WIDEST:
+        raise SecurityError(f"tojson: indent and separators may have at most {_WIDEST} characters")
     weight, depth = meter.measure(value)
     meter.read(value)
-    meter.expect(weight * (12 if ensure_ascii else 6) + weight // 16 * (depth + 3) * _WIDEST * (indent is not None))
+    meter.expect(weight * (12 if ensure_ascii else 6) + weight // 16 * (depth + 1) * sum(map(abs, widths)))
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     meter.use(len(text))
     return text

@@ -102,6 +102,8 @@ class Meter:
             if value.bit_length() > BITS:
                 self.refuse(f"makes an integer of {value.bit_length():,} bits, but may make at most {BITS:,}")
             return _ITEM, 0
+        if isinstance(value, range):
+            return _ITEM * len(value), 0
         if not isinstance(value, _CONTAINERS):
             return _ITEM, 0
         if (known := self._measured.get(id(value))) is None:

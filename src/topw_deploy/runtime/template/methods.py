@@ -17,6 +17,7 @@ _PLAIN = frozenset({
 })  # fmt: skip
 _OF_CONTAINERS = frozenset({"copy", "count", "get", "index", "items", "keys", "values"})
 _GROWS = 3  # characters that one becomes in upper case
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _PIECE = 16  # what each piece of a text weighs
 
 
@@ -67,8 +68,8 @@ def _size(meter: Meter, text: str, name: str, given: list[Any]) -> int | None:
     elif name not in _PLAIN:
         bound = _BOUNDS.get(name)
         return None if bound is None else bound(meter, text, given)
-    lines = _PIECE * len(text) if name == "splitlines" else 0
-    return _GROWS * len(text) + lines
+    lines = sum(map(text.count, _LINE_ENDS)) if name == "splitlines" else 0
+    return _GROWS * len(text) + _PIECE * (lines + 1)
 
 
 def _padded(meter: Meter, text: str, given: list[Any]) -> int:

@@ -56,6 +56,10 @@ def _cost(parts: list[nodes.Node]) -> int:
     return 1 + sum(1 + sum(1 for _ in part.find_all(nodes.Node)) for part in parts)
 
 
+def _is_short(node: nodes.Expr) -> bool:
+    return isinstance(node, nodes.Const) and not (isinstance(node.value, str) and len(node.value) > 64)
+
+
 class _Rewriter(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:
         cost = _cost(list(node.body))
@@ -99,7 +103,7 @@ class _Rewriter(NodeTransformer):
         self.generic_visit(node)
         operators = {operand.op for operand in node.ops}
         sides = [node.expr, *(operand.expr for operand in node.ops)]
-        if len(sides) == 2 and operators <= _BOUNDED_BY_EITHER and any(isinstance(s, nodes.Const) for s in sides):
+        if len(sides) == 2 and operators <= _BOUNDED_BY_EITHER and any(map(_is_short, sides)):
             return node
         node.expr = _call(" read", node.expr)
         for operand in node.ops:
