@@ -8,16 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
-
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime import cache, loop
+from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.defaults import bos_token, model_defaults
 from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.opening import open_session
+from topw_deploy.runtime.prompts import read_prompts, split_inputs
 from topw_deploy.runtime.providers import short_name
 from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_text, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
@@ -131,38 +131,49 @@ class TopWModel:
         self, prompt: Sequence[str] | Sequence[Sequence[int]], **parameters: Any
     ) -> list[GenerationResult]: ...
     @overload
-    def generate(self, prompt: Sequence[int] | np.ndarray, **parameters: Any) -> GenerationResult: ...
+    def generate(self, prompt: Sequence[int], **parameters: Any) -> GenerationResult: ...
+    @overload
+    def generate(self, prompt: Any = None, **parameters: Any) -> Any: ...
 
-    def generate(self, prompt: Any, **parameters: Any) -> Any:
-        """Continue `prompt`: a text, a list of token ids, or a list of either (a batch).
+    def generate(self, prompt: Any = None, **parameters: Any) -> Any:
+        """Continue `prompt`: a text, token ids, a list of either (a batch), or what a tokenizer returned, also as
+        keywords (`**tokenizer(text)`). Token ids are a list, an array or a tensor; one of two dimensions is a batch.
 
         A GenerationResult for one prompt; a list of them for a batch or when `num_return_sequences` is given,
         the sequences of one prompt side by side. Every parameter may be a list with one value per prompt. Their names
         are in docs/runtime.md; unknown ones raise ParameterError.
 
-        Raises ParameterError, PromptError, or GenerationError when the model itself gives nonsense.
+        Raises ParameterError, PromptError, or GenerationError when the model itself gives nonsense. What a streamer or
+        a stopping criterion raises comes out as it is.
         """
-        requests, skip_special, alone = self._requests(prompt, parameters)
-        results = {piece.row: piece.result for piece in self._run(requests, skip_special, streaming=False)}
+        with ending(parameters.get("streamer")):
+            requests, whole, alone = self._requests(prompt, parameters)
+            pieces = self._run(requests, whole, streaming=False)
+        results = {piece.row: piece.result for piece in pieces}
         return results[0] if alone else [results[row] for row in range(len(requests))]
 
-    def stream(self, prompt: Any, **parameters: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
         """Like `generate`, piece by piece. The last piece of each sequence carries its GenerationResult, and the
         pieces of a sequence joined are its result's text. Parameters are checked at once, not at the first piece."""
-        requests, skip_special, _ = self._requests(prompt, parameters)
-        return self._run(requests, skip_special, streaming=True)
+        with ending(parameters.get("streamer")):
+            requests, whole, _ = self._requests(prompt, parameters)
+            return self._run(requests, whole, streaming=True)
 
     def chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> GenerationResult:
         """The assistant's answer to `messages` (mappings with `role` and `content`), see `apply_chat_template`."""
-        return self.generate(self._chat_ids(messages, template_variables), **parameters)
+        with ending(parameters.get("streamer")):
+            prompt = self._chat_ids(messages, template_variables)
+        return self.generate(prompt, **parameters)
 
     def stream_chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> Iterator[Piece]:
         """`chat`, piece by piece like `stream`."""
-        return self.stream(self._chat_ids(messages, template_variables), **parameters)
+        with ending(parameters.get("streamer")):
+            prompt = self._chat_ids(messages, template_variables)
+        return self.stream(prompt, **parameters)
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
@@ -212,75 +223,63 @@ class TopWModel:
         check_text(text, self.tokenizer, self._limits, which)
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], bool, bool]:
-        """The rows to run, whether special tokens are left out of the text, and whether one result was asked for."""
+    def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
+        """The rows to run, the values of REQUEST_PARAMETERS, and whether one result was asked for."""
+        prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
-        samples = whole["num_return_sequences"]
-        prompts, alone = self._prompts(prompt, whole["add_special_tokens"], samples)
-        rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples)
+        samples, config = whole["num_return_sequences"], whole["generation_config"]
+        prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples)
+        rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples, config=config)
         if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
                 "tokens; generate from them one by one, or group those of equal length."
             )
-        return rows, whole["skip_special_tokens"], alone and samples == 1
+        if whole["streamer"] is not None and len(rows) > 1:
+            raise ParameterError(
+                f"a streamer follows one sequence, but the request has {len(rows)}; generate them one by one, or use "
+                "model.stream, whose pieces name their row."
+            )
+        return rows, whole, alone and samples == 1
 
-    def _prompts(self, prompt: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
+    def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
         """Token ids of every prompt, and whether a single one (not a list of one) was given. What is too much is
         refused before it is converted or tokenised."""
-        if isinstance(prompt, np.ndarray):
-            if prompt.ndim in (1, 2) and prompt.size:
-                check_length(prompt.shape[-1] if prompt.dtype.kind in "iu" else 0, self._limits, "the prompt")
-            prompt = prompt.tolist()
-        if not isinstance(prompt, (str, list, tuple)):
-            raise PromptError(
-                f"the prompt is a {type(prompt).__name__}, but must be a text, token ids, or a list of either."
-            )
-        if not isinstance(prompt, str) and prompt and _is_id(prompt[0]):
-            check_length(len(prompt), self._limits, "the prompt")
-        alone = isinstance(prompt, str) or all(map(_is_id, prompt))
-        if not alone and not prompt:
-            raise PromptError("the batch has no prompts; give at least one.")
-        given = [prompt] if alone else prompt
-        self._check_rows(len(given) * samples)
-        names = [f"prompt {index}" for index in range(len(given))] if len(given) > 1 else ["the prompt"]
-        return [self._ids(item, add_special_tokens, name) for item, name in zip(given, names, strict=True)], alone
 
-    def _check_rows(self, rows: int) -> None:
+        def check(tokens: int, which: str) -> None:
+            check_length(tokens, self._limits, which)
+
+        prompts, alone = read_prompts(prompt, mask, check)
+        rows = len(prompts) * samples
         if rows > (self._limits.rows or rows):
             raise PromptError(
                 f"the request has {rows} sequences, but the model was opened with max_batch {self._limits.rows}; "
                 "give fewer at a time, or open it (or build its engine) for more."
             )
+        bos = [] if self._bos is None else [self._bos]
+        names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
+        return [
+            (self._encode(p, add_special_tokens, name) if isinstance(p, str) else p) or bos
+            for p, name in zip(prompts, names, strict=True)
+        ], alone
 
-    def _ids(self, prompt: Any, add_special_tokens: bool, which: str) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._encode(prompt, add_special_tokens, which)
-        elif _is_list(prompt) and all(map(_is_id, prompt[:1])):
-            check_length(len(prompt), self._limits, which)
-            ids = [int(token) for token in prompt if _is_id(token)]
-            if len(ids) < len(prompt):
-                raise PromptError(f"{prompt!r:.60} is neither a text nor a list of token ids.")
-        else:
-            raise PromptError(f"{prompt!r:.60} is neither a text nor a list of token ids.")
-        return ids or ([] if self._bos is None else [self._bos])
-
-    def _run(self, requests: Sequence[RowRequest], skip_special: bool, *, streaming: bool) -> Iterator[Piece]:
+    def _run(self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool) -> Iterator[Piece]:
         if self._session is None or self._caches is None:
             raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
 
         def follow(prompt: Sequence[int]) -> IncrementalDecoder:
-            return self.tokenizer.follow(prompt, skip_special)
+            return self.tokenizer.follow(prompt, whole["skip_special_tokens"])
 
-        return Run(self._session, self._caches, requests, follow, self.load_seconds, streaming=streaming).pieces()
-
-
-def _is_id(item: object) -> bool:
-    return isinstance(item, (int, np.integer))
-
-
-def _is_list(item: object) -> bool:
-    return isinstance(item, (list, tuple)) or (isinstance(item, np.ndarray) and item.ndim > 0)
+        return Run(
+            self._session,
+            self._caches,
+            requests,
+            follow,
+            self.load_seconds,
+            streaming=streaming,
+            streamer=whole["streamer"],
+            criteria=whole["stopping_criteria"],
+        ).pieces()
 
 
 def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:

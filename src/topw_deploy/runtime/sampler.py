@@ -12,7 +12,7 @@ import numpy as np
 from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.runtime.draws import SEED_BITS, uniforms
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.parameters import _show
+from topw_deploy.runtime.parameters import show
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 
@@ -162,10 +162,13 @@ def _numbers(name: str, given: Any, dtype: Any) -> np.ndarray:
         array = np.asarray(given)
         if array.dtype == object or array.dtype.names or array.dtype.kind in "USmMc":
             raise TypeError
-        if np.issubdtype(dtype, np.integer) and array.size and not np.issubdtype(array.dtype, np.integer):
-            raise TypeError
+        if np.issubdtype(dtype, np.integer) and array.size and array.dtype.kind not in "iu":
+            held = show(array.flat[0].item())
+            raise ParameterError(f"{name} holds {held}, but must be -1 (padding) or token ids.")
         with np.errstate(over="ignore"):
             return array.astype(dtype)
+    except ParameterError:
+        raise
     except (TypeError, ValueError, OverflowError):
         kind = "integers" if np.issubdtype(dtype, np.integer) else "real numbers"
         raise ParameterError(
@@ -182,7 +185,7 @@ def _column(name: str, value: Any, rows: int, dtype: Any) -> np.ndarray:
         return np.ascontiguousarray(np.broadcast_to(array, (rows,)))
     except (TypeError, ValueError, OverflowError):
         raise ParameterError(
-            f"{name} is {_show(value)}, but must be one number or one for each of the {rows} rows."
+            f"{name} is {show(value)}, but must be one number or one for each of the {rows} rows."
         ) from None
 
 
@@ -192,7 +195,7 @@ def _uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any) -> 
     if uniform is not None:
         values = _column("uniform", uniform, rows, np.float32)
         if not ((values >= 0) & (values < 1)).all():
-            raise ParameterError(f"uniform is {_show(uniform)}, but must be in [0, 1) (as float32) for every row.")
+            raise ParameterError(f"uniform is {show(uniform)}, but must be in [0, 1) (as float32) for every row.")
         return values
     seeds, positions, samples = (
         _integers(name, value, rows) for name, value in (("seed", seed), ("position", position), ("sample", sample))
@@ -206,7 +209,7 @@ def _integers(name: str, value: Any, rows: int) -> list[int]:
     values = list(value) if several else [value] * rows
     if len(values) != rows or not all(_is_integer(v) and 0 <= v < 2**SEED_BITS for v in values):
         raise ParameterError(
-            f"{name} is {_show(value)}, but must be an integer in [0, 2**{SEED_BITS}), or one for each of {rows} rows."
+            f"{name} is {show(value)}, but must be an integer in [0, 2**{SEED_BITS}), or one for each of {rows} rows."
         )
     return [int(v) for v in values]
 
