@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from topw_deploy.errors import GenerationError, ParameterError
+from topw_deploy.errors import GenerationError, ParameterError, TopWError
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry, TopWParameters, sample_row, uniform_for
 from toy_model import VOCAB, Toy, export_sampler
@@ -106,3 +107,85 @@ def test_bad_arguments_are_parameter_errors(sampler: TopWSampler, settings: dict
 def test_logits_of_another_width_are_refused(sampler: TopWSampler) -> None:
     with pytest.raises(ParameterError, match=r"logits have the shape \(1, 5\), but must be \[batch, 259\]"):
         sampler.sample(np.zeros(5, np.float32), uniform=0.5)
+
+
+@pytest.mark.parametrize("settings", [{"uniform": 0.5}, {"uniform": []}, {"seed": 1, "position": 0}])
+@pytest.mark.parametrize("edits", [{}, {"edit_ids": np.zeros((0, 3), int)}])
+def test_no_rows_give_empty_results(sampler: TopWSampler, settings: dict[str, Any], edits: dict[str, Any]) -> None:
+    found = sampler.sample(LOGITS[:0], **settings, **edits)
+    one = sampler.sample(LOGITS[:1], uniform=0.5)
+    for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask"):
+        empty, full = getattr(found, name), getattr(one, name)
+        assert (empty.shape, empty.dtype) == ((0, *full.shape[1:]), full.dtype), name
+
+
+def test_no_rows_do_not_excuse_a_bad_argument(sampler: TopWSampler) -> None:
+    with pytest.raises(ParameterError, match="temperature is -1"):
+        sampler.sample(LOGITS[:0], uniform=0.5, temperature=-1)
+    with pytest.raises(ParameterError, match="one for each of the 0 rows"):
+        sampler.sample(LOGITS[:0], uniform=[0.5, 0.5])
+    with pytest.raises(ParameterError, match=r"logits have the shape \(0, 5\), but must be \[batch, 259\]"):
+        sampler.sample(np.zeros((0, 5)), uniform=0.5)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, ml_dtypes.bfloat16])
+def test_any_real_dtype_and_memory_order_draws_as_float32(sampler: TopWSampler, dtype: Any) -> None:
+    logits = np.rint(LOGITS)
+    want = sampler.sample(logits, uniform=0.3).next_token.tolist()
+    assert sampler.sample(logits.astype(dtype), uniform=0.3).next_token.tolist() == want
+    assert sampler.sample(np.asfortranarray(logits.astype(dtype)), uniform=0.3).next_token.tolist() == want
+    assert sampler.sample(logits.tolist(), uniform=0.3).next_token.tolist() == want
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        ([], "logits have the shape"),
+        ([[]], "logits have the shape"),
+        (np.zeros((2, 0)), "logits have the shape"),
+        (np.zeros((2, 2, VOCAB)), "logits have the shape"),
+        (0.5, "logits have the shape"),
+        ([[0.0] * VOCAB, [0.0]], "no array of real numbers"),
+        (None, "no array of real numbers"),
+        ("text", "no array of real numbers"),
+        ([["1"] * VOCAB], "no array of real numbers"),
+        (np.zeros((1, VOCAB), object), "no array of real numbers"),
+        (np.zeros((1, VOCAB), complex), "no array of real numbers"),
+        (np.zeros((1, VOCAB), "datetime64[s]"), "no array of real numbers"),
+        (np.zeros((1, VOCAB), [("a", float)]), "no array of real numbers"),
+        (np.ma.masked_array(LOGITS, LOGITS > 0), "masked array; fill it"),
+    ],
+)
+def test_what_is_no_matrix_of_logits_is_a_parameter_error(sampler: TopWSampler, logits: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        sampler.sample(logits, uniform=0.5)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"seed": [[1], [2, 3]], "position": 0},
+        {"seed": True, "position": 0},
+        {"seed": np.array(5), "position": 0},
+        {"seed": 10**5000, "position": 0},
+        {"seed": 1, "position": 0, "sample": None},
+        {"uniform": 1j},
+        {"uniform": np.zeros(ROWS, complex)},
+        {"uniform": 10**5000},
+        {"uniform": object()},
+        {"uniform": [[0.5], [0.5, 0.5]]},
+        {"uniform": 0.5, "temperature": {}},
+        {"uniform": 0.5, "temperature": 1e300},
+        {"uniform": 0.5, "edit_ids": [[1], [1, 2]]},
+        {"uniform": 0.5, "edit_ids": "no"},
+        {"uniform": 0.5, "edit_ids": np.full((ROWS, 1), 1.5)},
+        {"uniform": 0.5, "edit_ids": [[10**30]] * ROWS},
+        {"uniform": 0.5, "edit_ids": np.ones((ROWS, 1), int), "edit_bias": [["x"]] * ROWS},
+        {"uniform": 0.5, "edit_ids": np.ones((ROWS, 1), int), "edit_penalty": [[None]] * ROWS},
+        {"uniform": 0.5, "edit_ids": np.ones((ROWS, 1), int), "edit_bias": np.ones((ROWS, 1), complex)},
+    ],
+)
+def test_arguments_of_any_kind_raise_our_errors_alone(sampler: TopWSampler, settings: dict[str, Any]) -> None:
+    with pytest.raises(TopWError):
+        sampler.sample(LOGITS, **settings)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from topw_deploy.runtime.text import IncrementalDecoder, RowText, StopStrings
-from toy_model import EOS, Load, Toy, byte_ids, byte_tokenizer
+from topw_deploy.runtime.token_bytes import TokenBytes
+from toy_model import BYTES, EOS, SPECIAL, Load, Toy, byte_ids, byte_tokenizer
 
 BYTE_LEVEL = byte_tokenizer()
 WORDS = ["▁the", "▁sun", "shine", "▁", "s", "."]
@@ -29,8 +32,12 @@ def sentencepiece_style() -> Tokenizer:
 SENTENCEPIECE = sentencepiece_style()
 
 
-def pieces_of(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:
-    decoder = IncrementalDecoder(lambda ids: tokenizer.decode(list(ids)), prompt)
+def pieces_of(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], skip_special: bool = True) -> list[str]:
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    decoder = IncrementalDecoder(decode, prompt, TokenBytes(tokenizer, skip_special))
     return [*(decoder.push(token) for token in tokens), decoder.flush()]
 
 
@@ -156,3 +163,110 @@ def test_text_held_for_a_stop_string_that_never_comes_is_given_out(load: Load) -
     assert "".join(p.text for p in pieces) == "almost EN"
     limited = model.generate("x", max_new_tokens=9, stop_strings="END")
     assert (limited.text, limited.finish_reason) == ("almost EN", "length")
+
+
+def smile(*parts: slice) -> list[list[int]]:
+    """The byte tokens of parts of a character of four bytes."""
+    return [byte_ids("😀".encode()[part]) for part in parts]
+
+
+def fallback_ids(data: bytes) -> list[int]:
+    """`data` in SentencePiece's byte tokens."""
+    return [2 + byte for byte in data]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_answer_begins_with_the_character_that_the_prompt_began(size: int) -> None:
+    before, after = "é 😀".encode(), "😀 é".encode()
+    for ids, tokenizer in ((byte_ids, BYTE_LEVEL), (fallback_ids, SENTENCEPIECE)):
+        prompt, tokens = ids(before + after[:size]), ids(after[size:])
+        assert "".join(pieces_of(tokenizer, prompt, tokens)) == "😀 é"
+        assert "".join(pieces_of(tokenizer, ids(after[:size]), tokens)) == "😀 é", "nothing before the character"
+
+
+def test_a_character_that_the_answer_does_not_complete_comes_out_as_a_replacement() -> None:
+    (half,) = smile(slice(2))
+    assert pieces_of(BYTE_LEVEL, half, byte_ids("ab")) == ["\ufffda", "b", ""]
+    assert pieces_of(BYTE_LEVEL, half, byte_ids("😀")) == ["", "", "", "\ufffd😀", ""]
+    assert pieces_of(BYTE_LEVEL, half, byte_ids("😀")[2:3]) == ["", "\ufffd"], "three bytes of four"
+    assert pieces_of(BYTE_LEVEL, half, []) == [""], "no token, no text"
+    sun = SENTENCEPIECE.token_to_id("▁sun")
+    assert pieces_of(SENTENCEPIECE, fallback_ids("😀".encode()[:2]), [sun]) == ["\ufffd\ufffd sun", ""]
+
+
+@pytest.mark.parametrize("end", [b"\xff", b"\x98\x80", "\ufffd".encode(), b"\xe0\x80", b"\xed\xa0"])
+def test_an_invalid_end_of_a_prompt_is_no_unfinished_character(end: bytes) -> None:
+    assert "".join(pieces_of(BYTE_LEVEL, byte_ids(b"a" + end), byte_ids("b"))) == "b"
+    assert "".join(pieces_of(SENTENCEPIECE, fallback_ids(b"a" + end), [SENTENCEPIECE.token_to_id("s")])) == "s"
+
+
+def test_a_replacement_character_that_the_answer_completes_is_text() -> None:
+    whole = byte_ids("\ufffd")
+    assert "".join(pieces_of(BYTE_LEVEL, whole[:2], [*whole[2:], *byte_ids("a")])) == "\ufffda"
+
+
+@pytest.mark.parametrize("between", [1, 9])
+def test_special_tokens_inside_a_character_do_not_lose_it(between: int) -> None:
+    first, last = smile(slice(3), slice(3, None))
+    assert "".join(pieces_of(BYTE_LEVEL, [*first, *[EOS] * between], last)) == "😀"
+    shown = "".join(pieces_of(BYTE_LEVEL, [*first, *[EOS] * between], last, skip_special=False))
+    assert shown == "\ufffd", "a special token that is shown ends the first half"
+    fallback = fallback_ids("😀".encode())
+    assert "".join(pieces_of(SENTENCEPIECE, [*fallback[:3], *[1] * between], fallback[3:])) == "😀"
+
+
+def test_special_tokens_at_the_end_of_a_prompt_do_not_eat_a_space() -> None:
+    the, sun = SENTENCEPIECE.token_to_id("▁the"), SENTENCEPIECE.token_to_id("▁sun")
+    assert "".join(pieces_of(SENTENCEPIECE, [the, *[1] * 12], [sun])) == " sun"
+
+
+def crossing_tokenizer() -> tuple[Tokenizer, list[bytes]]:
+    """Byte-level tokens that begin and end anywhere in characters, and the bytes of each."""
+    tokens = [*SPECIAL, *BYTES]
+    bytes_of = [b""] * len(SPECIAL) + [bytes([next(b for b in range(256) if byte_ids(bytes([b])) == [i])])
+                                       for i in range(len(SPECIAL), len(tokens))]  # fmt: skip
+    for data in ("é".encode(), " 😀".encode()[:3], "😀😀".encode()[2:6], "😀é".encode()[3:5], "€a".encode()[1:]):
+        tokens.append("".join(tokens[i] for i in byte_ids(data)))
+        bytes_of.append(data)
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return tokenizer, bytes_of
+
+
+CROSSING, CROSSING_BYTES = crossing_tokenizer()
+
+
+@given(data=st.data(), text=st.text(alphabet="a é€😀\ufffd", max_size=12), special=st.integers(0, 2))
+def test_the_prompts_text_and_the_answers_are_the_whole_text(data: st.DataObject, text: str, special: int) -> None:
+    rest, tokens = text.encode(), []
+    while rest:
+        fitting = [i for i, part in enumerate(CROSSING_BYTES) if part and rest.startswith(part)]
+        tokens.append(data.draw(st.sampled_from(fitting)))
+        rest = rest[len(CROSSING_BYTES[tokens[-1]]) :]
+    cut = data.draw(st.integers(0, len(tokens)))
+    if cut == len(tokens) and tokens:
+        cut -= 1
+    begun = b"".join(CROSSING_BYTES[token] for token in tokens[:cut])
+    shown = begun.decode("utf-8", "ignore")  # whole characters: an unfinished last one is left out
+    pieces = pieces_of(CROSSING, tokens[:cut] + [EOS] * special, tokens[cut:])
+    assert shown + "".join(pieces) == text
+
+
+@given(text=st.text(alphabet="a é€😀", min_size=1, max_size=12), data=st.data())
+def test_byte_fallback_keeps_the_character_between_prompt_and_answer(text: str, data: st.DataObject) -> None:
+    ids = fallback_ids(text.encode())
+    cut = data.draw(st.integers(0, len(ids) - 1))
+    whole = SENTENCEPIECE.decode(ids)
+    shown = SENTENCEPIECE.decode(fallback_ids(text.encode()[:cut].decode("utf-8", "ignore").encode()))
+    assert shown + "".join(pieces_of(SENTENCEPIECE, ids[:cut], ids[cut:])) == whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_streamed_and_whole_answers_begin_with_the_prompts_last_character(load: Load, size: int) -> None:
+    prompt, tokens = byte_ids("x😀".encode()[: 1 + size]), byte_ids("😀".encode()[size:] + b" yes")
+    model = load(Toy.script([*tokens, EOS], prompt_tokens=len(prompt)))
+    whole = model.generate(prompt, max_new_tokens=20)
+    assert whole.text == "".join(p.text for p in model.stream(prompt, max_new_tokens=20)) == "😀 yes"
+    stopped = model.generate(prompt, max_new_tokens=20, stop_strings=["😀 y"])
+    assert (stopped.text, stopped.stop) == ("", "😀 y")

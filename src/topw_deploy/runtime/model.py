@@ -19,9 +19,10 @@ from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.opening import open_session
 from topw_deploy.runtime.prompts import read_prompts, split_inputs
 from topw_deploy.runtime.providers import short_name
-from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_text, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
 from topw_deploy.runtime.run import Run
+from topw_deploy.runtime.text import IncrementalDecoder
 from topw_deploy.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -216,20 +217,19 @@ class TopWModel:
             generation.close()
 
     def _chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
-        return self.tokenizer.encode(self.apply_chat_template(messages, **(variables or {})), add_special_tokens=False)
+        return self._encode(self.apply_chat_template(messages, **(variables or {})), False, "the prompt")
+
+    def _encode(self, text: str, add_special_tokens: bool, which: str) -> list[int]:
+        check_text(text, self.tokenizer, self._limits, which)
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
         """The rows to run, the values of REQUEST_PARAMETERS, and whether one result was asked for."""
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
-        prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"])
         samples, config = whole["num_return_sequences"], whole["generation_config"]
+        prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples)
         rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples, config=config)
-        if len(rows) > (self._limits.rows or len(rows)):
-            raise PromptError(
-                f"the request has {len(rows)} sequences, but the model was opened with max_batch {self._limits.rows}; "
-                "give fewer at a time, or open it (or build its engine) for more."
-            )
         if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
@@ -242,25 +242,39 @@ class TopWModel:
             )
         return rows, whole, alone and samples == 1
 
-    def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool) -> tuple[list[list[int]], bool]:
-        """Token ids of every prompt, and whether a single one (not a list of one) was given."""
-        prompts, alone = read_prompts(prompt, mask)
+    def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
+        """Token ids of every prompt, and whether a single one (not a list of one) was given. What is too much is
+        refused before it is converted or tokenised."""
+
+        def check(tokens: int, which: str) -> None:
+            check_length(tokens, self._limits, which)
+
+        prompts, alone = read_prompts(prompt, mask, check)
+        rows = len(prompts) * samples
+        if rows > (self._limits.rows or rows):
+            raise PromptError(
+                f"the request has {rows} sequences, but the model was opened with max_batch {self._limits.rows}; "
+                "give fewer at a time, or open it (or build its engine) for more."
+            )
         bos = [] if self._bos is None else [self._bos]
-        encode = self.tokenizer.encode
-        return [(encode(p, add_special_tokens) if isinstance(p, str) else p) or bos for p in prompts], alone
+        names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
+        return [
+            (self._encode(p, add_special_tokens, name) if isinstance(p, str) else p) or bos
+            for p, name in zip(prompts, names, strict=True)
+        ], alone
 
     def _run(self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool) -> Iterator[Piece]:
         if self._session is None or self._caches is None:
             raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
 
-        def decode(ids: Sequence[int]) -> str:
-            return self.tokenizer.decode(ids, whole["skip_special_tokens"])
+        def follow(prompt: Sequence[int]) -> IncrementalDecoder:
+            return self.tokenizer.follow(prompt, whole["skip_special_tokens"])
 
         return Run(
             self._session,
             self._caches,
             requests,
-            decode,
+            follow,
             self.load_seconds,
             streaming=streaming,
             streamer=whole["streamer"],

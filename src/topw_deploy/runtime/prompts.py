@@ -6,7 +6,7 @@ Tensors of any library are read through `tolist`, so none is imported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +16,7 @@ from topw_deploy.errors import PromptError
 from topw_deploy.runtime.parameters import is_boolean, show
 
 Prompt: TypeAlias = "str | list[int]"
+Check: TypeAlias = "Callable[[int, str], None]"
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _DESCRIPTIONS = frozenset({"special_tokens_mask", "offset_mapping", "length"})  # they change no token
@@ -39,21 +40,28 @@ def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[
     return prompt, inputs.get("attention_mask"), parameters
 
 
-def read_prompts(prompt: Any, attention_mask: Any = None) -> tuple[list[Prompt], bool]:
+def read_prompts(
+    prompt: Any, attention_mask: Any = None, check: Check = lambda tokens, which: None
+) -> tuple[list[Prompt], bool]:
     """Every prompt as a text or as token ids, and whether a single one (not a list of one) was given.
 
     Tokens that the attention mask leaves out are removed; it may pad on either side.
+    check: given the number of ids of a prompt without a mask, before they are read, and the prompt's name.
     Raises PromptError for anything else than texts and token ids, and for a mask that does not fit or has a hole.
     """
     prompt, mask = _opened(prompt, attention_mask)
     batched = getattr(prompt, "ndim", 1) > 1
+    if mask is None:
+        _check_array(prompt, check)
     prompt, mask = plain(prompt), plain(mask)
+    if mask is None and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int):
+        check(len(prompt), "the prompt")
     if not isinstance(prompt, (str, list, tuple)):
         raise PromptError(
             f"the prompt is a {type(prompt).__name__}, but must be a text, token ids, or a list of either."
         )
     if isinstance(prompt, str) or (not batched and all(_is_scalar(item) for item in prompt)):
-        return [_row(prompt, mask, "the prompt")], True
+        return [_row(prompt, mask, "the prompt", check)], True
     if not prompt:
         raise PromptError("the batch has no prompts; give at least one.")
     masks = [None] * len(prompt) if mask is None else mask
@@ -61,7 +69,14 @@ def read_prompts(prompt: Any, attention_mask: Any = None) -> tuple[list[Prompt],
         raise PromptError(
             f"attention_mask does not fit the {len(prompt)} prompts; give one row of it for each of them."
         )
-    return [_row(item, mask, f"prompt {i}") for i, (item, mask) in enumerate(zip(prompt, masks, strict=True))], False
+    rows = enumerate(zip(prompt, masks, strict=True))
+    return [_row(item, mask, f"prompt {i}", check) for i, (item, mask) in rows], False
+
+
+def _check_array(prompt: Any, check: Check) -> None:
+    """Count the ids of a row of an array."""
+    if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu" and prompt.ndim in (1, 2) and prompt.size:
+        check(prompt.shape[-1], "the prompt" if prompt.ndim == 1 else "prompt 0")
 
 
 def plain(value: Any) -> Any:
@@ -94,13 +109,15 @@ def _opened(prompt: Any, mask: Any) -> tuple[Any, Any]:
     return prompt["input_ids"], mask if inner is None else inner
 
 
-def _row(prompt: Any, mask: Any, which: str) -> Prompt:
+def _row(prompt: Any, mask: Any, which: str, check: Check) -> Prompt:
     if isinstance(prompt, str):
         if mask is not None:
             raise PromptError(f"{which} is a text, but attention_mask belongs to token ids; leave it out.")
         return prompt
     prompt, mask = _opened(prompt, mask)
     prompt, mask = plain(prompt), plain(mask)
+    if mask is None and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], int):
+        check(len(prompt), which)
     if not isinstance(prompt, (list, tuple)) or not all(_is_scalar(item) for item in prompt):
         raise PromptError(f"{show(prompt)} is neither a text nor a list of token ids.")
     ids = _ids(prompt, which)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime.draws import fresh_seed
@@ -16,6 +16,10 @@ from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 
+if TYPE_CHECKING:
+    from topw_deploy.runtime.tokenizer import Tokenizer
+
+_QUICK = 8  # characters for each token of the context that are tokenised without asking: it takes no time
 CONFIG = "generation_config"
 _IN_CONFIG = {
     name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
@@ -212,18 +216,36 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
     return min(wanted, limits.tokens - prompt)
 
 
+def check_length(tokens: int, limits: Limits, which: str) -> None:
+    """Raise PromptError if `tokens` are more than a sequence may have. `which`: the prompt, for the message."""
+    if tokens > limits.tokens:
+        raise PromptError(f"{which} has {tokens} tokens, {_too_many(tokens, limits)}")
+
+
+def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
+    """Raise PromptError if `text` is so long that it surely has more tokens than a sequence may have.
+
+    A shorter text may still be too long: `check_length` knows when it is tokenised.
+    """
+    if len(text) <= _QUICK * limits.tokens:
+        return
+    tokens, why = tokenizer.bound.least(text)
+    if tokens > limits.tokens:
+        raise PromptError(
+            f"{which} has {len(text):,} characters, at least {tokens} tokens ({why}), {_too_many(tokens, limits)}"
+        )
+
+
+def _too_many(tokens: int, limits: Limits) -> str:
+    if tokens > limits.context_length:
+        return f"the model's context holds {limits.context_length}; shorten it."
+    return f"but the model was opened with max_length {limits.tokens}; shorten it, or open the model for more."
+
+
 def _check_prompt(prompt: Sequence[int], limits: Limits, which: str) -> None:
     if not prompt:
         raise PromptError(f"{which} is empty and the tokenizer has no BOS token to start from; give some text.")
-    if len(prompt) > limits.context_length:
-        raise PromptError(
-            f"{which} has {len(prompt)} tokens, the model's context holds {limits.context_length}; shorten it."
-        )
-    if len(prompt) > limits.tokens:
-        raise PromptError(
-            f"{which} has {len(prompt)} tokens, but the model was opened with max_length {limits.tokens}; "
-            "shorten it, or open the model for more."
-        )
+    check_length(len(prompt), limits, which)
     for token in prompt:
         if not 0 <= token < limits.vocab_size:
             raise PromptError(f"{which} holds the token id {token}, but ids go from 0 to {limits.vocab_size - 1}.")

@@ -19,7 +19,7 @@ class Run:
     """A generation about to start. Text is followed token by token only where somebody waits for it: when
     `streaming`, and in rows with stop strings; the text of other rows is made once, at their end, in the same way.
 
-    decode: token ids -> text. load_seconds: passed on to the results.
+    follow: a prompt's token ids -> the decoder of what follows it. load_seconds: passed on to the results.
     streamer: is given the prompt and every token of the only row. criteria: end a row after a token; see callbacks.py.
     """
 
@@ -28,14 +28,14 @@ class Run:
         session: Session,
         caches: Caches,
         requests: Sequence[RowRequest],
-        decode: Callable[[Sequence[int]], str],
+        follow: Callable[[Sequence[int]], IncrementalDecoder],
         load_seconds: float,
         *,
         streaming: bool,
         streamer: Streamer | None = None,
         criteria: Sequence[Criterion] = (),
     ) -> None:
-        self._session, self._caches, self._decode = session, caches, decode
+        self._session, self._caches, self._follow = session, caches, follow
         self._load_seconds = load_seconds
         self._streamer = streamer
         watched = streamer is not None or bool(criteria)
@@ -73,7 +73,7 @@ class Run:
                 yield Piece(text, row.index, None if row.finish_reason is None else self._result(row))
 
     def _text(self, request: RowRequest) -> RowText:
-        return RowText(IncrementalDecoder(self._decode, request.prompt), request.stop_strings, request.min_new_tokens)
+        return RowText(self._follow(request.prompt), request.stop_strings, request.min_new_tokens)
 
     def _result(self, row: loop.Row) -> GenerationResult:
         def recorded(name: str) -> list[Any]:

@@ -19,7 +19,14 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, can
 if TYPE_CHECKING:
     import onnxruntime as ort
 
-_OUTPUTS = ("next_token", "logprob", "kept", "certified", "mass", "keep_mask")
+_OUTPUTS: Mapping[str, Any] = {
+    "next_token": np.int64,
+    "logprob": np.float32,
+    "kept": np.int32,
+    "certified": np.bool_,
+    "mass": np.float32,
+    "keep_mask": np.bool_,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,17 +108,17 @@ class TopWSampler:
         number of tokens before the one to draw (docs/graph.md section 5); `sample` tells apart several draws for one
         position. `edit_ids` int64 [B, N] (-1 is padding), `edit_penalty` and `edit_bias` float32 [B, N] are the logit
         edits of docs/graph.md section 6. `parameters` are the Top-W parameters, each one number or one per row; those
-        left out have the export's defaults.
+        left out have the export's defaults. Logits of no rows give results of no rows.
 
         Raises ParameterError for bad arguments, GenerationError naming the rows whose logits are invalid.
         """
-        logits = np.atleast_2d(np.ascontiguousarray(logits, np.float32))
-        if logits.ndim != 2 or logits.shape[1] != self.vocab_size:
-            raise ParameterError(f"logits have the shape {logits.shape}, but must be [batch, {self.vocab_size}].")
+        logits = _logits(logits, self.vocab_size)
         rows = len(logits)
         feeds = {"logits": logits, "uniform": _uniform(rows, uniform, seed, position, sample)}
         feeds |= self._parameters(rows, parameters)
         feeds |= _edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
+        if rows == 0:
+            return Samples(**{name: self._no_rows(name) for name in self._outputs})
         try:
             found = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
         except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
@@ -124,24 +131,61 @@ class TopWSampler:
             )
         return Samples(**found)
 
+    def _no_rows(self, name: str) -> np.ndarray:
+        return np.empty((0, self.vocab_size) if name == "keep_mask" else 0, _OUTPUTS[name])
+
     def _parameters(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
         named = canonical_names(given)
         columns = {}
         for name, default in asdict(self.manifest.defaults).items():
-            values = _column(name, named.get(name, default), rows, np.float32)
-            for value in np.unique(values).tolist():
+            given_value = named.get(name, default)
+            values = _column(name, given_value, rows, np.float32)
+            for value in np.unique(values if rows else np.asarray(given_value, np.float32)).tolist():
                 TopWParameters(**{name: value})  # its range check, with its message
             columns[name] = values
         return {name: columns[name] for name in PARAMETER_NAMES}
 
 
+def _logits(given: Any, vocab: int) -> np.ndarray:
+    """`given` as contiguous float32 [B, V]."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise ParameterError("logits is a masked array; fill it, with -inf where a token must not be drawn.")
+    array = np.atleast_2d(_numbers("logits", given, np.float32))
+    if array.ndim != 2 or array.shape[1] != vocab:
+        raise ParameterError(f"logits have the shape {array.shape}, but must be [batch, {vocab}].")
+    return np.ascontiguousarray(array)
+
+
+def _numbers(name: str, given: Any, dtype: Any) -> np.ndarray:
+    """`given` as an array of `dtype`, which must hold real numbers, and for an integer `dtype` integers."""
+    try:
+        array = np.asarray(given)
+        if array.dtype == object or array.dtype.names or array.dtype.kind in "USmMc":
+            raise TypeError
+        if np.issubdtype(dtype, np.integer) and array.size and array.dtype.kind not in "iu":
+            held = show(array.flat[0].item())
+            raise ParameterError(f"{name} holds {held}, but must be -1 (padding) or token ids.")
+        with np.errstate(over="ignore"):
+            return array.astype(dtype)
+    except ParameterError:
+        raise
+    except (TypeError, ValueError, OverflowError):
+        kind = "integers" if np.issubdtype(dtype, np.integer) else "real numbers"
+        raise ParameterError(
+            f"{name} is a {type(given).__name__} that makes no array of {kind}; give a numpy array of them."
+        ) from None
+
+
 def _column(name: str, value: Any, rows: int, dtype: Any) -> np.ndarray:
     try:
-        array = np.asarray(value, dtype)
+        if np.iscomplexobj(value):
+            raise TypeError
+        with np.errstate(over="ignore"):
+            array = np.asarray(value, dtype)
         return np.ascontiguousarray(np.broadcast_to(array, (rows,)))
     except (TypeError, ValueError, OverflowError):
         raise ParameterError(
-            f"{name} is {value!r:.60}, but must be one number or one for each of the {rows} rows."
+            f"{name} is {show(value)}, but must be one number or one for each of the {rows} rows."
         ) from None
 
 
@@ -151,36 +195,37 @@ def _uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any) -> 
     if uniform is not None:
         values = _column("uniform", uniform, rows, np.float32)
         if not ((values >= 0) & (values < 1)).all():
-            raise ParameterError(f"uniform is {uniform!r:.60}, but must be in [0, 1) (as float32) for every row.")
+            raise ParameterError(f"uniform is {show(uniform)}, but must be in [0, 1) (as float32) for every row.")
         return values
     seeds, positions, samples = (
         _integers(name, value, rows) for name, value in (("seed", seed), ("position", position), ("sample", sample))
     )
-    return np.concatenate([uniforms(*key, count=1) for key in zip(seeds, positions, samples, strict=True)])
+    draws = [uniforms(*key, count=1) for key in zip(seeds, positions, samples, strict=True)]
+    return np.concatenate([np.empty(0, np.float32), *draws])
 
 
 def _integers(name: str, value: Any, rows: int) -> list[int]:
-    values = list(value) if np.ndim(value) == 1 else [value] * rows
-    if len(values) != rows or not all(
-        isinstance(v, (int, np.integer)) and not isinstance(v, bool) and 0 <= v < 2**SEED_BITS for v in values
-    ):
+    several = isinstance(value, (list, tuple, range)) or (isinstance(value, np.ndarray) and value.ndim == 1)
+    values = list(value) if several else [value] * rows
+    if len(values) != rows or not all(_is_integer(v) and 0 <= v < 2**SEED_BITS for v in values):
         raise ParameterError(
-            f"{name} is {value!r:.60}, but must be an integer in [0, 2**{SEED_BITS}), or one for each of {rows} rows."
+            f"{name} is {show(value)}, but must be an integer in [0, 2**{SEED_BITS}), or one for each of {rows} rows."
         )
     return [int(v) for v in values]
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _edits(rows: int, vocab: int, ids: Any, penalty: Any, bias: Any) -> dict[str, np.ndarray]:
-    ids = np.full((rows, 0), -1, np.int64) if ids is None else np.asarray(ids)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise ParameterError(f"edit_ids holds {show(ids.flat[0].item())}, but must be -1 (padding) or token ids.")
-    ids = np.ascontiguousarray(ids, np.int64)
+    ids = np.full((rows, 0), -1, np.int64) if ids is None else _numbers("edit_ids", ids, np.int64)
     edits = {
         "edit_ids": ids,
         "edit_penalty": np.ones(ids.shape, np.float32)
         if penalty is None
-        else np.ascontiguousarray(penalty, np.float32),
-        "edit_bias": np.zeros(ids.shape, np.float32) if bias is None else np.ascontiguousarray(bias, np.float32),
+        else _numbers("edit_penalty", penalty, np.float32),
+        "edit_bias": np.zeros(ids.shape, np.float32) if bias is None else _numbers("edit_bias", bias, np.float32),
     }
     for name, array in edits.items():
         if array.ndim != 2 or array.shape != (rows, ids.shape[1]):

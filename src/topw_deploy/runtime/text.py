@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"  # what decoders put for bytes that are no character, so also for the beginning of one
@@ -16,15 +18,27 @@ class IncrementalDecoder:
     SentencePiece one loses its leading space at the start of a text. So each token is decoded together with the
     last ones that gave text, and what those alone give is taken off. Text that ends inside a character is held back.
 
+    The text begins with what the prompt's text could not show: where the prompt ends inside a character, the answer
+    begins with that character, or with U+FFFD where the answer does not complete it.
+
     decode: token ids -> text.
-    prompt: the prompt's token ids, of which the last few serve as context; none of their text is given out.
+    prompt: the prompt's token ids, of which the last few serve as context.
+    bytes_of: the bytes of a token: b"" if it gives no text, None if it shares no character with other tokens.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt: Sequence[int],
+        bytes_of: Callable[[int], bytes | None] = lambda token: None,
+    ) -> None:
         self._decode = decode
-        self._ids = _context(decode, prompt)
         self._start = 0  # of the tokens that give context
-        self._read = len(self._ids)  # of the tokens whose text was not given out yet
+        unfinished, shown = _unfinished(bytes_of, prompt)
+        self._ids = unfinished or _context(decode, bytes_of, prompt)
+        self._read = 0 if unfinished else len(self._ids)  # of the tokens whose text was not given out yet
+        self._known = shown if unfinished else len(decode(self._ids))  # characters of the window given out before
+        self._prompt = len(self._ids)
 
     def push(self, token: int) -> str:
         """The text that became certain with `token`; often "", when a character is still in parts."""
@@ -35,20 +49,60 @@ class IncrementalDecoder:
         return self._give_out(text)
 
     def flush(self) -> str:
-        """What was held back; an unfinished character comes out as U+FFFD. To be called once, at the end."""
-        return self._give_out(self._decode(self._ids[self._start :])) if self._read < len(self._ids) else ""
+        """What was held back; an unfinished character comes out as U+FFFD. To be called once, at the end.
+
+        Without a token after the prompt there is no text, whatever the prompt ends in.
+        """
+        if len(self._ids) in (self._read, self._prompt):
+            return ""
+        return self._give_out(self._decode(self._ids[self._start :]))
 
     def _give_out(self, text: str) -> str:
-        known = len(self._decode(self._ids[self._start : self._read]))
-        if len(text) > known:  # tokens without text (special ones) are no context: the window stays
+        gained = text[self._known :]
+        if gained:  # tokens without text (special ones) are no context: the window stays
             self._start, self._read = self._read, len(self._ids)
-        return text[known:]
+            self._known = len(self._decode(self._ids[self._start :]))
+        return gained
 
 
-def _context(decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> list[int]:
-    """The last tokens of the prompt, beginning with a whole character."""
-    for size in range(_CONTEXT, _CONTEXT + _CHARACTER):
-        context = list(prompt[-size:])
+def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) -> tuple[list[int], int]:
+    """The tokens that hold the unfinished character at the prompt's end, none if there is no such character, and how
+    many characters the first of them holds before it."""
+    tokens: list[int] = []
+    spelled: list[bytes] = []
+    for token in reversed(prompt):
+        data = bytes_of(token)
+        if data is None or sum(map(len, spelled)) >= _CHARACTER:
+            break
+        if data:
+            tokens.insert(0, token)
+            spelled.insert(0, data)
+    pending = _pending(b"".join(spelled))
+    if not pending:
+        return [], 0
+    while len(b"".join(spelled[1:])) >= pending:
+        del tokens[0], spelled[0]
+    return tokens, len(b"".join(spelled)[:-pending].decode("utf-8", "replace"))
+
+
+def _pending(data: bytes) -> int:
+    """The number of bytes at the end of `data` that begin a character: more bytes can complete it."""
+    for size in range(1, min(len(data), _CHARACTER - 1) + 1):
+        for more, last in itertools.product(range(1, _CHARACTER + 1 - size), (b"\x80", b"\xbf")):
+            with contextlib.suppress(UnicodeDecodeError):
+                if len((data[-size:] + last * more).decode("utf-8")) == 1:
+                    return size
+    return 0
+
+
+def _context(
+    decode: Callable[[Sequence[int]], str], bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]
+) -> list[int]:
+    """The last tokens of the prompt that give text, beginning with a whole character."""
+    most = _CONTEXT + _CHARACTER - 1
+    last = list(itertools.islice((token for token in reversed(prompt) if bytes_of(token) != b""), most))[::-1]
+    for size in range(_CONTEXT, most + 1):
+        context = last[-size:]
         if not decode(context).startswith(REPLACEMENT):
             break
     return context

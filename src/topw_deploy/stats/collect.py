@@ -28,7 +28,7 @@ from topw_deploy.manifest import Manifest
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import Edits
-from topw_deploy.runtime.request import Limits, RowRequest, resolve
+from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolve
 from topw_deploy.sampling import Geometry, apply_edits, as_float32
 from topw_deploy.stats.analyse import Lens, Step
 from topw_deploy.stats.prompts import Prompt
@@ -127,7 +127,9 @@ def _stored(value: ir.Value | None) -> NDArray[np.float32]:
 def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
     """The prompt's tokens as `generate` makes them; PromptError naming its place if there are too many."""
     assert model.manifest.decoder is not None
-    ids, most = model.tokenizer.encode(prompt.text), model.manifest.decoder.context_length
+    most = model.manifest.decoder.context_length
+    check_text(prompt.text, model.tokenizer, Limits(most, model.manifest.sampler.vocab_size), prompt.where)
+    ids = model.tokenizer.encode(prompt.text)
     if len(ids) >= most:
         raise PromptError(
             f"{prompt.where} has {len(ids)} tokens, but the model's context of {most} must hold it and a new one; "

@@ -1,0 +1,168 @@
+"""Jinja's immutable sandbox, with every operator and call counted."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Cycler, Joiner, Namespace, pass_context
+
+from topw_deploy.runtime.template import methods
+from topw_deploy.runtime.template.filters import bounded_filters, bounded_tests
+from topw_deploy.runtime.template.formatting import BoundedEscapeFormatter, BoundedFormatter, percent
+from topw_deploy.runtime.template.meter import BITS, Meter, current
+from topw_deploy.runtime.template.rewrite import COUNTING, rewrite
+
+SOURCE = 2**18
+"""Most characters of a template; published ones have up to some 30,000."""
+_DATE_FORMAT = 1000
+_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps that each takes, about as its time
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles templates (`compile_template`) that count on the current meter what they do."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            finalize=_finalize,
+            extensions=[jinja2.ext.loopcontrols, _Generation],
+        )
+        self.filters.clear()
+        self.filters.update(bounded_filters(), **COUNTING)
+        self.tests.update(bounded_tests())
+        del self.globals["lipsum"]
+        self.globals["namespace"] = _Namespace
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def compile_template(self, source: str) -> jinja2.Template:
+        """The template of `source`. Raises TemplateError, or whatever Python's compiler raises for it."""
+        if len(source) > SOURCE:
+            raise jinja2.TemplateSyntaxError(f"it has {len(source):,} characters, more than {SOURCE:,}", 1)
+        return self.from_string(rewrite(self.parse(source)))
+
+    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]  # what compiled templates call
+        return current().join(parts)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        meter = current()
+        meter.step(_OPERATOR)
+        if operator == "%" and isinstance(left, str):
+            return percent(meter, left, right)
+        if isinstance(left, int) and isinstance(right, int):
+            _check_integers(meter, operator, left, right)
+        elif operator == "*":
+            times, value = (left, right) if isinstance(left, int) else (right, left)
+            if isinstance(times, int) and not isinstance(value, float):
+                meter.expect(_size(meter, value) * max(times, 0))
+        elif operator == "+" and not isinstance(left, float):
+            meter.expect(_size(meter, left) + _size(meter, right))
+        return meter.make(super().call_binop(context, operator, left, right))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            current().read(argument)  # hashing reads it
+        return super().getitem(obj, argument)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if super().wrap_str_format(value) is None:
+            return None
+        form, as_map = value.__self__, value.__name__ == "format_map"
+        plain = type(form) is str
+        formatter = BoundedFormatter(self) if plain else BoundedEscapeFormatter(self, escape=form.escape)
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            if as_map:
+                (kwargs,), args = args, ()
+            text: str = type(form)(formatter.vformat(form, args, kwargs))
+            return text
+
+        return formatted
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: N805
+        meter = current()
+        meter.step(_CALL + len(args) + len(kwargs))
+        if isinstance(__obj, types.BuiltinMethodType) and not isinstance(__obj.__self__, types.ModuleType):
+            own = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+            return methods.call(meter, __obj, args, own)
+        if isinstance(__obj, type) and __obj not in (dict, _Namespace, Cycler, Joiner):
+            raise SecurityError(f"a template may not make a {__obj.__name__}")
+        if __obj is dict:
+            meter.read(*args, *kwargs.values())
+        elif isinstance(getattr(__obj, "__self__", None), LoopContext):
+            meter.read(*args)  # `loop.changed` compares
+        result = super().call(__context, __obj, *args, **kwargs)
+        return meter.make(result) if __obj is dict else result
+
+
+@pass_context  # so that Jinja does not call it while it compiles
+def _finalize(context: Context, value: Any) -> Any:
+    meter = current()
+    meter.step(_OUTPUT)
+    return meter.text(value)
+
+
+def _size(meter: Meter, value: Any) -> int:
+    return len(value) if isinstance(value, str) else meter.measure(value)[0]
+
+
+def _check_integers(meter: Meter, operator: str, left: int, right: int) -> None:
+    bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
+    if bits > BITS and not (operator == "**" and abs(left) <= 1):
+        meter.refuse(f"computes with integers of more than {BITS:,} bits")
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what a trained model is to learn; when rendering it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012  # Jinja declares it as a plain set
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Namespace(Namespace):
+    """Jinja's `namespace`, but a template can put nothing there that Python gives a meaning to."""
+
+    def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute's name
+        self, *rest = arguments
+        values = dict(*rest, **attributes)
+        for name in values:
+            _check_attribute(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:  # Jinja's prints the values, whose size nothing bounds
+        return "<Namespace>"
+
+
+def _check_attribute(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a namespace may not have the attribute {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    if len(form) > _DATE_FORMAT:
+        raise SecurityError(f"strftime_now takes at most {_DATE_FORMAT} characters")
+    return datetime.now().strftime(form)

@@ -1,0 +1,216 @@
+"""Jinja's filters and tests, each with a bound on what it reads and makes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+from jinja2.filters import FILTERS
+from jinja2.tests import TESTS
+
+from topw_deploy.runtime.template.formatting import percent
+from topw_deploy.runtime.template.meter import Meter, current, is_container
+from topw_deploy.runtime.template.methods import replaced
+
+Guard = Callable[[Meter, Any, "list[Any]", "dict[str, Any]"], Any]
+"""Checks the value and the arguments of a filter, and returns the value to give to it."""
+
+_FILTER = 6  # steps of calling one
+_SORTS = 20  # comparisons of each item, for any number of items that a value can have
+_WIDEST = 32  # most characters of a level of JSON's indentation
+_COUNT = 100_000  # most slices, or items of a batch, as Jinja bounds `range`
+_DIGITS = 308  # most digits to round to: no float has more
+
+
+def bounded_filters() -> dict[str, Callable[..., Any]]:
+    """The filters of chat templates by name. Those for web pages are left out."""
+    found = {name: _bounded(FILTERS[name], guard) for name, guard in _GUARDS.items()}
+    return {**found, **{name: FILTERS[name] for name in _FREE}, "tojson": _tojson, "format": _format}
+
+
+def bounded_tests() -> dict[str, Callable[..., Any]]:
+    """The tests that read their values to the end."""
+    return {name: _read_by(TESTS[name]) for name in _READING}
+
+
+def _bounded(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value: Jinja's context comes first
+
+    @functools.wraps(function)
+    def filter_(*args: Any, **kwargs: Any) -> Any:
+        meter = current()
+        meter.step(_FILTER)
+        rest = list(args[place + 1 :])
+        value = guard(meter, args[place], rest, kwargs)
+        result = function(*args[:place], value, *rest, **kwargs)
+        if isinstance(result, Iterator):
+            return meter.each(result, _cost_of_names(rest, kwargs))
+        return meter.make(result)
+
+    return filter_
+
+
+def _read_by(test: Any) -> Callable[..., Any]:
+    @functools.wraps(test)
+    def test_(*args: Any) -> Any:
+        meter = current()
+        meter.read(*args)
+        for value in args:
+            meter.expect(meter.printed(value))
+        return test(*args)
+
+    return test_
+
+
+def _cost_of_names(rest: list[Any], kwargs: dict[str, Any]) -> int:
+    """Steps for each item: an attribute's name may be a path of many names."""
+    return 1 + sum(len(value) for value in (*rest, *kwargs.values()) if isinstance(value, str)) // 8
+
+
+def _argument(rest: list[Any], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    return rest[place] if place < len(rest) else kwargs.get(name, default)
+
+
+def _text(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Of filters that read a value once and make at most some characters from each."""
+    meter.read(value, *rest, *kwargs.values())
+    meter.expect(meter.printed(value) * (12 if isinstance(value, str) else 1))
+    return value
+
+
+def _listed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Of filters that read a list item by item: one whose length is known."""
+    if isinstance(value, Iterator):
+        value = list(value)  # counted where it was made
+    if isinstance(value, str):
+        meter.expect(len(value) * 16)
+    if hasattr(type(value), "__len__"):
+        meter.step(len(value) * _cost_of_names(rest, kwargs))
+    return value
+
+
+def _lazy(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    return meter.each(value) if isinstance(value, Iterator) else value
+
+
+def _sorted(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    value = _listed(meter, value, rest, kwargs)
+    weight, _ = meter.measure(value)
+    meter.step(_SORTS * (weight >> 4))
+    return value
+
+
+def _joined(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    value = _listed(meter, value, rest, kwargs)
+    meter.read(value)
+    if is_container(value) or isinstance(value, str):
+        separator = meter.printed(_argument(rest, kwargs, 0, "d", ""))
+        meter.expect(sum(meter.printed(item) for item in value) + len(value) * separator)
+    return value
+
+
+def _centered(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    width = _argument(rest, kwargs, 0, "width", 80)
+    meter.expect(max(meter.printed(value), width if isinstance(width, int) else 0))
+    return value
+
+
+def _indented(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    text, width = meter.text(value), _argument(rest, kwargs, 0, "width", 4)
+    size = len(width) if isinstance(width, str) else width if isinstance(width, int) else 0
+    meter.read(text)
+    meter.expect(len(text) + (len(text.splitlines()) + 1) * max(1, size))
+    return value
+
+
+def _replaced(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    old, new = (_argument(rest, kwargs, place, name, "") for place, name in ((0, "old"), (1, "new")))
+    count = _argument(rest, kwargs, 2, "count", None)
+    meter.expect(replaced(meter, meter.text(value), meter.text(old), meter.text(new), count))
+    return value
+
+
+def _trimmed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    meter.search(meter.text(value), _argument(rest, kwargs, 0, "chars", None), forward=False)
+    return _text(meter, value, rest, kwargs)
+
+
+def _rounded(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    digits = _argument(rest, kwargs, 0, "precision", 0)
+    if isinstance(digits, int) and abs(digits) > _DIGITS:
+        raise SecurityError(f"round: the precision is {meter.text(digits):.20}, but may be at most {_DIGITS}")
+    return _text(meter, value, rest, kwargs)
+
+
+def _cut(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    for number in (*rest, *kwargs.values()):
+        if isinstance(number, int) and number > _COUNT:
+            raise SecurityError(f"batch and slice take numbers up to {_COUNT:,}, not {meter.text(number):.20}")
+        meter.step(number if isinstance(number, int) else 1)
+    return _listed(meter, value, rest, kwargs)
+
+
+def _summed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
+    value = _listed(meter, value, rest, kwargs)
+    start = _argument(rest, kwargs, 1, "start", 0)
+    if is_container(start):  # every sum of two lists copies both
+        weight = meter.measure(value)[0] + meter.measure(start)[0]
+        meter.step(len(value) * weight >> 6)
+    return value
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    # Jinja's own filter escapes for HTML, which is wrong in a prompt.
+    meter = current()
+    widths = [len(given) if isinstance(given, str) else given or 0 for given in (indent, *(separators or ()))]
+    if max(widths) > _WIDEST:
+        raise SecurityError(f"tojson: indent and separators may have at most {_WIDEST} characters")
+    weight, depth = meter.measure(value)
+    meter.read(value)
+    meter.expect(weight * (12 if ensure_ascii else 6) + weight // 16 * (depth + 1) * sum(map(abs, widths)))
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    meter.use(len(text))
+    return text
+
+
+def _format(value: Any, *args: Any, **kwargs: Any) -> str:
+    if args and kwargs:
+        raise TypeError("format takes positional or keyword arguments, not both")
+    meter = current()
+    return percent(meter, meter.text(value), kwargs or args)
+
+
+_FREE = ("attr", "count", "d", "default", "first", "last", "length", "random")
+"""Filters that take the same time for a value of any size and make none."""
+
+_GUARDS: dict[str, Guard] = {
+    **dict.fromkeys(
+        (
+            *("abs", "capitalize", "e", "escape", "float", "int", "lower", "safe", "string", "title", "truncate"),
+            *("upper", "urlencode", "wordcount"),
+        ),
+        _text,
+    ),
+    **dict.fromkeys(("list", "items", "reverse"), _listed),
+    **dict.fromkeys(("map", "reject", "rejectattr", "select", "selectattr"), _lazy),
+    **dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), _sorted),
+    **dict.fromkeys(("batch", "slice"), _cut),
+    "center": _centered,
+    "indent": _indented,
+    "join": _joined,
+    "replace": _replaced,
+    "round": _rounded,
+    "sum": _summed,
+    "trim": _trimmed,
+}
+
+_READING = frozenset({
+    "in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le",
+    "lower", "upper",
+})  # fmt: skip
+"""Tests that read their values to the end."""

@@ -1,0 +1,177 @@
+"""What one rendering may use: steps, characters, and the size of a single value."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Set as AnySet
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import chain
+from typing import Any, NoReturn
+
+from topw_deploy.errors import TokenizerError
+
+STEPS, STEPS_PER_ITEM, STEPS_PER_INPUT = 2_000_000, 5_000, 2
+"""Steps of any rendering, and more for each value in the messages and for each of their characters. A step is one
+node of the template or the reading of 64 characters; calls, filters and operators are some steps each. Published
+templates take about 1,000 a message."""
+CHARACTERS, CHARACTERS_PER_INPUT = 2**27, 256
+"""Characters of all values together that a rendering makes, and more for each character of the messages."""
+LONGEST, LONGEST_PER_INPUT = 2**24, 16
+"""Most characters of a single value, or so many times the messages' characters."""
+DEPTH = 100
+"""Most lists and mappings within each other: hashing and comparing recurse in C without a bound of their own."""
+BITS = 4096
+"""Most bits of an integer."""
+
+_ITEM = 16  # what a value weighs beside its characters
+_PRINTED = 10  # most characters that one prints as within a list: \U0001f600
+_VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS: Any = (list, tuple, dict, set, frozenset, *_VIEWS)
+
+_METER: ContextVar[Meter] = ContextVar("meter")
+
+
+class Meter:
+    """Counts what one rendering uses. Raises TokenizerError, naming the template, where a bound is passed.
+
+    name: the template's file. data: the values that the template is given, which nothing changes while it runs.
+    """
+
+    def __init__(self, name: str, data: Collection[Any]) -> None:
+        self._name = name
+        self._measured: dict[int, tuple[int, int]] = {}  # by id: weight and depth
+        self._alive: list[Any] = []  # so that no id is used again
+        self._steps = self._characters = 0
+        self._step_limit = self._character_limit = self._longest = 2**62
+        weight = sum(self.measure(value)[0] for value in data)
+        self._step_limit = STEPS + STEPS_PER_ITEM * self._steps + STEPS_PER_INPUT * weight
+        self._character_limit = CHARACTERS + CHARACTERS_PER_INPUT * weight
+        self._longest = max(LONGEST, LONGEST_PER_INPUT * weight)
+        self._steps = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Make this the meter of the rendering within the block."""
+        token = _METER.set(self)
+        try:
+            yield
+        finally:
+            _METER.reset(token)
+
+    def step(self, count: int) -> None:
+        """Count `count` steps."""
+        self._steps += max(0, count)
+        if self._steps > self._step_limit:
+            self.refuse(f"takes more than {self._step_limit:,} steps")
+
+    def expect(self, size: int) -> None:
+        """Refuse a value of `size` characters before it is made, if it is too long."""
+        if size > self._longest:
+            self.refuse(f"makes a value of {size:,} characters, but may make at most {self._longest:,}")
+
+    def use(self, size: int) -> None:
+        """Count `size` characters of a new value."""
+        self.expect(size)
+        self._characters += size
+        if self._characters > self._character_limit:
+            self.refuse(f"makes more than {self._character_limit:,} characters")
+
+    def make(self, value: Any) -> Any:
+        """Count the new `value` and give it back."""
+        weight, _ = self.measure(value)
+        self.step(2)
+        self.expect(weight)
+        self.use(_ITEM * len(value) if isinstance(value, _CONTAINERS) else weight)
+        return value
+
+    def read(self, *values: Any) -> None:
+        """Count the reading of `values` to their ends."""
+        self.step(2 + (sum(self.measure(value)[0] for value in values) >> 6))
+
+    def search(self, text: str, pattern: Any, *, forward: bool) -> None:
+        """Count a search for `pattern` in `text`: Python's has a bad worst case, backwards without a bound."""
+        size = len(pattern) if isinstance(pattern, str) else 1
+        self.step(len(text) * (min(size, 128) if forward else size) >> 8)
+
+    def measure(self, value: Any) -> tuple[int, int]:
+        """The characters of `value` with those of everything in it, as often as it is there, and its depth."""
+        if isinstance(value, (str, bytes)):
+            return len(value) + _ITEM, 0
+        if isinstance(value, int):
+            if value.bit_length() > BITS:
+                self.refuse(f"makes an integer of {value.bit_length():,} bits, but may make at most {BITS:,}")
+            return _ITEM, 0
+        if isinstance(value, range):
+            return _ITEM * len(value), 0
+        if not isinstance(value, _CONTAINERS):
+            return _ITEM, 0
+        if (known := self._measured.get(id(value))) is None:
+            known = self._measure(value)
+            self._measured[id(value)] = known
+            self._alive.append(value)
+        return known
+
+    def _measure(self, value: Collection[Any]) -> tuple[int, int]:
+        self.step(len(value) + 1)
+        weight, depth = _ITEM, 0
+        for item in _items(value):
+            item_weight, item_depth = self.measure(item)
+            weight += item_weight
+            depth = max(depth, item_depth)
+        if depth >= DEPTH:
+            self.refuse(f"puts more than {DEPTH} lists within each other")
+        return weight, depth + 1
+
+    def printed(self, value: Any) -> int:
+        """A bound on the characters that `value` prints as."""
+        if isinstance(value, str):
+            return len(value)
+        return self.measure(value)[0] * _PRINTED + BITS
+
+    def text(self, value: Any) -> str:
+        """`value` as Jinja prints it."""
+        if not isinstance(value, str):
+            self.expect(self.printed(value))
+        return str(value)
+
+    def join(self, parts: Iterable[str]) -> str:
+        """The joined `parts`, refused before they are joined if there is too much."""
+        total, kept = 0, []
+        for part in parts:
+            total += len(part)
+            if total > self._longest:
+                self.expect(total)
+            kept.append(part)
+        self.use(total)
+        return "".join(kept)
+
+    def each(self, values: Iterable[Any], cost: int = 1) -> Iterator[Any]:
+        """The items of `values`, each of which is `cost` steps."""
+        for value in values:
+            self.step(cost)
+            yield value
+
+    def refuse(self, what: str) -> NoReturn:
+        raise TokenizerError(
+            f"{self._name}: the chat template {what}, which no template of a chat model should need; correct it and "
+            "export the model again, or use a plain prompt."
+        )
+
+
+def current() -> Meter:
+    """The meter of the rendering that runs. LookupError outside of one, where Jinja tries to fold constants."""
+    return _METER.get()
+
+
+def is_container(value: Any) -> bool:
+    """Whether `value` holds other values that count towards its size."""
+    return isinstance(value, _CONTAINERS)
+
+
+def _items(value: Collection[Any]) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return chain.from_iterable(value.items())
+    if isinstance(value, _VIEWS[2]) and isinstance(value, AnySet):
+        return chain.from_iterable(value)
+    return value

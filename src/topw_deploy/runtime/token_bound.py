@@ -1,0 +1,124 @@
+"""A bound from below on the tokens of a text, without tokenising it: tokenising 10 MB takes seconds and a gigabyte."""
+
+from __future__ import annotations
+
+import json
+import string
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from topw_deploy.runtime.token_bytes import byte_level_bytes
+
+_ALPHANUMERIC = frozenset(string.ascii_letters + string.digits)
+_OTHER_BYTES = bytes(sorted(set(range(256)) - set(map(ord, _ALPHANUMERIC))))
+_COMPOSED = 4  # most characters that NFC or NFKC makes one of
+_FACTORS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
+    ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1
+)
+_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})  # they drop no character
+_CUTTERS = frozenset({"Split", "Punctuation"})  # nor do these, but for the behavior "Removed"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBound:
+    """How much text one token covers at most; None where a tokenizer may drop or join any amount of it.
+
+    characters: characters of any kind. alphanumeric: ASCII letters and digits, of which the longest tokens (rows of
+    spaces or dashes) hold few, so that this bound is the sharper one for words.
+    """
+
+    characters: int | None
+    alphanumeric: int | None
+
+    def least(self, text: str) -> tuple[int, str]:
+        """A number of tokens that `text` has at least, and why, in words."""
+        bounds = [(0, "")]
+        if self.characters:
+            bounds.append((-(-len(text) // self.characters), f"a token holds at most {self.characters} of them"))
+        if self.alphanumeric:
+            count = len(text.encode("ascii", "ignore").translate(None, _OTHER_BYTES))
+            words = (
+                f"{count:,} of them are ASCII letters and digits, of which a token holds at most {self.alphanumeric}"
+            )
+            bounds.append((-(-count // self.alphanumeric), words))
+        return max(bounds)
+
+
+def token_bound(raw: RustTokenizer) -> TokenBound:
+    """The bound of a tokenizer. Both are None for models other than BPE over bytes, or with all bytes to fall back to.
+
+    Other models make one unknown token of any amount of text.
+    """
+    normalizer = _steps(raw.normalizer, "normalizers")
+    splitters = _steps(raw.pre_tokenizer, "pretokenizers")
+    vocabulary: dict[str, int] = raw.get_vocab(with_added_tokens=False)
+    kinds = {step["type"] for step in (*normalizer, *splitters)}
+    bytewise = "ByteLevel" in kinds
+    if type(raw.model).__name__ != "BPE" or not _knows_every_byte(raw, vocabulary, bytewise):
+        return TokenBound(None, None)
+    if not all(_keeps_text(step) for step in splitters):
+        return TokenBound(None, None)
+    factor = _factor(normalizer)
+    if factor is None:
+        return TokenBound(None, None)
+    added = raw.get_added_tokens_decoder().values()
+    texts = [*vocabulary, *(form for token in added for form in _forms(raw, token.content))]
+    spelled = [byte_level_bytes(t).decode("utf-8", "replace") for t in texts] if bytewise else texts
+    letters = max((_possible_letters(text) for text in (*spelled, *texts[len(vocabulary) :])), default=0)
+    strips = any(token.lstrip or token.rstrip for token in added)  # such a token takes any number of spaces
+    longest = max(map(len, texts), default=0)
+    return TokenBound(None if strips else longest * factor, letters if _keeps_letters(normalizer) else None)
+
+
+def _steps(part: Any, children: str) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, sequences flattened."""
+
+    def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
+        if state.get("type") == "Sequence":
+            return [step for child in state[children] for step in flat(child)]
+        return [state]
+
+    return [] if part is None else flat(json.loads(part.__getstate__()))
+
+
+def _knows_every_byte(raw: RustTokenizer, vocabulary: dict[str, int], bytewise: bool) -> bool:
+    if bytewise:
+        return len({data for data in map(byte_level_bytes, vocabulary) if len(data) == 1}) == 256
+    return bool(raw.model.byte_fallback) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+
+
+def _keeps_text(step: dict[str, Any]) -> bool:
+    return step["type"] in _SPLITTERS or (step["type"] in _CUTTERS and step.get("behavior") != "Removed")
+
+
+def _factor(steps: list[dict[str, Any]]) -> int | None:
+    """How many characters of text become one at most; None for a normalizer that may drop any number."""
+    factor = 1
+    for step in steps:
+        if step["type"] == "Replace":
+            old, new = step["pattern"].get("String"), step["content"]
+            if not old or not new:  # a regular expression, or one that deletes
+                return None
+            factor *= -(-len(old) // len(new))
+        elif step["type"] in _FACTORS:
+            factor *= _FACTORS[step["type"]]
+        else:
+            return None
+    return factor
+
+
+def _keeps_letters(steps: list[dict[str, Any]]) -> bool:
+    """Whether no step replaces ASCII letters and digits (composing one with accents leaves one character)."""
+    return not any(step["type"] == "Replace" and _ALPHANUMERIC & set(step["pattern"]["String"]) for step in steps)
+
+
+def _forms(raw: RustTokenizer, content: str) -> list[str]:
+    """An added token's text, as it is and as a normalised text would hold it."""
+    return [content] if raw.normalizer is None else [content, raw.normalizer.normalize_str(content)]
+
+
+def _possible_letters(text: str) -> int:
+    """Characters that may stand for an ASCII letter or digit of a prompt: composed with accents, they are not ASCII."""
+    return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)
