@@ -144,7 +144,9 @@ def _top_w(request: Mapping[str, Any], model: Mapping[str, Any], exported: TopWP
             values["temperature"] = 0.0
         elif TopWParameters(**values).greedy and "temperature" in request:
             raise ParameterError(
-                f"do_sample is True, but temperature is {request['temperature']!r}, which is greedy; give a higher one."
+                f"do_sample is True, but temperature is {request['temperature']!r}, which is greedy; "
+                "give a higher one.",
+                "temperature",
             )
         elif TopWParameters(**values).greedy:
             values["temperature"] = 1.0
@@ -156,7 +158,9 @@ def _top_w(request: Mapping[str, Any], model: Mapping[str, Any], exported: TopWP
 def _budget(prompt: int, request: Mapping[str, Any], model: Mapping[str, Any], limits: Limits) -> int:
     """Most tokens that may be drawn after `prompt` tokens: `max_new_tokens` or `max_length`, and the context."""
     if "max_new_tokens" in request and "max_length" in request:
-        raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
+        raise ParameterError(
+            "max_new_tokens and max_length are both given; give one of them.", "max_new_tokens", "max_length"
+        )
     if "max_length" in request and request["max_length"] <= prompt:
         raise PromptError(f"the prompt has {prompt} tokens, but max_length is {request['max_length']}; raise it.")
     wanted = PARAMETERS["max_new_tokens"].default
@@ -180,7 +184,8 @@ def _check_prompt(prompt: Sequence[int], limits: Limits, which: str) -> None:
     if len(prompt) > limits.tokens:
         raise PromptError(
             f"{which} has {len(prompt)} tokens, but the model was opened with max_length {limits.tokens}; "
-            "shorten it, or open the model for more."
+            "shorten it, or open the model for more.",
+            "max_length",
         )
     for token in prompt:
         if not 0 <= token < limits.vocab_size:
@@ -190,4 +195,6 @@ def _check_prompt(prompt: Sequence[int], limits: Limits, which: str) -> None:
 def _check_ids(name: str, ids: Any, limits: Limits) -> None:
     for token in ids:
         if token >= limits.vocab_size:
-            raise ParameterError(f"{name} names the token id {token}, but ids go from 0 to {limits.vocab_size - 1}.")
+            raise ParameterError(
+                f"{name} names the token id {token}, but ids go from 0 to {limits.vocab_size - 1}.", name
+            )
