@@ -17,7 +17,12 @@ _HEAD = """# Commands
 
 Written by `python docs/commands.py` from the commands' own help. `topw-export` is `topw export`. Options may be
 spelled with underscores too (`--max_new_tokens`). Results go to stdout, progress and notes to stderr. Exit codes:
-0 done, 1 failed, 2 wrong usage, 130 interrupted.
+0 done, 1 failed, 2 wrong usage or a wrong value of an option, 130 interrupted.
+
+Names from models, files and arguments are printed with the characters escaped that control a terminal (`\\x1b`,
+`\\u202e`), in JSON too, which reads back the same. `topw generate` writes text to files and pipes exactly as the model
+generated it; on a terminal it escapes these characters as well, but for line feeds and tabs. A closed stdout is
+refused before the work: use `/dev/null`.
 """
 
 

@@ -20,20 +20,23 @@ BASE = {"errors", "manifest", "sampling"}
 ALLOWED = {
     "errors": set(),
     "telemetry": set(),
+    "printable": set(),
+    "plain_text": {"errors"},
     "sizes": {"errors"},
     "reports": {"errors"},
     "manifest": {"errors", "sampling"},
     "sampling": {"errors"},
     "plugins": {"errors", "sampling"},
     "engines": BASE | {"plugins"},
-    "runtime": BASE | {"telemetry", "plugins", "engines"},
+    "runtime": BASE | {"telemetry", "sizes", "plugins", "engines"},
     "processors": {"errors", "sampling"},
     "demo": {"errors"},
     "export": BASE | {"sizes", "runtime", "demo"},
-    "stats": BASE | {"reports", "plugins", "runtime", "export"},
-    "bench": BASE | {"reports", "plugins", "runtime", "export", "processors"},
+    "stats": BASE | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
+    "bench": BASE | {"printable", "reports", "plugins", "runtime", "export", "processors"},
     "cli": BASE
-    | {"telemetry", "sizes", "reports", "plugins", "engines", "runtime", "export", "demo", "stats", "bench"},
+    | {"telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "engines", "runtime", "export", "demo"}
+    | {"stats", "bench"},
     "__main__": {"cli"},
 }
 THIRD_PARTY = {

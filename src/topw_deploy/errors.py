@@ -4,11 +4,21 @@ from __future__ import annotations
 
 
 class TopWError(Exception):
-    """Base of all errors this package raises on purpose; the command line prints it and exits with 1."""
+    """Base of all errors this package raises on purpose; the command line prints it and exits with 1.
+
+    parameters: names of Python parameters that the message holds. The command line puts its own options in their place.
+    """
+
+    def __init__(self, message: str = "", *parameters: str) -> None:
+        super().__init__(message)
+        self.parameters = parameters
 
 
 class ParameterError(TopWError, ValueError):
-    """A Top-W or generation parameter is unknown, of the wrong type or out of range."""
+    """A Top-W or generation parameter is unknown, of the wrong type or out of range.
+
+    The command line exits with 2 where it was given there.
+    """
 
 
 class SourceError(TopWError):
@@ -41,6 +51,10 @@ class PromptError(TopWError, ValueError):
 
 class ProviderError(TopWError):
     """The execution provider asked for is not the one that would run."""
+
+
+class UnknownProviderError(ProviderError, ParameterError):
+    """No execution provider has this name."""
 
 
 class PluginError(TopWError):

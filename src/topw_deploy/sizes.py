@@ -6,16 +6,28 @@ import re
 
 from topw_deploy.errors import ParameterError
 
+_DECIMAL = ("bytes", "kB", "MB", "GB", "TB")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30) and the like, or of a number. ParameterError for others."""
+def parse_size(size: int | str, name: str = "the size") -> int:
+    """Bytes of `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30) and the like, or of a number. ParameterError for others.
+
+    name: the parameter, for the message.
+    """
     match = _SIZE.fullmatch(str(size).strip())
     found = 0 if match is None else round(float(match[1]) * _UNITS[match[2].upper()])
     if found < 1:
         raise ParameterError(
-            f"the size is {size!r}, but must be a number of bytes above 0, or like 500MB, 2GB or 2GiB."
+            f"{name} is {size!r}, but must be a number of bytes above 0, or like 500MB, 2GB or 2GiB.", name
         )
     return found
+
+
+def decimal_size(count: float, digits: int = 1) -> str:
+    """`17 bytes`, `20.3 MB`, `1.2 GB`: the largest unit of which there is one, and so many digits behind the point."""
+    unit = 0
+    while round(count, digits) >= 1000 and unit < len(_DECIMAL) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.{digits}f} {_DECIMAL[unit]}" if unit else f"{count:.0f} {_DECIMAL[0]}"

@@ -93,8 +93,8 @@ def test_a_file_of_the_authors_that_does_not_load_is_named(bench: Invoke, tmp_pa
 @pytest.mark.parametrize(
     ("option", "name", "message"),
     [
-        ("--json", "none/out.json", "lies in none that is there"),
-        ("--plot", "none/out.png", "lies in none that is there"),
+        ("--json", "none/out.json", "none is not a folder; choose another name"),
+        ("--plot", "none/out.png", "none is not a folder; choose another name"),
         ("--plot", "out.svg", r"must end in \.png"),
         ("--plot", "out", r"must end in \.png"),
     ],

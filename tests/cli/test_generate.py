@@ -28,6 +28,30 @@ def test_prompts_come_from_an_argument_a_file_or_standard_input(invoke: Invoke, 
     assert invoke("generate", scripted, stdin="x").stdout == ANSWER + "\n"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
+    """The model answers to prompts of one token, and a mark would be three."""
+    marked = "\ufeffx\n".encode()
+    (tmp_path / "prompt.txt").write_bytes(marked)
+    assert invoke("generate", scripted, "--prompt-file", tmp_path / "prompt.txt").stdout == ANSWER + "\n"
+    assert invoke("generate", scripted, "-", stdin=marked).stdout == ANSWER + "\n"
+    assert invoke("generate", scripted, stdin=marked).stdout == ANSWER + "\n"
+
+
+def test_a_chat_reads_utf8_whatever_the_locale_and_no_byte_order_mark(invoke: Invoke, random_model: Path) -> None:
+    words = ("generate", random_model, "--chat", "--seed", 4, "--max-new-tokens", 3)
+    plain = invoke(*words, stdin="é\n".encode())
+    assert plain.exit_code == 0
+    assert invoke(*words, stdin="\ufeffé\r\n".encode()).stdout == plain.stdout
+    with pytest.raises(PromptError, match="standard input is not UTF-8"):
+        invoke(*words, stdin=b"\xe9\n")
+
+
+def test_a_prompt_in_utf16_is_refused_by_name(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_bytes("x".encode("utf-16"))
+    with pytest.raises(PromptError, match=r"prompt\.txt is not UTF-8 text .* UTF-16, save it as UTF-8"):
+        invoke("generate", scripted, "--prompt-file", tmp_path / "prompt.txt")
+
+
 def test_one_json_object_per_sequence(invoke: Invoke, random_model: Path) -> None:
     result = invoke(
         "generate", random_model, "ab", "--json", "--seed", 5, "--num-return-sequences", 2, "--max-new-tokens", 4

@@ -133,7 +133,10 @@ def test_notices_are_one_line_on_stderr(tmp_path: Path) -> None:
         ("<&-", 2, "standard input is closed"),
         ("- <&-", 2, "standard input is closed"),
         ("--chat <&-", 2, "standard input is closed"),
-        ("x >&-", 0, ""),
+        ("x >&-", 1, "Error: standard output is closed; send it to a file, or to the null device."),
+        ("x --json >&-", 1, "Error: standard output is closed"),
+        ("--help >&-", 1, "Error: standard output is closed"),
+        ("x 1</dev/null", 1, "Error: the output cannot be written: Bad file descriptor"),
         ("x --json >/dev/full", 1, "Error: the output cannot be written: No space left on device"),
     ],
 )

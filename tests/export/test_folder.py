@@ -117,7 +117,7 @@ def test_a_place_where_one_may_not_write_is_named(tmp_path: Path, monkeypatch: p
 
 def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 5, 1_000_000))
-    with pytest.raises(ExportError, match=r"0\.00 GB free, but the export needs 3\.02 GB"):
+    with pytest.raises(ExportError, match=r"1\.00 MB free, but the export needs 3\.02 GB"):
         require_space(tmp_path, 3_000_000_000)
 
 

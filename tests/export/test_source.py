@@ -105,6 +105,33 @@ def test_a_path_that_does_not_exist_is_no_hub_id_either() -> None:
         resolve("./nowhere/model")
 
 
+@pytest.mark.parametrize("name", ["decoder.onnx", "models/decoder.onnx", "/tmp/nowhere", "~/nowhere", "a/b/c"])
+def test_the_hub_is_not_asked_for_what_can_only_be_a_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(SourceError, match="does not exist, and is not a hub id"):
+        resolve(name)
+
+
+def test_a_name_that_could_be_both_is_looked_for_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError) as refusal:
+        resolve("models/nope", cache_dir=tmp_path / "cache", local_files_only=True)
+    assert str(refusal.value).startswith(
+        f"models/nope is neither a local path (the folder models holds no nope) nor whole in the hub's cache "
+        f"{tmp_path / 'cache'}, and the hub was not asked or did not answer; check the path, or download the model"
+    )
+
+
+def test_a_path_that_may_not_be_looked_at_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(_path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(SourceError, match="locked/model cannot be read: Permission denied; check its permissions"):
+        resolve("locked/model")
+
+
 def test_a_hub_model_in_the_cache_is_found_without_the_network(tmp_path: Path) -> None:
     commit = hub_cache(tmp_path, "config.json", "model.safetensors", "tokenizer.json")
     source = resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)

@@ -117,5 +117,5 @@ def test_one_block_is_lent_at_a_time_and_the_larger_one_is_kept() -> None:
 
 @pytest.mark.parametrize("size", [1 << 55, 1 << 63])
 def test_memory_that_no_machine_has_is_refused_in_a_sentence(size: int) -> None:
-    with pytest.raises(GenerationError, match=r"would take \d+\.\d GB.*smaller max_length or max_batch"):
+    with pytest.raises(GenerationError, match=r"would take \d+\.\d TB.*for fewer tokens \(max_length\) or"):
         HostMemory(size)

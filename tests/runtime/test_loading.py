@@ -230,7 +230,7 @@ def test_the_provider_asked_for_is_the_one_used(folder: Path) -> None:
 def test_a_provider_that_is_not_built_in_is_an_error_with_the_remedy(folder: Path) -> None:
     with pytest.raises(ProviderError, match=r"built without 'cuda': it has .*cpu; .*pip install 'topw-deploy\[gpu\]'"):
         TopWModel.from_pretrained(folder, provider="cuda")
-    with pytest.raises(ProviderError, match="'nonsense' is not an execution provider"):
+    with pytest.raises(ProviderError, match="provider is 'nonsense', which is not an execution provider"):
         TopWModel.from_pretrained(folder, provider="nonsense")
 
 
@@ -240,7 +240,7 @@ def test_a_provider_that_is_not_built_in_may_be_fallen_back_from_but_nonsense_ma
     with pytest.warns(RuntimeWarning, match=message):
         model = TopWModel.from_pretrained(folder, provider="cuda", allow_fallback=True)
     assert model.provider == "CPUExecutionProvider"
-    with pytest.raises(ProviderError, match="'nonsense' is not an execution provider"):
+    with pytest.raises(ProviderError, match="provider is 'nonsense', which is not an execution provider"):
         TopWModel.from_pretrained(folder, provider="nonsense", allow_fallback=True)
 
 

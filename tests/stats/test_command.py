@@ -97,6 +97,7 @@ def test_a_value_out_of_range_is_refused_by_its_name(folder: Path, invoke: Invok
         (b"\n \n", "a.txt holds no prompt"),
         (b"\xff\xfe\x00", r"a.txt is not UTF-8 text \(byte 0\)"),
         (b"ab\0c\n", "a.txt holds a zero byte"),
+        ("ab\n".encode("utf-16"), r"a.txt is not UTF-8 text \(byte 0\); it looks like UTF-16, save it as UTF-8"),
     ],
 )
 def test_a_file_without_prompts_is_refused_in_one_sentence(data: bytes, message: str) -> None:
@@ -131,7 +132,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_run(
     folder: Path, invoke: Invoke, tmp_path: Path
 ) -> None:
     for option in ("--json", "--plot"):
-        with pytest.raises(ParameterError, match="lies in none that is there"):
+        with pytest.raises(ParameterError, match="none is not a folder; choose another name"):
             invoke("stats", folder, "abc", option, tmp_path / "none" / "x.png", "-q")
     for name in ("x", "x.jpeg"):
         with pytest.raises(ParameterError, match=r"must end in \.png or \.svg or \.pdf"):

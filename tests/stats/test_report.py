@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -154,6 +156,14 @@ def test_the_picture_takes_many_settings_dollars_and_no_steps_at_all(
     assert r"'\$x\$'" in drawn(monkeypatch, many, tmp_path / "a.svg")
     plot.save_plot(summaries([]), tmp_path / "c.png", "title")
     assert (tmp_path / "c.png").stat().st_size > 1000
+
+
+def test_a_title_with_a_folders_name_cannot_break_the_picture(tmp_path: Path) -> None:
+    """SVG is XML, which may not hold control characters."""
+    plot.save_plot(summaries([step()]), tmp_path / "a.svg", "out\x1b[2J\u202e")
+    text = (tmp_path / "a.svg").read_text("utf-8")
+    ElementTree.fromstring(text)
+    assert not re.search("[\x1b\u202e]", text)
 
 
 def test_long_and_many_settings_stay_inside_the_picture_and_apart(

@@ -14,6 +14,7 @@ from typing import Any
 
 from topw_deploy.bench.timing import Spread
 from topw_deploy.errors import ParameterError
+from topw_deploy.printable import printable
 from topw_deploy.reports import require_matplotlib
 
 COLOURS = {"ours": "#0072B2", "peer": "#B8BEC6", "yardstick": "#E69F00"}
@@ -63,7 +64,7 @@ def draw(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
     kinds = [kind for kind in COLOURS if any(bar.kind == kind for panel in panels for bar in panel.bars)]
     if len(kinds) > 1:
         _legend(figure, kinds)
-    figure.supxlabel(fill(note, _NOTE_WRAP), fontsize=7, color=_FAINT, x=0.012, ha="left")
+    figure.supxlabel(fill(printable(note), _NOTE_WRAP), fontsize=7, color=_FAINT, x=0.012, ha="left")
     try:
         figure.savefig(path, format="png")
     except OSError as error:

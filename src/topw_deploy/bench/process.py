@@ -36,7 +36,7 @@ _MOST_THREADS = 1024  # some libraries start as many as they are told
 def require_few_threads(threads: Sequence[int]) -> None:
     """Raises ParameterError unless there is a count, and every one is in [1, 1024]."""
     if not threads or min(threads) < 1 or max(threads) > _MOST_THREADS:
-        raise ParameterError(f"threads are {list(threads)}, but must be integers in [1, {_MOST_THREADS}].")
+        raise ParameterError(f"threads are {list(threads)}, but must be integers in [1, {_MOST_THREADS}].", "threads")
 
 
 class Worker:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.printable import json_text
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -55,13 +55,9 @@ def left_out(absent: Iterable[tuple[str, str]]) -> list[str]:
     return [""] * bool(labels) + [f"Left out: {'; '.join(same)} - {why}" for why, same in labels.items()]
 
 
-def write_json(document: Any, target: str) -> str | None:
-    """Write `document` to the file `target`; for "-" return it instead. ParameterError if it cannot be written."""
-    text = json.dumps(document, indent=2, ensure_ascii=False)
-    if target == "-":
-        return text
+def write_json(document: Any, target: str) -> None:
+    """Write `document` to the file `target`. Raises ParameterError if it cannot be written."""
     try:
-        Path(target).write_text(text + "\n", encoding="utf-8")
+        Path(target).write_text(json_text(document, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ParameterError(f"{target} cannot be written: {error.strerror or error}; name another file.") from None
-    return None

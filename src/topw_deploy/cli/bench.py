@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import click
 
+from topw_deploy.cli.flags import suggestion
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.outputs import check_output, check_picture
+from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ class _Several(click.ParamType, Generic[Item]):
             self.fail(f"{value!r} is not a list of {self.name} with commas between them.", param, ctx)
         for item in items:
             if self._choices and item not in self._choices:
-                self.fail(f"{item!r} is not one of {', '.join(map(str, self._choices))}.", param, ctx)
+                known = [str(choice) for choice in self._choices]
+                self.fail(f"{item!r} is not one of {', '.join(known)}.{suggestion(str(item), known)}", param, ctx)
         if not items:
             self.fail(f"it is empty, but must hold {self.name}.", param, ctx)
         return items
@@ -175,7 +178,7 @@ def decode(
 
 
 def _check_outputs(json_file: str | None, plot: Path | None) -> None:
-    check_output(None if json_file is None else Path(json_file))
+    check_output(None if json_file is None else Path(json_file), "json_file")
     check_picture(plot, (".png",))
 
 
@@ -185,11 +188,11 @@ def _show(report: SamplerReport | DecodeReport, json_file: str | None, plot: Pat
     from topw_deploy.bench.report import write_json
 
     if json_file != "-":
-        click.echo(report.text())
-    if json_file is not None:
-        text = write_json(report.as_dict(), json_file)
-        if text is not None:
-            click.echo(text)
+        say(*report.text().split("\n"))
+    if json_file == "-":
+        say_json(report.as_dict(), indent=2)
+    elif json_file is not None:
+        write_json(report.as_dict(), json_file)
     if plot is not None:
         draw(plot, report.panels(), axis, f"Medians, whiskers are quartiles. {report.machine}.")
 
@@ -199,7 +202,7 @@ def _progress(quiet: bool) -> Progress:
 
     if quiet:
         return no_progress
-    return Progress(lambda line: click.echo(line, err=True), _bar)
+    return Progress(tell, _bar)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import click
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.progress import phase
 from topw_deploy.cli.sizes import size_text
+from topw_deploy.cli.terminal import say, say_json, tell
 
 
 class _Size(click.ParamType):
@@ -89,11 +89,11 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     request = EngineRequest(out=out, **values)
     built = build_engine(request, *((lambda _line: None, no_bar) if quiet else (phase, _bar)))
     if as_json:
-        click.echo(json.dumps({"path": str(built.path), **dataclasses.asdict(built.stamp)}, indent=2))
+        say_json({"path": str(built.path), **dataclasses.asdict(built.stamp)}, indent=2)
     else:
         if not quiet:
-            click.echo(f"{size_text(built.stamp.size)} in {built.seconds:.0f} s", err=True)
-        click.echo(str(built.path))
+            tell(f"{size_text(built.stamp.size)} in {built.seconds:.0f} s")
+        say(built.path)
 
 
 @contextlib.contextmanager

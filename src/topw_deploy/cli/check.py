@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.terminal import say, say_json
 
 if TYPE_CHECKING:
     from topw_deploy.engines.check import NodeVerdict, Report
@@ -39,9 +39,9 @@ def command(out: Path, target: str, ask: bool, as_json: bool) -> None:
 
     report = check(out, target, ask=ask)
     if as_json:
-        click.echo(json.dumps({**dataclasses.asdict(report), "passed": report.passed}, indent=2, ensure_ascii=False))
+        say_json({**dataclasses.asdict(report), "passed": report.passed}, indent=2)
     else:
-        click.echo("\n".join(_lines(report)))
+        say(*_lines(report))
     if not report.passed:
         click.get_current_context().exit(1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import platform
 import sys
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import click
 
 from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.terminal import say, say_json
 
 RUNTIME = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click")
 EXPORT = (
@@ -87,7 +87,10 @@ def command(as_json: bool) -> int:
     The exit code is 1 when models cannot run here.
     """
     found = diagnose()
-    click.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(_lines(found)))
+    if as_json:
+        say_json(asdict(found), indent=2)
+    else:
+        say(*_lines(found))
     return 1 if found.problems else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from topw_deploy.cli.options import (
 )
 from topw_deploy.cli.progress import bar, phase
 from topw_deploy.cli.sizes import size_text
+from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
@@ -102,7 +102,6 @@ def command(
     """
     model, out = _one("MODEL", model, model_option), _one("OUT", out, out_option)
     # Imported late: --help and usage errors must not wait for torch.
-    from topw_deploy.errors import TopWError
     from topw_deploy.export.pipeline import export_model
     from topw_deploy.export.request import DTYPE_ALIASES, ExportRequest, with_preset
 
@@ -125,13 +124,14 @@ def command(
         report = export_model(request, *(() if quiet else (phase, bar)))
     except KeyboardInterrupt:
         if values["resume"]:
-            click.echo(f"What is finished stays beside {out}; the same command goes on from there.", err=True)
+            tell(f"What is finished stays beside {out}; the same command goes on from there.")
         raise
-    except TopWError as error:
-        raise click.ClickException(str(error)) from error
     for notice in report.notices:
-        click.echo(f"Note: {notice}.", err=True)
-    click.echo(_as_json(report) if as_json else _as_text(report))
+        tell(f"Note: {notice}.")
+    if as_json:
+        say_json(dataclasses.asdict(report), indent=2)
+    else:
+        say(*_lines(report))
 
 
 def _one(name: str, positional: Any, option: Any) -> Any:
@@ -143,13 +143,9 @@ def _one(name: str, positional: Any, option: Any) -> Any:
     return positional if positional is not None else option
 
 
-def _as_json(report: Any) -> str:
-    return json.dumps(dataclasses.asdict(report), indent=2, default=str, ensure_ascii=False)
-
-
-def _as_text(report: Any) -> str:
+def _lines(report: Any) -> list[str]:
     if not report.dry_run:
-        return f"{report.output}"
+        return [str(report.output)]
     weights = f"{report.nodes} nodes, {report.weight_bytes:,} bytes of weights"
     lines = [f"{report.output} would hold {report.model_type}: {weights}"]
     for title, tensors in (("inputs", report.inputs), ("outputs", report.outputs)):
@@ -157,7 +153,7 @@ def _as_text(report: Any) -> str:
         lines += [f"  {t.name}  {t.dtype}  [{', '.join(map(str, t.shape))}]" for t in tensors]
     for title, amounts in (("files", report.sizes), ("peak memory", report.memory)):
         lines += [f"{title}:", *_amounts(amounts)] if amounts else []
-    return "\n".join(lines)
+    return lines
 
 
 def _amounts(amounts: dict[str, int]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from topw_deploy.cli.options import (
     tail_option,
 )
 from topw_deploy.cli.progress import bar, phase
+from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
 
@@ -71,10 +71,10 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
     )
     report = export_sampler(request, *(() if quiet else (phase, bar)))
     for notice in report.notices:
-        click.echo(f"Note: {notice}.", err=True)
+        tell(f"Note: {notice}.")
     if as_json:
-        click.echo(json.dumps(dataclasses.asdict(report), indent=2, default=str, ensure_ascii=False))
+        say_json(dataclasses.asdict(report), indent=2)
     elif report.dry_run:
-        click.echo(f"{out} would hold {report.nodes} nodes and {report.weight_bytes:,} bytes of weights")
+        say(f"{out} would hold {report.nodes} nodes and {report.weight_bytes:,} bytes of weights")
     else:
-        click.echo(str(report.output))
+        say(report.output)

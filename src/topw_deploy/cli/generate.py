@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, parameter_options
+from topw_deploy.cli.options import CONTEXT, check_order, parameter_options
+from topw_deploy.cli.terminal import GeneratedText, say_json, tell
 from topw_deploy.errors import PromptError
+from topw_deploy.plain_text import decode_text
 
 if TYPE_CHECKING:
     from topw_deploy.runtime import GenerationResult, Piece, TopWModel
@@ -98,6 +99,7 @@ def command(
     """
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
+    check_order(folder, filter(None, [prompt]))
     text = _prompt(prompt, prompt_file, optional=chat)
     given = _given(parameters, logit_bias)
     # imported late: `topw generate --help` must not wait for onnxruntime
@@ -140,11 +142,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> 
 
 
 def _decoded(data: bytes, where: str) -> str:
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{where} is not UTF-8 (byte {error.start}); convert it first.") from None
-    return text.removesuffix("\n").removesuffix("\r")
+    return decode_text(data, where).removesuffix("\n").removesuffix("\r")
 
 
 def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
@@ -179,30 +177,33 @@ def _streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
     results: dict[int, GenerationResult] = {}
     waiting: dict[int, str] = {}
     shown = 0  # the sequence that is being printed
+    text = GeneratedText()
     for piece in pieces:
         waiting[piece.row] = waiting.get(piece.row, "") + piece.text
         if piece.result is not None:
             results[piece.row] = piece.result
         while True:
-            click.echo(waiting.pop(shown, ""), nl=False)
+            text.add(waiting.pop(shown, ""))
             if shown not in results:
                 break
-            click.echo()
+            text.end()
             shown += 1
     return [results[row] for row in sorted(results)]
 
 
 def _whole(pieces: Iterator[Piece]) -> list[GenerationResult]:
     results = _finished(pieces)
+    text = GeneratedText()
     for result in results:
-        click.echo(result.text)
+        text.add(result.text)
+        text.end()
     return results
 
 
 def _json_lines(pieces: Iterator[Piece]) -> list[GenerationResult]:
     results = _finished(pieces)
     for result in results:
-        click.echo(json.dumps(result.as_dict(), ensure_ascii=False))
+        say_json(result.as_dict())
     return results
 
 
@@ -219,12 +220,11 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
         speed = f"{1 / times.seconds_per_token:.1f} tokens/s" if times.seconds_per_token else "one token"
         kept = f"kept median {statistics.median(result.kept):g}, max {max(result.kept)}" if result.kept else "no tokens"
         mass = f", mass mean {statistics.fmean(result.mass):.3f}" if result.mass else ""
-        click.echo(
+        tell(
             f"{result.prompt_tokens} + {len(result.token_ids)} tokens, {speed}; load {times.load_seconds:.2f} s, "
             f"prefill {times.prefill_seconds * 1e3:.0f} ms, {times.seconds_per_token * 1e3:.2f} ms/token; "
             f"certified {result.certified_share:.1%}, {kept}{mass}; "
-            f"{result.sampler} sampler, seed {result.seed}, {result.finish_reason}",
-            err=True,
+            f"{result.sampler} sampler, seed {result.seed}, {result.finish_reason}"
         )
 
 
@@ -238,14 +238,14 @@ def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show:
     history: list[dict[str, str]] = []
     model.apply_chat_template(_messages(system, "Hello"))  # no template: say so before the first question
     if sys.stdin.isatty():
-        click.echo("Ctrl-D ends the chat, /clear starts a new one.", err=True)
+        tell("Ctrl-D ends the chat, /clear starts a new one.")
     while True:
         if sys.stdin.isatty():
-            click.echo("> ", nl=False, err=True)
-        line = sys.stdin.readline()
+            tell("> ", end="")
+        line = sys.stdin.buffer.readline()
         if not line:
             return
-        text = line.rstrip("\r\n")
+        text = decode_text(line, "standard input").rstrip("\r\n")
         if text == "/clear":
             history.clear()
         elif text:
@@ -253,7 +253,7 @@ def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show:
             try:
                 results = show(model.stream_chat(asked, **given))
             except PromptError as error:
-                click.echo(f"{error} (/clear starts a new chat)", err=True)
+                tell(f"{error} (/clear starts a new chat)")
                 continue
             _report(results, stats)
             history = [*asked, {"role": "assistant", "content": results[0].text}]

@@ -10,6 +10,7 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.sizes import size_text
+from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.engines.find import stamps, unfinished
 from topw_deploy.engines.stamp import read
 from topw_deploy.errors import EngineError
@@ -32,7 +33,10 @@ def command(folder: Path, as_json: bool) -> None:
     Names and sizes of its files are checked; `topw verify` also checks their contents.
     """
     manifest = load_manifest(folder)
-    click.echo(manifest.to_json() if as_json else "\n".join(_lines(folder, manifest)), nl=not as_json)
+    if as_json:
+        say_json(asdict(manifest), indent=2)
+    else:
+        say(*_lines(folder, manifest))
 
 
 def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:

@@ -1,25 +1,30 @@
 """`topw` and `topw-export`: find the command, run it, and turn whatever happens into a message and an exit code.
 
-Exit codes: 0 done, 1 failed (one sentence on stderr, none when nobody reads the output), 2 usage, 130 interrupted.
+Exit codes: 0 done, 1 failed (one sentence on stderr, none when nobody reads the output), 2 wrong usage, a wrong value
+of an option included, 130 interrupted.
 Nothing heavy is imported here, so that `topw --help` answers at once; a command is imported when it is called.
 """
 
 from __future__ import annotations
 
+import copy
 import errno
 import importlib
 import os
+import re
 import sys
 import warnings
-from collections.abc import Sequence
-from io import TextIOWrapper
+from collections.abc import Iterable, Sequence
+from types import TracebackType
 from typing import Any, TextIO
 
 import click
 
 from topw_deploy import telemetry
+from topw_deploy.cli.flags import context_of, follow, in_flags, suggestion, was_given
 from topw_deploy.cli.options import CONTEXT
-from topw_deploy.errors import TopWError
+from topw_deploy.cli.terminal import prepare, tell
+from topw_deploy.errors import ParameterError, TopWError
 
 COMMANDS = {
     "export": "Export a model with its sampler into one ONNX graph.",
@@ -51,7 +56,9 @@ _EXTRAS = {
 }
 
 _INTERRUPTED = 130
-_NO_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # what writing to stdout may answer
+_VERSION: dict[str, Any] = {"package_name": "topw-deploy", "message": "%(prog)s %(version)s"}
+# What writing to stdout may answer.
+_NO_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 
 class _LazyGroup(click.Group):
@@ -70,11 +77,11 @@ class _LazyGroup(click.Group):
 
 def _load(name: str) -> click.Command:
     command: click.Command = importlib.import_module(f"topw_deploy.cli.{name.replace('-', '_')}").command
-    return command
+    return follow(command)
 
 
 @click.group(cls=_LazyGroup, context_settings=CONTEXT)
-@click.version_option(package_name="topw-deploy", prog_name="topw", message="%(prog)s %(version)s")
+@click.version_option(prog_name="topw", **_VERSION)
 def topw() -> None:
     """Top-W decoding inside the ONNX graph: export a language model with its sampler, and run it.
 
@@ -85,32 +92,43 @@ def topw() -> None:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `topw`."""
+    sys.excepthook = _show_traceback
     sys.exit(run(topw, "topw", "TOPW", args))
 
 
 def export_main(args: Sequence[str] | None = None) -> None:
     """Entry point of `topw-export`, which is `topw export`."""
+    sys.excepthook = _show_traceback
     sys.exit(run(None, "topw-export", "TOPW_EXPORT", args))
+
+
+def _export_alone() -> click.Command:
+    """`topw export` as a program of its own, which says its version too."""
+    command = copy.copy(_load("export"))
+    command.params = list(command.params)
+    return click.version_option(prog_name="topw-export", **_VERSION)(command)
 
 
 def run(command: click.Command | None, program: str, prefix: str, args: Sequence[str] | None) -> int:
     """Run `command` (None: export) and return the exit code; everything that went wrong is told on stderr."""
     telemetry.switch_off()
     warnings.showwarning = _show_note
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no emoji shows something else
+    if not prepare():
+        return _fail("standard output is closed; send it to a file, or to the null device.")
+    words = list(sys.argv[1:] if args is None else args)
     try:
-        command = command or _load("export")
+        command = command or _export_alone()
         settings: dict[str, Any] = {**CONTEXT, "auto_envvar_prefix": prefix}
-        result = command.main(args=args, prog_name=program, standalone_mode=False, **settings)
-        if sys.stdout is not None:  # a closed one is None
-            sys.stdout.flush()
+        result = command.main(args=words, prog_name=program, standalone_mode=False, **settings)
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
-        error.show()
-        return error.exit_code
+        return _refuse(error)
     except TopWError as error:
-        return _fail(str(error))
+        message = in_flags(error, words)
+        if isinstance(error, ParameterError) and was_given(error):
+            return _refuse(click.UsageError(message, context_of(error)))
+        return _fail(message)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRAS:
@@ -122,6 +140,8 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
         _forget_output()
         return 1
     except OSError as error:
+        if error.filename is not None:
+            return _fail(f"{error.filename} cannot be used: {error.strerror}; check it and its permissions.")
         if error.errno not in _NO_OUTPUT:
             raise
         _forget_output()
@@ -130,12 +150,36 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
 
 def _forget_output() -> None:
     """Keep Python from failing once more when it flushes stdout at its end."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse(error: click.ClickException) -> int:
+    """Show what click found wrong, as click does."""
+    message = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+        tell(*message.split("\n"))
+        return error.exit_code
+    if isinstance(error, click.UsageError):
+        if error.ctx is not None:
+            tell(*error.ctx.get_usage().split("\n"), f"Try '{error.ctx.command_path} --help' for help.", "")
+        message += _near_miss(error)
+    tell(f"Error: {message}")
+    return error.exit_code
+
+
+def _near_miss(error: click.UsageError) -> str:
+    """The command or the choice that may have been meant, where click does not say it: it does for options."""
+    known: Iterable[str] = ()
+    if isinstance(error, click.BadParameter) and error.param is not None and isinstance(error.param.type, click.Choice):
+        known = map(str, error.param.type.choices)
+    elif error.ctx is not None and isinstance(error.ctx.command, click.Group):
+        known = error.ctx.command.list_commands(error.ctx)
+    typed = re.search(r"'(.*?)'", error.message)
+    return suggestion(typed[1], known) if typed and not getattr(error, "possibilities", None) else ""
 
 
 def _fail(message: str) -> int:
-    click.echo(f"Error: {message}", err=True)
+    tell(f"Error: {message}")
     return 1
 
 
@@ -147,4 +191,12 @@ def _show_note(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    click.echo(f"Note: {message}", err=True)
+    tell(f"Note: {message}")
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Python's own, made fit for a terminal: messages of libraries hold names from files."""
+    import traceback
+
+    for part in traceback.format_exception(kind, error, trace):
+        tell(*part.removesuffix("\n").split("\n"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,6 +157,17 @@ def hub_options(command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def check_order(folder: Path, others: Iterable[str]) -> None:
+    """Raises UsageError where the folder OUT is not there, but another argument is an exported folder."""
+    if os.path.exists(folder):
+        return
+    from topw_deploy.manifest import MANIFEST_NAME
+
+    for word in others:
+        if os.path.isfile(os.path.join(word, MANIFEST_NAME)):
+            raise click.UsageError(f"{folder} does not exist, but {word} is an exported folder; OUT comes first.")
 
 
 def given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

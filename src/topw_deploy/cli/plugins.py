@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import click
 
 from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.terminal import say, say_json, tell
+from topw_deploy.sizes import decimal_size
 
 
 @click.group(name="plugins", context_settings=CONTEXT)
@@ -78,23 +79,17 @@ def build(cuda: bool, tensorrt_root: Path | None, arch: tuple[int, ...], output:
 def _build_cuda(output: Path | None, architectures: tuple[int, ...]) -> None:
     from topw_deploy.plugins import cuda_build
 
-    def tell(line: str) -> None:
-        click.echo(line, err=True)
-
     made = cuda_build.build(output, architectures, tell=tell)
-    tell(f"{made.size / 1e6:.1f} MB in {made.seconds:.0f} s")
-    click.echo(str(made.path))
+    tell(f"{decimal_size(made.size)} in {made.seconds:.0f} s")
+    say(made.path)
 
 
 def _build_tensorrt(root: Path, output: Path | None, architectures: tuple[int, ...]) -> None:
     from topw_deploy.plugins.tensorrt import build as plugin_build
 
-    def tell(line: str) -> None:
-        click.echo(line, err=True)
-
     made = plugin_build.build(root, output, architectures, tell=tell)
-    tell(f"{made.size / 1e6:.1f} MB in {made.seconds:.0f} s")
-    click.echo(str(made.path))
+    tell(f"{decimal_size(made.size)} in {made.seconds:.0f} s")
+    say(made.path)
 
 
 @command.command(name="show")
@@ -104,4 +99,7 @@ def show(as_json: bool) -> None:
     from topw_deploy.plugins import report
 
     found = report.look()
-    click.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(report.lines(found)))
+    if as_json:
+        say_json(asdict(found), indent=2)
+    else:
+        say(*report.lines(found))

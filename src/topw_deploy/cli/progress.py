@@ -6,12 +6,12 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-import click
+from topw_deploy.cli.terminal import tell
 
 
 def phase(line: str) -> None:
     """One line per phase."""
-    click.echo(line, err=True)
+    tell(line)
 
 
 @contextlib.contextmanager

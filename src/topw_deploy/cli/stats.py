@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, given, parameter_options
+from topw_deploy.cli.options import CONTEXT, check_order, given, parameter_options
 from topw_deploy.cli.outputs import check_output, check_picture
+from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.printable import json_text
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 if TYPE_CHECKING:
@@ -67,13 +68,14 @@ def command(
     crops' sizes, mass and entropy by position, how often token geometry changed the crop (against geom_scale 0 at the
     same logits), and which tokens it kept or dropped. The text is the one that `topw generate` gives for the seed.
     """
+    check_order(folder, prompts)
     asked = _prompts(prompts, prompt_file, prompts_jsonl)[:limit]
     # Imported late: --help and usage errors must not wait for onnxruntime.
     from topw_deploy.cli.progress import bar, phase
     from topw_deploy.stats.settings import settings_of
 
     settings = settings_of(given(values, PARAMETER_NAMES), sweep)
-    check_output(json_file)
+    check_output(json_file, "json_file")
     check_picture(plot, (".png", ".svg", ".pdf"))
     from topw_deploy.stats.collect import collect
     from topw_deploy.stats.summary import summarise
@@ -122,15 +124,14 @@ def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_
     from topw_deploy.stats.table import lines
 
     if str(json_file) != "-":
-        click.echo("\n".join(lines(summaries, values["tokens"])))
+        say(*lines(summaries, values["tokens"]))
     if json_file is not None:
         kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size")}
         report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
-        text = json.dumps(report, indent=2, ensure_ascii=False)
         if str(json_file) == "-":
-            click.echo(text)
+            say_json(report, indent=2)
             return
         try:
-            json_file.write_text(text + "\n", "utf-8")
+            json_file.write_text(json_text(report, indent=2) + "\n", "utf-8")
         except OSError as error:
             raise ParameterError(f"{json_file} cannot be written ({error.strerror or error}).") from None

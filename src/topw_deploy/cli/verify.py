@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from topw_deploy.cli.options import CONTEXT
+from topw_deploy.cli.terminal import say, say_json, tell
 
 
 @click.command(name="verify", context_settings=CONTEXT)
@@ -33,7 +33,7 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
         if manifest.verification.status == "provisional":
             raise ManifestError(f"{out} is an export whose verification never ended; export the model again.")
         check_hashes(out, manifest)
-        click.echo(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256", err=True)
+        tell(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256")
         result: dict[str, Any] = {"folder": str(out), "files": len(manifest.files), "checks": [], "skipped": []}
         if not hashes_only:
             result |= _checks(out, manifest, source, trust_remote_code)
@@ -41,10 +41,10 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
         raise click.ClickException(str(error)) from error
     failed = [check["name"] for check in result["checks"] if not check["passed"]]
     if as_json:
-        click.echo(json.dumps(result, indent=2, ensure_ascii=False))
+        say_json(result, indent=2)
     elif not failed:
         done = f"{len(result['checks'])} checks passed, {len(result['skipped'])} skipped"
-        click.echo(f"{out} is whole; {done}")
+        say(f"{out} is whole; {done}")
     if failed:
         raise click.ClickException(f"{len(failed)} checks failed (first: {failed[0]}); export the model again.")
 
@@ -55,7 +55,7 @@ def _checks(out: Path, manifest: Any, source: str | None, trust_remote_code: boo
         from topw_deploy.export.verification import recheck
     except ImportError as error:
         reason = f"{error.name} is not installed (pip install topw-deploy[export])"
-        click.echo(f"  -[-] the graph: not checked, {reason}", err=True)
+        tell(f"  -[-] the graph: not checked, {reason}")
         return {"skipped": [("graph", reason)]}
-    outcome = recheck(out, manifest, source, trust_remote_code, lambda line: click.echo(line, err=True))
+    outcome = recheck(out, manifest, source, trust_remote_code, tell)
     return {"checks": [dataclasses.asdict(check) for check in outcome.checks], "skipped": list(outcome.skipped)}

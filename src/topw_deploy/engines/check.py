@@ -85,7 +85,7 @@ def check(out: Path, target: str, *, ask: bool = True) -> Report:
     Raises ManifestError, EngineError where the graph cannot be read, ParameterError for an unknown target.
     """
     if target not in TARGETS:
-        raise ParameterError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}.")
+        raise ParameterError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}.", "target")
     manifest = load_manifest(out)
     model = read_model(out / MODEL)
     nodes = tuple(sort_nodes(model, target))

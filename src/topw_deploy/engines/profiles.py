@@ -72,7 +72,7 @@ def profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) ->
         raise ParameterError(f"profile is {kind!r}, but must be one of {', '.join(KINDS)}.")
     for name, value in (("max_batch", max_batch), ("max_sequence", max_sequence), ("max_edits", max_edits)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.")
+            raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)
     batch = Range(1, max_batch, max_batch)
     edits = Range(0, min(_USUAL_EDITS, max_edits), max_edits)  # no edits are an empty tensor
     decode = Profile("decode", batch, Range(1, 1, 1), edits)

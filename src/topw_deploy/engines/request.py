@@ -36,15 +36,18 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         if self.profile not in KINDS:
-            raise ParameterError(f"profile is {self.profile!r}, but must be one of {', '.join(KINDS)}.")
+            raise ParameterError(f"profile is {self.profile!r}, but must be one of {', '.join(KINDS)}.", "profile")
         if self.workspace is not None and self.workspace < 1:
-            raise ParameterError(f"workspace is {self.workspace}, but must be at least 1 byte.")
+            raise ParameterError(f"workspace is {self.workspace}, but must be at least 1 byte.", "workspace")
         if self.timing_cache is not None and not self.timing_cache.parent.is_dir():
-            raise ParameterError(f"timing_cache is {self.timing_cache}, but {self.timing_cache.parent} is no folder.")
+            raise ParameterError(
+                f"timing_cache is {self.timing_cache}, but {self.timing_cache.parent} is no folder.", "timing_cache"
+            )
         if self.fp16 and self.plugin == "none":
             raise ParameterError(
                 "fp16 would compute the sampler's function in half precision, too; build with the plugin, or export "
-                "with --dtype fp16, which leaves the sampler as it is."
+                "with --dtype fp16, which leaves the sampler as it is.",
+                "fp16",
             )
 
     def profiles(self, cache_length: int) -> tuple[Profile, ...]:
@@ -53,7 +56,8 @@ class EngineRequest:
         if sequence > cache_length:
             raise ParameterError(
                 f"max_sequence is {sequence}, but the cache of this export holds {cache_length} tokens; give at most "
-                "that, or export with a larger --max-length."
+                "that, or export with a larger --max-length.",
+                "max_sequence",
             )
         return profiles(
             self.profile,

@@ -66,14 +66,16 @@ def _decoder(
             if getattr(request, name) is not None:
                 raise ParameterError(
                     f"{name} is {getattr(request, name)!r}, but {source.onnx.name} is an ONNX decoder that exists "
-                    f"already; leave --{name.replace('_', '-')} out or export from the original model."
+                    f"already; leave --{name.replace('_', '-')} out or export from the original model.",
+                    name,
                 )
         progress(f"Reading the decoder {source.onnx}")
         return load_decoder(source.onnx, request.tokenizer or source.folder, notices)
     if request.hard_link:
         raise ParameterError(
             "hard_link shares the data files of an ONNX decoder, but the weights of this model are written anew; "
-            "leave --hard-link out."
+            "leave --hard-link out.",
+            "hard_link",
         )
     from topw_deploy.export.traced_decoder import traced_decoder
 
@@ -81,7 +83,8 @@ def _decoder(
     if packed is not None and request.torch_dtype != "float32":
         raise ParameterError(
             f"compute_dtype is {request.compute_dtype!r}, but {source.id} holds {packed.kind.method.upper()} codes, "
-            "which are kept for products in fp32 only; leave --compute-dtype out."
+            "which are kept for products in fp32 only; leave --compute-dtype out.",
+            "compute_dtype",
         )
     decoder = traced_decoder(
         source,

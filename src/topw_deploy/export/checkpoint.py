@@ -195,7 +195,8 @@ def _cut_layers(config: Any, layers: int) -> None:
     text = config.get_text_config(decoder=True)
     if layers > text.num_hidden_layers:
         raise UnsupportedModelError(
-            f"num_hidden_layers is {layers}, but the model has {text.num_hidden_layers}; give at most that."
+            f"num_hidden_layers is {layers}, but the model has {text.num_hidden_layers}; give at most that.",
+            "num_hidden_layers",
         )
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from topw_deploy.errors import ExportError
 from topw_deploy.manifest import MANIFEST_NAME
+from topw_deploy.sizes import decimal_size
 
 _locks: Any
 try:
@@ -202,8 +203,8 @@ def require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE:
         raise ExportError(
-            f"the disk of {folder} has {free / 1e9:.2f} GB free, but the export needs "
-            f"{(needed + SPARE) / 1e9:.2f} GB; make room or choose another output."
+            f"the disk of {folder} has {decimal_size(free, 2)} free, but the export needs "
+            f"{decimal_size(needed + SPARE, 2)}; make room or choose another output."
         )
 
 

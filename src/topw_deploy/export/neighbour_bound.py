@@ -73,7 +73,7 @@ def neighbour_bound(geometry: Geometry, tokens: int, bar: Bar = no_bar) -> Bound
     for their float32 roundings, which a graph carries. It is 0 for duplicates, for near-duplicates whose distance is
     within float32's rounding, and for a token that has no other. Under `knn` it holds too: the mean of the k smallest
     distances is at least the smallest.
-    bar: shows pairs of tokens. Memory: about 0.5 GB beside the table, however large that is, as the points are made
+    bar: shows pairs of tokens. Memory: about 500 MB beside the table, however large that is, as the points are made
     anew from its rows, a block at a time. Time: tokens^2 / 2 products of width d.
     Raises ParameterError for the `uniform` metric, under which every distance is 1.
     """

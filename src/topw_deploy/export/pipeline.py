@@ -25,6 +25,7 @@ from topw_deploy.export.stamp import stamp_of_source
 from topw_deploy.export.tokenizer_files import bring_tokenizer, check_tokenizer
 from topw_deploy.export.weights import bytes_by_type, write_model
 from topw_deploy.manifest import Manifest, Verification, save_manifest
+from topw_deploy.sizes import decimal_size
 
 
 def export_model(request: ExportRequest, progress: Progress = lambda _line: None, bar: Bar = no_bar) -> ExportReport:
@@ -105,7 +106,7 @@ def _write(
     there = sum(min(size, plan.files.get(name, 0)) for name, size in sizes_in(folder).items())
     require_space(folder.parent, plan.needed - there)
     log = stages.log()
-    progress(f"Writing {sum(plan.files.values()) / 1e6:.1f} MB")
+    progress(f"Writing {decimal_size(sum(plan.files.values()))}")
     with bar(plan.data, "B") as advance:
         _bring_data(built, source, folder, request.hard_link, stages, advance)
         try:
@@ -162,7 +163,7 @@ def _verify(
         else:
             built.notices.append(
                 f"memory does not suffice to verify all {built.decoder.info.num_layers} layers, which takes about "
-                f"{verification_bytes(built) / 1e9:.0f} GB: the first {layers} were exported alone and verified"
+                f"{decimal_size(verification_bytes(built))}: the first {layers} were exported alone and verified"
             )
             progress(f"Verifying the first {layers} layers")
             checked = partial(verify_first_layers, request, layers, few, export_model, partial(verify, where=few))

@@ -83,40 +83,51 @@ class ExportRequest:
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ParameterError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+            raise ParameterError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.", "dtype")
         if self.compute_dtype is not None and self.compute_dtype not in COMPUTE_DTYPES:
             raise ParameterError(
-                f"compute_dtype is {self.compute_dtype!r}, but must be one of {', '.join(COMPUTE_DTYPES)}."
+                f"compute_dtype is {self.compute_dtype!r}, but must be one of {', '.join(COMPUTE_DTYPES)}.",
+                "compute_dtype",
             )
         if self.opset is not None and not 23 <= self.opset <= 24:
-            raise ParameterError(f"opset is {self.opset}, but must be 23 or 24: older ones have no Attention operator.")
+            raise ParameterError(
+                f"opset is {self.opset}, but must be 23 or 24: older ones have no Attention operator.", "opset"
+            )
         if self.kv is not None and self.kv not in KV_REQUESTS:
-            raise ParameterError(f"kv is {self.kv!r}, but must be one of {', '.join(KV_REQUESTS)}.")
+            raise ParameterError(f"kv is {self.kv!r}, but must be one of {', '.join(KV_REQUESTS)}.", "kv")
         if self.target is not None and self.target not in TARGETS:
-            raise ParameterError(f"target is {self.target!r}, but must be one of {', '.join(TARGETS)}.")
+            raise ParameterError(f"target is {self.target!r}, but must be one of {', '.join(TARGETS)}.", "target")
         if self.target == "tensorrt" and self.kv != "concat" and self.opset == 23:
-            raise ParameterError("opset is 23, but TensorScatter, tensorrt's cache, needs 24; leave --opset out.")
+            raise ParameterError(
+                "opset is 23, but TensorScatter, tensorrt's cache, needs 24; leave --opset out.", "opset"
+            )
         if self.max_length is not None and (self.target != "tensorrt" or self.kv == "concat"):
-            raise ParameterError("max_length fixes the static cache of tensorrt; leave --max-length out for others.")
+            raise ParameterError(
+                "max_length fixes the static cache of tensorrt; leave it out for others.", "max_length"
+            )
         if self.max_length is not None and (self.max_length < 0 or self.max_length % 64):
             raise ParameterError(
-                f"max_length is {self.max_length}, but must be a multiple of 64, or 0 to leave it to onnxruntime."
+                f"max_length is {self.max_length}, but must be a multiple of 64, or 0 to leave it to onnxruntime.",
+                "max_length",
             )
         if self.num_hidden_layers is not None and self.num_hidden_layers < 1:
-            raise ParameterError(f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.")
+            raise ParameterError(
+                f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.", "num_hidden_layers"
+            )
         as_float32(self.defaults)  # what no graph can be handed is no default
         check_bound(self.neighbour_bound, self.options)
         _ = self.shard_bytes
         if self.quantisation is not None and self.target == "tensorrt":
             raise ParameterError(
                 f"dtype is {self.dtype}, but target tensorrt has no operator for quantised weights (MatMulNBits); "
-                "export as fp16 or fp32."
+                "export as fp16 or fp32.",
+                "dtype",
             )
 
     @property
     def shard_bytes(self) -> int | None:
         """max_shard_size in bytes. Raises ParameterError for what is no size."""
-        return None if self.max_shard_size is None else parse_size(self.max_shard_size)
+        return None if self.max_shard_size is None else parse_size(self.max_shard_size, "max_shard_size")
 
     @property
     def torch_dtype(self) -> str:
@@ -141,7 +152,8 @@ class ExportRequest:
         if chosen:
             raise ParameterError(
                 f"{next(iter(chosen))} is an option of quantised weights, but dtype is {self.dtype or 'fp32'}; "
-                "give --dtype int4 or int8, or leave it out."
+                "give --dtype int4 or int8, or leave it out.",
+                next(iter(chosen)),
             )
         return None
 
@@ -159,7 +171,9 @@ class ExportRequest:
 def check_bound(wanted: bool, options: TopWOptions) -> None:
     """Raises ParameterError for a neighbour bound under the uniform metric, whose distances are all 1."""
     if wanted and options.metric == "uniform":
-        raise ParameterError("the uniform metric has no neighbour bound to store; leave --neighbour-bound out.")
+        raise ParameterError(
+            "the uniform metric has no neighbour bound to store; leave --neighbour-bound out.", "neighbour_bound"
+        )
 
 
 def with_preset(
@@ -167,7 +181,7 @@ def with_preset(
 ) -> tuple[TopWParameters, TopWOptions]:
     """Default parameters and baked options of `preset`, with the given ones in place of the preset's."""
     if preset not in PRESETS:
-        raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(PRESETS)}.")
+        raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(PRESETS)}.", "preset")
     base_parameters, base_options = PRESETS[preset]
     merged_parameters = {name: getattr(base_parameters, name) for name in TopWParameters.__slots__} | parameters
     merged_options = {name: getattr(base_options, name) for name in TopWOptions.__slots__} | options

@@ -25,6 +25,7 @@ from topw_deploy.export.weights import weight_bytes, write_model
 from topw_deploy.manifest import Manifest, SamplerInfo, Verification, describe_files, save_manifest
 from topw_deploy.sampling import Geometry, as_float32
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+from topw_deploy.sizes import decimal_size
 
 _ROWS_VERIFIED = 4
 
@@ -67,15 +68,20 @@ class SamplerRequest:
         as_float32(self.defaults)  # what no graph can be handed is no default
         check_bound(self.neighbour_bound, self.options)
         if self.model is not None and self.embeddings is not None:
-            raise ParameterError("a model and an embeddings file are both given; give the one whose table is meant.")
+            raise ParameterError(
+                "a model and an embeddings file are both given; give the one whose table is meant.", "embeddings"
+            )
         if self.model is None and self.embeddings is None:
             if self.options.metric != "uniform":
                 raise ParameterError(
                     f"metric {self.options.metric!r} needs token embeddings; give a model or --embeddings FILE.npy, "
-                    "or use --metric uniform."
+                    "or use --metric uniform.",
+                    "metric",
                 )
             if self.vocab_size is None:
-                raise ParameterError("the uniform metric without a model needs the width of the logits: --vocab-size.")
+                raise ParameterError(
+                    "the uniform metric without a model needs the width of the logits: --vocab-size.", "vocab_size"
+                )
 
 
 def export_sampler(request: SamplerRequest, progress: Progress = lambda _line: None, bar: Bar = no_bar) -> ExportReport:
@@ -91,7 +97,8 @@ def export_sampler(request: SamplerRequest, progress: Progress = lambda _line: N
     if table is not None and len(table) < vocab:
         raise ParameterError(
             f"vocab_size is {vocab}, but the embedding table has {len(table)} rows and every token needs one; "
-            "give the table of this vocabulary."
+            "give the table of this vocabulary.",
+            "vocab_size",
         )
     if request.options.metric == "uniform" or table is None:
         table, geometry = None, Geometry.uniform()
@@ -105,7 +112,7 @@ def export_sampler(request: SamplerRequest, progress: Progress = lambda _line: N
         return _report(request, model, started)
     with StagedFolder(request.output, overwrite=request.overwrite) as staged:
         require_space(staged.path.parent, weight_bytes(model))
-        progress(f"Writing {weight_bytes(model) / 1e6:.1f} MB")
+        progress(f"Writing {decimal_size(weight_bytes(model))}")
         write_model(model, staged.path)
         manifest = _manifest(request, source, spec, model, staged.path)
         save_manifest(staged.path, manifest)

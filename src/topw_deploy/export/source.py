@@ -53,9 +53,12 @@ def resolve(
 
         return Source("demo", "bundled", Path(demo_model_path()))
     path = Path(model).expanduser()
-    if path.exists():
-        return _local(model, path, "local")
-    if not _HUB_ID.fullmatch(model):
+    try:
+        if path.exists():
+            return _local(model, path, "local")
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}; check its permissions.") from None
+    if not _HUB_ID.fullmatch(model) or path.suffix == ".onnx":
         raise SourceError(f"{model} does not exist, and is not a hub id (owner/name) either; check the path.")
     snapshot = _download(model, revision, cache_dir, token, local_files_only, trust_remote_code)
     return _local(model, snapshot, snapshot.name)
@@ -142,6 +145,12 @@ def _download(
     raise SourceError(f"{model} on the hub holds neither safetensors, pytorch_model.bin nor ONNX files; check the id.")
 
 
+def _nearest(model: str) -> str:
+    """Which of the folders of a name like `models/x` is there, as a bracket; empty where none is."""
+    folder = Path(model).expanduser().parent
+    return f" (the folder {folder} holds no {Path(model).name})" if folder.name and folder.is_dir() else ""
+
+
 def _download_error(model: str, revision: str | None, cache_dir: Path | None, error: Exception) -> SourceError:
     from huggingface_hub import constants, errors
 
@@ -152,13 +161,15 @@ def _download_error(model: str, revision: str | None, cache_dir: Path | None, er
         return SourceError(f"{model} has no revision {revision!r} on the hub; check --revision.")
     if isinstance(error, errors.RepositoryNotFoundError):
         return SourceError(
-            f"{where} is neither a local path nor a model on the hub (private ones need HF_TOKEN); check it."
+            f"{where} is neither a local path{_nearest(model)} nor a model on the hub (private ones need HF_TOKEN); "
+            "check it."
         )
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         cache = cache_dir or constants.HF_HUB_CACHE
         return SourceError(
-            f"{where} is neither a local path nor whole in the hub's cache {cache}, and the hub was not asked or did "
-            "not answer; download it first or go online (no --local-files-only, HF_HUB_OFFLINE unset)."
+            f"{where} is neither a local path{_nearest(model)} nor whole in the hub's cache {cache}, and the hub was "
+            "not asked or did not answer; check the path, or download the model first or go online (no "
+            "--local-files-only, HF_HUB_OFFLINE unset)."
         )
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in (13, 30)):
         cache = cache_dir or constants.HF_HUB_CACHE

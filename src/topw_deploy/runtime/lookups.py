@@ -49,7 +49,7 @@ def check(folder: ModelFolder, provider: str) -> None:
         return
     for lookup in lookups(folder):
         if found := complaint(lookup, ort.__version__):
-            raise ManifestError(f"{folder.path} looks embeddings up in {found}, or use provider='cpu'.")
+            raise ManifestError(f"{folder.path} looks embeddings up in {found}, or use provider='cpu'.", "provider")
 
 
 def complaint(lookup: Lookup, version: str) -> str:

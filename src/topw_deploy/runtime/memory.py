@@ -9,6 +9,7 @@ import onnxruntime as ort
 
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime.turns import turns_of
+from topw_deploy.sizes import decimal_size
 
 ALIGNMENT = 64  # bytes: what onnxruntime's own allocator gives vectorised kernels
 
@@ -25,8 +26,9 @@ class HostMemory:
             memory = np.zeros(size + ALIGNMENT, np.uint8)
         except (MemoryError, ValueError) as error:  # ValueError: beyond what an address can name
             raise GenerationError(
-                f"the cache would take {size / 1e9:.1f} GB, which this machine does not give; open the model with a "
-                "smaller max_length or max_batch, or give fewer or shorter sequences at a time."
+                f"the cache would take {decimal_size(size)}, which this machine does not give; open the model for "
+                "fewer tokens (max_length) or sequences, or give fewer or shorter ones at a time.",
+                "max_length",
             ) from error
         start = -memory.ctypes.data % ALIGNMENT
         self._array = memory[start : start + size]

@@ -254,7 +254,8 @@ class TopWModel:
         if rows > (self._limits.rows or rows):
             raise PromptError(
                 f"the request has {rows} sequences, but the model was opened with max_batch {self._limits.rows}; "
-                "give fewer at a time, or open it (or build its engine) for more."
+                "give fewer at a time, or open it (or build its engine) for more.",
+                "max_batch",
             )
         bos = [] if self._bos is None else [self._bos]
         names = [f"prompt {index}" for index in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
@@ -289,15 +290,18 @@ def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None, b
     _check_size("max_length", max_length)
     _check_size("max_batch", max_batch)
     if max_length is not None and max_length > context:
-        raise ParameterError(f"max_length is {max_length}, but the model's context holds {context}; give at most that.")
+        raise ParameterError(
+            f"max_length is {max_length}, but the model's context holds {context}; give at most that.", "max_length"
+        )
     if built_for is not None and (max_batch or 1) > built_for:
         raise ParameterError(
             f"max_batch is {max_batch}, but the engine was built for {built_for}; give at most that, or build it again "
-            "with a higher --max-batch."
+            "with a higher --max-batch.",
+            "max_batch",
         )
     return Limits(context, manifest.sampler.vocab_size, max_length, max_batch or built_for)
 
 
 def _check_size(name: str, value: object) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.")
+        raise ParameterError(f"{name} is {value!r}, but must be an integer >= 1.", name)

@@ -30,7 +30,7 @@ class Opened:
 def check_choice(sampler: str) -> None:
     """Raises ParameterError unless `sampler` is one of SAMPLERS."""
     if sampler not in SAMPLERS:
-        raise ParameterError(f"sampler is {sampler!r}, but must be one of {', '.join(SAMPLERS)}.")
+        raise ParameterError(f"sampler is {sampler!r}, but must be one of {', '.join(SAMPLERS)}.", "sampler")
 
 
 def operator_library(
@@ -131,7 +131,9 @@ def open_session(
             raise refused from None
         raise
     if sampler == "native":
-        raise ProviderError(f"sampler='native' cannot be had: {why}; see `topw doctor`, or use sampler='auto'.")
+        raise ProviderError(
+            f"sampler='native' cannot be had: {why}; see `topw doctor`, or use sampler='auto'.", "sampler"
+        )
     return Opened(raw, "graph", why)
 
 

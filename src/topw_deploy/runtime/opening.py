@@ -67,13 +67,16 @@ def _engine(
         if value is not None:
             raise ParameterError(
                 f"{name} is for onnxruntime, and the engine in {folder.path} runs without it; leave it out, or use "
-                "provider='TensorrtExecutionProvider'."
+                "provider='TensorrtExecutionProvider'.",
+                name,
+                "provider",
             )
     wanted = {"native": "plugin", "graph": "graph"}.get(sampler, session.sampler)
     if wanted != session.sampler:
         raise ProviderError(
             f"sampler is {sampler!r}, but the engine was built {'with' if wanted == 'graph' else 'without'} the "
             f"plugin; build it again with `topw build-engine {folder.path} --plugin "
-            f"{'none' if wanted == 'graph' else 'python'}`."
+            f"{'none' if wanted == 'graph' else 'python'}`.",
+            "sampler",
         )
     return session

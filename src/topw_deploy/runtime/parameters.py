@@ -63,7 +63,7 @@ def _integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
         number = None
     if number is None or not low <= number < high:
         bound = f">= {low}" if high == math.inf else f"in [{low}, {high})"
-        raise ParameterError(f"{name} is {show(value)}, but must be an integer {bound}.")
+        raise ParameterError(f"{name} is {show(value)}, but must be an integer {bound}.", name)
     return number
 
 
@@ -76,7 +76,7 @@ def _real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> 
     # the graph computes in float32, so the bound must hold there too: 1e-50 is no positive number to it
     if not holds(number) or not holds(_float32(number)):
         wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
-        raise ParameterError(f"{name} is {show(value)}, but must be {wanted}.")
+        raise ParameterError(f"{name} is {show(value)}, but must be {wanted}.", name)
     return number
 
 
@@ -87,7 +87,7 @@ def _float32(value: float) -> float:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise ParameterError(f"{name} is {show(value)}, but must be True or False.")
+        raise ParameterError(f"{name} is {show(value)}, but must be True or False.", name)
     return bool(value)
 
 
@@ -117,30 +117,32 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not _is_list(value) or not all(_is_list(v) and len(v) for v in value):
-        raise ParameterError(f"{name} is {show(value)}, but must be a list of non-empty lists of token ids.")
+        raise ParameterError(f"{name} is {show(value)}, but must be a list of non-empty lists of token ids.", name)
     return tuple(_ids(name, v) for v in value)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not _is_list(values) or not all(isinstance(v, str) and v for v in values):
-        raise ParameterError(f"{name} is {show(value)}, but must be a non-empty string or a list of such.")
+        raise ParameterError(f"{name} is {show(value)}, but must be a non-empty string or a list of such.", name)
     return tuple(values)
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{name} is {show(value)}, but must map token ids to numbers.")
+        raise ParameterError(f"{name} is {show(value)}, but must map token ids to numbers.", name)
     result: dict[int, float] = {}
     for token, bias in value.items():
         if isinstance(token, str) and token.isascii() and token.isdigit():
             token = int(token)  # JSON objects have no other keys
-        key = _integer(f"a token id of {name}", token, 0)
-        if key in result:
-            raise ParameterError(f"{name} names the token id {key} twice; give it one bias.")
-        result[key] = _real(
-            f"{name}[{key}]", bias, lambda x: x < math.inf and x == x, "a number below infinity (-inf bans the token)"
-        )
+        try:
+            key = _integer(f"a token id of {name}", token, 0)
+            if key in result:
+                raise ParameterError(f"{name} names the token id {key} twice; give it one bias.")
+            bound = "a number below infinity (-inf bans the token)"
+            result[key] = _real(f"{name}[{key}]", bias, lambda x: x < math.inf and x == x, bound)
+        except ParameterError as error:
+            raise ParameterError(str(error), name) from None
     return result
 
 
@@ -243,7 +245,7 @@ def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in given:
         ours = REQUEST_ALIASES.get(name, name)
         if ours in used:
-            raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.")
+            raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.", ours)
         used[ours] = name
     return {ours: _plain(given[name]) for ours, name in used.items()}
 
@@ -262,6 +264,7 @@ def spread(name: str, value: Any, rows: int) -> list[Any]:
     values: Sequence[Any] = list(value)
     if len(values) != rows:
         raise ParameterError(
-            f"{name} has {len(values)} values for {rows} prompts; give one value for all or one for each."
+            f"{name} has {len(values)} values for {rows} prompts; give one value for all or one for each.",
+            name,
         )
     return [None if v is None else parameter.parse(name, v) for v in values]

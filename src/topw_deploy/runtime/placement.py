@@ -92,4 +92,6 @@ def check(nodes: Sequence[CpuNode], provider: str) -> None:
     """Raises ProviderError, which names them, for nodes that compute on the CPU."""
     what = complaint(nodes, provider)
     if what:
-        raise ProviderError(f"{what}; pass allow_fallback=True to accept that, or use provider='cpu'.")
+        raise ProviderError(
+            f"{what}; pass allow_fallback=True to accept that, or use provider='cpu'.", "allow_fallback", "provider"
+        )

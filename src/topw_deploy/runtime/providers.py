@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
 import onnxruntime as ort
 
-from topw_deploy.errors import ParameterError, ProviderError
+from topw_deploy.errors import ParameterError, ProviderError, UnknownProviderError
 from topw_deploy.runtime import cuda_libraries
 
 CPU = "CPUExecutionProvider"
@@ -34,7 +35,9 @@ def check_options(provider: object, options: object) -> None:
     """Raises ParameterError for a provider that is no name, for options that are no mapping from names, and for a
     device_id that is no GPU's number."""
     if not isinstance(provider, str):
-        raise ParameterError(f"provider is {provider!r}, but must be a name such as 'auto', 'cpu', 'cuda', 'tensorrt'.")
+        raise ParameterError(
+            f"provider is {provider!r}, but must be a name such as 'auto', 'cpu', 'cuda', 'tensorrt'.", "provider"
+        )
     if options is None:
         return
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
@@ -63,7 +66,13 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
         return known[wanted]
     if wanted in known:
         raise ProviderError(f"{why_absent(provider)}.")
-    raise ProviderError(f"{provider!r} is not an execution provider: it has {', '.join(available())}; {_CHOOSE}.")
+    near = difflib.get_close_matches(wanted, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UnknownProviderError(
+        f"provider is {provider!r}, which is not an execution provider: {hint}this onnxruntime has "
+        f"{', '.join(available())}; {_CHOOSE}.",
+        "provider",
+    )
 
 
 def why_absent(provider: str) -> str:
@@ -110,6 +119,7 @@ def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool)
         raise ProviderError(
             f"asked for {short_name(wanted)}, but onnxruntime could not start it and would run on "
             f"{', '.join(map(short_name, used))}{f' ({missing})' if missing else ''}; see `topw doctor`, or pass "
-            "allow_fallback=True to accept that."
+            "allow_fallback=True to accept that.",
+            "allow_fallback",
         )
     return str(used[0])

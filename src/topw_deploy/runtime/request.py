@@ -134,7 +134,8 @@ class _Sources:
             if token >= limits.vocab_size:
                 raise ParameterError(
                     f"{self.named(name, where)} names the token id {token}, but ids go from 0 to "
-                    f"{limits.vocab_size - 1}."
+                    f"{limits.vocab_size - 1}.",
+                    name,
                 )
 
 
@@ -188,7 +189,8 @@ def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
             if "temperature" in source:
                 raise ParameterError(
                     f"{sources.named('do_sample', source)} is True, but temperature is {source['temperature']!r}, "
-                    "which is greedy; give a higher one."
+                    "which is greedy; give a higher one.",
+                    "temperature",
                 )
             values["temperature"] = 1.0
         if sampled is not None or "temperature" in source:
@@ -219,7 +221,7 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
 def check_length(tokens: int, limits: Limits, which: str) -> None:
     """Raise PromptError if `tokens` are more than a sequence may have. `which`: the prompt, for the message."""
     if tokens > limits.tokens:
-        raise PromptError(f"{which} has {tokens} tokens, {_too_many(tokens, limits)}")
+        raise PromptError(f"{which} has {tokens} tokens, {_too_many(tokens, limits)}", "max_length")
 
 
 def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
@@ -232,7 +234,8 @@ def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> N
     tokens, why = tokenizer.bound.least(text)
     if tokens > limits.tokens:
         raise PromptError(
-            f"{which} has {len(text):,} characters, at least {tokens} tokens ({why}), {_too_many(tokens, limits)}"
+            f"{which} has {len(text):,} characters, at least {tokens} tokens ({why}), {_too_many(tokens, limits)}",
+            "max_length",
         )
 
 

@@ -157,7 +157,8 @@ class GraphSession(OpenGraph):
             reason = str(error).rstrip(".")
             raise ProviderError(
                 f"{providers.short_name(self.provider)} opens the model, but does not run it: {reason}; see "
-                "`topw doctor`, or use provider='cpu'."
+                "`topw doctor`, or use provider='cpu'.",
+                "provider",
             ) from None
         nodes = profile.nodes(self.raw)
         if self.provider == providers.CPU:
@@ -166,7 +167,8 @@ class GraphSession(OpenGraph):
         if not nodes:
             raise ProviderError(
                 f"onnxruntime {ort.__version__} does not say which nodes {providers.short_name(self.provider)} runs; "
-                "install 1.24 or newer, or use provider='cpu'."
+                "install 1.24 or newer, or use provider='cpu'.",
+                "provider",
             )
         if not self._lenient:
             placement.check(self.cpu_nodes, self.provider)
@@ -242,7 +244,8 @@ def _session_options(given: ort.SessionOptions | None, intra: int | None, inter:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_THREADS:
             raise ParameterError(
-                f"{name} is {value!r}, but must be an integer in [0, {_MOST_THREADS}] (0: onnxruntime's choice)."
+                f"{name} is {value!r}, but must be an integer in [0, {_MOST_THREADS}] (0: onnxruntime's choice).",
+                name,
             )
         setattr(options, name, value)
     return options

@@ -28,7 +28,7 @@ def _number(name: str, value: object) -> float:
                 return float(value)
             except OverflowError:  # an integer that no float can hold
                 return math.inf if value > 0 else -math.inf  # type: ignore[operator]
-    raise ParameterError(f"{name} is {value!r}, but must be a number.")
+    raise ParameterError(f"{name} is {value!r}, but must be a number.", name)
 
 
 def check_range(name: str, value: float, rounded: float | None = None) -> None:
@@ -43,7 +43,7 @@ def check_range(name: str, value: float, rounded: float | None = None) -> None:
 
 def _require(name: str, value: object, holds: bool, bound: str) -> None:
     if not holds:
-        raise ParameterError(f"{name} is {value!r}, but must be {bound}.")
+        raise ParameterError(f"{name} is {value!r}, but must be {bound}.", name)
 
 
 def _finite_and_not_negative(value: float) -> bool:
@@ -145,7 +145,7 @@ def canonical_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETER_N
         if ours not in known:
             raise unknown_name(name, known)
         if ours in used:
-            raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.")
+            raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.", ours)
         used[ours] = name
     return {ours: given[name] for ours, name in used.items()}
 

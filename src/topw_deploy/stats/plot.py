@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.printable import printable
 from topw_deploy.reports import require_matplotlib
 from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 from topw_deploy.stats.table import token_text, verdict
@@ -72,7 +73,8 @@ def _colours(count: int) -> Sequence[Any]:
 
 
 def _plain_text(text: str, most: int) -> str:
-    """`text` in at most so many letters; matplotlib takes pairs of dollars for formulas."""
+    """`text` in at most so many letters that can be drawn; matplotlib takes pairs of dollars for formulas."""
+    text = printable(text)
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import PromptError
+from topw_deploy.plain_text import decode_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,7 @@ def prompts_of_json_lines(data: bytes, where: str) -> list[Prompt]:
 
 def _lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
     """Lines that are not blank, with their numbers from 1. Only line feeds end one: other breaks are text."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{where} is not UTF-8 text (byte {error.start}); convert it first.") from None
-    if "\0" in text:
-        raise PromptError(f"{where} holds a zero byte, so it is not text; give a text file with one prompt a line.")
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(decode_text(data, where).split("\n"), 1):
         if line.strip():
             yield number, line.removesuffix("\r")
 

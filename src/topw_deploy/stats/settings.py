@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.parameters import ALIASES, PARAMETER_NAMES, unknown_name
+from topw_deploy.sampling.parameters import ALIASES, PARAMETER_NAMES, check_range, unknown_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ def settings_of(given: Mapping[str, float], sweeps: Sequence[str]) -> list[Setti
     for text in sweeps:
         name, values = _sweep(text)
         if name in columns:
-            raise ParameterError(f"{name} is swept twice; give all its values in one --sweep.")
+            raise ParameterError(f"{name} is swept twice; give all its values in one --sweep.", name, "sweep")
         if name in given:
-            raise ParameterError(f"{name} is given as an option and swept; leave one of them out.")
+            raise ParameterError(f"{name} is given as an option and swept; leave one of them out.", name, "sweep")
         columns[name] = values
     found = []
     for combination in itertools.product(*columns.values()):
@@ -44,10 +44,18 @@ def _sweep(text: str) -> tuple[str, list[float]]:
     name = name.strip().replace("-", "_")
     name = ALIASES.get(name, name)
     if equals and name not in PARAMETER_NAMES:
-        raise unknown_name(name, PARAMETER_NAMES)
+        error = unknown_name(name, PARAMETER_NAMES)
+        raise ParameterError(str(error), "sweep")
     try:
-        return name, list(dict.fromkeys(float(value) for value in values.split(",")))
+        numbers = list(dict.fromkeys(float(value) for value in values.split(",")))
     except ValueError:
         raise ParameterError(
-            f"the sweep {text!r} is not NAME=NUMBER,NUMBER,...; write for example temperature=0.5,1,2."
+            f"the sweep {text!r} is not NAME=NUMBER,NUMBER,...; write for example temperature=0.5,1,2.",
+            "sweep",
         ) from None
+    for number in numbers:
+        try:
+            check_range(name, number)
+        except ParameterError as error:
+            raise ParameterError(str(error), "sweep") from None
+    return name, numbers

@@ -61,7 +61,8 @@ def choose(given: DecodeSettings) -> tuple[list[Side], list[Side]]:
     for name in given.peers:
         if name not in groups and all(side.name != name for side in every):
             raise ParameterError(
-                f"{name!r} is no side of this benchmark; choose among {', '.join(side.name for side in every)}."
+                f"{name!r} is no side of this benchmark; choose among {', '.join(side.name for side in every)}.",
+                "peers",
             )
     wanted = [side for side in every if not given.peers or _named(side, given.peers)]
     for side in wanted:

@@ -87,7 +87,9 @@ def _prompt(settings: DecodeSettings, manifest: Manifest) -> list[int]:
     if needed > manifest.decoder.context_length:
         raise ParameterError(
             f"{settings.prompt_tokens} + {settings.new_tokens} tokens are {needed}, but the context has "
-            f"{manifest.decoder.context_length}; ask for fewer."
+            f"{manifest.decoder.context_length}; lower prompt_tokens or new_tokens.",
+            "prompt_tokens",
+            "new_tokens",
         )
     rng = np.random.default_rng(settings.seed)
     return [int(token) for token in rng.integers(0, manifest.sampler.vocab_size, settings.prompt_tokens)]

@@ -38,9 +38,10 @@ class DecodeSettings:
     def __post_init__(self) -> None:
         for name, least in (("prompt_tokens", 1), ("new_tokens", _FEWEST_NEW), ("rounds", 1)):
             if getattr(self, name) < least:
-                raise ParameterError(f"{name} is {getattr(self, name)}, but must be an integer >= {least}.")
+                raise ParameterError(f"{name} is {getattr(self, name)}, but must be an integer >= {least}.", name)
         require_few_threads(self.threads)
         if self.authors is not None and self.transformers is None:
             raise ParameterError(
-                "the authors' processor runs in transformers; give the model's folder by --transformers."
+                "the authors' processor runs in transformers; give the model's folder by --transformers.",
+                "authors",
             )

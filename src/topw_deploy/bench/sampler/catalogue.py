@@ -72,7 +72,9 @@ def select(names: Iterable[str]) -> tuple[str, ...]:
     for name in names:
         meant = {known for known in CATALOGUE if known == name or (name in ("hf", "genai") and known.startswith(name))}
         if not meant:
-            raise ParameterError(f"{name!r} is no side of this benchmark; choose among {', '.join(CATALOGUE)}.")
+            raise ParameterError(
+                f"{name!r} is no side of this benchmark; choose among {', '.join(CATALOGUE)}.", "peers"
+            )
         chosen |= meant
     return tuple(name for name in CATALOGUE if name in chosen)
 

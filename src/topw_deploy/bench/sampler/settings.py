@@ -41,12 +41,12 @@ class SamplerSettings:
     def __post_init__(self) -> None:
         for name in ("vocab", "hidden", "batch", "rounds"):
             if getattr(self, name) < 1:
-                raise ParameterError(f"{name} is {getattr(self, name)}, but must be an integer >= 1.")
+                raise ParameterError(f"{name} is {getattr(self, name)}, but must be an integer >= 1.", name)
         require_few_threads([self.threads])
         for regime in self.regimes:
             if regime not in REGIMES:
-                raise ParameterError(f"regime is {regime!r}, but must be one of {', '.join(REGIMES)}.")
+                raise ParameterError(f"regime is {regime!r}, but must be one of {', '.join(REGIMES)}.", "regime")
         for temperature in self.temperatures:
             TopWParameters(temperature=temperature)  # its range check
         if not self.regimes:
-            raise ParameterError("no regime is given; name at least one.")
+            raise ParameterError("no regime is given; name at least one.", "regime")

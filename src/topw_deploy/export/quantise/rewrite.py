@@ -16,6 +16,7 @@ from topw_deploy.export.quantise.packed_rows import Origin, PackedRows
 from topw_deploy.export.quantise.products import Product, find_products, is_stored
 from topw_deploy.export.quantise.settings import Quantisation
 from topw_deploy.export.quantise.weight import Latest, QuantisedWeight, rows_of
+from topw_deploy.sizes import decimal_size
 
 DOMAIN = "com.microsoft"
 _WORTH_SAYING = 0.01  # share of the weights' bytes from which on a matrix that stays float is named
@@ -236,7 +237,8 @@ def _check_patterns(settings: Quantisation, products: list[Product], embedding: 
         if not Quantisation(bits=settings.bits, exclude=(pattern,)).excludes(*names):
             some = ", ".join(sorted({name for name in names if name})[:5])
             raise ParameterError(
-                f"the pattern {pattern!r} names no node or weight that would be quantised; there are {some}, ..."
+                f"the pattern {pattern!r} names no node or weight that would be quantised; there are {some}, ...",
+                "exclude_nodes",
             )
 
 
@@ -258,7 +260,7 @@ def _notices(graph: ir.Graph, settings: Quantisation, before: int, known: set[st
         return []
     size = sum(value.const_value.nbytes for value in left if value.const_value is not None)
     return [
-        f"{len(left)} weights ({size / 1e6:.1f} MB; first: {left[0].name}) are not {settings.dtype}: they are no "
+        f"{len(left)} weights ({decimal_size(size)}; first: {left[0].name}) are not {settings.dtype}: they are no "
         "constant matrix of a product, or no table with rows of whole blocks"
     ]
 

@@ -46,10 +46,10 @@ class Quantisation:
         ):
             if getattr(self, name) not in known:
                 choices = ", ".join(map(str, known))
-                raise ParameterError(f"{name} is {getattr(self, name)!r}, but must be one of {choices}.")
+                raise ParameterError(f"{name} is {getattr(self, name)!r}, but must be one of {choices}.", name)
         if self.symmetric and self.algorithm == "k_quant":
             raise ParameterError(
-                "k_quant is never symmetric: it finds a minimum for each block; leave --symmetric out."
+                "k_quant is never symmetric: it finds a minimum for each block; leave --symmetric out.", "symmetric"
             )
 
     @property

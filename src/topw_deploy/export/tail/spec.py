@@ -69,13 +69,14 @@ class TailSpec:
 
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
-            raise ParameterError(f"vocab_size is {self.vocab_size}, but must be an integer >= 1.")
+            raise ParameterError(f"vocab_size is {self.vocab_size}, but must be an integer >= 1.", "vocab_size")
         if self.form not in FORMS:
-            raise ParameterError(f"tail is {self.form!r}, but must be one of {', '.join(FORMS)}.")
+            raise ParameterError(f"tail is {self.form!r}, but must be one of {', '.join(FORMS)}.", "tail")
         if not OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
             raise ParameterError(
                 f"opset is {self.opset}, but the tail is written for {OLDEST_OPSET} to {NEWEST_OPSET}; "
-                "convert the model."
+                "convert the model.",
+                "opset",
             )
         if self.has_geometry and (self.embedding is None or self.hidden_size is None):
             raise ParameterError(

@@ -1,0 +1,135 @@
+"""What the command line calls things: errors that name Python's parameters, in the words that were typed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import click
+from click.core import ParameterSource
+
+from topw_deploy.cli.terminal import tell
+from topw_deploy.errors import TopWError
+
+# Python's names of parameters whose options are called otherwise; used where a command has no option of the first name.
+_OPTION_OF = {
+    "intra_op_num_threads": "threads",
+    "max_length": "max_context",
+    "algorithm": "quantisation_algorithm",
+    "exclude": "exclude_nodes",
+    "form": "tail",
+    "model_dir": "transformers",
+    "regimes": "regime",
+    "temperatures": "temperature",
+    "output": "out",
+}
+_GIVEN = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
+
+
+class RunningContext(click.Context):
+    """A context that leaves itself on the error that ends it: by then click has forgotten which command ran."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if isinstance(error, TopWError) and context_of(error) is None:
+            error.__dict__["context"] = self
+        return super().__exit__(kind, error, trace)
+
+    def invoke(self, *args: Any, **values: Any) -> Any:  # type: ignore[override]
+        for note in misspelt_variables(self):
+            tell(f"Note: {note}")
+        return super().invoke(*args, **values)
+
+
+def context_of(error: TopWError) -> click.Context | None:
+    """Of the command that `error` ended, or None."""
+    return cast("click.Context | None", error.__dict__.get("context"))
+
+
+def follow(command: click.Command) -> click.Command:
+    """Have `command`, and those in it, leave their context on errors."""
+    command.context_class = RunningContext
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        follow(inner)
+    return command
+
+
+def in_flags(error: TopWError, words: Sequence[str]) -> str:
+    """The message of `error` with the options of its command in place of Python's names. words: what was typed."""
+    message, context = str(error), context_of(error)
+    if context is None:
+        return message
+    for name in sorted(error.parameters, key=len, reverse=True):  # max_length before max
+        option = _option(context, name)
+        if option is not None:
+            message = _named(message, name, _spelling(option, context, words), option.opts)
+    return message
+
+
+def was_given(error: TopWError) -> bool:
+    """Whether a parameter that `error` names was set by an option, an argument or an environment variable."""
+    context = context_of(error)
+    if context is None:
+        return False
+    options = (_option(context, name) for name in error.parameters)
+    return any(o is not None and context.get_parameter_source(str(o.name)) in _GIVEN for o in options)
+
+
+def misspelt_variables(context: click.Context) -> Iterator[str]:
+    """A sentence for every environment variable that sets nothing, but is nearly one that would."""
+    prefix = f"{context.auto_envvar_prefix}_"
+    options = [option for option in context.command.params if isinstance(option, click.Option)]
+    known = {_variable(option, context): option for option in options}
+    by_flag = {prefix + flag.strip("-").replace("-", "_").upper(): name for name, option in known.items()
+               for flag in option.opts}  # fmt: skip
+    for given in sorted(os.environ):
+        # TOPW_EXPORT_SAMPLER_* are of `topw export-sampler`, not of `topw export`.
+        if not given.startswith(prefix) or given in known or given.startswith(f"{prefix}SAMPLER_"):
+            continue
+        near = difflib.get_close_matches(given, [*known, *by_flag], n=1, cutoff=0.9)
+        if near:
+            yield f"the environment variable {given} is not read; did you mean {by_flag.get(near[0], near[0])}?"
+
+
+def suggestion(typed: str, known: Iterable[str]) -> str:
+    """` Did you mean 'export'?`, or nothing where no known word is near."""
+    near = difflib.get_close_matches(typed, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _option(context: click.Context, name: str) -> click.Parameter | None:
+    options = {option.name: option for option in context.command.params}
+    return options.get(name) or options.get(f"no_{name}") or options.get(_OPTION_OF.get(name, name))
+
+
+def _spelling(option: click.Parameter, context: click.Context, words: Sequence[str]) -> str:
+    """The option as it was typed, the variable that set it, or its first long name; OUT for an argument."""
+    if isinstance(option, click.Argument):
+        return option.human_readable_name.strip("[].")
+    if context.get_parameter_source(str(option.name)) is ParameterSource.ENVIRONMENT:
+        return _variable(option, context)
+    typed = {word.partition("=")[0].replace("_", "-") for word in words}
+    flags = [*option.opts, *option.secondary_opts]
+    return next((flag for flag in flags if flag in typed), max(option.opts[:2], key=len))
+
+
+def _variable(option: click.Parameter, context: click.Context) -> str:
+    named = option.envvar if isinstance(option.envvar, str) and option.envvar in os.environ else None
+    return named or f"{context.auto_envvar_prefix}_{str(option.name).upper()}"
+
+
+def _named(message: str, name: str, flag: str, flags: Sequence[str]) -> str:
+    """`message` with `flag` for `name`: in name=True and name='value', and as a word. A word of everyday English is
+    replaced once only, and not beside one of the option's own `flags`."""
+    word = rf"(?<![\w'\"./-]){re.escape(name)}(?![\w'\"/-])"
+    message = re.sub(rf"{word}=True\b", lambda _: flag, message)
+    message = re.sub(rf"{word}='([^']*)'", lambda found: f"{flag} {found[1]}", message)
+    if "_" in name:
+        return re.sub(word, lambda _: flag, message)
+    named = any(known in message for known in flags if known.startswith("--"))
+    return message if named else re.sub(word, lambda _: flag, message, count=1)

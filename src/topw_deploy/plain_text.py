@@ -1,0 +1,26 @@
+"""Prompts in files and on standard input: their bytes, and how they become text."""
+
+from __future__ import annotations
+
+import codecs
+
+from topw_deploy.errors import PromptError
+
+_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
+          codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}  # fmt: skip
+
+
+def decode_text(data: bytes, where: str) -> str:
+    """The text of UTF-8 `data`, without the byte order mark that editors on Windows put before it.
+
+    where: the file's name, for messages. Raises PromptError for another encoding.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        encoding = next((name for mark, name in _MARKS.items() if data.startswith(mark)), "UTF-16" * (b"\0" in data))
+        cure = f"it looks like {encoding}, save it as UTF-8" if encoding else "convert it first"
+        raise PromptError(f"{where} is not UTF-8 text (byte {error.start}); {cure}.") from None
+    if "\0" in text:
+        raise PromptError(f"{where} holds a zero byte, so it is no text, or UTF-16; save it as UTF-8.")
+    return text

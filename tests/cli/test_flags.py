@@ -1,0 +1,184 @@
+"""Errors at the command line name what was typed, wrong values exit with 2, and near misses are suggested."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.errors import ManifestError
+from toy_model import Toy, export
+
+TOPW = "from topw_deploy.cli.main import main; main()"
+EXPORT = "from topw_deploy.cli.main import export_main; export_main()"
+
+
+def run(*words: object, program: str = TOPW, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, **env})
+
+
+def error(done: subprocess.CompletedProcess[str]) -> str:
+    """The sentence of a failed command, the last line that it printed."""
+    return done.stderr.splitlines()[-1].removeprefix("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed", 10**30], f"--seed is {10**30}, but must be an integer in [0, 18446744073709551616)."),
+        (["--temperature", "nan"], "--temperature is nan, but must be a finite number."),
+        (["--stop", ""], "--stop is [''], but must be a non-empty string or a list of such."),
+        (["--stop-strings", ""], "--stop-strings is [''], but must be a non-empty string or a list of such."),
+        (["--warm_p", 2], "--warm-p is 2.0, but must be in (0, 1]."),
+        (["--lambda-geom=-1"], "--lambda-geom is -1.0, but must be a finite number >= 0."),
+        (["--repetition-penalty", 0], "--repetition-penalty is 0.0, but must be a finite number > 0."),
+        (["--logit-bias", "999=1"], "--logit-bias names the token id 999, but ids go from 0 to 258."),
+        (["--max-context", 100], "--max-context is 100, but the model's context holds 96; give at most that."),
+        (["--threads", 5000], "--threads is 5000, but must be an integer in [0, 1024] (0: onnxruntime's choice)."),
+    ],
+)
+def test_a_wrong_value_names_its_option_and_exits_with_2(random_model: Path, words: list[object], message: str) -> None:
+    done = run("generate", random_model, "x", *words)
+    assert (done.returncode, done.stdout, error(done)) == (2, "", message)
+    assert done.stderr.startswith("Usage: topw generate [OPTIONS] OUT [PROMPT]\n")
+
+
+def test_a_wrong_value_of_a_variable_names_the_variable(random_model: Path) -> None:
+    done = run("generate", random_model, "x", TOPW_GENERATE_LAM="-1")
+    assert (done.returncode, error(done)) == (2, "TOPW_GENERATE_LAM is -1.0, but must be a finite number >= 0.")
+
+
+def test_a_wrong_value_of_the_models_own_exits_with_1(tmp_path: Path) -> None:
+    folder = export(tmp_path / "out", Toy.random(0), generation_config={"temperature": -1})
+    for words in ((), ("--temperature", "0.5")):
+        done = run("generate", folder, "x", *words)
+        assert (done.returncode, error(done)) == (
+            1,
+            "generation_config.json: temperature is -1.0, but must be a finite number >= 0.",
+        )
+
+
+def test_an_error_that_is_no_wrong_value_names_the_option_and_exits_with_1(random_model: Path) -> None:
+    done = run("generate", random_model, "abcdef", "--max-context", 5)
+    assert done.returncode == 1
+    assert "has 6 tokens, but the model was opened with --max-context 5;" in error(done)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--top_m", 0], "--top-m is 0, but must be an integer >= 1."),
+        (["--init-top-p", 1.5], "--init-top-p is 1.5, but must be in (0, 1]."),
+        (["--max-length", 64], "--max-length fixes the static cache of tensorrt; leave it out for others."),
+        (["--max-shard-size", "5xB"], "--max-shard-size is '5xB', but must be a number of bytes above 0, or like "),
+        (["--int4-block-size", 32], "--int4-block-size is an option of quantised weights, but dtype is fp32; "),
+        (["--algo-config", "rtn"], "--algo-config is an option of quantised weights, but dtype is fp32; "),
+        (["--num-hidden-layers", 0], "--num-hidden-layers is 0, but must be an integer >= 1."),
+        (["--opset", 9], "--opset is 9, but must be 23 or 24: "),
+    ],
+)
+def test_a_wrong_value_of_an_export_names_its_option(tmp_path: Path, words: list[object], message: str) -> None:
+    for program, start in ((TOPW, ["export"]), (EXPORT, [])):
+        done = run(*start, "demo", tmp_path / "out", *words, program=program)
+        assert (done.returncode, error(done)[: len(message)]) == (2, message)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["stats", "OUT", "x", "--sweep", "temperatur=1"], "unknown parameter 'temperatur': did you mean temperature?"),
+        (["stats", "OUT", "x", "--sweep", "beta=-1"], "beta is -1.0, but must be a finite number >= 0."),
+        (["stats", "OUT", "x", "--json", "/nowhere/x"], "--json is /nowhere/x, but /nowhere is not a folder;"),
+        (["stats", "OUT", "x", "--plot", "x"], "--plot is x, but must end in .png or .svg or .pdf;"),
+        (["bench", "decode", "OUT", "--threads", "0"], "--threads are [0], but must be integers in [1, 1024]."),
+        (["bench", "decode", "OUT", "--new-tokens", "500"], "128 + 500 tokens are 628, but the context has 96; lower "
+         "--prompt-tokens or --new-tokens."),
+        (["bench", "sampler", "--temperature", "nan"], "--temperature is nan, but must be a finite number >= 0."),
+        (["bench", "sampler", "--peers", "nemo"], "'nemo' is no side of this benchmark; choose among "),
+        (["export-sampler", "--metric", "uniform", "--vocab-size", "9", "--opset", "3", "/nowhere"],
+         "--opset is 3, but the tail is written for 18 to 24;"),
+        (["build-engine", "OUT", "--timing-cache", "/nowhere/x"], "--timing-cache is /nowhere/x, but /nowhere is no "),
+        (["build-engine", "OUT", "--fp16", "--plugin", "none"], "--fp16 would compute the sampler's function in half"),
+        (["generate", "OUT", "x", "--provider", "cudda"], "--provider is 'cudda', which is not an execution provider: "
+         "did you mean 'cuda'?"),
+    ],
+)  # fmt: skip
+def test_wrong_values_of_the_other_commands_name_their_options(
+    random_model: Path, words: list[str], message: str
+) -> None:
+    done = run(*(str(random_model) if word == "OUT" else word for word in words))
+    assert (done.returncode, error(done)[: len(message)]) == (2, message)
+
+
+@pytest.mark.parametrize(
+    ("words", "suggested"),
+    [
+        (["exprot", "demo", "out"], "export"),
+        (["bench", "samper"], "sampler"),
+        (["plugins", "buidl"], "build"),
+        (["generate", "out", "x", "--temprature", "1"], "--temperature"),
+        (["generate", "out", "x", "--sampler", "natve"], "native"),
+        (["export", "demo", "out", "--preset", "papr"], "paper"),
+        (["bench", "sampler", "--regime", "certifed"], "certified"),
+    ],
+)
+def test_near_misses_are_suggested(words: list[str], suggested: str) -> None:
+    done = run(*words)
+    assert done.returncode == 2
+    assert "Did you mean" in error(done)
+    assert f"'{suggested}'" in error(done).split("Did you mean")[1]
+
+
+def test_a_misspelt_variable_is_noted_once_with_the_right_one(random_model: Path) -> None:
+    words = ("generate", random_model, "x", "--max-new-tokens", 1)
+    assert run(*words, TOPW_GENERATE_SED="1").stderr == (
+        "Note: the environment variable TOPW_GENERATE_SED is not read; did you mean TOPW_GENERATE_SEED?\n"
+    )
+    assert "did you mean TOPW_GENERATE_AS_JSON?" in run(*words, TOPW_GENERATE_JSON="1").stderr
+    assert run(*words, TOPW_GENERATE_SEED="1", TOPW_STATS_SED="1").stderr == ""
+
+
+def test_a_variable_of_export_sampler_is_none_of_export(tmp_path: Path) -> None:
+    done = run("export", "./nope", tmp_path / "out", TOPW_EXPORT_SAMPLER_LOCAL_FILES_ONLY="1")
+    assert "Note" not in done.stderr
+
+
+def test_the_exporters_own_program_says_its_version() -> None:
+    done = run("--version", program=EXPORT)
+    assert (done.returncode, done.stdout) == (0, run("--version").stdout.replace("topw ", "topw-export "))
+    assert run("export", "--version").returncode == 2
+
+
+def test_exchanged_arguments_are_recognised(random_model: Path) -> None:
+    for command in ("generate", "stats"):
+        done = run(command, "x", random_model)
+        assert done.returncode == 2
+        assert error(done) == f"x does not exist, but {random_model} is an exported folder; OUT comes first."
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0)
+    done = run("generate", tmp_path / "locked" / "out", "x")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "Permission denied" in done.stderr
+
+
+def test_a_name_that_is_too_long_is_one_sentence() -> None:
+    done = run("generate", "x" * 5000, "x")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "File name too long" in done.stderr
+
+
+def test_parameters_are_kept_when_an_error_is_copied() -> None:
+    import copy
+    import pickle
+
+    given = ManifestError("a is wrong", "a")
+    for twin in (copy.copy(given), pickle.loads(pickle.dumps(given))):
+        assert (str(twin), twin.parameters) == ("a is wrong", ("a",))

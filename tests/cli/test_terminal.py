@@ -1,0 +1,171 @@
+"""What the commands print, and that they print nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import topw_deploy.cli
+from topw_deploy.cli import terminal
+from topw_deploy.manifest import load_manifest, save_manifest
+from topw_deploy.printable import printable
+from toy_model import EOS, Toy, byte_ids, export
+
+from .conftest import Invoke
+
+COMMANDS = sorted(Path(topw_deploy.cli.__file__).parent.glob("*.py"))
+EVIL = "\x1b]0;owned\x07\x9b2J\u202e"
+SHOWN = r"\x1b]0;owned\x07\x9b2J\u202e"
+PRINTS = {"print", "click.echo", "click.secho", "click.echo_via_pager", "sys.stdout.write", "sys.stderr.write"}
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.stem)
+def test_only_the_terminal_module_prints(path: Path) -> None:
+    calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    found = {ast.unparse(call.func) for call in calls} & PRINTS
+    assert found == ({"sys.stdout.write", "sys.stderr.write"} if path.stem == "terminal" else set())
+
+
+@pytest.fixture
+def hostile(random_model: Path, tmp_path: Path) -> Path:
+    """An exported folder whose manifest and name would control the terminal."""
+    folder = tmp_path / f"out{EVIL}"
+    shutil.copytree(random_model, folder)
+    manifest = load_manifest(folder)
+    assert manifest.decoder is not None
+    decoder = replace(manifest.decoder, model_type=f"toy\n{EVIL}")
+    save_manifest(folder, replace(manifest, decoder=decoder, source={**manifest.source, "id": EVIL}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words", [("inspect",), ("verify", "--hashes-only"), ("check", "--no-ask"), ("generate", "--stats")]
+)
+def test_names_from_a_folder_are_printed_escaped(invoke: Invoke, hostile: Path, words: tuple[str, ...]) -> None:
+    prompt = ("x", "--max-new-tokens", 2, "--seed", 1, "--no-stream") if words[0] == "generate" else ()
+    result = invoke(words[0], hostile, *prompt, *words[1:])
+    printed = result.stderr if words[0] == "generate" else result.output
+    assert printable(printed, keep="\n") == printed
+    if words[0] in ("inspect", "verify"):
+        assert SHOWN in printed
+    if words[0] == "inspect":
+        assert f"toy\\n{SHOWN}" in printed
+
+
+def test_json_of_such_a_folder_is_exact_and_escaped(invoke: Invoke, hostile: Path) -> None:
+    printed = invoke("inspect", hostile, "--json").stdout
+    assert printable(printed, keep="\n") == printed
+    assert json.loads(printed)["source"]["id"] == EVIL
+
+
+def program(*words: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+    code = "from topw_deploy.cli.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, env={**os.environ, **env})
+
+
+def test_an_error_and_a_note_about_a_name_are_one_escaped_line(tmp_path: Path) -> None:
+    done = program("generate", f"{EVIL}\nError: all is well", "x")
+    assert done.returncode == 1
+    assert done.stderr.count(b"\n") == 1
+    assert SHOWN.encode() + b"\\nError" in done.stderr
+    folder = export(tmp_path / "out", Toy.random(0), generation_config={"top_p": 0.9, f"x{EVIL}": EVIL})
+    done = program("generate", str(folder), "x", "--max-new-tokens", "1")
+    assert done.stderr.startswith(b"Note: generation_config.json asks for ")
+    assert printable(done.stderr.decode(), keep="\n") == done.stderr.decode()
+
+
+def test_progress_about_a_model_id_is_escaped(tmp_path: Path) -> None:
+    done = program("export", f"a/{EVIL}", str(tmp_path / "out"))
+    assert done.stderr.startswith(f"Finding a/{SHOWN}\nError: a/{SHOWN} does not exist".encode())
+
+
+def test_wrong_usage_is_escaped_too() -> None:
+    done = program(EVIL)
+    assert (done.returncode, b"Usage: topw" in done.stderr, b"\x1b" in done.stderr) == (2, True, False)
+
+
+def test_a_traceback_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    from topw_deploy.cli.main import _show_traceback
+
+    error = RuntimeError(f"{EVIL}\nsecond line")
+    _show_traceback(RuntimeError, error, None)
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-2:] == [f"RuntimeError: {SHOWN}", "second line"]
+
+
+class Terminal:
+    """As much of a terminal as `GeneratedText` needs."""
+
+    encoding = "utf-8"
+
+    def __init__(self, terminal: bool) -> None:
+        self.text, self._terminal = "", terminal
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        (["a\tb\nc"], "a\tb\nc\n"),
+        (["\x1b[2", "Jx\x9b"], "\\x1b[2Jx\\x9b\n"),
+        (["one\r", "\ntwo\r\n"], "one\ntwo\n\n"),  # a line end of Windows, between two pieces
+        (["hidden\rshown", "\r"], "hidden\\rshown\\r\n"),  # a CR alone would print over the line
+        (["\r", "\r", "\n"], "\\r\n\n"),
+        (["שלום 👩‍👩‍👧 é"], "שלום 👩‍👩‍👧 é\n"),
+    ],
+)
+def test_generated_text_does_not_control_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[str], shown: str
+) -> None:
+    for is_terminal in (True, False):
+        out = Terminal(is_terminal)
+        monkeypatch.setattr(sys, "stdout", out)
+        text = terminal.GeneratedText()
+        for piece in pieces:
+            text.add(piece)
+        text.end()
+        assert out.text == (shown if is_terminal else "".join(pieces) + "\n")
+
+
+def test_generated_text_in_a_pipe_is_what_the_model_wrote(tmp_path: Path) -> None:
+    answer = "\x1b[31mred\x1b[0m\rx\x9b2J"
+    folder = export(tmp_path / "out", Toy.script([*byte_ids(answer), EOS], prompt_tokens=1))
+    for option in ("--stream", "--no-stream"):
+        assert program("generate", str(folder), "x", option).stdout == f"{answer}\n".encode()
+    printed = program("generate", str(folder), "x", "--json").stdout.decode()
+    assert printable(printed, keep="\n") == printed
+    assert json.loads(printed)["text"] == answer
+
+
+def test_json_loses_no_character_where_stdout_takes_ascii_only(scripted: Path) -> None:
+    done = program("generate", str(scripted), "x", "--json", PYTHONIOENCODING="ascii")
+    assert json.loads(done.stdout)["text"] == "hello 😀 world."
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes the streams")
+def test_a_closed_stderr_gives_its_number_to_no_other_file(scripted: Path) -> None:
+    code = "import os, sys; from topw_deploy.cli import terminal; terminal.prepare(); print(os.fstat(2).st_rdev)"
+    null = str(os.stat(os.devnull).st_rdev)
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True, text=True)
+    assert done.stdout == f"{null}\n"
+    words = [sys.executable, "-m", "topw_deploy", "generate", str(scripted), "x", "--stats"]
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "hello 😀 world.\n")

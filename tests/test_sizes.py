@@ -1,0 +1,28 @@
+"""Numbers of bytes, read and written."""
+
+from __future__ import annotations
+
+import pytest
+
+from topw_deploy.sizes import decimal_size
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1_000, "1.0 kB"),
+        (20_300_000, "20.3 MB"),
+        (999_940_000, "999.9 MB"),
+        (999_960_000, "1.0 GB"),
+        (5_200_000_000, "5.2 GB"),
+        (2**60, "1152921.5 TB"),
+    ],
+)
+def test_a_size_is_in_the_largest_unit_of_which_there_is_one(size: int, text: str) -> None:
+    assert decimal_size(size) == text
+
+
+def test_two_sizes_that_are_close_can_be_told_apart() -> None:
+    assert (decimal_size(1_204_000_000, 2), decimal_size(1_212_000_000, 2)) == ("1.20 GB", "1.21 GB")
