@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, given, parameter_options
+from topw_deploy.cli.options import CONTEXT, given, parameter_options, preset_option
 from topw_deploy.cli.outputs import check_output, check_picture
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of each prompt's draws.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts run together.")
+@preset_option
 @parameter_options
 @click.option(
     "--sweep",
@@ -80,6 +81,7 @@ def command(
 
     shown: dict[str, Any] = {} if values["quiet"] else {"progress": phase, "bar": bar}
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
+    generation |= given(values, ("preset",))
     summaries = summarise(
         collect(folder, asked, settings, batch_size=values["batch_size"], generation=generation, **shown)
     )
@@ -124,7 +126,7 @@ def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_
     if str(json_file) != "-":
         click.echo("\n".join(lines(summaries, values["tokens"])))
     if json_file is not None:
-        kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size")}
+        kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size", "preset")}
         report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
         text = json.dumps(report, indent=2, ensure_ascii=False)
         if str(json_file) == "-":

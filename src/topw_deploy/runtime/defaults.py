@@ -53,7 +53,7 @@ def model_defaults(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, Any]:
     defaults, ignored = {}, {}
     for key, value in stated.items():
         name = ALIASES.get(key, key)
-        if name in PARAMETERS and name not in ("seed", "ignore_eos"):
+        if name in PARAMETERS and name not in ("seed", "ignore_eos", "preset"):
             defaults[name] = _checked(name, value)
         elif not (key in _SILENT or key.startswith("_") or value is False or value in _OFF.get(key, ())):
             ignored[key] = value

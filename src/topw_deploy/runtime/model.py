@@ -212,7 +212,9 @@ class TopWModel:
         named, whole = split(parameters)
         prompts, alone = self._prompts(prompt, whole["add_special_tokens"])
         samples = whole["num_return_sequences"]
-        rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples)
+        rows = resolve(
+            prompts, named, self.defaults, self.manifest.defaults, self._limits, samples, self.manifest.sampler.geometry
+        )
         if len(rows) > (self._limits.rows or len(rows)):
             raise PromptError(
                 f"the request has {len(rows)} sequences, but the model was opened with max_batch {self._limits.rows}; "

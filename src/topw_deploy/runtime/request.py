@@ -1,7 +1,7 @@
 """A request made definite: for every row of the batch the value of every parameter.
 
-A value comes from the request, else from the model's `generation_config.json`, else from the export (the Top-W
-parameters in the manifest) or this tool.
+A value comes from the request, else from the request's preset (the Top-W parameters), else from the model's
+`generation_config.json`, else from the export (the Top-W parameters in the manifest) or this tool.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime.draws import fresh_seed
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
+from topw_deploy.sampling.presets import preset_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +77,20 @@ def resolve(
     exported: TopWParameters,
     limits: Limits,
     samples: int = 1,
+    geometry: tuple[str, int | None] = ("uniform", None),
 ) -> list[RowRequest]:
     """One RowRequest per prompt and sample, the samples of a prompt side by side.
 
     given: the request's row parameters (see `split`), each one value for all prompts or a list of one per prompt.
+    geometry: the model's metric and the width of its embeddings, which `preset` needs.
     Raises ParameterError for a bad value, PromptError for a prompt that is empty, too long or has unknown ids.
     """
     columns = {name: spread(name, value, len(prompts)) for name, value in given.items()}
     rows = []
     for index, prompt in enumerate(prompts):
         request = {name: column[index] for name, column in columns.items() if column[index] is not None}
+        if "preset" in request:
+            request = {**preset_parameters(request["preset"], *geometry), **request}
         _check_prompt(prompt, limits, f"prompt {index}" if len(prompts) > 1 else "the prompt")
         seed = request.get("seed")
         seed = fresh_seed() if seed is None else seed

@@ -14,6 +14,7 @@ from topw_deploy.runtime.draws import SEED_BITS, uniforms
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
+from topw_deploy.sampling.presets import preset_parameters
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -92,6 +93,7 @@ class TopWSampler:
         edit_ids: np.ndarray | None = None,
         edit_penalty: np.ndarray | None = None,
         edit_bias: np.ndarray | None = None,
+        preset: str | None = None,
         **parameters: Any,
     ) -> Samples:
         """Draw one token from each row of `logits`, float [B, V] (or [V], taken as one row).
@@ -100,7 +102,7 @@ class TopWSampler:
         number of tokens before the one to draw (docs/graph.md section 5); `sample` tells apart several draws for one
         position. `edit_ids` int64 [B, N] (-1 is padding), `edit_penalty` and `edit_bias` float32 [B, N] are the logit
         edits of docs/graph.md section 6. `parameters` are the Top-W parameters, each one number or one per row; those
-        left out have the export's defaults.
+        left out have the values of `preset` (docs/lively.md), or the export's defaults.
 
         Raises ParameterError for bad arguments, GenerationError naming the rows whose logits are invalid.
         """
@@ -109,7 +111,7 @@ class TopWSampler:
             raise ParameterError(f"logits have the shape {logits.shape}, but must be [batch, {self.vocab_size}].")
         rows = len(logits)
         feeds = {"logits": logits, "uniform": _uniform(rows, uniform, seed, position, sample)}
-        feeds |= self._parameters(rows, parameters)
+        feeds |= self._parameters(rows, parameters, preset)
         feeds |= _edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
         try:
             found = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
@@ -123,8 +125,10 @@ class TopWSampler:
             )
         return Samples(**found)
 
-    def _parameters(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _parameters(self, rows: int, given: Mapping[str, Any], preset: str | None) -> dict[str, np.ndarray]:
         named = canonical_names(given)
+        if preset is not None:
+            named = {**preset_parameters(preset, *self.manifest.sampler.geometry), **named}
         columns = {}
         for name, default in asdict(self.manifest.defaults).items():
             values = _column(name, named.get(name, default), rows, np.float32)
