@@ -49,6 +49,7 @@ TOP_W = {
     "`lively` without geometry (geom_scale 0)": replace(LIVELY, geom_scale=0.0),
     "`lively` with geom_scale 1": replace(LIVELY, geom_scale=1.0),
     "`lively` at temperature 0.8": replace(LIVELY, temperature=0.8),
+    "`lively` at temperature 1.5": replace(LIVELY, temperature=1.5),
 }
 OTHERS: Mapping[str, Mapping[str, float]] = {
     "plain sampling": {},

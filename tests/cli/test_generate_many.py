@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from topw_deploy.cli import answer_lines
+from topw_deploy.cli import answer_lines, generate_many
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.draws import prompt_seed
@@ -254,6 +255,18 @@ def test_nothing_is_run_or_written_where_a_line_is_wrong(
     with pytest.raises(TokenizerError, match=r"line 2 of .*has no chat template"):
         invoke("generate", scripted, "--prompts-jsonl", no_template, "--output", out)
     assert not out.exists()
+
+
+def test_a_bar_counts_prompts_on_a_terminal_and_nothing_is_shown_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal in (True, False):
+        shown = io.StringIO()
+        monkeypatch.setattr(shown, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr("sys.stderr", shown)
+        with generate_many._bar(5, 2) as advance:
+            advance(2)
+            advance(1)
+        assert ("2/5" in shown.getvalue(), "5/5" in shown.getvalue()) == (terminal, terminal)
+        assert terminal or not shown.getvalue()
 
 
 def test_stats_count_the_run_on_stderr(invoke: Invoke, random_model: Path, source: Path) -> None:

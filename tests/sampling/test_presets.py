@@ -34,6 +34,18 @@ def test_tokens_with_independent_features_are_at_the_typical_distance(metric: st
     assert root_mean_square == pytest.approx(typical_distance(metric, width), rel=0.05)
 
 
+def test_the_crop_of_lively_does_not_depend_on_the_draws_temperature() -> None:
+    logits = np.random.default_rng(1).normal(size=300).astype(np.float32) * 3
+    geometry = Geometry.from_embeddings(np.random.default_rng(2).normal(size=(300, 8)), "mahalanobis")
+    lively = preset_parameters("lively", "mahalanobis", 8)
+    crops = [
+        crop(logits, TopWParameters(**lively | {"temperature": t}), TopWOptions(), geometry).kept.tolist()
+        for t in (0.5, 1.0, 2.0)
+    ]
+    assert crops[0] == crops[1] == crops[2]
+    assert 1 < len(crops[0]) < 300
+
+
 def test_a_typical_distance_counts_the_same_under_lively_at_every_width() -> None:
     costs = {
         preset_parameters("lively", metric, width)["geom_scale"] * typical_distance(metric, width)

@@ -12,7 +12,8 @@ from topw_deploy.sampling.parameters import TopWParameters
 LIVELY_DISTANCE = 1.5
 """What a typical distance counts for under `lively`: its geom_scale times `typical_distance`."""
 
-_LIVELY = TopWParameters(lam=1.0, beta=4.0, init_top_p=0.3)
+# The crop is chosen at 1 whatever the draw's temperature: at 1.5 it would be the whole pool at many steps.
+_LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_p=0.3)
 
 REQUEST_PRESETS: Mapping[str, str] = {
     "paper": "the paper's parameters, which keep few tokens and are nearly always certified",
