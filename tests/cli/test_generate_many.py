@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from topw_deploy.cli import answer_lines, generate_many
-from topw_deploy.errors import ParameterError, PromptError, TokenizerError
+from topw_deploy.errors import GenerationError, LogitsError, ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.draws import prompt_seed
 from toy_model import CONTEXT, byte_ids
@@ -132,6 +132,29 @@ def test_an_interruption_leaves_whole_lines_and_says_how_to_go_on(
     assert [line["index"] for line in answers(out.read_text("utf-8"))] == [0]
 
 
+def test_only_errors_of_a_prompt_are_answers_and_others_end_the_run(
+    invoke: Invoke, random_model: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    command = ("generate", random_model, "--prompts-jsonl", source, "--output", out, *SETTINGS, "--seed", 4)
+    generate = TopWModel.generate
+    faults = {"ab": LogitsError("row 0 is invalid"), "cde": GenerationError("no memory")}
+
+    def failing(model: TopWModel, prompt: Any, **given: Any) -> Any:
+        if prompt[0] in faults:
+            raise faults[prompt[0]]
+        return generate(model, prompt, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TopWModel, "generate", failing)
+        with pytest.raises(GenerationError, match="no memory"):
+            invoke(*command)
+    assert [line.get("error_type") for line in answers(out.read_text("utf-8"))] == ["LogitsError"]
+    with pytest.raises(PromptError, match="1 of 7 prompts could not be run"):
+        invoke(*command, "--resume")
+    assert [line["index"] for line in answers(out.read_text("utf-8"))] == [0, 1, 2, 3, 4, 4, 4, 5, 6]
+
+
 def test_each_batch_is_in_the_file_before_the_next_is_run(
     invoke: Invoke, random_model: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +178,15 @@ def test_lines_reach_the_disk_at_the_latest_with_the_end(
     monkeypatch.setattr(answer_lines, "_SYNC_SECONDS", -1.0)
     invoke("generate", random_model, "--prompts-jsonl", source, "--output", tmp_path / "o.jsonl", *SETTINGS)
     assert len(synced) == 7 + 1  # every batch, and the end
+
+
+def test_no_character_of_a_text_ends_a_line_for_any_reader(tmp_path: Path) -> None:
+    text = "".join(map(chr, range(0x2100))) + "😀"
+    with answer_lines.AnswerFile(tmp_path / "out.jsonl") as file:
+        file.add([{"index": 0, "text": text}])
+    (line,) = (tmp_path / "out.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(line)["text"] == text
+    assert "😀" in line
 
 
 def test_answers_that_are_there_are_replaced_only_on_request(

@@ -19,7 +19,9 @@ from typing import Any, BinaryIO
 from topw_deploy.errors import ParameterError
 
 _START = b'{"index": '  # of every line
-_SYNC_SECONDS = 1.0  # a crash of the machine loses about this much of the work
+# Characters at which some readers end a line, Python's str.splitlines among them; json escapes the others itself.
+_ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+_SYNC_SECONDS = 1.0  # least time between two waits for the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,9 @@ class AnswerFile:
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write whole lines and hand them to the system; at most every second wait until they are on the disk."""
-        texts = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]  # "index" is the first name
+        texts = [
+            json.dumps(line, ensure_ascii=False).translate(_ESCAPED) + "\n" for line in lines
+        ]  # "index" is the first name
         self._stream.write("".join(texts).encode())
         self._stream.flush()
         if self._path is not None and time.monotonic() - self._synced > _SYNC_SECONDS:

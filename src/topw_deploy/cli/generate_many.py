@@ -14,7 +14,7 @@ import click
 
 from topw_deploy.cli.answer_lines import AnswerFile, Kept, check_answers, kept_of
 from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
-from topw_deploy.errors import ParameterError, PromptError, TokenizerError, TopWError
+from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
 from topw_deploy.reports import counted
 
 if TYPE_CHECKING:
@@ -162,10 +162,13 @@ class _Job:
         return kept
 
     def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
-        """The lines of a batch. If it cannot be run as a whole, its prompts are run one by one."""
+        """The lines of a batch; of its prompts one by one, if one of them cannot be run.
+
+        Raises GenerationError where the machine is at fault: no memory for the batch, a device that fails.
+        """
         try:
             found = self._generate(batch)
-        except TopWError as error:
+        except (PromptError, ParameterError, LogitsError) as error:  # a prompt's own fault, not the machine's
             if len(batch) > 1:
                 return [answer for line in batch for answer in self.answers([line])]
             self.failed += 1
@@ -254,10 +257,10 @@ def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLi
 
 @contextlib.contextmanager
 def _told_of_resume(path: Path | None) -> Iterator[None]:
-    """Say what an interruption leaves."""
+    """Say what an interruption or an error leaves."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TopWError):
         if path is not None:
             click.echo(f"What is finished is in {path}; the same command with --resume goes on from there.", err=True)
         raise
