@@ -110,10 +110,11 @@ class AnswerFile:
         return stream
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write whole lines and hand them to the system; at most every second wait until they are on the disk."""
-        texts = [
-            json.dumps(line, ensure_ascii=False).translate(_ESCAPED) + "\n" for line in lines
-        ]  # "index" is the first name
+        """Write whole lines, whose first name is "index", and hand them to the system.
+
+        At most once a second, wait until they are on the disk.
+        """
+        texts = [json.dumps(line, ensure_ascii=False).translate(_ESCAPED) + "\n" for line in lines]
         self._stream.write("".join(texts).encode())
         self._stream.flush()
         if self._path is not None and time.monotonic() - self._synced > _SYNC_SECONDS:
