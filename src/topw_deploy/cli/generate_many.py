@@ -117,7 +117,7 @@ def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
                 f"{kept.prompts} of {counted(len(prompts), 'prompt')} are in {path}; going on from there.", err=True
             )
         started = time.perf_counter()
-        with _told_of_resume(path), AnswerFile(path, kept.size) as answers, _bar(len(prompts), kept.prompts) as advance:
+        with AnswerFile(path, kept.size) as answers, _told_of_resume(path), _bar(len(prompts), kept.prompts) as advance:
             for batch in _batches(prompts[kept.prompts :], asked.batch_size):
                 answers.add(job.answers(batch))
                 advance(len(batch))
