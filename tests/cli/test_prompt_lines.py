@@ -40,6 +40,12 @@ def test_a_lines_parameters_replace_those_of_the_command() -> None:
     assert third.parameters == {"temperature": 0.5, "max_length": 9}
 
 
+def test_a_line_may_use_the_names_of_openai_and_vllm() -> None:
+    (line,) = read('{"prompt": "a", "n": 2, "max_tokens": 4, "stop": "."}')
+    assert line.parameters == {"num_return_sequences": 2, "max_new_tokens": 4, "stop_strings": (".",)}
+    assert line.samples == 2
+
+
 def test_a_text_of_a_chat_is_the_users_message() -> None:
     text, messages = read('"hi"\n{"messages": [{"role": "user", "content": "ho"}]}', chat=True, system="Be brief.")
     assert text.prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
@@ -64,6 +70,8 @@ def test_a_text_of_a_chat_is_the_users_message() -> None:
         ('{"prompt": "a", "prompt": "b"}', "names 'prompt' twice"),
         ('{"prompt": "a", "temprature": 1}', "unknown parameter 'temprature': did you mean temperature"),
         ('{"prompt": "a", "top_p": 0.9}', "top_p belongs to another sampler"),
+        ('{"prompt": "a", "generation_config": {"lam": 1}}', "generation_config has no place here"),
+        ('{"prompt": "a", "streamer": "x"}', "streamer has no place here"),
         ('{"prompt": "a", "temperature": [1]}', r"temperature is \[1\]"),
         ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
         ('{"prompt": "a", "seed": 1.5}', "seed is 1.5"),

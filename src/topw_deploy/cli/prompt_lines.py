@@ -14,6 +14,7 @@ from topw_deploy.stats.prompts import numbered_lines
 KINDS = ("prompt", "prompt_ids", "messages")
 _ALIASES = {"token_ids": "prompt_ids"}
 _OWN = ("id", *KINDS)
+_OBJECTS = frozenset({"generation_config", "streamer", "stopping_criteria"})  # objects of a program
 _FORM = 'write "text", {"prompt": "text"}, {"prompt_ids": [1, 2]} or {"messages": [...]}'
 
 
@@ -133,7 +134,10 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names
 
     known = {**PARAMETERS, **REQUEST_PARAMETERS}
-    return {name: known[name].parse(name, value) for name, value in check_names(given).items()}
+    named = check_names(given)
+    for name in _OBJECTS & named.keys():
+        raise ParameterError(f"{name} has no place here; give parameters by their own names.")
+    return {name: known[name].parse(name, value) for name, value in named.items()}
 
 
 def _check_together(own: Mapping[str, Any]) -> None:
