@@ -64,6 +64,13 @@ def test_a_preset_stands_before_the_models_defaults_and_behind_the_request() -> 
     assert row({"preset": "lively", "do_sample": False}, model).top_w.greedy
 
 
+def test_a_preset_of_a_generation_config_stands_behind_the_request() -> None:
+    named, _ = split({"temperature": 0.5})
+    (found,) = resolve([[5]], named, {"lam": 0.2}, EXPORTED, LIMITS, config={"preset": "lively", "beta": 3.0})
+    expected = preset_parameters("lively", "uniform", None) | {"beta": 3.0, "temperature": 0.5}
+    assert found.top_w == TopWParameters(**expected)
+
+
 def test_each_row_may_have_its_own_preset() -> None:
     named, _ = split({"preset": ["paper", None, "lively"], "lam": [None, 1.7, None]})
     found = resolve([[5], [6], [7]], named, {}, EXPORTED, LIMITS, geometry=("mahalanobis", 32))
