@@ -26,7 +26,7 @@ help:            ## this list
 
 demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text from it
 	$(BIN)/topw-export demo out/demo --overwrite
-	$(BIN)/topw generate out/demo "class Path" --lam 1.5 --seed 2 --max-new-tokens 120 --stats
+	$(BIN)/topw generate out/demo "class Path" --preset lively --seed 2 --max-new-tokens 120 --stats
 
 test: $(VENV)/dev.stamp     ## install and run the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -11,7 +11,7 @@ import sys
 
 from benchmarks.common import say
 
-MODULES = ("tail", "native_rows", "decode", "kv", "startup", "export_cost", "graft_memory", "geometry_share")
+MODULES = ("tail", "native_rows", "decode", "kv", "startup", "export_cost", "graft_memory", "geometry_share", "lively")
 
 
 def main() -> None:

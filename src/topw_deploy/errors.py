@@ -69,5 +69,9 @@ class GenerationError(TopWError):
     """A generation cannot go on: a row's logits are invalid (names row and step), no memory for the cache."""
 
 
+class LogitsError(GenerationError):
+    """A row's logits hold NaN or +infinity, or nothing finite after the edits."""
+
+
 class BenchmarkError(TopWError):
     """A measurement cannot be taken: a side is absent though named, died, or does not answer as the others do."""

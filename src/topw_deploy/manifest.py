@@ -94,6 +94,11 @@ class SamplerInfo:
     outputs: tuple[str, ...]
     neighbour_bound: bool = False  # whether node input 13 holds one
 
+    @property
+    def geometry(self) -> tuple[str, int | None]:
+        """The metric and the width of the embeddings."""
+        return self.options.metric, self.hidden_size
+
 
 @dataclass(frozen=True, slots=True)
 class Check:

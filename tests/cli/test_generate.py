@@ -9,6 +9,7 @@ import pytest
 
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import preset_parameters
 from toy_model import byte_ids
 
 from .conftest import ANSWER, Invoke
@@ -159,6 +160,16 @@ def test_zero_is_a_value(invoke: Invoke, random_model: Path) -> None:
     greedy = json.loads(invoke(*words, "--temperature", 0, "--seed", 0).stdout)
     assert greedy["seed"] == 0
     assert set(greedy["kept"]) == {1}
+
+
+def test_a_preset_states_the_parameters_that_are_not_given(invoke: Invoke, random_model: Path) -> None:
+    words = ("generate", random_model, "ab", "--json", "--seed", 5, "--max-new-tokens", 8)
+    model = TopWModel.from_pretrained(random_model, provider="cpu")
+    found = json.loads(invoke(*words, "--preset", "lively", "--temperature", 2).stdout)
+    parameters = preset_parameters("lively", *model.manifest.sampler.geometry) | {"temperature": 2.0}
+    assert found["token_ids"] == model.generate("ab", seed=5, max_new_tokens=8, **parameters).token_ids
+    assert found["kept"] != json.loads(invoke(*words, "--temperature", 2).stdout)["kept"]
+    assert "'paper', 'lively'" in invoke(*words, "--preset", "livley").stderr
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.processors import TopWLogitsProcessor
 from topw_deploy.processors import geometry as module
-from topw_deploy.sampling import TopWOptions, TopWParameters, as_float32
+from topw_deploy.sampling import TopWOptions, TopWParameters, as_float32, preset_parameters
 from topw_deploy.sampling.tensors import Stage, TensorGeometry
 
 from .tiny import VOCAB, WIDE, kept_sets, reference_sets, tiny_llama
@@ -68,6 +68,15 @@ def test_the_presets_and_names_are_the_packages(model):
     released = TopWLogitsProcessor(model, preset="released")
     assert released.parameters == as_float32(TopWParameters(geom_scale=0.6))
     assert released.options == TopWOptions(alt_iters=9, metric="cosine")
+    width = model.get_input_embeddings().weight.shape[1]
+    lively = TopWLogitsProcessor(model, preset="lively", beta=3.0, metric="unit")
+    expected = preset_parameters("lively", "unit", width) | {"beta": 3.0}
+    assert lively.parameters == as_float32(TopWParameters(**expected))
+    assert lively.options == TopWOptions(metric="unit")
+    assert (
+        TopWLogitsProcessor(preset="lively", metric="uniform").parameters.init_top_p
+        == as_float32({"init_top_p": 0.3}).init_top_p
+    )
     theirs = TopWLogitsProcessor(model, lambda_geom=0.5, warm_p=0.75, m=100)
     assert (theirs.parameters.lam, theirs.parameters.init_top_p, theirs.options.top_m) == (0.5, 0.75, 100)
     assert TopWLogitsProcessor(metric="uniform", lam=0.1).parameters.lam == as_float32({"lam": 0.1}).lam
@@ -80,7 +89,7 @@ def test_the_presets_and_names_are_the_packages(model):
         ({"lam": 1.0, "lambda_geom": 1.0}, "lam is given twice"),
         ({"lam": -1.0}, "lam is -1.0"),
         ({"top_m": 0}, "top_m is 0"),
-        ({"preset": "ours"}, "preset is 'ours', but must be one of paper, released"),
+        ({"preset": "ours"}, "preset is 'ours', but must be one of paper, released, lively"),
     ],
 )
 def test_choices_that_cannot_be_right_are_refused(model, choices, message):

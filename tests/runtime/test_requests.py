@@ -12,7 +12,7 @@ import pytest
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
-from topw_deploy.sampling import TopWParameters
+from topw_deploy.sampling import TopWParameters, preset_parameters
 from toy_model import EOS, PAD, VOCAB, Load, Toy, byte_ids
 
 LIMITS = Limits(context_length=1000, vocab_size=VOCAB)
@@ -53,6 +53,34 @@ def test_a_top_w_parameter_comes_from_the_first_place_that_states_it(
     request_: dict[str, Any], model: dict[str, Any], name: str, expected: float
 ) -> None:
     assert getattr(row(request_, model).top_w, name) == expected
+
+
+def test_a_preset_stands_before_the_models_defaults_and_behind_the_request() -> None:
+    model = {"temperature": 0.6, "lam": 0.2, "repetition_penalty": 1.1}
+    found = row({"preset": "lively", "beta": 3.0}, model)
+    assert found.top_w == TopWParameters(**{**preset_parameters("lively", "uniform", None), "beta": 3.0})
+    assert found.repetition_penalty == 1.1
+    assert row({"preset": "paper"}, model).top_w == TopWParameters()
+    assert row({"preset": "lively", "do_sample": False}, model).top_w.greedy
+
+
+def test_a_preset_of_a_generation_config_stands_behind_the_request() -> None:
+    named, _ = split({"temperature": 0.5})
+    (found,) = resolve([[5]], named, {"lam": 0.2}, EXPORTED, LIMITS, config={"preset": "lively", "beta": 3.0})
+    expected = preset_parameters("lively", "uniform", None) | {"beta": 3.0, "temperature": 0.5}
+    assert found.top_w == TopWParameters(**expected)
+
+
+def test_each_row_may_have_its_own_preset() -> None:
+    named, _ = split({"preset": ["paper", None, "lively"], "lam": [None, 1.7, None]})
+    found = resolve([[5], [6], [7]], named, {}, EXPORTED, LIMITS, geometry=("mahalanobis", 32))
+    lively = TopWParameters(**preset_parameters("lively", "mahalanobis", 32))
+    assert [r.top_w for r in found] == [TopWParameters(), TopWParameters(lam=1.7, temperature=0.9), lively]
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ParameterError, match="preset is 'released', but must be one of paper, lively"):
+        row({"preset": "released"})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from topw_deploy.errors import GenerationError, ParameterError, TopWError
 from topw_deploy.runtime import TopWSampler
-from topw_deploy.sampling import Geometry, TopWParameters, sample_row, uniform_for
+from topw_deploy.sampling import Geometry, TopWParameters, preset_parameters, sample_row, uniform_for
 from toy_model import VOCAB, Toy, export_sampler
 
 ROWS = 16
@@ -48,6 +48,16 @@ def test_a_seed_and_a_position_give_the_published_draw(sampler: TopWSampler) -> 
     numbers = [uniform_for(2**64 - 1, p, 3) for p in positions]
     by_hand = sampler.sample(LOGITS, uniform=numbers, temperature=2.0, lam=0.1)
     assert by_seed.next_token.tolist() == by_hand.next_token.tolist()
+
+
+def test_a_preset_states_the_parameters_that_are_not_given(sampler: TopWSampler) -> None:
+    found = sampler.sample(LOGITS, uniform=0.9, preset="lively", beta=3.0)
+    expected = sampler.sample(LOGITS, uniform=0.9, **preset_parameters("lively", "uniform", None) | {"beta": 3.0})
+    assert found.next_token.tolist() == expected.next_token.tolist()
+    assert found.kept.tolist() == expected.kept.tolist()
+    assert found.kept.tolist() != sampler.sample(LOGITS, uniform=0.9).kept.tolist()
+    with pytest.raises(ParameterError, match="preset is 'wild', but must be one of paper, lively"):
+        sampler.sample(LOGITS, uniform=0.9, preset="wild")
 
 
 def test_edits_are_applied_and_one_row_may_come_alone(sampler: TopWSampler) -> None:

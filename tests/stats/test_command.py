@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.errors import ManifestError, ParameterError, PromptError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import preset_parameters
 from topw_deploy.stats.prompts import prompts_of_json_lines, prompts_of_lines
 from topw_deploy.stats.settings import Setting, settings_of
 from toy_model import Toy, export_sampler
@@ -50,6 +52,17 @@ def test_json_holds_every_number_and_replaces_the_table_on_stdout(folder: Path, 
     assert setting["parameters"]["lam"] == 0.6
     assert sum(place["certified"] for place in setting["positions"]) == setting["certified"]
     assert sum(token["steps"] for token in setting["dropped"]) == setting["dropped_total"]
+
+
+def test_a_preset_states_the_parameters_that_are_not_given(folder: Path, invoke: Invoke) -> None:
+    words = ("stats", folder, "abc", *SHORT, "-q", "--json", "-", "--preset", "lively")
+    report = json.loads(invoke(*words, "--beta", 3, "--sweep", "temperature=0.5,2").stdout)
+    geometry = TopWModel.from_pretrained(folder, provider="cpu").manifest.sampler.geometry
+    expected = preset_parameters("lively", *geometry) | {"beta": 3.0}
+    assert [setting["parameters"] for setting in report["settings"]] == [
+        pytest.approx(expected | {"temperature": temperature}) for temperature in (0.5, 2.0)
+    ]
+    assert report["preset"] == "lively"
 
 
 def test_a_sweep_compares_settings_and_a_picture_is_drawn(folder: Path, invoke: Invoke, tmp_path: Path) -> None:

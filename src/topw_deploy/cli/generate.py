@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, check_order, parameter_options
+from topw_deploy.cli.generate_many import Asked, files_of, many_options, run
+from topw_deploy.cli.options import CONTEXT, check_order, parameter_options, preset_option
+from topw_deploy.cli.prompt_lines import user_messages
 from topw_deploy.cli.terminal import GeneratedText, say_json, tell
 from topw_deploy.errors import PromptError
 from topw_deploy.plain_text import decode_text
@@ -21,10 +23,22 @@ if TYPE_CHECKING:
     Show: TypeAlias = Callable[[Iterator[Piece]], list[GenerationResult]]
 
 
+_SETTINGS = {
+    "provider": "provider",
+    "threads": "intra_op_num_threads",
+    "allow_fallback": "allow_fallback",
+    "sampler": "sampler",
+    "max_context": "max_length",
+    "prefill_chunk": "prefill_chunk",
+}
+"""Options that open the model -> their names in `TopWModel.from_pretrained`."""
+
+
 @click.command(name="generate", context_settings=CONTEXT)
 @click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file (UTF-8).")
+@many_options
 @click.option("--chat", is_flag=True, help="Use the chat template: answer PROMPT, or converse if there is none.")
 @click.option("--system", metavar="TEXT", help="System message of a chat.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sequence, a line each.")
@@ -35,6 +49,7 @@ if TYPE_CHECKING:
 @click.option(
     "--min-new-tokens", "--min-tokens", "min_new_tokens", type=int, help="No end of sequence before so many tokens."
 )
+@preset_option
 @parameter_options
 @click.option("--repetition-penalty", type=float, help="Divide logits of tokens that occurred, > 0; 1 is none.")
 @click.option("--presence-penalty", type=float, help="Subtract from logits of generated tokens, once.")
@@ -83,12 +98,6 @@ def command(
     as_json: bool,
     stats: bool,
     stream: bool,
-    max_context: int | None,
-    prefill_chunk: int | None,
-    threads: int | None,
-    provider: str,
-    sampler: str,
-    allow_fallback: bool,
     logit_bias: tuple[str, ...],
     **parameters: Any,
 ) -> None:
@@ -96,31 +105,41 @@ def command(
 
     PROMPT may be - for standard input, which is also read when it is not a terminal and no prompt is given. One line
     break at the end of a file or of standard input does not count.
+
+    With --prompts-jsonl, each line of the file is a text or an object with "prompt", "prompt_ids" or "messages", an
+    "id" and parameters of its own, and one JSON object per sequence is written in the order of the prompts. A prompt
+    that cannot be run gives a line with "error", and the exit code is 1 at the end.
     """
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
     check_order(folder, filter(None, [prompt]))
-    text = _prompt(prompt, prompt_file, optional=chat)
+    files, batch_size = files_of(parameters), parameters.pop("batch_size")
+    if files is not None and (prompt is not None or prompt_file is not None):
+        raise click.UsageError("give PROMPT, --prompt-file or --prompts-jsonl, not several.")
+    text = _prompt(prompt, prompt_file, optional=chat) if files is None else None
+    settings = {ours: parameters.pop(name) for name, ours in _SETTINGS.items()}
     given = _given(parameters, logit_bias)
-    # imported late: `topw generate --help` must not wait for onnxruntime
-    from topw_deploy.runtime import TopWModel
-
-    with TopWModel.from_pretrained(
-        folder,
-        provider=provider,
-        intra_op_num_threads=threads,
-        allow_fallback=allow_fallback,
-        sampler=sampler,
-        max_length=max_context,
-        prefill_chunk=prefill_chunk,
-    ) as model:
+    if files is not None:
+        asked = Asked(
+            given=given, chat=chat, system=system, batch_size=batch_size or 1, max_context=settings["max_length"]
+        )
+        run(lambda: _opened(folder, settings), files, asked, stats=stats)
+        return
+    with _opened(folder, settings) as model:
         show: Show = _json_lines if as_json else _streamed if stream else _whole
         if not chat:
             _report(show(model.stream(text, **given)), stats)
         elif text is not None:
-            _report(show(model.stream_chat(_messages(system, text), **given)), stats)
+            _report(show(model.stream_chat(user_messages(system, text), **given)), stats)
         else:
             _converse(model, system, given, show, stats)
+
+
+def _opened(folder: Path, settings: dict[str, Any]) -> TopWModel:
+    # imported late: `topw generate --help` must not wait for onnxruntime
+    from topw_deploy.runtime import TopWModel
+
+    return TopWModel.from_pretrained(folder, **settings)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> str | None:
@@ -228,15 +247,10 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
         )
 
 
-def _messages(system: str | None, text: str) -> list[dict[str, str]]:
-    start = [] if system is None else [{"role": "system", "content": system}]
-    return [*start, {"role": "user", "content": text}]
-
-
 def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show: Show, stats: bool) -> None:
     """Read a line, answer it, remember both; the end of standard input ends it, /clear forgets everything."""
     history: list[dict[str, str]] = []
-    model.apply_chat_template(_messages(system, "Hello"))  # no template: say so before the first question
+    model.apply_chat_template(user_messages(system, "Hello"))  # no template: say so before the first question
     if sys.stdin.isatty():
         tell("Ctrl-D ends the chat, /clear starts a new one.")
     while True:
@@ -249,7 +263,7 @@ def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show:
         if text == "/clear":
             history.clear()
         elif text:
-            asked = [*history, *_messages(system if not history else None, text)]
+            asked = [*history, *user_messages(system if not history else None, text)]
             try:
                 results = show(model.stream_chat(asked, **given))
             except PromptError as error:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from topw_deploy.sampling.parameters import METRICS, OPTION_NAMES, PARAMETER_NAMES, POTENTIALS, PRESETS
+from topw_deploy.sampling.presets import REQUEST_PRESETS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -44,6 +45,16 @@ def parameter_options(command: Command) -> Command:
         names, text = _PARAMETER_HELP[name]
         command = click.option(*names, name, type=float, default=None, help=text)(command)
     return command
+
+
+def preset_option(command: Command) -> Command:
+    """--preset of a request: a named setting of the Top-W parameters; None where not given."""
+    return click.option(
+        "--preset",
+        type=click.Choice(tuple(REQUEST_PRESETS)),
+        default=None,
+        help="Take the Top-W parameters from this setting, but for those given here.  [default: the export's]",
+    )(command)
 
 
 def baked_options(command: Command) -> Command:

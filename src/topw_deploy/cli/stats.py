@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, check_order, given, parameter_options
+from topw_deploy.cli.options import CONTEXT, check_order, given, parameter_options, preset_option
 from topw_deploy.cli.outputs import check_output, check_picture
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import ParameterError, PromptError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of each prompt's draws.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts run together.")
+@preset_option
 @parameter_options
 @click.option(
     "--sweep",
@@ -82,6 +83,7 @@ def command(
 
     shown: dict[str, Any] = {} if values["quiet"] else {"progress": phase, "bar": bar}
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
+    generation |= given(values, ("preset",))
     summaries = summarise(
         collect(folder, asked, settings, batch_size=values["batch_size"], generation=generation, **shown)
     )
@@ -126,7 +128,7 @@ def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_
     if str(json_file) != "-":
         say(*lines(summaries, values["tokens"]))
     if json_file is not None:
-        kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size")}
+        kept = {name: values[name] for name in ("max_new_tokens", "seed", "batch_size", "preset")}
         report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
         if str(json_file) == "-":
             say_json(report, indent=2)

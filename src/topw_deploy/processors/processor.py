@@ -11,7 +11,16 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.processors.company import caller, check_company
 from topw_deploy.processors.geometry import Source, geometry_of
-from topw_deploy.sampling import OPTION_NAMES, PARAMETER_NAMES, PRESETS, TopWOptions, TopWParameters, as_float32
+from topw_deploy.sampling import (
+    OPTION_NAMES,
+    PARAMETER_NAMES,
+    PRESETS,
+    REQUEST_PRESETS,
+    TopWOptions,
+    TopWParameters,
+    as_float32,
+    preset_parameters,
+)
 from topw_deploy.sampling.parameters import canonical_names
 from topw_deploy.sampling.tensors import TensorCrop, crop_rows
 
@@ -55,7 +64,8 @@ class TopWLogitsProcessor(LogitsProcessor):
         **choices: Unpack[Choices],
     ) -> None:
         """model_or_embeddings: the model, or its input embeddings as a module, a table [V, d] or a `TensorGeometry`;
-        the uniform metric needs none. preset: "paper" (default) or "released", from which `choices` depart.
+        the uniform metric needs none. preset: "paper" (default), "released" or "lively", from which
+        `choices` depart.
         neighbour_bound: float32 [V], see `crop_rows`.
 
         temperature: what `generate` draws at, which must be told the same; selection_temperature: what the crop is
@@ -64,15 +74,20 @@ class TopWLogitsProcessor(LogitsProcessor):
         """
         given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
         name = "paper" if preset is None else preset
-        if name not in PRESETS:
-            raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(PRESETS)}.")
-        parameters, options = PRESETS[name]
+        known = dict.fromkeys((*PRESETS, *REQUEST_PRESETS))
+        if name not in known:
+            raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(known)}.")
+        parameters, options = PRESETS.get(name, (TopWParameters(), TopWOptions()))
         own = {key: value for key, value in given.items() if key in PARAMETER_NAMES}
-        self.parameters = as_float32(TopWParameters(**(asdict(parameters) | own)))
         self.options = TopWOptions(
             **(asdict(options) | {key: value for key, value in given.items() if key in OPTION_NAMES})
         )
         self.geometry = geometry_of(model_or_embeddings, self.options.metric)
+        if name not in PRESETS:
+            table = self.geometry.table
+            width = None if table is None else table.shape[1]
+            parameters = TopWParameters(**preset_parameters(name, self.options.metric, width))
+        self.parameters = as_float32(TopWParameters(**(asdict(parameters) | own)))
         self.neighbour_bound = neighbour_bound
         self.last: TensorCrop | None = None
         # As the caller wrote it, not rounded: it is compared with what generate was given.

@@ -12,7 +12,7 @@ from topw_deploy.runtime.tokenizer import Tokenizer
 
 FILE = "generation_config.json"
 
-_NOT_FROM_A_FILE = ("seed", "ignore_eos")
+_NOT_FROM_A_FILE = ("seed", "ignore_eos", "preset")
 
 
 def model_defaults(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, Any]:

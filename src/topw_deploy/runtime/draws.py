@@ -26,7 +26,7 @@ def fresh_seed() -> int:
 def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
     """`uniform_for(seed, position + i, sample)` for i < count, as float32 [count]; exact, since each has 24 bits."""
     # numpy steps the counter before it uses it, exactly as a generator started at the later position would
-    generator = np.random.Philox(key=seed, counter=[position, sample, 0, 0])
+    generator = np.random.Philox(key=seed, counter=_words(position, sample))
     first_words = generator.random_raw(_WORDS * count)[::_WORDS]
     return (first_words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
@@ -47,3 +47,17 @@ class Draws:
                 self._block[:, row] = uniforms(seed, length + step, sample, _BLOCK)
         start = offset * len(self._rows)
         out[:] = self._numbers[start : start + len(self._rows)]
+
+
+def prompt_seed(seed: int, index: int) -> int:
+    """The seed of prompt `index` (from 0) of a file that is run under `seed`, below 2**53 (docs/random.md).
+
+    Made from the number that no draw uses: its sample index is the largest there is.
+    """
+    word = int(np.random.Philox(key=seed, counter=_words(index, 2**SEED_BITS - 1)).random_raw())
+    return word >> (SEED_BITS - _FRESH_BITS)
+
+
+def _words(position: int, sample: int) -> np.ndarray:
+    # an array of this type: numpy makes floats of a list that holds a number of 2**63 or more
+    return np.array([position, sample, 0, 0], np.uint64)

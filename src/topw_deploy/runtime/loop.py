@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from topw_deploy.errors import GenerationError
+from topw_deploy.errors import LogitsError
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.callbacks import Watch
 from topw_deploy.runtime.draws import Draws
@@ -175,7 +175,7 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
     for row in g.active:
         token = tokens[row.index]
         if token < 0:
-            raise GenerationError(
+            raise LogitsError(
                 f"row {row.index} is invalid at step {row.steps}: its logits hold NaN or +infinity, or none is finite "
                 "after the edits; check the model with `topw verify`, and the request's penalties, biases and bans."
             )

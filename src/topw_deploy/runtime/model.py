@@ -229,7 +229,8 @@ class TopWModel:
         named, whole = split(parameters)
         samples, config = whole["num_return_sequences"], whole["generation_config"]
         prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"], samples)
-        rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples, config=config)
+        exported, geometry = self.manifest.defaults, self.manifest.sampler.geometry
+        rows = resolve(prompts, named, self.defaults, exported, self._limits, samples, config=config, geometry=geometry)
         if not cache.takes_ragged_batches(self._decoder) and len({len(p) for p in prompts}) > 1:
             raise PromptError(
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "

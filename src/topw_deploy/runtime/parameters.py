@@ -24,6 +24,7 @@ from topw_deploy.sampling.parameters import (
     check_range,
     unknown_name,
 )
+from topw_deploy.sampling.presets import check_preset
 
 OTHER_SAMPLERS = frozenset({
     "top_p", "top_k", "min_p", "top_a", "top_h", "top_n_sigma", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -201,6 +202,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "bad_words_ids": Parameter(_id_lists, (), depth=2),
     "no_repeat_ngram_size": Parameter(_at_least(0), 0),
     "seed": Parameter(_at_least(0, 2**SEED_BITS)),
+    "preset": Parameter(lambda _name, value: check_preset(value)),
     **{name: Parameter(_topw) for name in PARAMETER_NAMES},
 }
 """What each row of a request may choose for itself."""

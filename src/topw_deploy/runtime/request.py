@@ -1,7 +1,7 @@
 """A request made definite: for every row of the batch the value of every parameter.
 
-A value comes from the request, else from its `generation_config`, else from the model's `generation_config.json`, else
-from the export (the Top-W parameters in the manifest) or this tool.
+A value comes from the request, else from its preset (the Top-W parameters), else from its `generation_config`, else
+from the model's `generation_config.json`, else from the export (the Top-W parameters in the manifest) or this tool.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from topw_deploy.runtime.draws import fresh_seed
 from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
+from topw_deploy.sampling.presets import preset_parameters
 
 if TYPE_CHECKING:
     from topw_deploy.runtime.tokenizer import Tokenizer
@@ -92,23 +93,30 @@ def resolve(
     samples: int = 1,
     *,
     config: Mapping[str, Any] | None = None,
+    geometry: tuple[str, int | None] = ("uniform", None),
 ) -> list[RowRequest]:
     """One RowRequest per prompt and sample, the samples of a prompt side by side.
 
     given: the request's row parameters (see `split`), each one value for all prompts or a list of one per prompt.
     config: the row parameters of its `generation_config`.
+    geometry: the model's metric and the width of its embeddings, which `preset` needs.
     Raises ParameterError for a bad value, PromptError for a prompt that is empty, too long or has unknown ids.
     """
     columns = {name: spread(name, value, len(prompts)) for name, value in given.items()}
     rows = []
     for index, prompt in enumerate(prompts):
         request = {name: column[index] for name, column in columns.items() if column[index] is not None}
-        sources = _Sources(request, config or {}, model)
+        sources = _Sources(_with_preset(request, geometry), _with_preset(config or {}, geometry), model)
         _check_prompt(prompt, limits, f"prompt {index}" if len(prompts) > 1 else "the prompt")
         seed = sources.get("seed")
         seed = fresh_seed() if seed is None else seed
         rows += [_row(tuple(prompt), sources, exported, limits, seed, sample) for sample in range(samples)]
     return rows
+
+
+def _with_preset(stated: Mapping[str, Any], geometry: tuple[str, int | None]) -> Mapping[str, Any]:
+    """`stated` with the Top-W parameters of its preset, if it names one, where it states none itself."""
+    return {**preset_parameters(stated["preset"], *geometry), **stated} if "preset" in stated else stated
 
 
 class _Sources:

@@ -15,6 +15,7 @@ from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.parameters import show
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
+from topw_deploy.sampling.presets import preset_parameters
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -100,6 +101,7 @@ class TopWSampler:
         edit_ids: np.ndarray | None = None,
         edit_penalty: np.ndarray | None = None,
         edit_bias: np.ndarray | None = None,
+        preset: str | None = None,
         **parameters: Any,
     ) -> Samples:
         """Draw one token from each row of `logits`, float [B, V] (or [V], taken as one row).
@@ -108,14 +110,15 @@ class TopWSampler:
         number of tokens before the one to draw (docs/graph.md section 5); `sample` tells apart several draws for one
         position. `edit_ids` int64 [B, N] (-1 is padding), `edit_penalty` and `edit_bias` float32 [B, N] are the logit
         edits of docs/graph.md section 6. `parameters` are the Top-W parameters, each one number or one per row; those
-        left out have the export's defaults. Logits of no rows give results of no rows.
+        left out have the values of `preset` (docs/lively.md), or the export's defaults. Logits of no rows give results
+        of no rows.
 
         Raises ParameterError for bad arguments, GenerationError naming the rows whose logits are invalid.
         """
         logits = _logits(logits, self.vocab_size)
         rows = len(logits)
         feeds = {"logits": logits, "uniform": _uniform(rows, uniform, seed, position, sample)}
-        feeds |= self._parameters(rows, parameters)
+        feeds |= self._parameters(rows, parameters, preset)
         feeds |= _edits(rows, self.vocab_size, edit_ids, edit_penalty, edit_bias)
         if rows == 0:
             return Samples(**{name: self._no_rows(name) for name in self._outputs})
@@ -134,8 +137,10 @@ class TopWSampler:
     def _no_rows(self, name: str) -> np.ndarray:
         return np.empty((0, self.vocab_size) if name == "keep_mask" else 0, _OUTPUTS[name])
 
-    def _parameters(self, rows: int, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _parameters(self, rows: int, given: Mapping[str, Any], preset: str | None) -> dict[str, np.ndarray]:
         named = canonical_names(given)
+        if preset is not None:
+            named = {**preset_parameters(preset, *self.manifest.sampler.geometry), **named}
         columns = {}
         for name, default in asdict(self.manifest.defaults).items():
             given_value = named.get(name, default)

@@ -17,6 +17,7 @@ from topw_deploy.sampling.parameters import (
     canonical_names,
     unknown_name,
 )
+from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters, typical_distance
 from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, Crop, TieBounds, Ties, crop
 from topw_deploy.sampling.row import Row, as_float32, crop_mass, sample_row
 
@@ -30,6 +31,7 @@ __all__ = [
     "PARAMETER_NAMES",
     "POTENTIALS",
     "PRESETS",
+    "REQUEST_PRESETS",
     "Crop",
     "Draw",
     "FastCrop",
@@ -47,7 +49,9 @@ __all__ = [
     "draw",
     "embedding_statistics",
     "fast_crop",
+    "preset_parameters",
     "sample_row",
+    "typical_distance",
     "uniform_for",
     "unknown_name",
 ]

@@ -147,7 +147,8 @@ def _generate(
 ) -> list[Generated]:
     assert model.manifest.decoder is not None
     limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
-    requests = resolve(ids, parameters, model.defaults, model.manifest.defaults, limits)
+    geometry = model.manifest.sampler.geometry
+    requests = resolve(ids, parameters, model.defaults, model.manifest.defaults, limits, geometry=geometry)
     results: list[GenerationResult] = []
     for batch in batches:
         results += model.generate([ids[i] for i in batch], **parameters)

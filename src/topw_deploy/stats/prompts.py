@@ -21,13 +21,13 @@ class Prompt:
 
 def prompts_of_lines(data: bytes, where: str) -> list[Prompt]:
     """One prompt a line; empty lines do not count. Raises PromptError for data that is no text or has no prompt."""
-    return _some([Prompt(line, f"line {number} of {where}") for number, line in _lines(data, where)], where)
+    return _some([Prompt(line, f"line {number} of {where}") for number, line in numbered_lines(data, where)], where)
 
 
 def prompts_of_json_lines(data: bytes, where: str) -> list[Prompt]:
     """One JSON value a line: a text, or an object with a text called `prompt`. Raises PromptError."""
     found = []
-    for number, line in _lines(data, where):
+    for number, line in numbered_lines(data, where):
         place = f"line {number} of {where}"
         try:
             value: Any = json.loads(line)
@@ -40,8 +40,11 @@ def prompts_of_json_lines(data: bytes, where: str) -> list[Prompt]:
     return _some(found, where)
 
 
-def _lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their numbers from 1. Only line feeds end one: other breaks are text."""
+def numbered_lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, with their numbers from 1. Only line feeds end one: other breaks are text.
+
+    Raises PromptError for data that is not UTF-8 text.
+    """
     for number, line in enumerate(decode_text(data, where).split("\n"), 1):
         if line.strip():
             yield number, line.removesuffix("\r")

@@ -1,0 +1,146 @@
+"""Texts and their measures: who wrote them, how likely, how varied and how repetitive they are.
+
+The texts continue the prompts of `examples/prompts.txt` with the bundled model: Top-W by the exported model, the other
+samplers by transformers' own `generate`. The documents that the prompts begin are held-out text, so their true
+continuations are there as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from topw_deploy.demo import demo_model_path
+from topw_deploy.demo.corpus import gather_corpus
+from topw_deploy.runtime import TopWModel
+
+PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"
+NGRAM = 4  # tokens that count as a repetition
+
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_NO_TRUNCATION = {"top_k": 0, "top_p": 1.0}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt's token ids and those of its continuation."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Of the continuations that one sampler wrote under one seed.
+
+    tokens: how many. logprob: their mean log-probability under the model at temperature 1, in nats. distinct: share of
+    different pairs among all pairs of neighbouring tokens. repeated: share of the 4-grams that occurred before in the
+    same text. words: share of the words that occur in the corpus (training or held out).
+    """
+
+    tokens: int
+    logprob: float
+    distinct: float
+    repeated: float
+    words: float
+
+
+class Author:
+    """The bundled model in float32, its tokenizer, the 24 prompts and the corpus."""
+
+    def __init__(self, new_tokens: int) -> None:
+        folder = demo_model_path()
+        self.new_tokens = new_tokens
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.embeddings: NDArray[np.float32] = self.model.get_input_embeddings().weight.detach().numpy()
+        self.prompts = PROMPTS.read_text("utf-8").splitlines()
+        corpus = gather_corpus()
+        self._held_out = corpus.held_out
+        self._words = set(_WORD.findall("\n".join((*corpus.train, *corpus.held_out))))
+
+    def top_w(self, model: TopWModel, parameters: Mapping[str, float], seed: int) -> list[Text]:
+        """By the exported model, one prompt at a time, as `topw generate` does."""
+        texts = []
+        for prompt in self.prompts:
+            result = model.generate(prompt, max_new_tokens=self.new_tokens, seed=seed, **parameters)
+            texts.append(Text(self._ids(prompt), tuple(result.token_ids)))
+        return texts
+
+    def transformers(self, arguments: Mapping[str, Any], seed: int) -> list[Text]:
+        """By transformers' `generate` with `arguments` such as top_p."""
+        torch.manual_seed(seed)
+        texts = []
+        for prompt in self.prompts:
+            ids = self._ids(prompt)
+            given: dict[str, Any] = {"do_sample": True, **_NO_TRUNCATION, **arguments}
+            with torch.no_grad():
+                found = self.model.generate(torch.tensor([ids]), max_new_tokens=self.new_tokens, **given)
+            texts.append(Text(ids, tuple(found[0, len(ids) :].tolist())))
+        return texts
+
+    def documentation(self) -> list[Text]:
+        """What really follows the prompts in the held-out documents."""
+        texts = []
+        for prompt in self.prompts:
+            spaced = re.compile(r"\s+".join(map(re.escape, prompt.split())))
+            found = (match for document in self._held_out for match in [spaced.search(document)] if match)
+            match = next(found)
+            ids = self.tokenizer(match.string[match.end() :], add_special_tokens=False).input_ids
+            texts.append(Text(self._ids(prompt), (*ids, self.tokenizer.eos_token_id)[: self.new_tokens]))
+        return texts
+
+    def logits(self, text: Text) -> NDArray[np.float32]:
+        """The logits [tokens, V] from which each token of the continuation was drawn."""
+        ids = torch.tensor([[*text.prompt, *text.tokens]])
+        with torch.no_grad():
+            rows: NDArray[np.float32] = self.model(input_ids=ids).logits[0].numpy()
+        return rows[len(text.prompt) - 1 : -1]
+
+    def measures(self, texts: Sequence[Text]) -> Measures:
+        logprobs: list[float] = []
+        for text in texts:
+            rows = torch.from_numpy(self.logits(text)).log_softmax(-1)
+            logprobs += rows[torch.arange(len(text.tokens)), list(text.tokens)].tolist()
+        words = [word for text in texts for word in _WORD.findall(self.tokenizer.decode(text.tokens))]
+        pairs = [pair for text in texts for pair in _ngrams(text.tokens, 2)]
+        known = sum(word in self._words for word in words)
+        return Measures(
+            tokens=len(logprobs),
+            logprob=float(np.mean(logprobs)),
+            distinct=len(set(pairs)) / len(pairs),
+            repeated=_repeated(texts),
+            words=known / len(words),
+        )
+
+    def _ids(self, prompt: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(prompt).input_ids)
+
+
+def common(one: Sequence[Text], other: Sequence[Text]) -> float:
+    """Share of the 4-grams of `one` that the continuation of the same prompt in `other` holds as well."""
+    both = total = 0
+    for a, b in zip(one, other, strict=True):
+        theirs = set(_ngrams(b.tokens, NGRAM))
+        mine = _ngrams(a.tokens, NGRAM)
+        both += sum(gram in theirs for gram in mine)
+        total += len(mine)
+    return both / total
+
+
+def _repeated(texts: Sequence[Text]) -> float:
+    grams = [_ngrams(text.tokens, NGRAM) for text in texts]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(found)) for found in grams) / total
+
+
+def _ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
+    return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]

@@ -1,0 +1,131 @@
+"""The file that `topw generate --prompts-jsonl` writes: JSON lines in the order of the prompts, only ever added to.
+
+Whatever moment the process ends at, the lines before that moment are whole. Every line names its prompt's index, a
+digest of its request and of the model, and the seed of the run, so that a later run can tell whether it may go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from topw_deploy.errors import ParameterError
+
+_START = b'{"index": '  # of every line
+# Characters at which some readers end a line, Python's str.splitlines among them; json escapes the others itself.
+_ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+_SYNC_SECONDS = 1.0  # least time between two waits for the disk
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an interrupted run left. prompts: finished ones. failed: those of them that are errors. size: their bytes.
+    run_seed: the run's seed, None where nothing is finished."""
+
+    prompts: int = 0
+    failed: int = 0
+    size: int = 0
+    run_seed: int | None = None
+
+
+def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raises ParameterError for a path that cannot be written, or must not be without `resume` or `overwrite`."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ParameterError(f"{path} is a folder, or its folder does not exist; choose another name.")
+    if path.exists() and not path.is_file():
+        raise ParameterError(f"{path} is no regular file; leave --output out to write to standard output.")
+    if path.exists() and not (resume or overwrite):
+        raise ParameterError(f"{path} exists; go on with it by --resume, or replace it with --overwrite.")
+
+
+def kept_of(path: Path, requests: Sequence[str], samples: Sequence[int], model: str) -> Kept:
+    """What `path` holds of an interrupted run over these requests: their digests, how many sequences each asks for.
+
+    A last line that was not written to its end does not count, nor do the lines of a prompt that lacks some.
+    Raises ParameterError for lines of another input, other parameters, another model or another program.
+    """
+    if not path.exists():
+        return Kept()
+    kept, place, seen = Kept(), 0, 0
+    *lines, unfinished = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        found = _parsed(line)
+        _check(found, f"line {number} of {path}", kept.prompts, requests, model, kept.run_seed)
+        place += len(line) + 1
+        seen += 1
+        error = "error" in found
+        if error or seen == samples[kept.prompts]:
+            kept, seen = Kept(kept.prompts + 1, kept.failed + error, place, found["run_seed"]), 0
+    if not unfinished.startswith(_START[: len(unfinished)]):
+        raise ParameterError(f"the end of {path} is no line of this command; choose another --output.")
+    return kept
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _check(found: Any, place: str, index: int, requests: Sequence[str], model: str, run_seed: int | None) -> None:
+    advice = "give the same input and options as before, or start again with --overwrite"
+    if not isinstance(found, dict) or not {"index", "request", "model", "run_seed"} <= found.keys():
+        raise ParameterError(f"{place} is no line of this command; choose another --output.")
+    if found["model"] != model:
+        raise ParameterError(f"{place} was made with another model; {advice}.")
+    if index >= len(requests):
+        raise ParameterError(f"{place} answers a prompt that the input lacks, which has {len(requests)}; {advice}.")
+    if found["index"] != index or found["request"] != requests[index]:
+        raise ParameterError(f"{place} answers another prompt, or one with other parameters; {advice}.")
+    if not isinstance(found["run_seed"], int) or run_seed not in (None, found["run_seed"]):
+        raise ParameterError(f"{place} has another run_seed than the lines before it; {advice}.")
+
+
+class AnswerFile:
+    """Lines are added to `path` (None: standard output) behind its first `size` bytes. A context."""
+
+    def __init__(self, path: Path | None, size: int = 0) -> None:
+        self._path, self._size = path, size
+        self._synced = time.monotonic()
+
+    def __enter__(self) -> AnswerFile:
+        self._stream: BinaryIO = sys.stdout.buffer if self._path is None else self._open(self._path)
+        return self
+
+    def _open(self, path: Path) -> BinaryIO:
+        try:
+            stream = path.open("r+b" if path.exists() else "xb")
+        except OSError as error:
+            raise ParameterError(f"{path} cannot be written ({error.strerror or error}).") from None
+        stream.truncate(self._size)
+        stream.seek(self._size)
+        return stream
+
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write whole lines, whose first name is "index", and hand them to the system.
+
+        At most once a second, wait until they are on the disk.
+        """
+        texts = [json.dumps(line, ensure_ascii=False).translate(_ESCAPED) + "\n" for line in lines]
+        self._stream.write("".join(texts).encode())
+        self._stream.flush()
+        if self._path is not None and time.monotonic() - self._synced > _SYNC_SECONDS:
+            os.fsync(self._stream.fileno())
+            self._synced = time.monotonic()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._path is not None:
+            try:
+                os.fsync(self._stream.fileno())
+            finally:
+                self._stream.close()

@@ -1,0 +1,275 @@
+"""`topw generate --prompts-jsonl`: many prompts, one JSON line for each, in order, as they are finished."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from topw_deploy.cli.answer_lines import AnswerFile, Kept, check_answers, kept_of
+from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
+from topw_deploy.cli.terminal import tell
+from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
+from topw_deploy.reports import counted
+
+if TYPE_CHECKING:
+    from topw_deploy.runtime import GenerationResult, TopWModel
+
+    Open = Callable[[], TopWModel]
+
+
+def many_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a run over a file of prompts."""
+    options = (
+        click.option(
+            "--prompts-jsonl",
+            type=click.Path(path_type=Path, allow_dash=True),
+            help="Run every prompt of a file of JSON lines; - is standard input.",
+        ),
+        click.option(
+            "--output",
+            type=click.Path(path_type=Path, allow_dash=True),
+            help="With --prompts-jsonl: write the answers there.  [default: standard output]",
+        ),
+        click.option(
+            "--batch-size", type=click.IntRange(min=1), help="With --prompts-jsonl: prompts run together.  [default: 1]"
+        ),
+        click.option("--resume", is_flag=True, help="Go on with the answers that an interrupted run left in --output."),
+        click.option("--overwrite", "--force", is_flag=True, help="Replace the answers in --output."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where prompts come from and answers go to. source: - is standard input. output: None is standard output."""
+
+    source: Path
+    output: Path | None
+    resume: bool
+    overwrite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What holds for all prompts. given: parameters, which a line's own replace; their seed is the run's."""
+
+    given: Mapping[str, Any]
+    chat: bool
+    system: str | None
+    batch_size: int
+    max_context: int | None
+
+
+def files_of(options: dict[str, Any]) -> Files | None:
+    """Take the files of such a run out of the command's `options`; None where none is asked for.
+
+    Raises a usage error for options of such a run without one, and for those that exclude each other.
+    """
+    source, output = options.pop("prompts_jsonl"), options.pop("output")
+    resume, overwrite = options.pop("resume"), options.pop("overwrite")
+    if source is None:
+        given = {
+            "--output": output,
+            "--batch-size": options["batch_size"],
+            "--resume": resume,
+            "--overwrite": overwrite,
+        }
+        for name, value in given.items():
+            if value:
+                raise click.UsageError(f"{name} needs --prompts-jsonl.")
+        return None
+    if str(output) == "-":
+        output = None
+    if resume and overwrite:
+        raise click.UsageError("give --resume or --overwrite, not both.")
+    if output is None and sys.stdout is None:  # it was closed
+        raise click.UsageError("standard output is closed; give --output with a file.")
+    if output is None and (resume or overwrite):
+        raise click.UsageError("--resume and --overwrite need --output with a file.")
+    if output is not None and output.exists() and source.exists() and output.samefile(source):
+        raise click.UsageError("--output is the file of the prompts; give another.")
+    return Files(source, output, resume, overwrite)
+
+
+def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
+    """Answer every prompt of the file, in order.
+
+    Raises PromptError after the last prompt if some could not be run: their lines hold the error.
+    """
+    path = files.output
+    if path is not None:
+        check_answers(path, resume=files.resume, overwrite=files.overwrite)
+    parameters = {name: value for name, value in asked.given.items() if name != "seed"}
+    prompts = prompt_lines(*_read(files.source), parameters, chat=asked.chat, system=asked.system)
+    with open_model() as model:
+        job = _Job(model, prompts, asked)
+        kept = job.resume(path) if files.resume and path is not None else Kept()
+        if kept.prompts:
+            tell(f"{kept.prompts} of {counted(len(prompts), 'prompt')} are in {path}; going on from there.")
+        started = time.perf_counter()
+        with AnswerFile(path, kept.size) as answers, _told_of_resume(path), _bar(len(prompts), kept.prompts) as advance:
+            for batch in _batches(prompts[kept.prompts :], asked.batch_size):
+                answers.add(job.answers(batch))
+                advance(len(batch))
+        if stats:
+            job.report(time.perf_counter() - started)
+    failed = kept.failed + job.failed
+    if failed:
+        place = "standard output" if path is None else path
+        raise PromptError(
+            f"{failed} of {counted(len(prompts), 'prompt')} could not be run; their lines in {place} hold the error."
+        )
+
+
+class _Job:
+    """The prompts under one model and one seed."""
+
+    def __init__(self, model: TopWModel, prompts: Sequence[PromptLine], asked: Asked) -> None:
+        from topw_deploy.manifest import MANIFEST_NAME, sha256_of
+        from topw_deploy.runtime.draws import fresh_seed
+        from topw_deploy.runtime.parameters import PARAMETERS
+
+        self._model, self._prompts = model, prompts
+        self._encoded = [_encoded(model, line) for line in prompts]
+        self._model_digest = sha256_of(model.path / MANIFEST_NAME)[:32]
+        self._requests = [line.request({"max_context": asked.max_context}) for line in prompts]
+        seed = asked.given.get("seed")
+        self._given_seed = None if seed is None else PARAMETERS["seed"].parse("seed", seed)
+        self._run_seed = fresh_seed() if self._given_seed is None else self._given_seed
+        self.failed = 0
+        self._sequences = self._tokens = self._certified = 0
+
+    def resume(self, path: Path) -> Kept:
+        """What an interrupted run left in `path`; its seed becomes this run's."""
+        kept = kept_of(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
+        if kept.run_seed is not None:
+            if self._given_seed not in (None, kept.run_seed):
+                raise ParameterError(
+                    f"{path} was made with seed {kept.run_seed}, but seed is {self._given_seed}; give that seed or "
+                    "none, or start again with --overwrite."
+                )
+            self._run_seed = kept.run_seed
+        return kept
+
+    def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
+        """The lines of a batch; of its prompts one by one, if one of them cannot be run.
+
+        Raises GenerationError where the machine is at fault: no memory for the batch, a device that fails.
+        """
+        try:
+            found = self._generate(batch)
+        except (PromptError, ParameterError, LogitsError) as error:  # a prompt's own fault, not the machine's
+            if len(batch) > 1:
+                return [answer for line in batch for answer in self.answers([line])]
+            self.failed += 1
+            return [{**self._head(batch[0]), "error": str(error), "error_type": type(error).__name__}]
+        self._sequences += len(found)
+        self._tokens += sum(len(result.token_ids) for result in found)
+        self._certified += sum(sum(result.certified) for result in found)
+        owners = [line for line in batch for _ in range(line.samples)]
+        return [{**self._head(line), **result.as_dict()} for line, result in zip(owners, found, strict=True)]
+
+    def _head(self, line: PromptLine) -> dict[str, Any]:
+        head = {"index": line.index, "id": line.id, "request": self._requests[line.index]}
+        return {**head, "model": self._model_digest, "run_seed": self._run_seed}
+
+    def _generate(self, batch: Sequence[PromptLine]) -> list[GenerationResult]:
+        from topw_deploy.runtime.draws import prompt_seed
+
+        prompts: list[Any] = [self._encoded[line.index] for line in batch]
+        for prompt in prompts:
+            if isinstance(prompt, TopWError):
+                raise prompt
+        columns = [{"seed": prompt_seed(self._run_seed, line.index), **line.parameters} for line in batch]
+        if len(batch) == 1:
+            return self._model.generate(prompts, **columns[0])
+        whole = _whole(batch[0])
+        names = dict.fromkeys(name for column in columns for name in column if name not in whole)
+        rows = {name: [column.get(name) for column in columns] for name in names}
+        return self._model.generate(prompts, **rows, **whole)
+
+    def report(self, seconds: float) -> None:
+        """One line on stderr: this run's prompts, tokens and crops."""
+        share = f"; certified {self._certified / self._tokens:.1%}" if self._tokens else ""
+        tell(
+            f"{counted(self._sequences, 'sequence')}, {counted(self._tokens, 'token')} in {seconds:.1f} s{share}; "
+            f"{self._model.sampler} sampler, run seed {self._run_seed}"
+        )
+
+
+def _read(source: Path) -> tuple[bytes, str]:
+    """The file's bytes and its name for messages."""
+    if str(source) == "-":
+        if sys.stdin is None:  # it was closed
+            raise click.UsageError("standard input is closed; give a file.")
+        return sys.stdin.buffer.read(), "standard input"
+    try:
+        return source.read_bytes(), str(source)
+    except OSError as error:
+        raise PromptError(f"{source} cannot be read: {error.strerror or error}.") from None
+
+
+def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
+    """What the model is given: a text, or token ids; or the error of a template that refuses the messages.
+
+    Raises TokenizerError naming the line where the model has no template.
+    """
+    if line.kind != "messages":
+        prompt: str | list[int] = line.prompt
+        return prompt
+    try:
+        return model.tokenizer.encode(model.apply_chat_template(line.prompt), add_special_tokens=False)
+    except TokenizerError as error:
+        raise TokenizerError(f"{line.where}: {error}") from None
+    except PromptError as error:
+        return error
+
+
+def _whole(line: PromptLine) -> dict[str, Any]:
+    """The line's parameters that hold for a whole batch."""
+    from topw_deploy.runtime.parameters import REQUEST_PARAMETERS
+
+    return {name: value for name, value in line.parameters.items() if name in REQUEST_PARAMETERS}
+
+
+def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLine]]:
+    """Neighbours, at most `size`, whose parameters of the batch as a whole are equal."""
+    batch: list[PromptLine] = []
+    for line in prompts:
+        if batch and (len(batch) == size or _whole(batch[0]) != _whole(line)):
+            yield batch
+            batch = []
+        batch.append(line)
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def _told_of_resume(path: Path | None) -> Iterator[None]:
+    """Say what an interruption or an error leaves."""
+    try:
+        yield
+    except (KeyboardInterrupt, TopWError):
+        if path is not None:
+            tell(f"What is finished is in {path}; the same command with --resume goes on from there.")
+        raise
+
+
+@contextlib.contextmanager
+def _bar(total: int, done: int) -> Iterator[Callable[[int], object]]:
+    """A bar of prompts where stderr is a terminal; gives the function to call with the number of finished ones."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda _count: None
+        return
+    with click.progressbar(length=total, label="prompts", show_pos=True, file=sys.stderr) as bar:
+        bar.update(done)
+        yield bar.update

@@ -1,0 +1,150 @@
+"""Prompts from JSON lines: what each line asks for, checked before any of them is run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.stats.prompts import numbered_lines
+
+KINDS = ("prompt", "prompt_ids", "messages")
+_ALIASES = {"token_ids": "prompt_ids"}
+_OWN = ("id", *KINDS)
+_OBJECTS = frozenset({"generation_config", "streamer", "stopping_criteria"})  # objects of a program
+_FORM = 'write "text", {"prompt": "text"}, {"prompt_ids": [1, 2]} or {"messages": [...]}'
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """One prompt of the file.
+
+    index: from 0, blank lines not counted. where: the line, for messages. id: the line's own, or None. kind: one of
+    KINDS; prompt: a text, token ids or messages. parameters: checked, those of the command line included.
+    """
+
+    index: int
+    where: str
+    id: str | int | None
+    kind: str
+    prompt: Any
+    parameters: Mapping[str, Any]
+
+    @property
+    def samples(self) -> int:
+        """How many sequences the line asks for."""
+        return int(self.parameters.get("num_return_sequences", 1))
+
+    def request(self, limits: Mapping[str, Any]) -> str:
+        """A digest of all that decides the answer but the model and the run's seed. limits: of the opened model."""
+        asked = [self.id, self.kind, self.prompt, self.parameters, limits]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def prompt_lines(
+    data: bytes, where: str, given: Mapping[str, Any], *, chat: bool, system: str | None
+) -> list[PromptLine]:
+    """The prompts of a file. given: parameters for all of them, which a line's own replace.
+
+    chat: a text is the user's message, after the system message `system`.
+    Raises ParameterError for `given`, PromptError naming the line for everything that is wrong in one, and for a file
+    without prompts.
+    """
+    checked = _checked(given)
+    found: list[PromptLine] = []
+    for number, text in numbered_lines(data, where):
+        place = f"line {number} of {where}"
+        value = _object(text, place)
+        try:
+            kind, prompt = _prompt(value)
+            own = _checked({name: v for name, v in value.items() if name not in (*_OWN, *_ALIASES)})
+            _check_together(own)
+        except (ParameterError, PromptError) as error:
+            raise PromptError(f"{place}: {error}") from None
+        if chat and kind == "prompt":
+            kind, prompt = "messages", user_messages(system, prompt)
+        found.append(PromptLine(len(found), place, value.get("id"), kind, prompt, _merged(checked, own)))
+    if not found:
+        raise PromptError(f"{where} holds no prompt; {_FORM} on each line.")
+    return found
+
+
+def user_messages(system: str | None, text: str) -> list[dict[str, str]]:
+    """A chat that begins with the user's `text`."""
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return [*start, {"role": "user", "content": text}]
+
+
+def _object(text: str, place: str) -> dict[str, Any]:
+    """The line's JSON object; a bare text is its prompt."""
+    try:
+        value: Any = json.loads(text, object_pairs_hook=_without_repetition)
+    except PromptError as error:
+        raise PromptError(f"{place} {error}") from None
+    except (ValueError, RecursionError):
+        raise PromptError(f"{place} is not JSON; {_FORM} on each line.") from None
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict):
+        raise PromptError(f"{place} is neither a text nor an object; {_FORM}.")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise PromptError(f"{place} holds half of a surrogate pair, which is no character; remove it.") from None
+    return value
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise PromptError(f"names {name!r:.60} twice; leave one of them out.")
+        result[name] = value
+    return result
+
+
+def _prompt(value: dict[str, Any]) -> tuple[str, Any]:
+    """The kind of the prompt and the prompt."""
+    if not isinstance(value.get("id"), (str, int, type(None))) or isinstance(value.get("id"), bool):
+        raise PromptError(f"id is {value['id']!r:.60}, but must be a text or an integer.")
+    given = [name for name in (*KINDS, *_ALIASES) if name in value]
+    if len(given) != 1:
+        count = " and ".join(given) if given else "no prompt"
+        raise PromptError(f"{count} given; {_FORM}.")
+    kind, prompt = _ALIASES.get(given[0], given[0]), value[given[0]]
+    if kind == "prompt" and not isinstance(prompt, str):
+        raise PromptError(f"prompt is {prompt!r:.60}, but must be a text; token ids are given as prompt_ids.")
+    if kind == "prompt_ids" and not _are(prompt, int):
+        raise PromptError(f"{given[0]} is {prompt!r:.60}, but must be a list of integers.")
+    if kind == "messages" and not (_are(prompt, dict) and prompt):
+        raise PromptError(f"messages is {prompt!r:.60}, but must be a list of objects with role and content.")
+    return kind, prompt
+
+
+def _are(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters under their own names with checked values, each a single value."""
+    # imported late: reading and refusing a file must not wait for onnxruntime
+    from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names
+
+    known = {**PARAMETERS, **REQUEST_PARAMETERS}
+    named = check_names(given)
+    for name in _OBJECTS & named.keys():
+        raise ParameterError(f"{name} has no place here; give parameters by their own names.")
+    return {name: known[name].parse(name, value) for name, value in named.items()}
+
+
+def _check_together(own: Mapping[str, Any]) -> None:
+    if "max_new_tokens" in own and "max_length" in own:
+        raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
+
+
+def _merged(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    replaced = "max_new_tokens" if "max_length" in own else None  # two names for one limit
+    return {**{name: value for name, value in given.items() if name != replaced}, **own}

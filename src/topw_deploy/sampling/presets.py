@@ -1,0 +1,53 @@
+"""Named settings that a request may choose: name -> Top-W parameters. What an export fixes is not part of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.parameters import TopWParameters
+
+LIVELY_DISTANCE = 1.5
+"""What a typical distance counts for under `lively`: its geom_scale times `typical_distance`."""
+
+# The crop is chosen at 1 whatever the draw's temperature: at 1.5 it would be the whole pool at many steps.
+_LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_p=0.3)
+
+REQUEST_PRESETS: Mapping[str, str] = {
+    "paper": "the paper's parameters, which keep few tokens and are nearly always certified",
+    "lively": "parameters at which token geometry decides most crops (docs/lively.md)",
+}
+"""Name -> what it is, in a line."""
+
+
+def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, float]:
+    """The six parameters of preset `name`, for a model with this metric and embeddings of `width` coordinates.
+
+    Distances grow with the width under `mahalanobis`, so `lively` divides its geom_scale by the typical distance.
+    Raises ParameterError for an unknown name, listing the known ones.
+    """
+    check_preset(name)
+    if name == "paper":
+        return asdict(TopWParameters())
+    return asdict(replace(_LIVELY, geom_scale=LIVELY_DISTANCE / typical_distance(metric, width)))
+
+
+def check_preset(name: object) -> str:
+    """`name` itself. Raises ParameterError for an unknown one."""
+    if not isinstance(name, str) or name not in REQUEST_PRESETS:
+        raise ParameterError(f"preset is {name!r:.60}, but must be one of {', '.join(REQUEST_PRESETS)}.")
+    return name
+
+
+def typical_distance(metric: str, width: int | None) -> float:
+    """The distance of two tokens whose features are uncorrelated.
+
+    Standardised features have a mean square of 1 in each of `width` coordinates, so it is sqrt(2 width) under
+    `mahalanobis`; `unit` and `cosine` divide features by their norm; `uniform` has only the distance 1.
+    """
+    if metric == "mahalanobis":
+        assert width is not None, "only the uniform metric does without embeddings"
+        return math.sqrt(2 * width)
+    return math.sqrt(2) if metric == "unit" else 1.0

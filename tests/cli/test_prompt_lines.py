@@ -1,0 +1,107 @@
+"""JSON lines of prompts: what a line may hold, and the line's number in every refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
+from topw_deploy.errors import ParameterError, PromptError
+
+
+def read(data: str | bytes, given: dict[str, Any] | None = None, **chat: Any) -> list[PromptLine]:
+    data = data.encode() if isinstance(data, str) else data
+    return prompt_lines(data, "in.jsonl", given or {}, **({"chat": False, "system": None} | chat))
+
+
+def test_a_line_is_a_text_an_object_with_text_token_ids_or_messages() -> None:
+    lines = read(
+        '\ufeff"a"\r\n\n   \n{"prompt": "b", "id": "x"}\n{"prompt_ids": [1, 2]}\n{"token_ids": [3], "id": 4}\n'
+        '{"messages": [{"role": "user", "content": "hi"}]}'
+    )
+    assert [(line.index, line.id, line.kind, line.prompt) for line in lines] == [
+        (0, None, "prompt", "a"),
+        (1, "x", "prompt", "b"),
+        (2, None, "prompt_ids", [1, 2]),
+        (3, 4, "prompt_ids", [3]),
+        (4, None, "messages", [{"role": "user", "content": "hi"}]),
+    ]
+    assert [line.where for line in lines][:2] == ["line 1 of in.jsonl", "line 4 of in.jsonl"]
+
+
+def test_a_lines_parameters_replace_those_of_the_command() -> None:
+    first, second, third = read(
+        '"a"\n{"prompt": "b", "temperature": 2, "lambda_geom": 0.5}\n{"prompt": "c", "max_length": 9}',
+        {"temperature": 0.5, "max_new_tokens": 7},
+    )
+    assert first.parameters == {"temperature": 0.5, "max_new_tokens": 7}
+    assert second.parameters == {"temperature": 2.0, "max_new_tokens": 7, "lam": 0.5}
+    assert third.parameters == {"temperature": 0.5, "max_length": 9}
+
+
+def test_a_line_may_use_the_names_of_openai_and_vllm() -> None:
+    (line,) = read('{"prompt": "a", "n": 2, "max_tokens": 4, "stop": "."}')
+    assert line.parameters == {"num_return_sequences": 2, "max_new_tokens": 4, "stop_strings": (".",)}
+    assert line.samples == 2
+
+
+def test_a_text_of_a_chat_is_the_users_message() -> None:
+    text, messages = read('"hi"\n{"messages": [{"role": "user", "content": "ho"}]}', chat=True, system="Be brief.")
+    assert text.prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert messages.prompt == [{"role": "user", "content": "ho"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("7", "neither a text nor an object"),
+        ("{}", "no prompt given"),
+        ('{"prompt": "a", "messages": []}', "prompt and messages given"),
+        ('{"prompt_ids": [1], "token_ids": [1]}', "prompt_ids and token_ids given"),
+        ('{"prompt": [1, 2]}', "must be a text; token ids are given as prompt_ids"),
+        ('{"prompt_ids": [1, true]}', "must be a list of integers"),
+        ('{"prompt_ids": "1"}', "must be a list of integers"),
+        ('{"messages": []}', "must be a list of objects"),
+        ('{"messages": ["hi"]}', "must be a list of objects"),
+        ('{"prompt": "a", "id": [1]}', "id is .*must be a text or an integer"),
+        ('{"prompt": "a", "prompt": "b"}', "names 'prompt' twice"),
+        ('{"prompt": "a", "temprature": 1}', "unknown parameter 'temprature': did you mean temperature"),
+        ('{"prompt": "a", "top_p": 0.9}', "top_p belongs to another sampler"),
+        ('{"prompt": "a", "generation_config": {"lam": 1}}', "generation_config has no place here"),
+        ('{"prompt": "a", "streamer": "x"}', "streamer has no place here"),
+        ('{"prompt": "a", "temperature": [1]}', r"temperature is \[1\]"),
+        ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
+        ('{"prompt": "a", "seed": 1.5}', "seed is 1.5"),
+        ('{"prompt": "a", "preset": "best"}', "must be one of paper, lively"),
+        ('{"prompt": "a", "max_new_tokens": 1, "max_length": 5}', "both given"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+    ],
+)
+def test_a_wrong_line_is_refused_by_its_number(line: str, message: str) -> None:
+    with pytest.raises(PromptError, match=rf"^line 3 of in\.jsonl:? .*{message}"):
+        read(f'"fine"\n\n{line}\n"fine"')
+
+
+def test_a_wrong_parameter_of_the_command_is_no_lines_fault() -> None:
+    with pytest.raises(ParameterError, match=r"^temperature is -1"):
+        read('"a"', {"temperature": -1})
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n", b"\xef\xbb\xbf\n"])
+def test_a_file_without_prompts_is_refused(data: bytes) -> None:
+    with pytest.raises(PromptError, match=r"in\.jsonl holds no prompt"):
+        read(data)
+
+
+def test_a_request_tells_apart_everything_that_decides_its_answer() -> None:
+    lines = read(
+        '{"prompt": "1"}\n{"prompt": "1", "id": 1}\n{"prompt": "1", "lam": 1}\n{"prompt_ids": [1]}\n"2"\n'
+        '{"prompt": "1", "logit_bias": {"5": 1}}\n{"prompt": "1", "stop_strings": "."}'
+    )
+    requests = [line.request({}) for line in lines]
+    assert len(set(requests)) == len(lines)
+    assert lines[0].request({}) != lines[0].request({"max_context": 5})
+    assert read('"1"')[0].request({}) == requests[0]
