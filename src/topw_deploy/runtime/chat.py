@@ -30,9 +30,12 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        # Jinja makes Python source of it: nested too deeply, or with a number or character that Python refuses, it
+        # fails in the compiler.
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+            reason = " ".join(str(error).split())[:200]
             raise TokenizerError(
-                f"the chat template is not valid ({error}); correct {TEMPLATE_FILE} and export again."
+                f"the chat template is not valid ({reason}); correct {TEMPLATE_FILE} and export again."
             ) from None
 
     def render(
@@ -50,10 +53,10 @@ class ChatTemplate:
             return self._template.render(
                 **self._special_tokens, **plain, messages=_plain(messages), add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-            raise PromptError(f"the chat template refused the messages: {' '.join(str(error).split())}") from None
         except (RecursionError, MemoryError):
             raise PromptError("the chat template ran out of stack or memory on these messages.") from None
+        except Exception as error:  # noqa: BLE001  # somebody else's program may fail in any way
+            raise PromptError(f"the chat template refused the messages: {' '.join(str(error).split())}") from None
 
 
 def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -61,8 +64,8 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
     or a list of named ones of which `default` is taken); None if there is none."""
     source = folder.read_text(TEMPLATE_FILE) if folder.has(TEMPLATE_FILE) else tokenizer.config.get("chat_template")
     if isinstance(source, list):
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
+        named = [t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"]
+        source = named[-1] if named else None
     return ChatTemplate(source, tokenizer.special_tokens) if isinstance(source, str) else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.parameters import PARAMETERS
+from topw_deploy.runtime.parameters import PARAMETERS, show
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import ALIASES
 
@@ -58,7 +58,7 @@ def model_defaults(folder: ModelFolder, tokenizer: Tokenizer) -> dict[str, Any]:
         elif not (key in _SILENT or key.startswith("_") or value is False or value in _OFF.get(key, ())):
             ignored[key] = value
     if ignored:
-        listed = ", ".join(f"{key}={value!r}" for key, value in sorted(ignored.items()))
+        listed = ", ".join(f"{key}={show(value)}" for key, value in sorted(ignored.items()))
         warnings.warn(
             f"{FILE} asks for {listed}, which has no effect here: Top-W alone chooses the tokens.", stacklevel=4
         )
@@ -78,8 +78,9 @@ def _within(defaults: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 def bos_token(folder: ModelFolder, tokenizer: Tokenizer) -> int | None:
     """The beginning-of-sequence id: the generation config's, the model config's, the tokenizer's, or None."""
     for config in (folder.read_json(FILE), *_configs(folder)):
-        if isinstance(config.get("bos_token_id"), int):
-            return int(config["bos_token_id"])
+        found = config.get("bos_token_id")
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
     return tokenizer.bos_token_id
 
 

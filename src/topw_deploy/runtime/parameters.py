@@ -31,12 +31,14 @@ OTHER_SAMPLERS = frozenset({
 """Names of rules that choose the candidates of a draw: Top-W takes their place."""
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """`value` for a message: short, whatever it is."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
-        return f"an integer of {value.bit_length()} bits"
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    except RecursionError:
+        return f"a {type(value).__name__} of many levels"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -47,7 +49,7 @@ def _integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
         number = None
     if number is None or not low <= number < high:
         bound = f">= {low}" if high == math.inf else f"in [{low}, {high})"
-        raise ParameterError(f"{name} is {_show(value)}, but must be an integer {bound}.")
+        raise ParameterError(f"{name} is {show(value)}, but must be an integer {bound}.")
     return number
 
 
@@ -60,7 +62,7 @@ def _real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> 
     # the graph computes in float32, so the bound must hold there too: 1e-50 is no positive number to it
     if not holds(number) or not holds(_float32(number)):
         wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
-        raise ParameterError(f"{name} is {_show(value)}, but must be {wanted}.")
+        raise ParameterError(f"{name} is {show(value)}, but must be {wanted}.")
     return number
 
 
@@ -71,7 +73,7 @@ def _float32(value: float) -> float:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise ParameterError(f"{name} is {_show(value)}, but must be True or False.")
+        raise ParameterError(f"{name} is {show(value)}, but must be True or False.")
     return bool(value)
 
 
@@ -101,20 +103,20 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 def _id_lists(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not _is_list(value) or not all(_is_list(v) and len(v) for v in value):
-        raise ParameterError(f"{name} is {_show(value)}, but must be a list of non-empty lists of token ids.")
+        raise ParameterError(f"{name} is {show(value)}, but must be a list of non-empty lists of token ids.")
     return tuple(_ids(name, v) for v in value)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not _is_list(values) or not all(isinstance(v, str) and v for v in values):
-        raise ParameterError(f"{name} is {_show(value)}, but must be a non-empty string or a list of such.")
+        raise ParameterError(f"{name} is {show(value)}, but must be a non-empty string or a list of such.")
     return tuple(values)
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise ParameterError(f"{name} is {_show(value)}, but must map token ids to numbers.")
+        raise ParameterError(f"{name} is {show(value)}, but must map token ids to numbers.")
     result = {}
     for token, bias in value.items():
         if isinstance(token, str) and token.isascii() and token.isdigit():
