@@ -40,6 +40,21 @@ def test_one_json_object_per_sequence(invoke: Invoke, random_model: Path) -> Non
     assert [first["token_ids"], second["token_ids"]] == [r.token_ids for r in expected]
 
 
+def test_the_short_names_of_other_tools_are_options_too(invoke: Invoke, random_model: Path) -> None:
+    start = ("generate", random_model, "ab", "--seed", 5, "--ignore-eos")
+    expected = invoke(*start, "--num-return-sequences", 2, "--max-new-tokens", 4, "--min-new-tokens", 2)
+    assert expected.stdout
+    assert invoke(*start, "-n", 2, "--max-tokens", 4, "--min-tokens", 2).stdout == expected.stdout
+    settings = {"TOPW_GENERATE_MAX_NEW_TOKENS": "4", "TOPW_GENERATE_NUM_RETURN_SEQUENCES": "2"}
+    assert invoke(*start, env=settings).stdout == expected.stdout
+
+
+def test_two_biases_for_one_token_are_a_usage_error(invoke: Invoke, random_model: Path) -> None:
+    result = invoke("generate", random_model, "ab", "--logit-bias", "5=1", "--logit-bias", "05=2")
+    assert result.exit_code == 2
+    assert "names the token 5 twice; give it one bias" in result.stderr
+
+
 def test_several_sequences_are_printed_one_after_the_other(invoke: Invoke, random_model: Path) -> None:
     settings = ("generate", random_model, "ab", "--seed", 5, "--num-return-sequences", 3, "--max-new-tokens", 6)
     assert invoke(*settings).stdout == invoke(*settings, "--no-stream").stdout

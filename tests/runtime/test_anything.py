@@ -38,14 +38,29 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 NAMES = st.sampled_from([*PARAMETERS, *REQUEST_PARAMETERS])
 
 
 @given(request=st.dictionaries(NAMES, VALUES, max_size=3), rows=st.integers(1, 3))
 def test_any_request_is_resolved_or_refused(request: dict[str, Any], rows: int) -> None:
+    check_resolved(request, rows)
+
+
+@given(request=st.dictionaries(NAMES, VALUES, max_size=2), config=st.dictionaries(NAMES, VALUES, max_size=3))
+def test_any_request_with_a_generation_config_is_resolved_or_refused(
+    request: dict[str, Any], config: dict[str, Any]
+) -> None:
+    check_resolved({**request, "generation_config": config}, rows=1)
+
+
+def check_resolved(request: dict[str, Any], rows: int) -> None:
     try:
-        named, whole = split(request)
-        found = resolve([[1, 2]] * rows, named, {}, TopWParameters(), LIMITS, min(whole["num_return_sequences"], 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            named, whole = split(request)
+        samples, config = min(whole["num_return_sequences"], 2), whole["generation_config"]
+        found = resolve([[1, 2]] * rows, named, {}, TopWParameters(), LIMITS, samples, config=config)
     except (ParameterError, PromptError):
         return
     assert len(found) % rows == 0
@@ -98,10 +113,10 @@ def test_any_template_renders_or_is_refused(source: str, content: Any) -> None:
 
 
 def test_any_prompt_becomes_rows_or_is_refused(model: TopWModel) -> None:
-    @given(prompt=VALUES)
-    def check(prompt: Any) -> None:
+    @given(prompt=VALUES, inputs=st.dictionaries(st.sampled_from(INPUTS), VALUES, max_size=2))
+    def check(prompt: Any, inputs: dict[str, Any]) -> None:
         try:
-            rows, _, _ = model._requests(prompt, {})
+            rows, _, _ = model._requests(prompt, inputs)
         except PromptError:
             return
         assert all(row.prompt for row in rows)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, REQUEST_PARAMETERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "runtime.md"
 
@@ -11,3 +11,10 @@ def test_the_page_names_every_parameter_of_a_request() -> None:
     table = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     for name in (*PARAMETERS, *REQUEST_PARAMETERS):
         assert any(f"`{name}`" in line.split("|")[1] for line in table), f"docs/runtime.md does not name {name}"
+
+
+def test_the_page_names_every_alias_beside_its_parameter() -> None:
+    table = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    for alias, name in REQUEST_ALIASES.items():
+        if name in PARAMETERS or name in REQUEST_PARAMETERS:
+            assert any(f"`{name}`" in cells[1] and f"`{alias}`" in cells[2] for cells in table), alias

@@ -149,9 +149,10 @@ def test_another_samplers_parameter_is_refused_with_the_reason(model: TopWModel,
 
 def test_an_unknown_name_is_refused_and_the_known_ones_are_listed(model: TopWModel) -> None:
     with pytest.raises(
-        ParameterError, match=r"unknown parameter 'max_tokens': did you mean \w+\? known are .*lam.*stop_strings"
+        ParameterError,
+        match=r"unknown parameter 'max_new_token': did you mean max_new_tokens\? known are .*lam.*stop_strings",
     ):
-        model.generate("a", max_tokens=5)
+        model.generate("a", max_new_token=5)
     with pytest.raises(ParameterError, match="'lamda': did you mean lam"):
         model.generate("a", lamda=2)
 

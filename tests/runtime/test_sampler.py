@@ -89,6 +89,9 @@ def test_an_invalid_row_is_named(sampler: TopWSampler) -> None:
         ({"uniform": 0.5, "edit_ids": np.full((ROWS, 2), 4)}, "a token twice"),
         ({"uniform": 0.5, "edit_ids": np.full((ROWS, 1), VOCAB)}, "below 259"),
         ({"uniform": 0.5, "edit_ids": np.zeros((2, 2), int)}, "edit_ids has the shape"),
+        ({"uniform": 0.5, "edit_ids": np.ones((ROWS, 1), bool)}, "edit_ids holds True, but must be -1"),
+        ({"uniform": 0.5, "edit_ids": np.full((ROWS, 1), 1.7)}, "edit_ids holds 1.7, but must be -1"),
+        ({"seed": True, "position": 0}, "seed is True, but must be an integer"),
         (
             {"uniform": 0.5, "edit_ids": np.ones((ROWS, 1), int), "edit_penalty": np.zeros((ROWS, 1))},
             "edit_penalty must be",

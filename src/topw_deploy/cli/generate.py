@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 @click.option("--stats", is_flag=True, help="Print speed, crop sizes and the certified share to stderr.")
 @click.option("--stream/--no-stream", default=True, help="Print text while it arrives (default) or at the end.")
 @click.option("--seed", type=int, help="Make the draws repeatable; --stats and --json report the one that was used.")
-@click.option("--max-new-tokens", type=int, help="Most tokens to generate.")
-@click.option("--min-new-tokens", type=int, help="No end of sequence before so many tokens.")
+@click.option("--max-new-tokens", "--max-tokens", "max_new_tokens", type=int, help="Most tokens to generate.")
+@click.option(
+    "--min-new-tokens", "--min-tokens", "min_new_tokens", type=int, help="No end of sequence before so many tokens."
+)
 @parameter_options
 @click.option("--repetition-penalty", type=float, help="Divide logits of tokens that occurred, > 0; 1 is none.")
 @click.option("--presence-penalty", type=float, help="Subtract from logits of generated tokens, once.")
@@ -44,7 +46,13 @@ if TYPE_CHECKING:
     "--stop-strings", "--stop", "stop_strings", metavar="TEXT", multiple=True, help="End before this text. Repeatable."
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
-@click.option("--num-return-sequences", type=click.IntRange(min=1), help="Independent sequences for the prompt.")
+@click.option(
+    "-n",
+    "--num-return-sequences",
+    "num_return_sequences",
+    type=click.IntRange(min=1),
+    help="Independent sequences for the prompt.",
+)
 @click.option(
     "--max-context",
     type=click.IntRange(min=1),
@@ -145,8 +153,17 @@ def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str,
     if "stop_strings" in given:
         given["stop_strings"] = list(given["stop_strings"])
     if logit_bias:
-        given["logit_bias"] = dict(_bias(item) for item in logit_bias)
+        given["logit_bias"] = _biases(logit_bias)
     return given
+
+
+def _biases(items: tuple[str, ...]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for token, bias in map(_bias, items):
+        if token in biases:
+            raise click.BadParameter(f"names the token {token} twice; give it one bias.", param_hint="--logit-bias")
+        biases[token] = bias
+    return biases
 
 
 def _bias(item: str) -> tuple[int, float]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime.cache import Caches
+from topw_deploy.runtime.callbacks import Watch
 from topw_deploy.runtime.draws import Draws
 from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.face import Session
@@ -23,10 +24,11 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 
 class Row:
-    """One sequence in progress. `text` is None where nobody needs text before the end."""
+    """One sequence in progress. `text` is None where nobody needs text before the end, `watch` where no code of the
+    caller follows the tokens."""
 
-    def __init__(self, index: int, request: RowRequest, text: RowText | None) -> None:
-        self.index, self.request, self.text = index, request, text
+    def __init__(self, index: int, request: RowRequest, text: RowText | None, watch: Watch | None = None) -> None:
+        self.index, self.request, self.text, self.watch = index, request, text, watch
         self.steps = 0  # tokens drawn
         self.pieces: list[str] = []  # text gained so far
         self.finish_reason: str | None = None
@@ -37,12 +39,18 @@ class Row:
         """Add a drawn token. Returns the text gained; sets `finish_reason` and `stop` when it was the last one."""
         self.steps += 1
         gained = ""
+        if self.watch is not None:
+            self.watch.take(token)
         if token in self.request.eos_token_ids:
             self.end("stop", token)
         elif self.text is not None:
             gained = self.text.push(token)
             if self.text.found is not None:
                 self.end("stop", self.text.found)
+        if self.finish_reason is None and self.watch is not None:
+            criterion = self.watch.ended_by()
+            if criterion is not None:
+                self.end("criterion", criterion)
         if self.finish_reason is None and self.steps == self.request.budget:
             self.end("length")
         if self.text is not None:
@@ -56,7 +64,7 @@ class Row:
         if self.finish_reason is None:
             return ""
         gained = text.flush()  # where a stop string may come to light that was held back with half a character
-        if self.finish_reason == "length" and text.found is not None:
+        if self.finish_reason != "stop" and text.found is not None:
             self.end("stop", text.found)
         return gained
 

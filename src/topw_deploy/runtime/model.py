@@ -8,16 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
-
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.manifest import Manifest
 from topw_deploy.runtime import cache, loop
+from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.chat import load_template
 from topw_deploy.runtime.defaults import bos_token, model_defaults
 from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.opening import open_session
+from topw_deploy.runtime.prompts import read_prompts, split_inputs
 from topw_deploy.runtime.providers import short_name
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
@@ -131,38 +131,49 @@ class TopWModel:
         self, prompt: Sequence[str] | Sequence[Sequence[int]], **parameters: Any
     ) -> list[GenerationResult]: ...
     @overload
-    def generate(self, prompt: Sequence[int] | np.ndarray, **parameters: Any) -> GenerationResult: ...
+    def generate(self, prompt: Sequence[int], **parameters: Any) -> GenerationResult: ...
+    @overload
+    def generate(self, prompt: Any = None, **parameters: Any) -> Any: ...
 
-    def generate(self, prompt: Any, **parameters: Any) -> Any:
-        """Continue `prompt`: a text, a list of token ids, or a list of either (a batch).
+    def generate(self, prompt: Any = None, **parameters: Any) -> Any:
+        """Continue `prompt`: a text, token ids, a list of either (a batch), or what a tokenizer returned, also as
+        keywords (`**tokenizer(text)`). Token ids are a list, an array or a tensor; one of two dimensions is a batch.
 
         A GenerationResult for one prompt; a list of them for a batch or when `num_return_sequences` is given,
         the sequences of one prompt side by side. Every parameter may be a list with one value per prompt. Their names
         are in docs/runtime.md; unknown ones raise ParameterError.
 
-        Raises ParameterError, PromptError, or GenerationError when the model itself gives nonsense.
+        Raises ParameterError, PromptError, or GenerationError when the model itself gives nonsense. What a streamer or
+        a stopping criterion raises comes out as it is.
         """
-        requests, skip_special, alone = self._requests(prompt, parameters)
-        results = {piece.row: piece.result for piece in self._run(requests, skip_special, streaming=False)}
+        with ending(parameters.get("streamer")):
+            requests, whole, alone = self._requests(prompt, parameters)
+            pieces = self._run(requests, whole, streaming=False)
+        results = {piece.row: piece.result for piece in pieces}
         return results[0] if alone else [results[row] for row in range(len(requests))]
 
-    def stream(self, prompt: Any, **parameters: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
         """Like `generate`, piece by piece. The last piece of each sequence carries its GenerationResult, and the
         pieces of a sequence joined are its result's text. Parameters are checked at once, not at the first piece."""
-        requests, skip_special, _ = self._requests(prompt, parameters)
-        return self._run(requests, skip_special, streaming=True)
+        with ending(parameters.get("streamer")):
+            requests, whole, _ = self._requests(prompt, parameters)
+            return self._run(requests, whole, streaming=True)
 
     def chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> GenerationResult:
         """The assistant's answer to `messages` (mappings with `role` and `content`), see `apply_chat_template`."""
-        return self.generate(self._chat_ids(messages, template_variables), **parameters)
+        with ending(parameters.get("streamer")):
+            prompt = self._chat_ids(messages, template_variables)
+        return self.generate(prompt, **parameters)
 
     def stream_chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> Iterator[Piece]:
         """`chat`, piece by piece like `stream`."""
-        return self.stream(self._chat_ids(messages, template_variables), **parameters)
+        with ending(parameters.get("streamer")):
+            prompt = self._chat_ids(messages, template_variables)
+        return self.stream(prompt, **parameters)
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
@@ -208,12 +219,13 @@ class TopWModel:
     def _chat_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] | None) -> list[int]:
         return self.tokenizer.encode(self.apply_chat_template(messages, **(variables or {})), add_special_tokens=False)
 
-    def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], bool, bool]:
-        """The rows to run, whether special tokens are left out of the text, and whether one result was asked for."""
+    def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
+        """The rows to run, the values of REQUEST_PARAMETERS, and whether one result was asked for."""
+        prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
-        prompts, alone = self._prompts(prompt, whole["add_special_tokens"])
-        samples = whole["num_return_sequences"]
-        rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples)
+        prompts, alone = self._prompts(prompt, attention_mask, whole["add_special_tokens"])
+        samples, config = whole["num_return_sequences"], whole["generation_config"]
+        rows = resolve(prompts, named, self.defaults, self.manifest.defaults, self._limits, samples, config=config)
         if len(rows) > (self._limits.rows or len(rows)):
             raise PromptError(
                 f"the request has {len(rows)} sequences, but the model was opened with max_batch {self._limits.rows}; "
@@ -224,38 +236,37 @@ class TopWModel:
                 f"this decoder cannot pad, but the prompts of the batch have {', '.join(str(len(p)) for p in prompts)} "
                 "tokens; generate from them one by one, or group those of equal length."
             )
-        return rows, whole["skip_special_tokens"], alone and samples == 1
-
-    def _prompts(self, prompt: Any, add_special_tokens: bool) -> tuple[list[list[int]], bool]:
-        """Token ids of every prompt, and whether a single one (not a list of one) was given."""
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
-        if not isinstance(prompt, (str, list, tuple)):
-            raise PromptError(
-                f"the prompt is a {type(prompt).__name__}, but must be a text, token ids, or a list of either."
+        if whole["streamer"] is not None and len(rows) > 1:
+            raise ParameterError(
+                f"a streamer follows one sequence, but the request has {len(rows)}; generate them one by one, or use "
+                "model.stream, whose pieces name their row."
             )
-        alone = isinstance(prompt, str) or all(isinstance(item, (int, np.integer)) for item in prompt)
-        if not alone and not prompt:
-            raise PromptError("the batch has no prompts; give at least one.")
-        return [self._ids(item, add_special_tokens) for item in ([prompt] if alone else prompt)], alone
+        return rows, whole, alone and samples == 1
 
-    def _ids(self, prompt: Any, add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, add_special_tokens)
-        elif isinstance(prompt, (list, tuple, np.ndarray)) and all(isinstance(i, (int, np.integer)) for i in prompt):
-            ids = [int(token) for token in prompt]
-        else:
-            raise PromptError(f"{prompt!r:.60} is neither a text nor a list of token ids.")
-        return ids or ([] if self._bos is None else [self._bos])
+    def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool) -> tuple[list[list[int]], bool]:
+        """Token ids of every prompt, and whether a single one (not a list of one) was given."""
+        prompts, alone = read_prompts(prompt, mask)
+        bos = [] if self._bos is None else [self._bos]
+        encode = self.tokenizer.encode
+        return [(encode(p, add_special_tokens) if isinstance(p, str) else p) or bos for p in prompts], alone
 
-    def _run(self, requests: Sequence[RowRequest], skip_special: bool, *, streaming: bool) -> Iterator[Piece]:
+    def _run(self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool) -> Iterator[Piece]:
         if self._session is None or self._caches is None:
             raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
 
         def decode(ids: Sequence[int]) -> str:
-            return self.tokenizer.decode(ids, skip_special)
+            return self.tokenizer.decode(ids, whole["skip_special_tokens"])
 
-        return Run(self._session, self._caches, requests, decode, self.load_seconds, streaming=streaming).pieces()
+        return Run(
+            self._session,
+            self._caches,
+            requests,
+            decode,
+            self.load_seconds,
+            streaming=streaming,
+            streamer=whole["streamer"],
+            criteria=whole["stopping_criteria"],
+        ).pieces()
 
 
 def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:

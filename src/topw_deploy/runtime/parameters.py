@@ -1,6 +1,6 @@
 """Every parameter a request may carry: its name, what its value must be, and whether a list means "one per row".
 
-Names are those of transformers' GenerationConfig, then vLLM's penalties, then Top-W's own.
+Names are those of transformers' GenerationConfig, then vLLM's penalties, then Top-W's own; REQUEST_ALIASES has others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import ParameterError
+from topw_deploy.runtime.callbacks import check_criteria, check_streamer
 from topw_deploy.runtime.draws import SEED_BITS
 from topw_deploy.sampling.parameters import (
     ALIASES,
@@ -30,6 +31,16 @@ OTHER_SAMPLERS = frozenset({
 })  # fmt: skip
 """Names of rules that choose the candidates of a draw: Top-W takes their place."""
 
+REQUEST_ALIASES: Mapping[str, str] = {
+    **ALIASES,
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop": "stop_strings",
+    "n": "num_return_sequences",
+}
+"""The names of vLLM and of OpenAI's interface, and those of the authors' code -> ours."""
+
 
 def show(value: Any) -> str:
     """`value` for a message: short, whatever it is."""
@@ -42,9 +53,14 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def is_boolean(value: Any) -> bool:
+    """Whether `value` is a truth value of Python, numpy or a tensor library, which Python would take for 0 or 1."""
+    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+
+
 def _integer(name: str, value: Any, low: int, high: float = math.inf) -> int:
     try:
-        number = operator.index(value) if not isinstance(value, (bool, np.bool_)) else None
+        number = None if is_boolean(value) else operator.index(value)
     except TypeError:
         number = None
     if number is None or not low <= number < high:
@@ -117,15 +133,28 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise ParameterError(f"{name} is {show(value)}, but must map token ids to numbers.")
-    result = {}
+    result: dict[int, float] = {}
     for token, bias in value.items():
         if isinstance(token, str) and token.isascii() and token.isdigit():
             token = int(token)  # JSON objects have no other keys
         key = _integer(f"a token id of {name}", token, 0)
+        if key in result:
+            raise ParameterError(f"{name} names the token id {key} twice; give it one bias.")
         result[key] = _real(
             f"{name}[{key}]", bias, lambda x: x < math.inf and x == x, "a number below infinity (-inf bans the token)"
         )
     return result
+
+
+def _config(name: str, value: Any) -> dict[str, Any]:
+    """What a mapping states, or a GenerationConfig of transformers, whose own defaults do not count."""
+    if not isinstance(value, Mapping):
+        if not callable(getattr(value, "to_diff_dict", None)):
+            raise ParameterError(f"{name} is {show(value)}, but must be a mapping or transformers' GenerationConfig.")
+        value = value.to_diff_dict()
+    if not all(isinstance(key, str) for key in value):
+        raise ParameterError(f"{name} has the keys {show(list(value))}, but must have the names of parameters.")
+    return {key: stated for key, stated in value.items() if stated is not None}
 
 
 def _is_list(value: Any) -> bool:
@@ -162,6 +191,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     "eos_token_id": Parameter(_ids, (), depth=1),
     "pad_token_id": Parameter(_at_least(0)),
     "ignore_eos": Parameter(_flag, False),
+    "stop_token_ids": Parameter(_ids, (), depth=1),
     "stop_strings": Parameter(_strings, (), depth=1),
     "repetition_penalty": Parameter(_positive, 1.0),
     "presence_penalty": Parameter(_finite, 0.0),
@@ -179,6 +209,9 @@ REQUEST_PARAMETERS: Mapping[str, Parameter] = {
     "num_return_sequences": Parameter(_at_least(1), 1),
     "skip_special_tokens": Parameter(_flag, True),
     "add_special_tokens": Parameter(_flag, True),
+    "generation_config": Parameter(_config, {}),
+    "streamer": Parameter(check_streamer),
+    "stopping_criteria": Parameter(check_criteria, ()),
 }
 """What holds for a whole request."""
 
@@ -190,25 +223,37 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     the known ones), and for a parameter given under two names.
     """
     known = [*PARAMETERS, *REQUEST_PARAMETERS]
-    result: dict[str, Any] = {}
-    for name, value in given.items():
+    for name in given:
         if name in OTHER_SAMPLERS:
             raise ParameterError(
                 f"{name} belongs to another sampler, and Top-W takes its place: remove it; "
                 f"{', '.join(PARAMETER_NAMES)} shape the crop."
             )
-        ours = ALIASES.get(name, name)
+        ours = REQUEST_ALIASES.get(name, name)
         if ours in OPTION_NAMES:
             raise ParameterError(
                 f"{ours} is built into the graph, so no request can change it; export the model again."
             )
         if ours not in known:
             raise unknown_name(name, known)
-        if ours in result:
-            raise ParameterError(f"{ours} is given twice (once as {name}); give it once.")
-        if value is not None:
-            result[ours] = value
-    return result
+    return under_our_names({name: value for name, value in given.items() if value is not None})
+
+
+def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with aliases replaced, tensors as lists. Raises ParameterError for a parameter given under two names."""
+    used: dict[str, str] = {}
+    for name in given:
+        ours = REQUEST_ALIASES.get(name, name)
+        if ours in used:
+            raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.")
+        used[ours] = name
+    return {ours: _plain(given[name]) for ours, name in used.items()}
+
+
+def _plain(value: Any) -> Any:
+    """`value`, as numbers in lists where it is a tensor of another library than numpy."""
+    is_tensor = hasattr(value, "tolist") and not isinstance(value, (np.ndarray, np.generic))
+    return value.tolist() if is_tensor else value
 
 
 def spread(name: str, value: Any, rows: int) -> list[Any]:

@@ -1,19 +1,25 @@
 """A request made definite: for every row of the batch the value of every parameter.
 
-A value comes from the request, else from the model's `generation_config.json`, else from the export (the Top-W
-parameters in the manifest) or this tool.
+A value comes from the request, else from its `generation_config`, else from the model's `generation_config.json`, else
+from the export (the Top-W parameters in the manifest) or this tool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime.draws import fresh_seed
+from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
+
+CONFIG = "generation_config"
+_IN_CONFIG = {
+    name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +27,7 @@ class RowRequest:
     """Everything that one sequence is generated from.
 
     prompt: token ids, at least one. budget: most new tokens, from every limit together, >= 0.
-    eos_token_ids: drawing one ends the row; empty when end of sequence is ignored. pad_token_id: fed after the end.
+    eos_token_ids: drawing one ends the row; with `ignore_eos` only the stop_token_ids. pad_token_id: fed after the end.
     min_new_tokens: end of sequence is banned and stop strings are not looked for before so many tokens.
     seed, sample: what the draws are made from.
     """
@@ -61,12 +67,16 @@ class Limits:
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checked parameters of the rows, and those of the request as a whole with their defaults filled in."""
+    """Checked parameters of the rows, and those of the request as a whole with their defaults filled in. Of
+    `generation_config`, what concerns the rows stays under its name."""
     named = check_names(given)
+    config = REQUEST_PARAMETERS[CONFIG].parse(CONFIG, named.pop(CONFIG, {}))
+    config = read_settings(config, CONFIG, {**PARAMETERS, **_IN_CONFIG})
     whole = {
-        name: p.parse(name, named.pop(name)) if name in named else p.default for name, p in REQUEST_PARAMETERS.items()
+        name: p.parse(name, named.pop(name)) if name in named else config.pop(name, p.default)
+        for name, p in REQUEST_PARAMETERS.items()
     }
-    return named, whole
+    return named, {**whole, CONFIG: {name: value for name, value in config.items() if name in PARAMETERS}}
 
 
 def resolve(
@@ -76,48 +86,75 @@ def resolve(
     exported: TopWParameters,
     limits: Limits,
     samples: int = 1,
+    *,
+    config: Mapping[str, Any] | None = None,
 ) -> list[RowRequest]:
     """One RowRequest per prompt and sample, the samples of a prompt side by side.
 
     given: the request's row parameters (see `split`), each one value for all prompts or a list of one per prompt.
+    config: the row parameters of its `generation_config`.
     Raises ParameterError for a bad value, PromptError for a prompt that is empty, too long or has unknown ids.
     """
     columns = {name: spread(name, value, len(prompts)) for name, value in given.items()}
     rows = []
     for index, prompt in enumerate(prompts):
         request = {name: column[index] for name, column in columns.items() if column[index] is not None}
+        sources = _Sources(request, config or {}, model)
         _check_prompt(prompt, limits, f"prompt {index}" if len(prompts) > 1 else "the prompt")
-        seed = request.get("seed")
+        seed = sources.get("seed")
         seed = fresh_seed() if seed is None else seed
-        rows += [_row(tuple(prompt), request, model, exported, limits, seed, sample) for sample in range(samples)]
+        rows += [_row(tuple(prompt), sources, exported, limits, seed, sample) for sample in range(samples)]
     return rows
+
+
+class _Sources:
+    """Where a row's values come from, the first that states one: the request, its generation_config, the model's."""
+
+    def __init__(self, request: Mapping[str, Any], config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+        self.all = (request, config, model)
+        self.request, self.config, self.model = self.all
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return next((source[name] for source in self.all if name in source), default)
+
+    def value(self, name: str) -> Any:
+        return self.get(name, PARAMETERS[name].default)
+
+    def named(self, name: str, source: Mapping[str, Any]) -> str:
+        """What a message calls the parameter `name` that `source` states."""
+        return f"{CONFIG}: {name}" if source is self.config else name
+
+    def check_ids(self, name: str, ids: Iterable[int], limits: Limits) -> None:
+        where = next((source for source in self.all if name in source), self.model)
+        for token in ids:
+            if token >= limits.vocab_size:
+                raise ParameterError(
+                    f"{self.named(name, where)} names the token id {token}, but ids go from 0 to "
+                    f"{limits.vocab_size - 1}."
+                )
 
 
 def _row(
     prompt: tuple[int, ...],
-    request: Mapping[str, Any],
-    model: Mapping[str, Any],
+    sources: _Sources,
     exported: TopWParameters,
     limits: Limits,
     seed: int,
     sample: int,
 ) -> RowRequest:
-    def value(name: str) -> Any:
-        return request.get(name, model.get(name, PARAMETERS[name].default))
-
-    eos = frozenset(value("eos_token_id"))
-    _check_ids("eos_token_id", eos, limits)
-    for name in ("logit_bias", "suppress_tokens"):
-        _check_ids(name, value(name), limits)
+    value = sources.value
+    eos, stop = frozenset(value("eos_token_id")), frozenset(value("stop_token_ids"))
+    for name in ("eos_token_id", "stop_token_ids", "logit_bias", "suppress_tokens"):
+        sources.check_ids(name, value(name), limits)
     for word in value("bad_words_ids"):
-        _check_ids("bad_words_ids", word, limits)
+        sources.check_ids("bad_words_ids", word, limits)
     pad = value("pad_token_id")
     return RowRequest(
         prompt=prompt,
-        top_w=_top_w(request, model, exported),
-        budget=_budget(len(prompt), request, model, limits),
+        top_w=_top_w(sources, exported),
+        budget=_budget(len(prompt), sources, limits),
         min_new_tokens=max(value("min_new_tokens"), value("min_length") - len(prompt)),
-        eos_token_ids=frozenset() if value("ignore_eos") else eos,
+        eos_token_ids=stop if value("ignore_eos") else eos | stop,
         pad_token_id=pad if pad is not None and pad < limits.vocab_size else min(eos, default=0),
         stop_strings=value("stop_strings"),
         seed=seed,
@@ -137,36 +174,41 @@ def _row(
     )
 
 
-def _top_w(request: Mapping[str, Any], model: Mapping[str, Any], exported: TopWParameters) -> TopWParameters:
-    values = {name: request.get(name, model.get(name, getattr(exported, name))) for name in PARAMETER_NAMES}
-    if "do_sample" in request:
-        if not request["do_sample"]:
+def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
+    values = {name: sources.get(name, getattr(exported, name)) for name in PARAMETER_NAMES}
+    for source in sources.all:  # the first that speaks of the temperature decides how do_sample counts
+        sampled = source.get("do_sample")
+        if sampled is False:
             values["temperature"] = 0.0
-        elif TopWParameters(**values).greedy and "temperature" in request:
-            raise ParameterError(
-                f"do_sample is True, but temperature is {request['temperature']!r}, which is greedy; give a higher one."
-            )
-        elif TopWParameters(**values).greedy:
+        elif sampled and source is not sources.model and TopWParameters(**values).greedy:
+            if "temperature" in source:
+                raise ParameterError(
+                    f"{sources.named('do_sample', source)} is True, but temperature is {source['temperature']!r}, "
+                    "which is greedy; give a higher one."
+                )
             values["temperature"] = 1.0
-    elif "temperature" not in request and model.get("do_sample") is False:
-        values["temperature"] = 0.0
+        if sampled is not None or "temperature" in source:
+            break
     return TopWParameters(**values)
 
 
-def _budget(prompt: int, request: Mapping[str, Any], model: Mapping[str, Any], limits: Limits) -> int:
+def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
     """Most tokens that may be drawn after `prompt` tokens: `max_new_tokens` or `max_length`, and the context."""
-    if "max_new_tokens" in request and "max_length" in request:
+    if "max_new_tokens" in sources.request and "max_length" in sources.request:
         raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
-    if "max_length" in request and request["max_length"] <= prompt:
-        raise PromptError(f"the prompt has {prompt} tokens, but max_length is {request['max_length']}; raise it.")
     wanted = PARAMETERS["max_new_tokens"].default
-    for source in (request, model):
+    for source in sources.all:
         if "max_new_tokens" in source:
             wanted = source["max_new_tokens"]
             break
-        if source.get("max_length", 0) > prompt:  # a model's own limit that the prompt exceeds is no limit
+        if source.get("max_length", 0) > prompt:
             wanted = source["max_length"] - prompt
             break
+        if "max_length" in source and source is not sources.model:  # a model's own limit is none for a longer prompt
+            raise PromptError(
+                f"the prompt has {prompt} tokens, but {sources.named('max_length', source)} is "
+                f"{source['max_length']}; raise it."
+            )
     return min(wanted, limits.tokens - prompt)
 
 
@@ -185,9 +227,3 @@ def _check_prompt(prompt: Sequence[int], limits: Limits, which: str) -> None:
     for token in prompt:
         if not 0 <= token < limits.vocab_size:
             raise PromptError(f"{which} holds the token id {token}, but ids go from 0 to {limits.vocab_size - 1}.")
-
-
-def _check_ids(name: str, ids: Any, limits: Limits) -> None:
-    for token in ids:
-        if token >= limits.vocab_size:
-            raise ParameterError(f"{name} names the token id {token}, but ids go from 0 to {limits.vocab_size - 1}.")

@@ -33,8 +33,9 @@ class GenerationResult:
     certified: per token, whether the crop was proven without geometry (docs/graph.md section 4).
     mass: per token, the crop's share of the full softmax; None unless the model was exported with it.
     seed, sample: what the draws were made from; the same pair, prompt and parameters give the same tokens.
-    finish_reason: "stop" (see `stop`) or "length" (the token limit or the context was reached).
-    stop: the end-of-sequence token's id or the stop string that ended it; None for "length".
+    finish_reason: "stop", "criterion" (see `stop`) or "length" (the token limit or the context was reached).
+    stop: what ended it: for "stop" the end-of-sequence token's id or the stop string, for "criterion" the name of the
+        stopping criterion, for "length" None.
     prompt_tokens: how many tokens the prompt had.
     sampler: what chose the tokens, "native", "plugin" or "graph" (docs/native.md).
     """

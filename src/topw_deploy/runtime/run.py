@@ -8,6 +8,7 @@ from typing import Any
 
 from topw_deploy.runtime import loop
 from topw_deploy.runtime.cache import Caches
+from topw_deploy.runtime.callbacks import Criterion, Streamer, Watch
 from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.request import RowRequest
 from topw_deploy.runtime.results import GenerationResult, Piece, Timings
@@ -19,6 +20,7 @@ class Run:
     `streaming`, and in rows with stop strings; the text of other rows is made once, at their end, in the same way.
 
     decode: token ids -> text. load_seconds: passed on to the results.
+    streamer: is given the prompt and every token of the only row. criteria: end a row after a token; see callbacks.py.
     """
 
     def __init__(
@@ -30,25 +32,40 @@ class Run:
         load_seconds: float,
         *,
         streaming: bool,
+        streamer: Streamer | None = None,
+        criteria: Sequence[Criterion] = (),
     ) -> None:
         self._session, self._caches, self._decode = session, caches, decode
         self._load_seconds = load_seconds
+        self._streamer = streamer
+        watched = streamer is not None or bool(criteria)
         self._rows = [
-            loop.Row(index, request, self._text(request) if streaming or request.stop_strings else None)
+            loop.Row(
+                index,
+                request,
+                self._text(request) if streaming or request.stop_strings else None,
+                Watch(request.prompt, request.budget, streamer, criteria) if watched else None,
+            )
             for index, request in enumerate(requests)
         ]
 
     def pieces(self) -> Iterator[Piece]:
         """Run to the end. The last piece of each row carries its result; rows without new text give no piece."""
         self._started = time.perf_counter()
-        self._generation = loop.Generation(self._session, self._caches, self._rows)
         try:
-            yield from self._steps()
-        finally:
-            self._generation.close()
+            self._generation = loop.Generation(self._session, self._caches, self._rows)
+            try:
+                yield from self._steps()
+            finally:
+                self._generation.close()
+        finally:  # whatever happened: a thread that reads from the streamer must not wait for ever
+            if self._streamer is not None:
+                self._streamer.end()
 
     def _steps(self) -> Iterator[Piece]:
         for row in self._rows:
+            if row.watch is not None:
+                row.watch.begin()
             if row.finish_reason is not None:  # its prompt fills the context
                 yield Piece("", row.index, self._result(row))
         for changed in loop.generate(self._generation):

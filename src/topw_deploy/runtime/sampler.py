@@ -12,6 +12,7 @@ import numpy as np
 from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.runtime.draws import SEED_BITS, uniforms
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.parameters import show
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 
@@ -160,7 +161,9 @@ def _uniform(rows: int, uniform: Any, seed: Any, position: Any, sample: Any) -> 
 
 def _integers(name: str, value: Any, rows: int) -> list[int]:
     values = list(value) if np.ndim(value) == 1 else [value] * rows
-    if len(values) != rows or not all(isinstance(v, (int, np.integer)) and 0 <= v < 2**SEED_BITS for v in values):
+    if len(values) != rows or not all(
+        isinstance(v, (int, np.integer)) and not isinstance(v, bool) and 0 <= v < 2**SEED_BITS for v in values
+    ):
         raise ParameterError(
             f"{name} is {value!r:.60}, but must be an integer in [0, 2**{SEED_BITS}), or one for each of {rows} rows."
         )
@@ -168,7 +171,10 @@ def _integers(name: str, value: Any, rows: int) -> list[int]:
 
 
 def _edits(rows: int, vocab: int, ids: Any, penalty: Any, bias: Any) -> dict[str, np.ndarray]:
-    ids = np.full((rows, 0), -1, np.int64) if ids is None else np.ascontiguousarray(ids, np.int64)
+    ids = np.full((rows, 0), -1, np.int64) if ids is None else np.asarray(ids)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise ParameterError(f"edit_ids holds {show(ids.flat[0].item())}, but must be -1 (padding) or token ids.")
+    ids = np.ascontiguousarray(ids, np.int64)
     edits = {
         "edit_ids": ids,
         "edit_penalty": np.ones(ids.shape, np.float32)

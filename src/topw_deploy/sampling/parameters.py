@@ -139,15 +139,15 @@ def canonical_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETER_N
     Raises ParameterError for a name outside `known` (listing them) and for one given under two names.
     """
     known = tuple(known)
-    result: dict[str, Any] = {}
-    for name, value in given.items():
+    used: dict[str, str] = {}
+    for name in given:
         ours = ALIASES.get(name, name)
         if ours not in known:
             raise unknown_name(name, known)
-        if ours in result:
-            raise ParameterError(f"{ours} is given twice (once as {name}); give it once.")
-        result[ours] = value
-    return result
+        if ours in used:
+            raise ParameterError(f"{ours} is given twice, as {used[ours]} and as {name}; give it once.")
+        used[ours] = name
+    return {ours: given[name] for ours, name in used.items()}
 
 
 def unknown_name(name: str, known: Iterable[str]) -> ParameterError:

@@ -1,0 +1,158 @@
+"""Prompts in the forms people hold them: texts, token ids, arrays and tensors, and what tokenizers return.
+
+Tensors of any library are read through `tolist`, so none is imported.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from tokenizers import Encoding
+
+from topw_deploy.errors import PromptError
+from topw_deploy.runtime.parameters import is_boolean, show
+
+Prompt: TypeAlias = "str | list[int]"
+
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+_DESCRIPTIONS = frozenset({"special_tokens_mask", "offset_mapping", "length"})  # they change no token
+
+
+def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """The prompt, its attention mask (None: every token counts) and the other parameters of a call, whose prompt may
+    also be the tokenizer's output as keywords: `generate(**tokenizer(text))`.
+
+    Raises PromptError where there is no prompt, or two.
+    """
+    parameters = dict(given)
+    inputs = {name: parameters.pop(name) for name in _INPUTS if name in parameters}
+    if prompt is not None and inputs.get("input_ids") is not None:
+        raise PromptError("a prompt and input_ids are both given; give one of them.")
+    if prompt is None:
+        prompt = inputs.get("input_ids")
+    if prompt is None:
+        raise PromptError("there is no prompt; give a text, token ids, a list of either, or input_ids.")
+    _check_segments(inputs.get("token_type_ids"))
+    return prompt, inputs.get("attention_mask"), parameters
+
+
+def read_prompts(prompt: Any, attention_mask: Any = None) -> tuple[list[Prompt], bool]:
+    """Every prompt as a text or as token ids, and whether a single one (not a list of one) was given.
+
+    Tokens that the attention mask leaves out are removed; it may pad on either side.
+    Raises PromptError for anything else than texts and token ids, and for a mask that does not fit or has a hole.
+    """
+    prompt, mask = _opened(prompt, attention_mask)
+    batched = getattr(prompt, "ndim", 1) > 1
+    prompt, mask = plain(prompt), plain(mask)
+    if not isinstance(prompt, (str, list, tuple)):
+        raise PromptError(
+            f"the prompt is a {type(prompt).__name__}, but must be a text, token ids, or a list of either."
+        )
+    if isinstance(prompt, str) or (not batched and all(_is_scalar(item) for item in prompt)):
+        return [_row(prompt, mask, "the prompt")], True
+    if not prompt:
+        raise PromptError("the batch has no prompts; give at least one.")
+    masks = [None] * len(prompt) if mask is None else mask
+    if not isinstance(masks, (list, tuple)) or len(masks) != len(prompt):
+        raise PromptError(
+            f"attention_mask does not fit the {len(prompt)} prompts; give one row of it for each of them."
+        )
+    return [_row(item, mask, f"prompt {i}") for i, (item, mask) in enumerate(zip(prompt, masks, strict=True))], False
+
+
+def plain(value: Any) -> Any:
+    """`value` as nested lists where it is an array or a tensor, on whatever device; else `value`."""
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    if hasattr(value, "__array__"):
+        return np.asarray(value).tolist()
+    return value
+
+
+def _opened(prompt: Any, mask: Any) -> tuple[Any, Any]:
+    """The ids and the mask in what a tokenizer returned; anything else as it is."""
+    if isinstance(prompt, Encoding):
+        prompt = {"input_ids": prompt.ids, "attention_mask": prompt.attention_mask}
+    if not isinstance(prompt, Mapping):
+        return prompt, mask
+    if prompt.get("input_ids") is None:
+        raise PromptError(f"the prompt is a mapping of {show(sorted(map(str, prompt)))}; it must have input_ids.")
+    unknown = sorted(str(name) for name in prompt if name not in _DESCRIPTIONS and name not in _INPUTS)
+    if unknown:
+        raise PromptError(
+            f"the prompt is a mapping with {', '.join(unknown)}, which a decoder cannot read; give input_ids and "
+            "attention_mask alone."
+        )
+    _check_segments(prompt.get("token_type_ids"))
+    inner = prompt.get("attention_mask")
+    if inner is not None and mask is not None:
+        raise PromptError("attention_mask is given twice, beside the prompt and within it; give it once.")
+    return prompt["input_ids"], mask if inner is None else inner
+
+
+def _row(prompt: Any, mask: Any, which: str) -> Prompt:
+    if isinstance(prompt, str):
+        if mask is not None:
+            raise PromptError(f"{which} is a text, but attention_mask belongs to token ids; leave it out.")
+        return prompt
+    prompt, mask = _opened(prompt, mask)
+    prompt, mask = plain(prompt), plain(mask)
+    if not isinstance(prompt, (list, tuple)) or not all(_is_scalar(item) for item in prompt):
+        raise PromptError(f"{show(prompt)} is neither a text nor a list of token ids.")
+    ids = _ids(prompt, which)
+    return ids if mask is None else _unmasked(ids, mask, which)
+
+
+def _ids(prompt: Sequence[Any], which: str) -> list[int]:
+    if set(map(type, prompt)) <= {int}:
+        return list(prompt)
+    ids = []
+    for position, value in enumerate(prompt):
+        try:
+            ids.append(operator.index(value if not is_boolean(value) else None))  # type: ignore[arg-type]
+        except TypeError:
+            raise PromptError(
+                f"{which} holds {show(value)} at position {position}, but token ids are integers; give ids alone."
+            ) from None
+    return ids
+
+
+def _unmasked(ids: list[int], mask: Any, which: str) -> list[int]:
+    if not isinstance(mask, (list, tuple)) or not all(_is_scalar(m) for m in mask) or len(mask) != len(ids):
+        length = len(mask) if isinstance(mask, (list, tuple)) else 1
+        raise PromptError(
+            f"attention_mask has {length} values for {which}, which has {len(ids)} tokens; give one for each token."
+        )
+    odd = [m for m in mask if m not in (0, 1)]
+    if odd:
+        raise PromptError(f"attention_mask holds {show(odd[0])} for {which}, but must be 0 or 1.")
+    kept = [position for position, m in enumerate(mask) if m]
+    if not kept:
+        return []
+    first, last = kept[0], kept[-1]
+    if last - first + 1 != len(kept):
+        hole = next(position for position in range(first, last) if not mask[position])
+        raise PromptError(
+            f"attention_mask leaves out position {hole} in the middle of {which}; it may pad only before the first "
+            "token or after the last one."
+        )
+    return ids[first : last + 1]
+
+
+def _check_segments(segments: Any) -> None:
+    """Zeros, which some tokenizers add, say nothing."""
+    if segments is not None and _holds_one(segments):
+        raise PromptError("token_type_ids holds other values than 0, but a decoder has one segment; leave it out.")
+
+
+def _holds_one(value: Any) -> bool:
+    value = plain(value)
+    return any(map(_holds_one, value)) if isinstance(value, (list, tuple)) else bool(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float, np.generic)) or getattr(value, "ndim", None) == 0

@@ -1,0 +1,75 @@
+"""The worked example of docs/runtime.md: penalties before biases here, biases before penalties in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from topw_deploy.runtime import TopWSampler
+from topw_deploy.runtime.edits import Edits
+from topw_deploy.runtime.request import Limits, resolve, split
+from topw_deploy.sampling import TopWParameters, apply_edits
+from toy_model import VOCAB, Toy, export_sampler
+
+A, B, C = 10, 11, 12
+PROMPT = [A, C]
+LOGITS = np.full(VOCAB, -50, np.float32)
+LOGITS[[A, B, C]] = 2, 3, -2
+PENALTY, BIASES = 2.0, {A: 3.0, C: 1.0}
+OURS = [4.0, 3.0, -3.0]  # 2 / 2 + 3, 3, -2 * 2 + 1
+THEIRS = [2.5, 3.0, -2.0]  # (2 + 3) / 2, 3, (-2 + 1) * 2
+PAGE = Path(__file__).parents[2] / "docs" / "runtime.md"
+
+
+def edits() -> Edits:
+    named, _ = split({"seed": 1, "repetition_penalty": PENALTY, "logit_bias": BIASES})
+    return Edits(resolve([PROMPT], named, {}, TopWParameters(), Limits(1000, VOCAB)))
+
+
+def test_numpys_edits_give_the_numbers_of_the_example() -> None:
+    made = edits()
+    edited = apply_edits(LOGITS, made.ids[0], made.penalty[0], made.bias[0])
+    assert edited[[A, B, C]].tolist() == OURS
+
+
+def test_the_graph_gives_the_numbers_of_the_example(tmp_path: Path, sampler_choice: str) -> None:
+    made = edits()
+    sampler = TopWSampler.from_pretrained(
+        export_sampler(tmp_path / "out", Toy.random(0)), provider="cpu", sampler=sampler_choice
+    )
+    given = {"edit_ids": made.ids, "edit_penalty": made.penalty, "edit_bias": made.bias}
+    assert sampler.sample(LOGITS, uniform=0.5, temperature=0.0, **given).next_token.tolist() == [A]
+
+    # No entropy term, so the crop is the whole pool, and a log-probability tells the logit.
+    everything = {"lam": 0.0, "beta": 50.0, "init_top_p": 1.0}
+    uniform = [0.5, 0.9, 0.9997]  # A has 0.730 of the mass, A and B 0.9993
+    found = sampler.sample(
+        np.stack([LOGITS] * 3), uniform=uniform, **everything, **{k: np.repeat(v, 3, axis=0) for k, v in given.items()}
+    )
+    assert found.next_token.tolist() == [A, B, C]
+    total = np.log(np.exp(OURS).sum())
+    np.testing.assert_allclose(found.logprob + total, OURS, atol=1e-4)
+
+
+def test_transformers_processors_give_its_numbers_of_the_example() -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GenerationConfig(
+        repetition_penalty=PENALTY, sequence_bias=[[[token], bias] for token, bias in BIASES.items()]
+    )
+    tiny = transformers.GPT2Config(vocab_size=VOCAB, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    model = transformers.GPT2LMHeadModel(tiny)  # for the order in which its `generate` applies the processors
+    processors = model._get_logits_processor(config, input_ids_seq_length=len(PROMPT))
+    scores = processors(torch.tensor([PROMPT]), torch.tensor(LOGITS)[None])[0]
+    assert scores[[A, B, C]].tolist() == THEIRS
+    assert int(scores.argmax()) == B
+
+
+def test_the_page_shows_these_numbers() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name, numbers in zip("ABC", zip(LOGITS[[A, B, C]], OURS, THEIRS, strict=True), strict=True):
+        line = next(line for line in text.splitlines() if line.startswith(f"| {name} "))
+        cells = [cell.strip().split(" = ")[-1] for cell in line.strip("|").split("|")]
+        assert [float(cells[1]), float(cells[-2]), float(cells[-1])] == [float(number) for number in numbers]

@@ -1,0 +1,129 @@
+"""`generation_config=`: behind the request's own parameters, before the model's file."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
+from topw_deploy.sampling import TopWParameters
+from toy_model import VOCAB, Load, Toy
+
+SETTINGS = {"temperature": 2.0, "lam": 0.3, "max_new_tokens": 5, "seed": 3}
+
+
+def row(request: dict[str, Any], config: dict[str, Any], model: dict[str, Any]) -> RowRequest:
+    named, whole = split({**request, "generation_config": config})
+    limits = Limits(1000, VOCAB)
+    (only,) = resolve([[5] * 10], named, model, TopWParameters(), limits, config=whole["generation_config"])
+    return only
+
+
+@pytest.mark.parametrize(
+    ("request_", "config", "model", "temperature"),
+    [
+        ({}, {"temperature": 0.5}, {"temperature": 0.6}, 0.5),
+        ({"temperature": 0.4}, {"temperature": 0.5}, {"temperature": 0.6}, 0.4),
+        ({}, {"temperature": None}, {"temperature": 0.6}, 0.6),
+        ({}, {"do_sample": False, "temperature": 0.5}, {}, 0.0),
+        ({"temperature": 0.4}, {"do_sample": False}, {}, 0.4),
+        ({"do_sample": True}, {"do_sample": False, "temperature": 0.5}, {}, 0.5),
+        ({"do_sample": True}, {"temperature": 0.0}, {}, 1.0),
+        ({}, {"do_sample": True}, {"do_sample": False, "temperature": 0.6}, 0.6),
+        ({}, {"temperature": 0.5}, {"do_sample": False}, 0.5),
+        ({}, {"lam": 1.0}, {"do_sample": False}, 0.0),
+        ({}, {"do_sample": True}, {"temperature": 0.0}, 1.0),
+    ],
+)
+def test_the_temperature_comes_from_the_first_place_that_states_it(
+    request_: dict[str, Any], config: dict[str, Any], model: dict[str, Any], temperature: float
+) -> None:
+    assert row(request_, config, model).top_w.temperature == temperature
+
+
+@pytest.mark.parametrize(
+    ("request_", "config", "model", "budget"),
+    [
+        ({}, {"max_new_tokens": 7}, {"max_new_tokens": 30}, 7),
+        ({}, {"max_length": 30}, {"max_new_tokens": 5}, 20),
+        ({}, {"max_length": 30, "max_new_tokens": 5}, {}, 5),
+        ({"max_new_tokens": 3}, {"max_length": 8}, {}, 3),
+        ({"max_length": 12}, {"max_new_tokens": 7}, {}, 2),
+        ({}, {"max_tokens": 9}, {}, 9),
+    ],
+)
+def test_the_token_limit_comes_from_the_first_place_that_states_one(
+    request_: dict[str, Any], config: dict[str, Any], model: dict[str, Any], budget: int
+) -> None:
+    assert row(request_, config, model).budget == budget
+
+
+def test_everything_that_a_request_may_state_may_be_stated_there(model: TopWModel) -> None:
+    expected = model.generate("ab", **SETTINGS, num_return_sequences=2)
+    assert model.generate("ab", generation_config={**SETTINGS, "num_return_sequences": 2}) == expected
+    assert model.generate("ab", generation_config={**SETTINGS, "n": 3}, n=2) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"temperature": -1}, "generation_config: temperature is -1"),
+        ({"temperature": [0.5, 0.6]}, r"generation_config: temperature is \[0.5, 0.6\]"),
+        ({"max_new_tokens": 0}, "generation_config: max_new_tokens is 0"),
+        ({"max_new_tokens": 4, "max_tokens": 5}, "generation_config: max_new_tokens is given twice, as max_new_tokens"),
+        ({"eos_token_id": [True]}, "generation_config: eos_token_id is True"),
+        ({"eos_token_id": VOCAB}, f"generation_config: eos_token_id names the token id {VOCAB}"),
+        ({"do_sample": True, "temperature": 0.0}, "generation_config: do_sample is True, but temperature is 0.0"),
+        ({"n": 0}, "generation_config: num_return_sequences is 0"),
+        ("out", "generation_config is 'out', but must be a mapping or transformers' GenerationConfig"),
+        ({5: 1}, r"generation_config has the keys \[5\], but must have the names of parameters"),
+        ([{}], "must be a mapping or transformers' GenerationConfig"),
+    ],
+)
+def test_wrong_values_name_generation_config(model: TopWModel, config: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        model.generate("ab", generation_config=config)
+
+
+def test_a_length_below_the_prompt_names_generation_config(model: TopWModel) -> None:
+    with pytest.raises(PromptError, match="prompt has 2 tokens, but generation_config: max_length is 2; raise it"):
+        model.generate("ab", generation_config={"max_length": 2})
+
+
+def test_what_has_no_effect_is_named_in_one_warning_at_the_callers_line(model: TopWModel) -> None:
+    config = {"top_k": 50, "num_beams": 4, "watermarking_config": {}, "use_cache": True, "top_p": 1.0, **SETTINGS}
+    for call in (model.generate, model.stream):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call("ab", generation_config=config)
+        (notice,) = caught
+        expected = "generation_config asks for num_beams=4, top_k=50, watermarking_config={}, which has no effect here"
+        assert str(notice.message).startswith(expected)
+        assert Path(notice.filename) == Path(__file__)
+
+
+def test_transformers_own_object_counts_only_where_it_differs_from_its_defaults(load: Load) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = load(Toy.random(0), generation_config={"temperature": 2.0, "max_new_tokens": 5, "lam": 0.3})
+    plain = model.generate("ab", seed=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.generate("ab", seed=3, generation_config=transformers.GenerationConfig()) == plain
+        config = transformers.GenerationConfig(
+            do_sample=True, max_new_tokens=7, repetition_penalty=1.5, num_return_sequences=2
+        )
+        results = model.generate("ab", seed=3, generation_config=config)
+        assert results == model.generate("ab", seed=3, max_new_tokens=7, repetition_penalty=1.5, n=2)
+        assert [len(r.token_ids) for r in results] == [7, 7]
+        longer = model.generate("ab", seed=3, generation_config=config, max_new_tokens=8, n=1)
+        assert len(longer.token_ids) == 8
+    with pytest.warns(UserWarning, match="generation_config asks for top_k=7, which has no effect here"):
+        model.generate("ab", generation_config=transformers.GenerationConfig(top_k=7, do_sample=True))
+    greedy = model.generate("ab", temperature=0.0)
+    found = model.generate("ab", seed=greedy.seed, generation_config=transformers.GenerationConfig(do_sample=False))
+    assert found == greedy
