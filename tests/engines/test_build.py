@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from cuda_double import Gpu
+from special_files import SPECIAL, no_hang
 from tensorrt_double import Config, TensorRT
 from topw_deploy.engines import plugin
 from topw_deploy.engines.build import build_engine
@@ -116,6 +118,35 @@ def test_timings_are_read_and_written(trt: TensorRT, out: Path, tmp_path: Path) 
     build(out, timing_cache=cache)
     assert cache.read_bytes() == b"10.16.1.11 and more"
     assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002], ids=lambda mask: f"{mask:03o}")
+def test_engine_stamp_and_timings_have_the_permissions_that_the_umask_leaves(
+    trt: TensorRT, out: Path, tmp_path: Path, mask: int
+) -> None:
+    before = os.umask(mask)
+    try:
+        built = build(out, timing_cache=tmp_path / "timings")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(built.path.parent.stat().st_mode) == 0o777 & ~mask
+    for path in (built.path, built.path.with_suffix(".json"), tmp_path / "timings"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a link to a device", "a link to a pipe"])
+def test_timings_are_read_from_a_regular_file_only(trt: TensorRT, out: Path, tmp_path: Path, kind: str) -> None:
+    SPECIAL[kind](tmp_path / "timings")
+    with no_hang(), pytest.raises(EngineError, match=r"timings cannot be read: it is a .*, not a regular file"):
+        build(out, timing_cache=tmp_path / "timings")
+
+
+def test_an_engine_is_not_built_into_a_folder_that_is_a_link(trt: TensorRT, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (out / "engines").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(EngineError, match="engines is a symbolic link, and engines must lie in the folder itself"):
+        build(out)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_timings_of_another_machine_are_refused(trt: TensorRT, out: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
+from topw_deploy.runtime import memory
 from topw_deploy.runtime.cache.buffers import BufferPool, Buffers
 from topw_deploy.runtime.memory import HostMemory
 
@@ -115,7 +116,25 @@ def test_one_block_is_lent_at_a_time_and_the_larger_one_is_kept() -> None:
     assert lender.borrow(2, 128, 1).block is second.block  # as many tokens, otherwise cut
 
 
-@pytest.mark.parametrize("size", [1 << 55, 1 << 63])
+@pytest.mark.parametrize("size", [1 << 55, 1 << 63, 1 << 70])
 def test_memory_that_no_machine_has_is_refused_in_a_sentence(size: int) -> None:
     with pytest.raises(GenerationError, match=r"would take \d+\.\d TB.*for fewer tokens \(max_length\) or"):
         HostMemory(size)
+
+
+@pytest.mark.parametrize("shape", [(1 << 55, 21), (1 << 63, 1), (1 << 80, 21)])
+def test_a_record_that_no_machine_holds_is_refused_in_a_sentence(shape: tuple[int, int]) -> None:
+    with pytest.raises(
+        GenerationError, match=r"the record of the steps would take .* GB.*\(max_new_tokens\) at a time"
+    ):
+        memory.zeroed("the record of the steps", shape, np.uint8)
+
+
+def test_a_buffer_that_is_cleared_must_fit_the_machine_and_the_pool_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    lender = pool(step=256)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 1000)
+    with pytest.raises(GenerationError, match=r"written at once, and this machine has .* GB; open the model with"):
+        lender.borrow(1, 64, 1)
+    kept = lender.bytes
+    monkeypatch.undo()
+    assert lender.borrow(1, 64, 1).block.size == lender.bytes == kept

@@ -138,11 +138,19 @@ def test_only_files_of_the_folder_are_opened(folder: Path, monkeypatch: pytest.M
             opened.append(Path(file).resolve())
         return original(file, *arguments, **options)
 
+    by_number = os.open
+
+    def watched_by_number(*arguments: Any, **options: Any) -> int:
+        handle = by_number(*arguments, **options)
+        opened.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        return handle
+
     monkeypatch.setattr(builtins, "open", watched)
     monkeypatch.setattr(io, "open", watched)
+    monkeypatch.setattr(os, "open", watched_by_number)
     load(folder).generate("a", max_new_tokens=2)
-    assert opened
-    assert all(path.parent == folder.resolve() for path in opened), opened
+    assert folder.resolve() / "tokenizer.json" in opened
+    assert all(folder.resolve() in (path, path.parent) for path in opened), opened
 
 
 def test_loading_needs_no_network_and_no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

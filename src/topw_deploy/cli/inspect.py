@@ -11,8 +11,8 @@ import click
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json
-from topw_deploy.engines.find import stamps, unfinished
-from topw_deploy.engines.stamp import read
+from topw_deploy.engines.find import misplaced, stamps, unfinished
+from topw_deploy.engines.stamp import FOLDER, read
 from topw_deploy.errors import EngineError
 from topw_deploy.manifest import Check, DecoderInfo, Manifest, TensorSpec, load_manifest
 
@@ -80,6 +80,8 @@ def _engines(folder: Path) -> Iterator[str]:
         sampler = "its function" if stamp.plugin == "none" else "the plugin"
         rows.append((stamp.engine, f"{size_text(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
     rows += [(path.name, "has no stamp, as when its build was cut short: not used") for path in unfinished(folder)]
+    if reason := misplaced(folder):
+        rows.append((FOLDER, f"{reason}: not used"))
     if rows:
         yield from _section("engines", rows)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.engines import library
-from topw_deploy.errors import PluginError
+from topw_deploy.errors import EngineError, PluginError
+from topw_deploy.files import open_regular
 from topw_deploy.plugins.tensorrt import register, registered, tensorrt_module
 
 
@@ -35,7 +36,12 @@ def ask_parser(model: Path) -> ParserAnswer:
     builder = library.start(trt, "Builder", logger)
     network = builder.create_network(0)  # the parser does not keep it
     parser = trt.OnnxParser(network, logger)
-    takes = parser.supports_model_v2(model.read_bytes(), str(model))
+    try:
+        with open_regular(model) as stream:
+            data = stream.read()
+    except OSError as error:
+        raise EngineError(f"{model} cannot be read: {error.strerror or error}.") from None
+    takes = parser.supports_model_v2(data, str(model))
     refusals = tuple(_line(parser.get_error(index)) for index in range(parser.num_errors))
     return ParserAnswer(str(trt.__version__), bool(takes), registered(), refusals)
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from topw_deploy.engines import library, network, plugin
-from topw_deploy.engines.atomic import replacing
-from topw_deploy.engines.find import Machine, this_machine
+from topw_deploy.engines.find import Machine, misplaced, this_machine
 from topw_deploy.engines.profiles import Profile
 from topw_deploy.engines.progress import Phases, monitor
 from topw_deploy.engines.request import EngineRequest, exported
 from topw_deploy.engines.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, EngineStamp, manifest_hash, write
 from topw_deploy.errors import EngineError
+from topw_deploy.files import replacing
 from topw_deploy.manifest import Manifest
 
 _PIECE = 64 << 20  # bytes written at a time
@@ -94,6 +94,8 @@ def _write(job: _Job, bar: Bar) -> tuple[Path, EngineStamp]:
     """Build the engine into its place and, when that is whole, put its stamp beside it."""
     request, machine = job.request, job.machine
     folder = request.out / FOLDER
+    if reason := misplaced(request.out):
+        raise EngineError(f"{folder} {reason}; remove it, and build again.")
     folder.mkdir(exist_ok=True)
     path = folder / f"{_slug(machine)}{ENGINE_SUFFIX}"
     digest = hashlib.sha256()

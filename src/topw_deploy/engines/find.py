@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.engines.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, EngineStamp, manifest_hash, read
 from topw_deploy.errors import EngineError
-from topw_deploy.manifest import sha256_of
+from topw_deploy.files import NotRegularError, open_regular
+from topw_deploy.manifest import sha256_of_stream
 from topw_deploy.plugins import driver
 
 
@@ -30,15 +32,27 @@ def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
     return Machine(tensorrt_version, gpu.name, gpu.architecture)
 
 
+def misplaced(out: Path) -> str | None:
+    """Why `engines` in an exported folder is not looked into, as a clause after its name; None if it is."""
+    path = out / FOLDER
+    if path.is_symlink():
+        return "is a symbolic link, and engines must lie in the folder itself"
+    return "is not a folder" if path.exists() and not path.is_dir() else None
+
+
 def stamps(out: Path) -> list[Path]:
     """The stamps of the engines in an exported folder, by name."""
-    return sorted((out / FOLDER).glob(f"*{STAMP_SUFFIX}"))
+    return _named(out, STAMP_SUFFIX)
 
 
 def unfinished(out: Path) -> list[Path]:
     """What looks like an engine and has no stamp, by name: its build never ended."""
     stamped = {path.with_suffix(ENGINE_SUFFIX) for path in stamps(out)}
-    return sorted(path for path in (out / FOLDER).glob(f"*{ENGINE_SUFFIX}") if path not in stamped)
+    return [path for path in _named(out, ENGINE_SUFFIX) if path not in stamped]
+
+
+def _named(out: Path, suffix: str) -> list[Path]:
+    return [] if misplaced(out) else sorted((out / FOLDER).glob(f"*{suffix}"))
 
 
 def has_engines(out: Path) -> bool:
@@ -63,6 +77,8 @@ def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
         if not reason:
             return engine, stamp
         reasons.append(f"{FOLDER}/{stamp.engine} {reason}")
+    if reason := misplaced(out):
+        reasons.append(f"{FOLDER} {reason}")
     reasons += [f"{FOLDER}/{path.name} has no stamp, as when its build was cut short" for path in unfinished(out)]
     raise EngineError(f"{'; '.join(reasons) or f'{out} has no engine'}; build one with `topw build-engine {out}`.")
 
@@ -80,11 +96,14 @@ def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
 
 def damage(engine: Path, stamp: EngineStamp) -> str | None:
     """Why the file is not the one that was stamped, as a clause after its name; None if it is. Reads all of it."""
-    if engine.is_symlink() or not engine.is_file():
+    try:
+        with open_regular(engine) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != stamp.size:
+                return f"has {size} bytes, and its stamp says {stamp.size}: it was changed or cut short"
+            found = sha256_of_stream(stream)
+    except (FileNotFoundError, NotRegularError):
         return "is not a file of the folder"
-    size = engine.stat().st_size
-    if size != stamp.size:
-        return f"has {size} bytes, and its stamp says {stamp.size}: it was changed or cut short"
-    if sha256_of(engine) != stamp.sha256:
-        return "has another SHA-256 than its stamp says: it was changed"
-    return None
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return None if found == stamp.sha256 else "has another SHA-256 than its stamp says: it was changed"

@@ -10,6 +10,7 @@ from topw_deploy.engines import library
 from topw_deploy.engines.profiles import Profile
 from topw_deploy.engines.request import EngineRequest
 from topw_deploy.errors import EngineError
+from topw_deploy.files import open_regular
 from topw_deploy.manifest import Manifest
 from topw_deploy.plugins.tensorrt.module import version_of
 
@@ -76,7 +77,10 @@ def _allow_half_precision(trt: Any, config: Any) -> None:
 
 def _read_timings(config: Any, path: Path) -> None:
     try:
-        data = path.read_bytes() if path.exists() else b""
+        with open_regular(path, follow=True) as stream:
+            data = stream.read()
+    except FileNotFoundError:
+        data = b""
     except OSError as error:
         raise EngineError(f"the timing cache {path} cannot be read: {error.strerror or error}.") from None
     cache = config.create_timing_cache(data)

@@ -13,6 +13,7 @@ from typing import Any
 from topw_deploy.engines import wire
 from topw_deploy.engines.wire import Field
 from topw_deploy.errors import EngineError
+from topw_deploy.files import NotRegularError, open_regular
 
 DATA_TYPES = {
     1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 8: "string", 9: "bool",
@@ -123,10 +124,12 @@ def without_function(path: Path, domain: str, name: str) -> bytes:
 @contextmanager
 def _bytes_of(path: Path) -> Iterator[memoryview]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))  # goes with its last view
     except wire.WireError as error:
         raise EngineError(f"{path} is not an ONNX model ({error}); export the model again.") from None
+    except NotRegularError as error:
+        raise EngineError(f"{path} is {error.kind}, not a regular file; copy the file itself there.") from None
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise EngineError(f"{path} cannot be read: {error}.") from None
 

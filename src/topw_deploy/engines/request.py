@@ -83,7 +83,8 @@ def exported(out: Path) -> tuple[Manifest, DecoderInfo, int]:
             f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "
             "--kv static --max-length N."
         )
-    length = {spec.shape[2] for spec in manifest.inputs if spec.name.startswith("past_key_values.")}
+    caches = [spec.shape for spec in manifest.inputs if spec.name.startswith("past_key_values.")]
+    length = {shape[2] if len(shape) == 4 else None for shape in caches}
     numbers = [size for size in length if isinstance(size, int)]
     if len(length) != 1 or not numbers:
         raise EngineError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")

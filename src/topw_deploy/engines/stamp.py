@@ -12,16 +12,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.engines.atomic import replacing
 from topw_deploy.engines.profiles import Profile, Range
 from topw_deploy.errors import EngineError
+from topw_deploy.files import NotRegularError, open_regular, replacing
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
+from topw_deploy.manifest.checks import decoded
 
 FOLDER = "engines"
 FORMAT_VERSION = 1
 ENGINE_SUFFIX, STAMP_SUFFIX = ".engine", ".json"
 PLUGINS, PRECISIONS = ("python", "library", "none"), ("as exported", "fp16")
 _MAX_BYTES = 1 << 20  # a stamp is 2 KB; a larger file is not one, and must not fill memory
+_INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.engine")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -68,13 +70,13 @@ class EngineStamp:
 def read(path: Path) -> EngineStamp:
     """The stamp in `path`, every field checked. Raises EngineError for one that is unreadable or malformed."""
     try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):  # opening a pipe would wait for ever
-            raise ValueError("it is no file of the folder")
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             raw = stream.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
             raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
         return _parse(_object("it", _decoded(raw)))
+    except NotRegularError:
+        raise EngineError(f"{path} is no stamp of an engine (it is no file of the folder).") from None
     except OSError as error:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}.") from None
     except KeyError as error:
@@ -92,20 +94,23 @@ def write(folder: Path, stamp: EngineStamp) -> Path:
 
 
 def manifest_hash(out: Path) -> str:
-    """SHA-256 of the folder's manifest, which names every other file with its own."""
-    return sha256_of(out / MANIFEST_NAME)
+    """SHA-256 of the folder's manifest, which names every other file with its own. Raises EngineError."""
+    try:
+        return sha256_of(out / MANIFEST_NAME)
+    except OSError as error:
+        raise EngineError(f"{out / MANIFEST_NAME} cannot be read: {error.strerror or error}.") from None
 
 
 def _decoded(raw: bytes) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        return decoded(raw.decode("utf-8"))
     except (ValueError, RecursionError):
         raise ValueError("it is not JSON: changed or cut short") from None
 
 
 def _parse(data: dict[str, Any]) -> EngineStamp:
     version = data["format_version"]
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:  # true and 1.0 equal it
         raise ValueError(f"it has format version {version!r:.60}, not {FORMAT_VERSION}")
     unknown = sorted(data.keys() - EngineStamp.__dataclass_fields__.keys())
     if unknown:
@@ -120,10 +125,10 @@ def _parse(data: dict[str, Any]) -> EngineStamp:
     for name, known in (("plugin", PLUGINS), ("precision", PRECISIONS)):
         if _text(data, name) not in known:
             raise ValueError(f"{name} is {data[name]!r:.60}, not one of {', '.join(known)}")
-    for name in ("size", "sm", "cache_length"):
-        _whole(name, data[name], 1)
+    for name, most in (("size", _INT64), ("sm", _INT32), ("cache_length", _INT32)):
+        _whole(name, data[name], 1, most)
     if data["workspace"] is not None:
-        _whole("workspace", data["workspace"], 1)
+        _whole("workspace", data["workspace"], 1, _INT64)
     if not isinstance(data["profiles"], list):
         raise ValueError(f"profiles is {data['profiles']!r:.60}, not a list")
     profiles = tuple(
@@ -136,7 +141,7 @@ def _parse(data: dict[str, Any]) -> EngineStamp:
 
 
 def _range(name: str, data: object) -> Range:
-    least, usual, most = (_whole(name, _object(name, data)[key], 0) for key in ("least", "usual", "most"))
+    least, usual, most = (_whole(name, _object(name, data)[key], 0, _INT32) for key in ("least", "usual", "most"))
     if not least <= usual <= most:
         raise ValueError(f"{name} is {least}, {usual}, {most}, which do not rise")
     return Range(least, usual, most)
@@ -154,7 +159,7 @@ def _text(data: dict[str, Any], name: str) -> str:
     return str(data[name])
 
 
-def _whole(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r:.60}, not an integer >= {least}")
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r:.60}, not an integer >= {least} and <= {most}")
     return value

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.export.decoder_onnx import read_json
+from topw_deploy.export.decoder_onnx import read_json, text_part
 from topw_deploy.export.source import Source
 from topw_deploy.export.weights import MODEL_FILE
 
@@ -39,7 +39,7 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
             read_json(folder / "generation_config.json")
             shutil.copyfile(folder / "generation_config.json", output / "generation_config.json")
             return
-    text = config.get("text_config", config)
+    text = text_part(config)
     known = {name: value for name in _SPECIAL if (value := text.get(name, genai.get(name))) is not None}
     _write_json(output / "generation_config.json", known)
 

@@ -17,7 +17,8 @@ from topw_deploy.export.reach import reach
 from topw_deploy.export.row_lengths import kept_window, takes_right_padding
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.weights import external_files
-from topw_deploy.manifest import DecoderInfo
+from topw_deploy.files import open_regular
+from topw_deploy.manifest import MOST_TOKENS, DecoderInfo
 
 _CACHE = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 # Takes the mask as a length per row, which silently misplaces rows padded on the left, and writes in place into a cache
@@ -56,14 +57,22 @@ def load_decoder(file: Path, folder: Path, notices: list[str] | None = None) -> 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, or {} if there is no such file; SourceError if it is not a JSON object."""
     try:
-        data = json.loads(path.read_text("utf-8"))
+        with open_regular(path, follow=True) as stream:
+            data = json.loads(stream.read().decode("utf-8"))
+        json.dumps(data, ensure_ascii=False).encode("utf-8")  # what is brought along must be possible to write
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SourceError(f"{path} cannot be read as JSON ({error}); repair it.") from None
     if not isinstance(data, dict):
         raise SourceError(f"{path} holds a {type(data).__name__}, not an object; repair it.")
     return data
+
+
+def text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model of a composite one, else all of it."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
 
 
 def _check_data(model: ir.Model, file: Path) -> None:
@@ -108,8 +117,8 @@ def _check_names(graph: ir.Graph, file: Path) -> None:
 
 
 def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
-    config, genai = read_json(folder / "config.json"), read_json(folder / "genai_config.json").get("model", {})
-    text = config.get("text_config", config)
+    text, genai = text_part(read_json(folder / "config.json")), read_json(folder / "genai_config.json").get("model")
+    genai = genai if isinstance(genai, dict) else {}
     decoder = genai.get("decoder", {}) if isinstance(genai.get("decoder"), dict) else {}
     layers = sum(1 for value in graph.inputs if _CACHE.fullmatch(value.name or "")) // 2
     heads, dims = [], []
@@ -169,11 +178,18 @@ def _cache_type(graph: ir.Graph) -> str:
 
 
 def _configured(text: dict[str, Any], genai: dict[str, Any], *names: str) -> int | None:
+    """The first of the counts `names` that is stated. Raises UnsupportedModelError for one that no model has."""
     decoder = genai.get("decoder", {}) if isinstance(genai.get("decoder"), dict) else {}
     for name in names:
         for where in (text, decoder, genai):
-            if isinstance(where.get(name), int):
-                return int(where[name])
+            value = where.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                if not 0 <= value <= MOST_TOKENS:
+                    raise UnsupportedModelError(
+                        f"the configuration states {name} {value!r:.40}, but at most {MOST_TOKENS} can be served; "
+                        "correct config.json or genai_config.json."
+                    )
+                return value
     return None
 
 

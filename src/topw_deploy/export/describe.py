@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from topw_deploy.errors import ManifestError, UnsupportedModelError
 from topw_deploy.export.build import Built
 from topw_deploy.export.libraries import library_versions
 from topw_deploy.export.request import ExportReport, ExportRequest
@@ -17,11 +18,14 @@ def manifest_of(
     built: Built, request: ExportRequest, source: Source, folder: Path, known: dict[str, str] | None = None
 ) -> Manifest:
     """The manifest of what lies in `folder`, its verification still to come. known: SHA-256 by name, of files whose
-    hash was taken as they were written."""
+    hash was taken as they were written.
+
+    Raises UnsupportedModelError for a model that no manifest can state, as with more layers than are read.
+    """
     decoder, spec = built.decoder, built.spec
     graph = decoder.model.graph
     inputs, outputs = tensor_specs(graph.inputs), tensor_specs(graph.outputs)
-    return Manifest(
+    manifest = Manifest(
         kind="decoder",
         source={"id": source.id, "revision": source.revision, "route": source.route},
         libraries=library_versions(),
@@ -42,6 +46,14 @@ def manifest_of(
         verification=Verification(status="provisional"),
         files=describe_files(folder, [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()], known),
     )
+    try:
+        Manifest.from_json(manifest.to_json())
+    except ManifestError as error:
+        raise UnsupportedModelError(
+            f"the export of {source.id} would not load ({str(error).partition(';')[0]}); correct the model's "
+            "configuration."
+        ) from None
+    return manifest
 
 
 def report_of(

@@ -11,6 +11,7 @@ import errno
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 import time
@@ -67,8 +68,10 @@ class StagedFolder:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             self.workshop = self._taken_over() or self._made()
             self.path = self.workshop / self.output.name
-            self.path.mkdir(exist_ok=True)
-            self.path.chmod(0o755)
+            if self.path.exists():
+                _permit_as_new(self.path)
+            else:
+                self.path.mkdir()
         except OSError as error:
             raise write_error(self.output, error) from error
         if threading.current_thread() is threading.main_thread():
@@ -155,6 +158,25 @@ def _lock(workshop: Path) -> int | None:
         os.close(handle)
         raise
     return handle
+
+
+def _permit_as_new(folder: Path) -> None:
+    """Give `folder` and the files in it, which an interrupted export left, the permissions that new ones would get: the
+    umask may have changed. Files that have another name elsewhere keep theirs."""
+    sample = folder.with_name(f".{folder.name}.topw-mode")
+    sample.mkdir()
+    try:
+        (sample / "file").touch()
+        folder_mode, file_mode = (stat.S_IMODE(path.stat().st_mode) for path in (sample, sample / "file"))
+    finally:
+        shutil.rmtree(sample)
+    folder.chmod(folder_mode)
+    for path in folder.rglob("*"):
+        about = path.lstat()
+        if stat.S_ISDIR(about.st_mode):
+            path.chmod(folder_mode)
+        elif stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
+            path.chmod(file_mode)
 
 
 def _unlock(handle: int | None) -> None:

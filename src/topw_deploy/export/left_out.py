@@ -7,6 +7,8 @@ onto.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -67,7 +69,9 @@ def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
     An operator for attention states its cap. In a graph of plain operators it is a Tanh on the way to the Softmax.
     """
     cap = config.get("attn_logit_softcapping")
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or cap <= 0:
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
+        return None
+    if cap > sys.float_info.max:  # an integer beyond any score
         return None
     fused = [node for node in graph if node.op_type in _FUSED]
     if fused:

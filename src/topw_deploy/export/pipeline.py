@@ -19,7 +19,7 @@ from topw_deploy.export.memory import StageMemory
 from topw_deploy.export.plan import brought_files, plan_of
 from topw_deploy.export.progress import Bar, Progress, no_bar
 from topw_deploy.export.request import ExportReport, ExportRequest
-from topw_deploy.export.source import Source, resolve
+from topw_deploy.export.source import Source, refuse_special_files, resolve
 from topw_deploy.export.stages import Stages
 from topw_deploy.export.stamp import stamp_of_source
 from topw_deploy.export.tokenizer_files import bring_tokenizer, check_tokenizer
@@ -46,6 +46,8 @@ def export_model(request: ExportRequest, progress: Progress = lambda _line: None
         trust_remote_code=request.trust_remote_code,
     )
     tokenizer_folder = request.tokenizer or source.folder
+    if request.tokenizer is not None and request.tokenizer.is_dir():
+        refuse_special_files(request.tokenizer)
     check_tokenizer(tokenizer_folder)
     memory = StageMemory()
     if request.dry_run:

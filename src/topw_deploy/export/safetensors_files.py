@@ -42,7 +42,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         try:
             weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
             return {str(name): folder / Path(str(file)).name for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SourceError(f"{folder / INDEX} is damaged ({error}); fetch it again.") from None
     raise SourceError(
         f"{folder} holds no {SINGLE}; convert the weights to safetensors, or give the table with --embeddings."
@@ -78,7 +78,7 @@ def header_of(path: Path) -> tuple[dict[str, Any], int]:
             header = json.loads(stream.read(length))
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, RecursionError, struct.error) as error:
         raise SourceError(f"{path} is not a safetensors file ({error}); fetch it again.") from None
     return header, 8 + length
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import SourceError
+from topw_deploy.files import open_regular, special_files
 from topw_deploy.manifest import MANIFEST_NAME
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights once more, in their makers' own layout
+_ENDINGS = {".json", ".jinja", ".model", ".txt", ".py", ".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
@@ -68,9 +70,12 @@ def _local(model: str, path: Path, revision: str) -> Source:
     if path.is_file():
         if path.suffix != ".onnx":
             raise SourceError(f"{path} is not an .onnx file; give a model folder, an .onnx file or a hub id.")
+        refuse_special_files(path.parent)
+        refuse_special_files(_folder_of(path))
         return Source(model, revision, _folder_of(path), path)
     if (path / MANIFEST_NAME).exists():
         raise SourceError(f"{path} is already an export of this tool; give the model it was made from.")
+    refuse_special_files(path)
     if any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
         if not (path / "config.json").is_file():
             raise SourceError(f"{path} holds weights but no config.json; add the model's configuration.")
@@ -80,7 +85,19 @@ def _local(model: str, path: Path, revision: str) -> Source:
         raise SourceError(
             f"{path} holds neither Hugging Face weights ({', '.join(_WEIGHTS)}) nor an .onnx file; give a model folder."
         )
+    refuse_special_files(onnx.parent)
     return Source(model, revision, _folder_of(onnx), onnx)
+
+
+def refuse_special_files(folder: Path) -> None:
+    """Raises SourceError for a pipe, socket or device that has the name of a model's file, or a link to one: reading
+    it would wait, or never end. Links to files are how the hub's cache is made."""
+    try:
+        for path, kind in special_files(folder):
+            if path.suffix in _ENDINGS:
+                raise SourceError(f"{path} is {kind}, not a regular file; remove it, or fetch the model again.")
+    except OSError as error:
+        raise SourceError(f"{folder} cannot be read ({error.strerror or error}); give a model folder.") from None
 
 
 def _folder_of(onnx: Path) -> Path:
@@ -100,7 +117,7 @@ def _onnx_file(folder: Path) -> Path | None:
         folder / "onnx" / "model.onnx",
         folder / "decoder_model_merged.onnx",
     ):
-        if candidate is not None and candidate.is_file():
+        if candidate is not None and _is_file(candidate):
             return candidate
     files = sorted(folder.glob("*.onnx"))
     if len(files) > 1:
@@ -109,11 +126,19 @@ def _onnx_file(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
 def _named_by_genai(folder: Path) -> Path | None:
     """The file that onnxruntime-genai's configuration names, if it stays inside the folder."""
     try:
-        name = json.loads((folder / "genai_config.json").read_text("utf-8"))["model"]["decoder"]["filename"]
-    except (OSError, ValueError, KeyError, TypeError):
+        with open_regular(folder / "genai_config.json", follow=True) as stream:
+            name = json.loads(stream.read().decode("utf-8"))["model"]["decoder"]["filename"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return folder / name if isinstance(name, str) and Path(name).name == name else None
 

@@ -89,7 +89,7 @@ def _extract_chat_template(output: Path) -> None:
         return
     try:
         template = json.loads(config.read_text("utf-8")).get("chat_template")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return
     if isinstance(template, list):  # named templates: the one called default is the chat's
         template = next(

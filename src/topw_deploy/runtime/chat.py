@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from topw_deploy.errors import PromptError, TokenizerError
+from topw_deploy.errors import PromptError, TokenizerError, TopWError
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.template.environment import TemplateEnvironment
 from topw_deploy.runtime.template.meter import DEPTH, Meter
@@ -59,11 +59,13 @@ class ChatTemplate:
         try:
             with Meter(self._name, values.values()).running():
                 return self._template.render(values)
+        except TopWError:
+            raise
         except (RecursionError, MemoryError):
             raise PromptError(
                 f"{self._name}: the chat template ran out of stack or memory on these messages."
             ) from None
-        except (jinja2.TemplateError, *_REFUSALS) as error:
+        except Exception as error:  # noqa: BLE001  # somebody else's program may fail in any way
             reason = " ".join(str(error).split())[:1000]
             raise PromptError(f"the chat template refused the messages: {reason}") from None
 
@@ -74,8 +76,8 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
     if isinstance(source, list):
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
+        named = [t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"]
+        source = named[-1] if named else None
     return ChatTemplate(source, tokenizer.special_tokens, str(folder.path / name)) if isinstance(source, str) else None
 
 

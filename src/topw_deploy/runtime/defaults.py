@@ -40,8 +40,9 @@ def _within(defaults: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 def bos_token(folder: ModelFolder, tokenizer: Tokenizer) -> int | None:
     """The beginning-of-sequence id: the generation config's, the model config's, the tokenizer's, or None."""
     for config in (folder.read_json(FILE), *_configs(folder)):
-        if isinstance(config.get("bos_token_id"), int):
-            return int(config["bos_token_id"])
+        found = config.get("bos_token_id")
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
     return tokenizer.bos_token_id
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest import MANIFEST_NAME, Manifest, load_manifest
+from topw_deploy.manifest import MANIFEST_NAME, Manifest, load_manifest, open_listed
 
 MODEL_NAME = "model.onnx"
 
 
 class ModelFolder:
-    """`path` checked against its manifest. Only files listed there are ever opened, so nothing that was slipped
-    into the folder later (a link to somewhere else, say) is read.
+    """`path` checked against its manifest. Only files listed there are opened, regular ones and not through links, so
+    nothing that was slipped into the folder later is read.
 
     Raises ManifestError when the folder is missing, unfinished, changed, or not of the wanted `kind`.
     """
@@ -40,12 +41,17 @@ class ModelFolder:
     def has(self, name: str) -> bool:
         return name in self.manifest.files
 
-    def read_text(self, name: str) -> str:
-        """The listed file as UTF-8 text; ManifestError if it is not listed or not text."""
+    def open(self, name: str) -> BinaryIO:
+        """The listed file, open for reading; ManifestError if it is not listed, or no longer what is listed."""
         if not self.has(name):
             raise ManifestError(f"{name} is not listed in {self.path / MANIFEST_NAME}; export the model again.")
+        return open_listed(self.path, name, self.manifest.files[name])
+
+    def read_text(self, name: str) -> str:
+        """The listed file as UTF-8 text; ManifestError if it is not listed or not text."""
         try:
-            return (self.path / name).read_text(encoding="utf-8")
+            with TextIOWrapper(self.open(name), encoding="utf-8") as stream:
+                return stream.read()
         except UnicodeDecodeError:
             raise ManifestError(f"{self.path / name} is not UTF-8; export or copy the folder again.") from None
         except OSError as error:

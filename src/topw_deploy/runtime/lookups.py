@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import onnxruntime as ort
 
 from topw_deploy.errors import ManifestError
+from topw_deploy.files import open_regular
 from topw_deploy.runtime import providers
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.graph_file import Initializer, Node, read_graph
@@ -69,7 +70,7 @@ def complaint(lookup: Lookup, version: str) -> str:
 
 def lookups(folder: ModelFolder) -> list[Lookup]:
     """The lookups in uint8 tables in the graph of `folder`."""
-    with folder.model.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as file:
+    with open_regular(folder.model) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as file:
         if file.find(_OPERATOR.encode()) < 0:
             return []
         nodes, initializers = read_graph(file)

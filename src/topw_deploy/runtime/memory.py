@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -12,6 +14,39 @@ from topw_deploy.runtime.turns import turns_of
 from topw_deploy.sizes import decimal_size
 
 ALIGNMENT = 64  # bytes: what onnxruntime's own allocator gives vectorised kernels
+# What numpy raises for an array that is too large: for this machine, for an address, for an integer of C.
+_TOO_LARGE = (MemoryError, ValueError, OverflowError)
+_REMEDY = (
+    "open the model with a smaller max_length or max_batch, or give fewer or shorter sequences (max_new_tokens) at a "
+    "time"
+)
+
+
+def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
+    """Zeroed memory of the host, whose pages the operating system hands out when they are first written.
+
+    Raises GenerationError that names `what` where there is no room for it.
+    """
+    try:
+        return np.zeros(shape, dtype)
+    except _TOO_LARGE as error:
+        size = np.dtype(dtype).itemsize
+        for length in shape:
+            size *= length
+        raise GenerationError(
+            f"{what} would take {decimal_size(size)}, which this machine does not give; {_REMEDY}.",
+            "max_length",
+            "max_batch",
+            "max_new_tokens",
+        ) from error
+
+
+def machine_bytes() -> int | None:
+    """Bytes of memory that this machine has; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 class HostMemory:
@@ -22,19 +57,19 @@ class HostMemory:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        try:
-            memory = np.zeros(size + ALIGNMENT, np.uint8)
-        except (MemoryError, ValueError) as error:  # ValueError: beyond what an address can name
-            raise GenerationError(
-                f"the cache would take {decimal_size(size)}, which this machine does not give; open the model for "
-                "fewer tokens (max_length) or sequences, or give fewer or shorter ones at a time.",
-                "max_length",
-            ) from error
+        memory = zeroed("the cache", (size + ALIGNMENT,), np.uint8)
         start = -memory.ctypes.data % ALIGNMENT
         self._array = memory[start : start + size]
         self.pointer: int = self._array.ctypes.data
 
     def clear(self, size: int) -> None:
+        """Write zeros. Raises GenerationError for more than the machine has: the system would end the process."""
+        most = machine_bytes()
+        if most is not None and size > most:
+            raise GenerationError(
+                f"the cache would be {size / 1e9:.1f} GB written at once, and this machine has {most / 1e9:.1f} GB; "
+                f"{_REMEDY}."
+            )
         self._array[:size] = 0
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
@@ -42,12 +77,22 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, which onnxruntime allocates."""
+    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, which onnxruntime allocates.
+
+    Raises GenerationError where there is no room for so many.
+    """
 
     def __init__(self, size: int, device: tuple[str, int]) -> None:
         self.size, self._using = size, turns_of(device).using
-        with self._using:
-            self._value = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), *device)
+        zeros = zeroed("the cache", (size,), np.uint8)
+        try:
+            with self._using:
+                self._value = ort.OrtValue.ortvalue_from_numpy(zeros, *device)
+        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+            raise GenerationError(
+                f"the cache would take {size / 1e9:.1f} GB of {device[0]} {device[1]}, which it does not give "
+                f"({' '.join(str(error).split())[:200]}); {_REMEDY}."
+            ) from None
         self.pointer: int = self._value.data_ptr()
 
     def clear(self, size: int) -> None:  # and what lies behind: onnxruntime copies a value as a whole

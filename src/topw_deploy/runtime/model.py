@@ -56,6 +56,7 @@ class TopWModel:
         decoder = folder.manifest.decoder
         assert decoder is not None, "a folder of kind 'decoder' has one"
         cache.check_supported(decoder, session.inputs, session.outputs)
+        cache.check_layout(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
         self._limits = _limits(folder.manifest, max_length, max_batch, session.most_rows)
         _check_size("prefill_chunk", prefill_chunk)
         self.manifest = folder.manifest

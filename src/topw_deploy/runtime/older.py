@@ -19,6 +19,7 @@ from typing import Any
 import onnxruntime as ort
 
 from topw_deploy.errors import ManifestError
+from topw_deploy.files import open_regular
 from topw_deploy.runtime.folder import ModelFolder
 
 _MOST_OPSET = 23
@@ -42,7 +43,7 @@ def check_graph(folder: ModelFolder) -> None:
             f"{folder.path} has operators of opset {opset}, but onnxruntime {ort.__version__} knows them up to opset "
             f"{_MOST_OPSET}; export without --target tensorrt, or install onnxruntime 1.26 or newer."
         )
-    with folder.model.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as graph:
+    with open_regular(folder.model) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as graph:
         found = _WINDOW.search(graph)
     if found:
         raise ManifestError(

@@ -48,7 +48,9 @@ def show(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
-        return f"an integer of {value.bit_length()} bits"
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    except RecursionError:
+        return f"a {type(value).__name__} of many levels"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

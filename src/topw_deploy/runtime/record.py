@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.runtime.face import Binding
+from topw_deploy.runtime.memory import zeroed
 
 # By the size of an element, so that each array is aligned behind the one before it.
 _RECORDED: dict[str, type[Any]] = {
@@ -37,7 +38,7 @@ class Record:
             binding.bind_result(name, latest[column].view(_RECORDED[name]))
         self._size = end
         self._latest, self._tokens = latest.data, latest[self._columns["next_token"]].view(np.int64).data
-        self._steps = np.zeros((steps, end), np.uint8)
+        self._steps = zeroed("the record of the steps", (steps, end), np.uint8)
         self._kept = self._steps.reshape(-1).data
 
     def keep(self, step: int) -> list[int]:

@@ -21,7 +21,8 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 
 
 class Tokenizer:
-    """Text <-> token ids. Raises TokenizerError when `tokenizer.json` is missing or unreadable.
+    """Text <-> token ids. Raises TokenizerError when `tokenizer.json` is missing or unreadable, and where the library
+    fails on what it says.
 
     special_tokens: the texts of bos_token, eos_token, ... as the folder's configuration names them.
     """
@@ -31,13 +32,11 @@ class Tokenizer:
             raise TokenizerError(
                 f"{folder.path} has no {TOKENIZER_FILE}; export the model again from a folder with a tokenizer."
             )
+        self._file = folder.path / TOKENIZER_FILE
         try:
             self._raw = RustTokenizer.from_str(folder.read_text(TOKENIZER_FILE))
-        except Exception as error:  # noqa: BLE001  # the library raises bare Exception
-            reason = " ".join(str(error).split())[:200]
-            raise TokenizerError(
-                f"{folder.path / TOKENIZER_FILE} cannot be read ({reason}); export the model again."
-            ) from None
+        except BaseException as error:  # noqa: BLE001  # the library raises bare Exception, and panics
+            raise self._typed(error, "read") from None
         # Settings for training batches: left on, they would silently cut or pad a prompt.
         self._raw.no_truncation()
         self._raw.no_padding()
@@ -53,6 +52,8 @@ class Tokenizer:
             raise PromptError(
                 "the prompt holds half a surrogate pair, so it is not valid Unicode; repair it."
             ) from None
+        except BaseException as error:  # noqa: BLE001
+            raise self._typed(error, "used") from None
         return ids
 
     @cached_property
@@ -61,7 +62,10 @@ class Tokenizer:
         return token_bound(self._raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        try:
+            text: str = self._raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:  # noqa: BLE001
+            raise self._typed(error, "used") from None
         return text
 
     def follow(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
@@ -72,9 +76,19 @@ class Tokenizer:
 
         return IncrementalDecoder(decode, prompt, self._bytes[skip_special_tokens])
 
+    def _typed(self, error: BaseException, done: str) -> BaseException:
+        """A TokenizerError for a failure of the library, its panics included, which are no Exception."""
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            return error  # an interrupt
+        reason = " ".join(str(error).split())[:200]
+        return TokenizerError(f"{self._file} cannot be {done} ({reason}); export the model again.")
+
     def id_of(self, token: str | None) -> int | None:
         """The id of a token's text, None if there is no such token."""
-        return None if token is None else self._raw.token_to_id(token)
+        try:
+            return None if token is None else self._raw.token_to_id(token)
+        except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which no token can hold
+            return None
 
     @property
     def bos_token_id(self) -> int | None:

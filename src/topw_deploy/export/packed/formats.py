@@ -69,7 +69,7 @@ def packed_format(folder: Path) -> PackedFormat | None:
         second = str(settings.get("checkpoint_format", "gptq")).lower() == "gptq_v2"
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SourceError(f"{folder / 'config.json'} is damaged ({error}); fetch it again.") from None
     if method == "gptq" and bits in (4, 8):
         return PackedFormat("gptq", bits, 0 if second else 1)

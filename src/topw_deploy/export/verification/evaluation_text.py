@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from topw_deploy.errors import TokenizerError
 from topw_deploy.export.verification.quantised_checks import TOKENS, Text
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import Manifest, open_listed
 
 _PAGE = """The river had been rising since noon. By four o'clock it had covered the stepping stones below the mill, and
 the children who crossed there on their way home from school were sent round by the bridge. Nobody was alarmed: it
@@ -33,17 +34,36 @@ step is zero or negative.
 
 def evaluation_text(folder: Path, manifest: Manifest) -> Text | None:
     """Up to TOKENS ids for the export in `folder`; None if its tokenizer cannot be read here."""
-    file = folder / "tokenizer.json"
-    if not file.is_file() or manifest.decoder is None:
+    if manifest.decoder is None:
         return None
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
     is_demo = manifest.source.get("id") == "demo"
     text, name = (_held_out(), "the demo's held-out text") if is_demo else (_PAGE, "prose and code")
     length = min(TOKENS, manifest.decoder.context_length)
-    ids = [token for token in tokenizer.encode(text).ids if token < manifest.sampler.vocab_size][:length]
+    found = encoded(folder, manifest, text) or ()
+    ids = [token for token in found if token < manifest.sampler.vocab_size][:length]
     return Text(np.asarray(ids, dtype=np.int64), name) if len(ids) > 1 else None
+
+
+def encoded(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
+    """Token ids of `text` by the tokenizer that the manifest of `folder` lists; None where it lists none.
+
+    Raises ManifestError for a tokenizer.json that is no longer what is listed, TokenizerError for one that is none.
+    """
+    entry = manifest.files.get("tokenizer.json")
+    if entry is None:
+        return None
+    from tokenizers import Tokenizer
+
+    with open_listed(folder, "tokenizer.json", entry) as stream:
+        data = stream.read()
+    try:
+        ids: list[int] = Tokenizer.from_str(data.decode("utf-8")).encode(text).ids
+    except Exception as error:  # noqa: BLE001  # the library raises bare Exception
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(
+            f"{folder / 'tokenizer.json'} cannot be read ({reason}); export the model again."
+        ) from None
+    return ids
 
 
 def _held_out() -> str:

@@ -42,12 +42,11 @@ def exact_products(folder: Path, manifest: Manifest) -> Iterator[Path]:
             "moment; copy the folder and verify the copy."
         ) from error
     try:
-        for file in folder.iterdir():
-            if file.is_file() and file.name != MODEL_FILE:
-                _bring(file, made / file.name)
+        for name in manifest.files.keys() - {MODEL_FILE}:
+            (made / name).parent.mkdir(exist_ok=True, parents=True)
+            _bring(folder / name, made / name)
         _write_exact(folder / MODEL_FILE, made / MODEL_FILE)
         files = manifest.files | describe_files(made, [MODEL_FILE])
-        (made / "topw_manifest.json").unlink(missing_ok=True)  # it may be a second name
         save_manifest(made, replace(manifest, files=files))
         yield made
     finally:

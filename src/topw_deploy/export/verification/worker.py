@@ -15,19 +15,20 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import TopWError
+from topw_deploy.export.decoder_onnx import text_part
 from topw_deploy.export.memory import peak_bytes
 from topw_deploy.export.packed.checkpoint import PackedCheckpoint
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.settings import Quantisation
 from topw_deploy.export.verification.bound_check import bound_check
 from topw_deploy.export.verification.decoder_checks import decoder_checks
-from topw_deploy.export.verification.evaluation_text import evaluation_text
+from topw_deploy.export.verification.evaluation_text import encoded, evaluation_text
 from topw_deploy.export.verification.exact_products import exact_products
 from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
 from topw_deploy.export.verification.quantised_checks import quantised_checks
 from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
 from topw_deploy.export.verification.sampler_checks import graph_geometry, sampler_checks
-from topw_deploy.manifest import Check, Manifest, load_manifest
+from topw_deploy.manifest import Check, Manifest, load_manifest, open_listed
 from topw_deploy.runtime.native import operator_library
 from topw_deploy.sampling import Geometry
 
@@ -157,12 +158,12 @@ def _sequences(folder: Path, manifest: Manifest) -> list[np.ndarray]:
     """
     assert manifest.decoder is not None
     longest = _LONGEST
-    window = _window(folder)
+    window = _window(folder, manifest)
     if window is not None and window <= _LONGEST_WINDOW:
         longest = max(longest, window + 16)
     longest = min(longest, manifest.decoder.context_length - 16) if manifest.decoder.context_length > 32 else 8
     vocab = manifest.sampler.vocab_size
-    text = _text_ids(folder, vocab)
+    text = _text_ids(folder, manifest)
     noise = np.random.default_rng(0).integers(0, vocab, longest)
     first = np.concatenate([text, noise])[:longest]
     lengths = sorted({longest, max(2, longest // 2), max(2, longest // 9), 1}, reverse=True)
@@ -173,22 +174,19 @@ def _sequences(folder: Path, manifest: Manifest) -> list[np.ndarray]:
     )
 
 
-def _window(folder: Path) -> int | None:
+def _window(folder: Path, manifest: Manifest) -> int | None:
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-        window = config.get("text_config", config).get("sliding_window")
-    except (OSError, ValueError, AttributeError):
+        with open_listed(folder, "config.json", manifest.files["config.json"]) as stream:
+            window = text_part(json.loads(stream.read().decode("utf-8"))).get("sliding_window")
+    except (KeyError, ValueError, AttributeError, RecursionError):
         return None
     return window if isinstance(window, int) else None
 
 
-def _text_ids(folder: Path, vocab: int) -> np.ndarray:
-    if not (folder / "tokenizer.json").is_file():
-        return np.zeros(0, np.int64)
-    from tokenizers import Tokenizer
-
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_TEXT).ids
-    return np.asarray([token for token in ids if token < vocab], dtype=np.int64)
+def _text_ids(folder: Path, manifest: Manifest) -> np.ndarray:
+    vocab = manifest.sampler.vocab_size
+    ids = encoded(folder, manifest, _TEXT)
+    return np.asarray([token for token in ids or () if token < vocab], dtype=np.int64)
 
 
 def _some_logits(

@@ -4,6 +4,6 @@ concat: onnxruntime makes a longer cache at every step. static and shared: one b
 """
 
 from topw_deploy.runtime.cache.caches import Cache, Caches, takes_ragged_batches
-from topw_deploy.runtime.cache.names import check_supported
+from topw_deploy.runtime.cache.names import check_layout, check_supported
 
-__all__ = ["Cache", "Caches", "check_supported", "takes_ragged_batches"]
+__all__ = ["Cache", "Caches", "check_layout", "check_supported", "takes_ragged_batches"]

@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 
+from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.names import tensors
 from topw_deploy.runtime.face import Binding, Memory, Session
@@ -128,7 +129,11 @@ class BufferPool:
         length = capacity if self._step == 0 else min(_round_up(first, self._step), capacity)
         buffers = Buffers(self._layout, block, batch, capacity, length)
         if self._step:
-            buffers.clear()
+            try:
+                buffers.clear()
+            except GenerationError:
+                self.give_back(buffers)
+                raise
         return buffers
 
     def give_back(self, buffers: Buffers) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache.names import tensors
 from topw_deploy.runtime.cache.neutral import neutral
+from topw_deploy.runtime.memory import zeroed
 from topw_deploy.runtime.session import Binding, OpenGraph, empty_value
 
 
@@ -33,7 +34,7 @@ class ConcatCache:
         self._chunk = max(1, chunk // self._batch) if decoder.ragged_chunks or self._batch == 1 else self._width
         self.input_ids = np.zeros((self._batch, 1), np.int64)
         self._position_ids = np.array([[len(prompt) - 1] for prompt in prompts], np.int64)  # [B, 1]
-        self._mask = np.zeros((self._batch, self._width + new_tokens), np.int64)
+        self._mask = zeroed("the attention mask", (self._batch, self._width + new_tokens), np.int64)
         self._has_mask, self._has_positions = "attention_mask" in session.inputs, "position_ids" in session.inputs
         self._names = [(past, present) for past, present, _, _ in tensors(decoder)]
         self._places = self._begin(binding)

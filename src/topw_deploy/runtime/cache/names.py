@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest import KV_FORMS, DecoderInfo
+from topw_deploy.manifest import KV_FORMS, DecoderInfo, TensorSpec
 from topw_deploy.runtime.session import ELEMENT_TYPES
 
 _INPUTS = {
@@ -44,4 +44,19 @@ def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple
             if name not in there:
                 raise ManifestError(
                     f"the graph has no {name}, but the manifest states {decoder.num_layers} layers; export again."
+                )
+
+
+def check_layout(decoder: DecoderInfo, specs: Iterable[TensorSpec]) -> None:
+    """ManifestError if the cache's tensors among `specs` are not of the decoder's element type, heads and sizes."""
+    by_name = {spec.name: spec for spec in specs}
+    for past, present, heads, dim in tensors(decoder):
+        for name in (past, present):
+            spec = by_name[name]
+            stated = zip(spec.shape[1::2], (heads, dim), strict=False)  # a name where the graph leaves the size open
+            fits = len(spec.shape) == 4 and all(isinstance(size, str) or size == wanted for size, wanted in stated)
+            if not fits or spec.dtype != decoder.kv_dtype:
+                raise ManifestError(
+                    f"{name} is {spec.dtype} {list(spec.shape)}, but the manifest states a cache of "
+                    f"{decoder.kv_dtype} with {heads} heads of {dim}; export again."
                 )

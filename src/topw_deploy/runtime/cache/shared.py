@@ -21,7 +21,7 @@ class SharedCache(InPlaceCache):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._has_positions = "position_ids" in self._session.inputs
-        self._ones = np.ones(len(self._prompts) * self._buffers.capacity, np.int64)
+        self._ones = np.ones(0, np.int64)  # what masks of equal rows are cut from; it grows with them
         self._position_ids = self._lengths[:, None] - 1  # [B, 1] where each row's last token is
 
     def begin_decoding(self) -> None:
@@ -57,6 +57,8 @@ class SharedCache(InPlaceCache):
         """ends: [b, 1] each row's tokens after the run."""
         rows, width = len(ends), int(ends.max())
         if int(ends.min()) == width:
+            if rows * width > len(self._ones):
+                self._ones = np.ones(2 * rows * width, np.int64)
             mask = self._ones[: rows * width].reshape(rows, width)
         else:
             mask = (np.arange(width) < ends).astype(np.int64)

@@ -12,7 +12,9 @@ from topw_deploy.engines import library, plugin
 from topw_deploy.engines.find import fitting, this_machine
 from topw_deploy.engines.profiles import preferred
 from topw_deploy.engines.stamp import EngineStamp
-from topw_deploy.errors import EngineError, GenerationError
+from topw_deploy.errors import EngineError, GenerationError, ManifestError
+from topw_deploy.files import open_regular
+from topw_deploy.manifest import Manifest
 from topw_deploy.runtime.face import Sampler
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.placement import CpuNode
@@ -47,6 +49,7 @@ class EngineSession:
         self.sampler: Sampler = "graph" if self.stamp.plugin == "none" else "plugin"
         self.why_graph = "the engine was built without the plugin" if self.stamp.plugin == "none" else ""
         manifest = folder.manifest
+        _check_manifest(manifest)
         self.inputs = frozenset(spec.name for spec in manifest.inputs)
         self.outputs = tuple(spec.name for spec in manifest.outputs)
         slots = next(spec.shape[1] for spec in manifest.inputs if spec.name == "edit_ids")
@@ -131,10 +134,27 @@ class EngineSession:
         return Lane(self._trt, self._engine, self.cuda, self._logger)
 
 
+def _check_manifest(manifest: Manifest) -> None:
+    """Raises ManifestError for a manifest that buffers and slots cannot be taken from."""
+    slots = [spec.shape for spec in manifest.inputs if spec.name == "edit_ids"]
+    if not slots or len(slots[0]) != 2:
+        raise ManifestError("the manifest states no input edit_ids of two dimensions; export the model again.")
+    for spec in manifest.outputs:
+        fixed = all(isinstance(size, int) for size in spec.shape[1:])
+        if not spec.name.startswith("present.") and (spec.dtype not in _BYTES or not fixed):
+            raise ManifestError(
+                f"the manifest states the output {spec.name} as {spec.dtype} {list(spec.shape)}, which has no fixed "
+                "size; export the model again with --target tensorrt."
+            )
+
+
 def _deserialised(runtime: Any, path: Path) -> Any:
     """The engine in `path`, which is mapped and not read: its pages are the system's, and go as they came."""
-    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        return runtime.deserialize_cuda_engine(view)
+    try:
+        with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            return runtime.deserialize_cuda_engine(view)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _tensors(trt: Any, engine: Any) -> frozenset[str]:

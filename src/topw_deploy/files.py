@@ -1,0 +1,159 @@
+"""Files of a folder, opened and written safely.
+
+Reading: only regular files. A named pipe would wait for a writer, and a device may never end.
+Writing: a file is whole or not there, with the permissions that the umask leaves.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # flags that a system does not have are 0
+_O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+# Not blocking: the open of a named pipe returns at once, and the descriptor shows what it is.
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | _O_NOFOLLOW
+_RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class NotRegularError(OSError):
+    """The path names something else than a regular file. kind: `a named pipe`, `a symbolic link`, ..."""
+
+    def __init__(self, kind: str, path: str | Path) -> None:
+        known = os.strerror(errno.EISDIR) if kind == "a folder" else f"it is {kind}, not a regular file"
+        super().__init__(errno.EINVAL, known, str(path))
+        self.kind = kind
+
+
+def kind_of(mode: int) -> str:
+    """What a file of this `st_mode` is: `a regular file`, `a folder`, `a named pipe`, ..."""
+    if stat.S_ISREG(mode):
+        return "a regular file"
+    return next((name for holds, name in _KINDS if holds(mode)), "a special file")
+
+
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open the regular file at `path` for reading. follow: whether `path` itself may be a link.
+
+    The check is made on the open descriptor, so that nothing can be swapped in after it.
+    Raises NotRegularError for a link (without `follow`), folder, pipe, socket or device; OSError as `open` does.
+    """
+    return os.fdopen(_opened(path, None, stat.S_ISREG, follow), "rb")
+
+
+def open_inside(folder: Path, name: str) -> BinaryIO:
+    """Open the regular file `name`, a path of plain parts joined by `/`, inside `folder` for reading.
+
+    `folder` may be a link; no part of `name` may.
+    Raises NotRegularError for a part that is a link, and for what is not a regular file; OSError as `open` does.
+    """
+    if not _RELATIVE:
+        _refuse_links(folder, name)
+        return open_regular(folder / name)
+    *outer, last = name.split("/")
+    place = _opened(folder, None, stat.S_ISDIR, follow=True)
+    try:
+        for part in outer:
+            inner = _opened(part, place, stat.S_ISDIR)
+            os.close(place)
+            place = inner
+        return os.fdopen(_opened(last, place, stat.S_ISREG), "rb")
+    finally:
+        os.close(place)
+
+
+def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Iterator[tuple[Path, str]]:
+    """Pipes, sockets and devices in `folder`, and links to them, each with what it is: `a named pipe`, ...
+
+    deep: look into the folders inside, too, except `folder/without`; links to folders are not followed.
+    """
+    waiting, left_out = [folder], folder / without if without else None
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                try:
+                    mode = entry.stat().st_mode
+                except OSError:  # a link to nothing
+                    continue
+                if stat.S_ISDIR(mode):
+                    if deep and not entry.is_symlink() and path != left_out:
+                        waiting.append(path)
+                elif not stat.S_ISREG(mode):
+                    yield path, f"a link to {kind_of(mode)}" if entry.is_symlink() else kind_of(mode)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file beside `path` that replaces it at the end, flushed to the disk by then. After an error it is
+    gone, and what was at `path` is still there.
+
+    Its permissions are those of a new file: the umask decides.
+    """
+    temporary, handle = _new_file(path)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _opened(path: str | Path, place: int | None, wanted: Callable[[int], bool], follow: bool = False) -> int:
+    """A descriptor of `path`, relative to the folder that `place` is a descriptor of."""
+    # First by name: opening a device can already do something.
+    _require(wanted, os.stat(path, dir_fd=place, follow_symlinks=follow).st_mode, path)
+    flags = _READ | (0 if follow else _O_NOFOLLOW) | (_O_DIRECTORY if wanted is stat.S_ISDIR else 0)
+    handle = os.open(path, flags, dir_fd=place)
+    try:
+        _require(wanted, os.fstat(handle).st_mode, path)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _require(wanted: Callable[[int], bool], mode: int, path: str | Path) -> None:
+    if wanted(mode):
+        return
+    if wanted is stat.S_ISDIR and not stat.S_ISLNK(mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    raise NotRegularError(kind_of(mode), path)
+
+
+def _refuse_links(folder: Path, name: str) -> None:
+    path = folder / name
+    try:
+        linked = path.resolve() != folder.resolve() / name
+    except RuntimeError:  # a link to itself, before Python 3.13
+        linked = True
+    if linked:
+        raise NotRegularError("a symbolic link", path)
+
+
+def _new_file(path: Path) -> tuple[Path, int]:
+    """A new hidden file beside `path`, and its descriptor. Unlike tempfile's, its permissions follow the umask."""
+    while True:
+        temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(8)}")
+        try:
+            return temporary, os.open(temporary, _CREATE, 0o666)
+        except FileExistsError:
+            continue

@@ -1,0 +1,51 @@
+"""`topw_manifest.json`: what an exported folder is, and the proof that it is whole.
+
+The manifest is written last, so a folder without a valid one was never finished and does not load. Reading it
+is the first thing the runtime does with a folder, hence this module needs nothing but the standard library.
+"""
+
+from topw_deploy.manifest.contents import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from topw_deploy.manifest.folder import (
+    check_hashes,
+    describe_files,
+    load_manifest,
+    open_listed,
+    save_manifest,
+    sha256_of,
+    sha256_of_stream,
+)
+from topw_deploy.manifest.parse import MOST_TOKENS
+from topw_deploy.manifest.parts import (
+    KV_FORMS,
+    STATUSES,
+    TARGETS,
+    Check,
+    DecoderInfo,
+    FileEntry,
+    SamplerInfo,
+    TensorSpec,
+    Verification,
+)
+
+__all__ = [
+    "FORMAT_VERSION",
+    "KV_FORMS",
+    "MANIFEST_NAME",
+    "MOST_TOKENS",
+    "STATUSES",
+    "TARGETS",
+    "Check",
+    "DecoderInfo",
+    "FileEntry",
+    "Manifest",
+    "SamplerInfo",
+    "TensorSpec",
+    "Verification",
+    "check_hashes",
+    "describe_files",
+    "load_manifest",
+    "open_listed",
+    "save_manifest",
+    "sha256_of",
+    "sha256_of_stream",
+]

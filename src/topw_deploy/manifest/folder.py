@@ -1,0 +1,148 @@
+"""A manifest and the files beside it: read, compared, described, written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from topw_deploy.errors import ManifestError
+from topw_deploy.files import NotRegularError, open_inside, open_regular, replacing, special_files
+from topw_deploy.manifest.contents import MANIFEST_NAME, Manifest
+from topw_deploy.manifest.parts import FileEntry
+
+_MOST_BYTES = 16 << 20  # a manifest is a few KB; a larger file is not one, and must not fill memory
+_ENGINES = "engines"  # checked one by one where they are used (engines/find.py)
+
+
+def load_manifest(folder: str | Path) -> Manifest:
+    """Read the manifest of `folder`, which may be a link to one, and check that every file it lists is there with its
+    size.
+
+    Hashes are left to `check_hashes`: a multi-gigabyte read has no place in loading.
+    Raises ManifestError for a missing or malformed manifest, for a listed file that is missing, of another size, no
+    regular file, reached through a link or outside the folder, and for a pipe, socket or device anywhere in the folder.
+    """
+    folder = Path(folder)
+    path = folder / MANIFEST_NAME
+    try:
+        with open_inside(folder, MANIFEST_NAME) as stream:
+            raw = stream.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise ManifestError(f"{folder} has no {MANIFEST_NAME}: it is not a finished export; run topw-export.") from None
+    except NotADirectoryError:
+        raise ManifestError(f"{folder} is a file; give the folder around it, which holds {MANIFEST_NAME}.") from None
+    except NotRegularError as error:
+        raise ManifestError(
+            f"{path} is {error.kind}, not a regular file; copy the file itself there, or export the model again."
+        ) from None
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except ValueError as error:  # a path that no system call takes
+        raise ManifestError(f"{str(path)!r} is no path ({error}); give the folder that topw-export wrote.") from None
+    if len(raw) > _MOST_BYTES:
+        raise ManifestError(
+            f"{path} is larger than {_MOST_BYTES} bytes, so it is not a manifest; export the model again."
+        )
+    try:
+        manifest = Manifest.from_json(raw.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ManifestError(f"{path} is not UTF-8; export the model again.") from None
+    for name, entry in manifest.files.items():
+        with open_listed(folder, name, entry):
+            pass
+    _refuse_special_files(folder)
+    return manifest
+
+
+def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
+    """Open the file `name` that the manifest of `folder` lists with `entry`; size and kind are those of what is open.
+
+    Raises ManifestError where it is missing, unreadable, of another size, no regular file, or reached through a link.
+    """
+    try:
+        stream = open_inside(folder, name)
+    except NotRegularError as error:
+        if error.kind == "a symbolic link":
+            raise ManifestError(
+                f"{name} is reached through a symbolic link, which onnxruntime refuses; copy the file itself into "
+                f"{folder}."
+            ) from None
+        raise ManifestError(
+            f"{name} in {folder} is {error.kind}, not a regular file; export or copy the folder again."
+        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise ManifestError(
+            f"{name} is listed in {MANIFEST_NAME} but missing from {folder}; export or copy it again."
+        ) from None
+    except OSError as error:
+        raise ManifestError(f"{folder / name} cannot be read: {error.strerror or error}.") from None
+    size = os.fstat(stream.fileno()).st_size
+    if size != entry.size:
+        stream.close()
+        raise ManifestError(
+            f"{name} has {size} bytes, the manifest says {entry.size}: "
+            "it was changed or cut short; export or copy the folder again."
+        )
+    return stream
+
+
+def check_hashes(folder: str | Path, manifest: Manifest) -> None:
+    """Compare the SHA-256 of every listed file; ManifestError names the first that differs or cannot be read."""
+    for name, entry in manifest.files.items():
+        try:
+            with open_listed(Path(folder), name, entry) as stream:
+                found = sha256_of_stream(stream)
+        except OSError as error:
+            raise ManifestError(f"{Path(folder) / name} cannot be read: {error.strerror or error}.") from None
+        if found != entry.sha256:
+            raise ManifestError(
+                f"{name} has SHA-256 {found[:16]}…, the manifest says {entry.sha256[:16]}…: "
+                "the file was changed; export or copy the folder again."
+            )
+
+
+def describe_files(
+    folder: str | Path, names: Iterable[str], known: dict[str, str] | None = None
+) -> dict[str, FileEntry]:
+    """Hash and size of each named file of `folder`, for a new manifest. known: hashes that need not be taken again."""
+    folder, known = Path(folder), known or {}
+    return {
+        name: FileEntry(known.get(name) or sha256_of(folder / name), (folder / name).stat().st_size)
+        for name in sorted(names)
+    }
+
+
+def save_manifest(folder: str | Path, manifest: Manifest) -> None:
+    """Write the manifest by an atomic replace: a reader sees the old one, the new one or none, never half."""
+    with replacing(Path(folder) / MANIFEST_NAME) as stream:
+        stream.write(manifest.to_json().encode("utf-8"))
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a regular file, read in blocks. Raises OSError for a link and anything else."""
+    with open_regular(path) as stream:
+        return sha256_of_stream(stream)
+
+
+def sha256_of_stream(stream: BinaryIO) -> str:
+    """Hexadecimal SHA-256 of what is left in an open file."""
+    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    while size := stream.readinto(block):  # type: ignore[attr-defined]  # hashlib.file_digest needs Python 3.11
+        digest.update(block[:size])
+    return digest.hexdigest()
+
+
+def _refuse_special_files(folder: Path) -> None:
+    """Raises ManifestError for a pipe, socket or device anywhere in the folder, or a link to one: a graph may name any
+    file there as its weights, and not every onnxruntime looks at what it opens."""
+    try:
+        for path, kind in special_files(folder, deep=True, without=_ENGINES):
+            raise ManifestError(
+                f"{path} is {kind}, and a model folder holds regular files only; remove it, or copy the folder's files "
+                "elsewhere."
+            )
+    except OSError as error:
+        raise ManifestError(f"{error.filename or folder} cannot be read: {error.strerror or error}.") from None

@@ -1,0 +1,195 @@
+"""From the JSON of a manifest to its parts: every field is checked by type and range.
+
+The bounds are far above any model. They keep what a manifest says from becoming memory or an integer that no operator
+can hold.
+
+Raises ValueError with a clause that names the field, its value and the bound; ManifestError for unsafe file names.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import fields
+from typing import Any
+
+from topw_deploy.errors import ManifestError
+from topw_deploy.manifest.checks import Fields, real, sha256, shown, text, whole
+from topw_deploy.manifest.parts import (
+    STATUSES,
+    TARGETS,
+    Check,
+    DecoderInfo,
+    FileEntry,
+    SamplerInfo,
+    TensorSpec,
+    Verification,
+)
+from topw_deploy.sampling.parameters import (
+    IN_FLOAT32,
+    METRICS,
+    OPTION_NAMES,
+    PARAMETER_NAMES,
+    POTENTIALS,
+    TopWOptions,
+    TopWParameters,
+)
+
+MOST_LAYERS = 4096
+MOST_HEADS = MOST_HEAD_DIM = 1 << 16
+MOST_TOKENS = (1 << 31) - 1  # of a context: operators count them in 32 bits
+MOST_BUFFER = 1 << 22  # tokens that a buffer has whatever a request needs
+MOST_VOCABULARY = MOST_WIDTH = 1 << 24
+_INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
+_SCALARS = (str, int, float, type(None))
+
+
+def files(data: dict[str, Any]) -> dict[str, FileEntry]:
+    found = {}
+    for name, entry in data.items():
+        given = Fields(f"the entry of {_safe_name(name)}", entry)
+        size = whole(f"size of {name}", given.value("size"), 0, _INT64)
+        found[name] = FileEntry(sha256(f"sha256 of {name}", given.value("sha256")), size)
+    return found
+
+
+def texts(name: str, data: dict[str, Any]) -> dict[str, str]:
+    return {key: text(f"{name}.{key}", value) for key, value in data.items()}
+
+
+def opset(data: dict[str, Any]) -> dict[str, int]:
+    return {domain: whole(f"opset {domain or 'ai.onnx'}", version, 1, _INT32) for domain, version in data.items()}
+
+
+def tensors(name: str, data: list[Any]) -> tuple[TensorSpec, ...]:
+    found = tuple(_tensor(Fields(f"{name}[{index}]", item)) for index, item in enumerate(data))
+    if len({spec.name for spec in found}) != len(found):
+        raise ValueError(f"{name} lists a tensor twice")
+    return found
+
+
+def sampler(data: Fields) -> SamplerInfo:
+    data.only(_names(SamplerInfo))
+    hidden = data.value("hidden_size")
+    return SamplerInfo(
+        tail=data.text("tail"),
+        vocab_size=data.whole("vocab_size", 1, MOST_VOCABULARY),
+        hidden_size=None if hidden is None else data.whole("hidden_size", 1, MOST_WIDTH),
+        table_form=data.text("table_form"),
+        options=_options(data.inner("options")),
+        outputs=data.texts("outputs"),
+        neighbour_bound=data.flag("neighbour_bound", False),
+    )
+
+
+def defaults(data: Fields) -> TopWParameters:
+    """The parameters, which the graph takes in float32: so they must hold there, too."""
+    data.only(PARAMETER_NAMES)
+    given = {name: data.real(name) for name in data.given(PARAMETER_NAMES)}
+    found = TopWParameters(**given)
+    try:
+        rounded = {name: struct.unpack("<f", struct.pack("<f", float(value)))[0] for name, value in given.items()}
+        TopWParameters(**rounded)
+    except (OverflowError, ValueError):
+        raise ValueError(f"defaults are {shown(given)}, which must be in range {IN_FLOAT32}") from None
+    return found
+
+
+def decoder(data: Fields) -> DecoderInfo:
+    data.only(_names(DecoderInfo))
+    layers = data.whole("num_layers", 1, MOST_LAYERS)
+    heads = tuple(whole("decoder.num_kv_heads", n, 1, MOST_HEADS) for n in data.listing("num_kv_heads"))
+    dims = tuple(whole("decoder.head_dim", n, 1, MOST_HEAD_DIM) for n in data.listing("head_dim"))
+    if not len(heads) == len(dims) == layers:
+        raise ValueError(f"decoder has {layers} layers but {len(heads)} head counts and {len(dims)} head sizes")
+    weights = data.mapping("weights", {})
+    return DecoderInfo(
+        model_type=data.text("model_type"),
+        kv_form=data.text("kv_form"),
+        num_layers=layers,
+        num_kv_heads=heads,
+        head_dim=dims,
+        kv_dtype=data.text("kv_dtype"),
+        context_length=data.whole("context_length", 1, MOST_TOKENS),
+        left_padding=data.flag("left_padding"),
+        weights_dtype=data.text("weights_dtype", "float"),
+        attention=data.text("attention", ""),
+        right_padding=data.flag("right_padding", False),
+        ragged_chunks=data.flag("ragged_chunks", True),
+        buffer_step=data.whole("buffer_step", 0, MOST_BUFFER, 0),
+        buffer_least=data.whole("buffer_least", 0, MOST_BUFFER, 0),
+        target=data.one_of("target", TARGETS, TARGETS[0]),
+        weights={kind: whole(f"weights {kind}", count, 0, _INT64) for kind, count in weights.items()},
+        quantisation=_quantisation(data.mapping("quantisation", {})),
+    )
+
+
+def verification(data: Fields) -> Verification:
+    checks = data.listing("checks")
+    return Verification(
+        status=data.one_of("status", STATUSES), checks=tuple(_check(index, item) for index, item in enumerate(checks))
+    )
+
+
+def _names(part: type) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(part))
+
+
+def _options(data: Fields) -> TopWOptions:
+    data.only(OPTION_NAMES)
+    given = data.given(OPTION_NAMES)
+    for name, known in (("metric", METRICS), ("potential", POTENTIALS)):
+        if name in given:
+            data.one_of(name, known)
+    for name in ("top_m", "alt_iters", "knn_k"):
+        if name in given:
+            data.whole(name, 1, _INT32)
+    return TopWOptions(**given)
+
+
+def _tensor(data: Fields) -> TensorSpec:
+    shape = tuple(
+        text("a dimension", size) if isinstance(size, str) else whole("a dimension", size, 0, _INT64)
+        for size in data.listing("shape")
+    )
+    return TensorSpec(data.text("name"), data.text("dtype"), shape)
+
+
+def _quantisation(data: dict[str, Any]) -> dict[str, Any]:
+    """Numbers, texts, true, false, null, and lists of texts."""
+    for name, value in data.items():
+        what = f"quantisation.{name}"
+        if isinstance(value, list):
+            for item in value:
+                text(f"an item of {what}", item)
+        elif isinstance(value, str):
+            text(what, value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            real(what, value)
+        elif not isinstance(value, _SCALARS):
+            raise ValueError(f"{what} is {shown(value)}, not a number, text, true, false, null or list of texts")
+    return data
+
+
+def _check(index: int, data: object) -> Check:
+    given = Fields(f"checks[{index}]", data).only(_names(Check))
+    try:
+        return Check(
+            name=given.text("name"),
+            passed=given.flag("passed"),
+            difference=given.real("difference"),
+            bound=given.real("bound"),
+            detail=given.text("detail", ""),
+        )
+    except ValueError as error:
+        raise ValueError(f"a check has a value of the wrong type: {error}") from None
+
+
+def _safe_name(name: str) -> str:
+    """A plain file name in the folder or in a subfolder of it: no way out by `..`, an absolute path or a drive."""
+    parts = name.split("/")
+    if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ManifestError(
+            f"the manifest lists the file {shown(name)}, which is not a plain path inside the folder; "
+            "do not use this folder."
+        )
+    return name

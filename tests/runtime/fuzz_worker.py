@@ -1,0 +1,92 @@
+"""Opens a folder again and again, one of its files wrong in another way each time, and generates from it.
+
+In a process of its own, so that memory is bounded and a hang or crash is one failed test. Prints a line of JSON:
+{"wrong": what raised another error than a TopWError, "loaded": number of folders that opened}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import json
+import resource
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mutations import VALUES, mutations
+from topw_deploy.errors import TopWError
+from topw_deploy.manifest import MANIFEST_NAME, Manifest
+from topw_deploy.runtime import TopWModel
+
+MEMORY = 8 << 30  # bytes of address space: numpy's MemoryError comes on every machine
+HANG = 240  # seconds after which a single folder counts as hanging
+_VALUES = tuple(value for value in VALUES if len(value) < 10_000 and "\\x" not in value and "/" not in value)
+_NOT_RUN = ("source", "libraries", "verification", "format_version")  # what a run never looks at
+
+
+def main(folder: Path, name: str, within: str) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    warnings.simplefilter("ignore")
+    original = (folder / MANIFEST_NAME).read_text("utf-8")
+    wrong, loaded = [], 0
+    for what, put in (
+        _manifests(folder, original, within) if name == MANIFEST_NAME else _side_files(folder, name, original)
+    ):
+        faulthandler.dump_traceback_later(HANG, exit=True)
+        put()
+        try:
+            with TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1) as model:
+                loaded += 1
+                _use(model)
+        except TopWError:
+            pass
+        except BaseException as error:  # noqa: BLE001  # Rust's panics are no Exception
+            wrong.append(f"{what}: {error!r:.300}")
+    sys.stdout.write(json.dumps({"wrong": wrong, "loaded": loaded}) + "\n")
+
+
+def _use(model: TopWModel) -> None:
+    """A few tokens after a text, as many as the context holds after ids, an empty prompt and a chat."""
+    model.generate("a", max_new_tokens=2, seed=1)
+    for verb in (
+        lambda: model.generate([3, 4], max_new_tokens=10**14, seed=1),
+        lambda: model.generate("", max_new_tokens=1, seed=1),
+        lambda: model.chat([{"role": "user", "content": "x"}], max_new_tokens=1, seed=1),
+    ):
+        with contextlib.suppress(TopWError):
+            verb()
+
+
+def _manifests(folder: Path, original: str, within: str) -> Iterator[tuple[str, Any]]:
+    """Manifests that can be read and say something else than the original in a place whose name begins `within`."""
+    seen = {Manifest.from_json(original).to_json()}
+    for what, text in mutations(json.loads(original), _VALUES):
+        if what.startswith(_NOT_RUN) or not what.startswith(within):
+            continue
+        try:
+            says = Manifest.from_json(text).to_json()
+        except TopWError:
+            continue
+        if says not in seen:
+            seen.add(says)
+            yield what, lambda text=text: (folder / MANIFEST_NAME).write_text(text, "utf-8")
+
+
+def _side_files(folder: Path, name: str, original: str) -> Iterator[tuple[str, Any]]:
+    for what, text in mutations(json.loads((folder / name).read_text("utf-8"))):
+
+        def put(data: bytes = text.encode()) -> None:
+            (folder / name).write_bytes(data)
+            manifest = json.loads(original)
+            manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+            (folder / MANIFEST_NAME).write_text(json.dumps(manifest), "utf-8")
+
+        yield what, put
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,77 @@
+"""What may lie in a file's place, and an alarm for what waits for it."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+_HANG = 120  # seconds: nothing here takes one, and a pipe would be waited for for ever
+
+
+def _socket(path: Path) -> None:
+    here = os.open(path.parent, os.O_RDONLY)  # its address may have 107 bytes only
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{here}/{path.name}")
+    finally:
+        os.close(here)
+
+
+def _linked_pipe(path: Path) -> None:
+    outside = path.parents[2] / f"pipe-{uuid.uuid4().hex}"
+    os.mkfifo(outside)
+    path.symlink_to(outside)
+
+
+def _link_outside(path: Path) -> None:
+    outside = path.parents[2] / f"file-{uuid.uuid4().hex}"
+    outside.write_bytes(b"{}")
+    path.symlink_to(outside)
+
+
+def _link_inside(path: Path) -> None:
+    path.with_name("another.json").write_bytes(b"{}")
+    path.symlink_to("another.json")
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "a named pipe": os.mkfifo,
+    "a socket": _socket,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to a pipe": _linked_pipe,
+}
+"""What makes a file that must not be opened at a path."""
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "a folder": Path.mkdir,
+    "a link to a file outside": _link_outside,
+    "a link to a file inside": _link_inside,
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+"""What makes something at a path that is not a regular file either."""
+
+
+@contextmanager
+def no_hang() -> Iterator[None]:
+    """Fail instead of waiting: an exception where Python waits, the end of the process where a library does."""
+
+    def fail(_number: int, _frame: FrameType | None) -> None:
+        raise AssertionError("it waits for ever")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(_HANG)
+    faulthandler.dump_traceback_later(2 * _HANG, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,111 @@
+"""Opening regular files only, and writing them with the permissions that the umask leaves."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from special_files import OTHERS, SPECIAL, no_hang
+from topw_deploy import files
+from topw_deploy.files import NotRegularError, open_inside, open_regular, replacing, special_files
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+EVERY = {**SPECIAL, **OTHERS}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "folder" / "sub").mkdir(parents=True)
+    (tmp_path / "folder" / "sub" / "file").write_bytes(b"content")
+    return tmp_path / "folder"
+
+
+@pytest.fixture(params=[0o077, 0o027, 0o022, 0o002], ids=lambda mask: f"umask {mask:03o}")
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("by_parts", [True, False], ids=["by parts", "by path"])
+def test_what_is_no_regular_file_is_not_opened(
+    folder: Path, kind: str, by_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_RELATIVE", by_parts)
+    EVERY[kind](folder / "name")
+    with no_hang(), pytest.raises(NotRegularError):
+        open_inside(folder, "name")
+    with no_hang(), pytest.raises(NotRegularError):
+        open_regular(folder / "name")
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a link to a device", "a link to a pipe", "a folder"])
+def test_a_link_that_may_be_followed_must_end_in_a_regular_file(folder: Path, kind: str) -> None:
+    EVERY[kind](folder / "name")
+    with no_hang(), pytest.raises(NotRegularError, match=r"not a regular file|Is a directory"):
+        open_regular(folder / "name", follow=True)
+    (folder / "link").symlink_to("sub/file")
+    with open_regular(folder / "link", follow=True) as stream:
+        assert stream.read() == b"content"
+
+
+@pytest.mark.parametrize("by_parts", [True, False], ids=["by parts", "by path"])
+def test_the_folder_may_be_a_link_and_nothing_inside_may(
+    folder: Path, by_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_RELATIVE", by_parts)
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+    with open_inside(link, "sub/file") as stream:
+        assert stream.read() == b"content"
+    (folder / "inner").symlink_to("sub")
+    with pytest.raises(NotRegularError, match="it is a symbolic link, not a regular file"):
+        open_inside(folder, "inner/file")
+    with pytest.raises(NotADirectoryError):
+        open_inside(folder / "sub" / "file", "name")
+
+
+def test_a_pipe_that_is_put_there_after_the_look_at_the_name_is_not_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = os.stat
+
+    def swap(path: object, **options: object) -> os.stat_result:
+        seen = look(path, **options)  # type: ignore[arg-type]
+        if stat.S_ISREG(seen.st_mode):
+            (folder / "sub" / "file").unlink()
+            os.mkfifo(folder / "sub" / "file")
+        return seen
+
+    monkeypatch.setattr(os, "stat", swap)
+    with no_hang(), pytest.raises(NotRegularError, match="it is a named pipe"):
+        open_inside(folder, "sub/file")
+
+
+def test_special_files_are_found_wherever_they_are(folder: Path) -> None:
+    for kind, make in EVERY.items():
+        make(folder / kind.replace(" ", "-"))
+    found = {(path.name, kind) for path, kind in special_files(folder)}
+    assert found == {
+        ("a-named-pipe", "a named pipe"),
+        ("a-socket", "a socket"),
+        ("a-link-to-a-device", "a link to a device"),
+        ("a-link-to-a-pipe", "a link to a named pipe"),
+    }
+    assert list(special_files(folder.parent)) == []
+    assert len(list(special_files(folder.parent, deep=True))) == len(found)
+    assert list(special_files(folder.parent, deep=True, without="folder")) == []
+
+
+def test_a_replaced_file_has_the_permissions_of_a_new_one(folder: Path, umask: int) -> None:
+    path = folder / "written"
+    for _ in range(2):
+        with replacing(path) as stream:
+            stream.write(b"new")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+    assert [entry.name for entry in sorted(folder.iterdir())] == ["sub", "written"]
