@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import topw_deploy
+from topw_deploy import install
 
 ROOT = Path(topw_deploy.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
@@ -20,24 +21,26 @@ BASE = {"errors", "manifest", "sampling"}
 ALLOWED = {
     "errors": set(),
     "telemetry": set(),
+    "install": {"errors"},
     "sizes": {"errors"},
     "reports": {"errors"},
     "manifest": {"errors", "sampling"},
     "sampling": {"errors"},
-    "plugins": {"errors", "sampling"},
+    "plugins": {"errors", "install", "sampling"},
     "engines": BASE | {"plugins"},
-    "runtime": BASE | {"telemetry", "plugins", "engines"},
+    "runtime": BASE | {"install", "telemetry", "plugins", "engines"},
     "processors": {"errors", "sampling"},
     "demo": {"errors"},
-    "export": BASE | {"sizes", "runtime", "demo"},
+    "export": BASE | {"install", "sizes", "runtime", "demo"},
     "stats": BASE | {"reports", "plugins", "runtime", "export"},
-    "bench": BASE | {"reports", "plugins", "runtime", "export", "processors"},
+    "bench": BASE | {"install", "reports", "plugins", "runtime", "export", "processors"},
     "cli": BASE
-    | {"telemetry", "sizes", "reports", "plugins", "engines", "runtime", "export", "demo", "stats", "bench"},
+    | {"install", "telemetry", "sizes", "reports", "plugins", "engines", "runtime", "export", "demo", "stats", "bench"},
     "__main__": {"cli"},
 }
 THIRD_PARTY = {
     "errors": set(),
+    "install": set(),
     "reports": {"matplotlib"},
     "manifest": set(),
     "sampling": {"numpy"},
@@ -112,7 +115,8 @@ def test_importing_the_runtime_loads_no_exporter_library() -> None:
 def test_the_runtime_without_onnxruntime_says_what_to_install() -> None:
     code = "import sys; sys.modules['onnxruntime'] = None; import topw_deploy.runtime"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "run: pip install 'topw-deploy[cpu]' (or [gpu], never both)" in done.stderr
+    assert "running a model needs onnxruntime, which is not installed ([cpu] brings it, or [gpu]" in done.stderr
+    assert done.stderr.endswith(f"; run: {install.how_to('cpu')}\n")
 
 
 def test_importing_the_reference_loads_numpy_alone() -> None:

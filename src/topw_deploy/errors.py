@@ -55,5 +55,9 @@ class GenerationError(TopWError):
     """A generation cannot go on: a row's logits are invalid (names row and step), no memory for the cache."""
 
 
+class MissingPackageError(TopWError, ModuleNotFoundError):
+    """Packages that this needs are not installed; the message names them and the command that installs them."""
+
+
 class BenchmarkError(TopWError):
     """A measurement cannot be taken: a side is absent though named, died, or does not answer as the others do."""
