@@ -113,6 +113,17 @@ def test_everything_that_is_missing_is_named_after_what_was_asked_for(
     assert str(raised.value) == f"exporting needs {names} not installed; run: {install.how_to('export')}"
 
 
+def test_an_older_python_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install.sys, "version_info", (3, 10, 13))
+    assert install.how_to("export") == f"python3.11 -m pip install -e '{ROOT}[export]'"
+    assert not install.how_to("cpu").startswith("python3.11 ")
+    with pytest.raises(MissingPackageError, match=r"^exporting needs Python 3.11 or newer, and this is .*copy"):
+        install.require("exporting", "export")
+    with pytest.raises(MissingPackageError) as raised:
+        install.require("`topw stats`", "export")
+    assert str(raised.value).endswith(f"; in another environment run: {install.how_to('export')}")
+
+
 def test_exporting_beside_onnxruntime_gpu_is_sent_to_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "_importable", lambda module: module != "torch")
     monkeypatch.setattr(install, "_installed", lambda name: name == "onnxruntime-gpu")

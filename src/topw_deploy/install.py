@@ -41,6 +41,7 @@ MODULES = {
 EXPORT_PYTHON = (3, 11)
 """The oldest Python that exporting is tested with."""
 
+_LEAST = ".".join(map(str, EXPORT_PYTHON))
 _SOURCES = Path(__file__).resolve().parents[1]
 
 
@@ -84,15 +85,17 @@ def advice(what: str, extra: str) -> tuple[str, str]:
 
 def why_not_this_python(what: str) -> str:
     """Why this Python cannot export, and what can be done."""
-    least = ".".join(map(str, EXPORT_PYTHON))
-    return (
-        f"{what} needs Python {least} or newer, and this is {platform.python_version()}; export on another machine and "
-        "copy the folder to this one."
-    )
+    found = f"{what} needs Python {_LEAST} or newer, and this is {platform.python_version()}"
+    if what == "exporting":
+        return f"{found}; export on another machine and copy the folder to this one."
+    return f"{found}; in another environment run: {how_to('export')}"
 
 
 def how_to(extra: str = "") -> str:
-    """The command that installs `extra` into this environment; without one, the package's own dependencies."""
+    """The command that installs `extra` into this environment; without one, the package's own dependencies. For an
+    extra that needs a newer Python it is one for an environment of that Python."""
+    if extra == "export" and sys.version_info < EXPORT_PYTHON:
+        return f"python{_LEAST} -m pip install {requirement(extra)}"
     return f"{pip('install')} {requirement(extra)}"
 
 

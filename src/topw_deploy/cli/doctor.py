@@ -99,8 +99,8 @@ def diagnose() -> Diagnosis:
     if missing:
         problems.append((f"missing: {', '.join(missing)}", install.how_to()))
     hints = [install.advice("exporting", "export")] if install.missing("export") else []
-    if sys.version_info < (3, 11):
-        hints = [("exporting needs Python 3.11 or newer", f"python3.11 -m pip install {install.requirement('export')}")]
+    if sys.version_info < install.EXPORT_PYTHON:
+        hints = [("exporting needs Python 3.11 or newer", install.how_to("export"))]
     return Diagnosis(
         topw_deploy=_version("topw-deploy") or "not installed (running from source)",
         python=f"{platform.python_version()} ({sys.executable})",

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypeAlias
+from typing import IO, TypeAlias
 
 from topw_deploy.plugins import build as native_build
 
@@ -42,7 +42,7 @@ def unwatched(_state: Compiling) -> None:
 class _Reader(threading.Thread):
     """Collects nvcc's messages; `outputs` has the file of each architecture whose ptxas began."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         super().__init__(daemon=True)
         self.messages: list[str] = []
         self.outputs: dict[int, Path] = {}
