@@ -55,14 +55,17 @@ def test_a_terminal_has_one_line_that_says_what_is_compiled_how_much_is_done_and
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "39")
     with plugins._shown(False) as watch:
         watch(Compiling((), (), 2, 0.5))
         watch(Compiling((87,), (90,), 2, 41.0))
         watch(Compiling((), (90, 87), 2, 60.0))
+        watch(Compiling((87, 90, 100, 120), (), 2, 1.0))
     shown = capsys.readouterr().err
     assert "\n" not in shown
     assert [part.removesuffix("\033[K") for part in shown.split("\r")] == [
-        "", "reading the sources: 0 of 2 done, 0 s", "compiling sm_87: 1 of 2 done, 41 s", "linking: 2 of 2 done, 60 s",
+        "", "0 of 2 done, 0 s, reading the sources", "1 of 2 done, 41 s, compiling sm_87", "2 of 2 done, 60 s, linking",
+        "0 of 2 done, 1 s, compiling sm_87 sm_9",
         "",
     ]  # fmt: skip
 

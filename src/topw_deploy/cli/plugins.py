@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -106,7 +107,8 @@ def _shown(quiet: bool) -> Iterator[Callable[[Compiling], object]]:
     if quiet:
         yield lambda _state: None
     elif sys.stderr.isatty():
-        yield lambda state: click.echo(f"\r{_line(state)}\033[K", err=True, nl=False)
+        width = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
+        yield lambda state: click.echo(f"\r{_line(state)[:width]}\033[K", err=True, nl=False)
         click.echo("\r\033[K", err=True, nl=False)
     else:
         yield _Lines()
@@ -115,7 +117,7 @@ def _shown(quiet: bool) -> Iterator[Callable[[Compiling], object]]:
 def _line(state: Compiling) -> str:
     now = " ".join(f"sm_{number}" for number in state.running)
     what = f"compiling {now}" if now else "linking" if len(state.done) == state.total else "reading the sources"
-    return f"{what}: {len(state.done)} of {state.total} done, {state.seconds:.0f} s"
+    return f"{len(state.done)} of {state.total} done, {state.seconds:.0f} s, {what}"
 
 
 class _Lines:
