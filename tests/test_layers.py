@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import topw_deploy
+from topw_deploy import install
 
 ROOT = Path(topw_deploy.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
@@ -23,26 +24,28 @@ ALLOWED = {
     "telemetry": set(),
     "printable": set(),
     "plain_text": {"errors"},
+    "install": {"errors"},
     "sizes": {"errors"},
     "reports": {"errors"},
     "manifest": {"errors", "files", "sampling"},
     "sampling": {"errors"},
-    "plugins": {"errors", "sampling"},
+    "plugins": {"errors", "install", "sampling"},
     "engines": BASE | {"plugins"},
-    "runtime": BASE | {"telemetry", "sizes", "plugins", "engines"},
+    "runtime": BASE | {"install", "telemetry", "sizes", "plugins", "engines"},
     "processors": {"errors", "sampling"},
     "demo": {"errors"},
-    "export": BASE | {"sizes", "runtime", "demo"},
+    "export": BASE | {"install", "sizes", "runtime", "demo"},
     "stats": BASE | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
-    "bench": BASE | {"printable", "reports", "plugins", "runtime", "export", "processors"},
+    "bench": BASE | {"install", "printable", "reports", "plugins", "runtime", "export", "processors"},
     "cli": BASE
-    | {"telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "engines", "runtime", "export", "demo"}
-    | {"stats", "bench"},
+    | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "engines", "runtime"}
+    | {"export", "demo", "stats", "bench"},
     "__main__": {"cli"},
 }
 THIRD_PARTY = {
     "errors": set(),
     "files": set(),
+    "install": set(),
     "reports": {"matplotlib"},
     "manifest": set(),
     "sampling": {"numpy"},
@@ -117,7 +120,8 @@ def test_importing_the_runtime_loads_no_exporter_library() -> None:
 def test_the_runtime_without_onnxruntime_says_what_to_install() -> None:
     code = "import sys; sys.modules['onnxruntime'] = None; import topw_deploy.runtime"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "run: pip install 'topw-deploy[cpu]' (or [gpu], never both)" in done.stderr
+    assert "running a model needs onnxruntime, which is not installed ([cpu] brings it, or [gpu]" in done.stderr
+    assert done.stderr.endswith(f"; run: {install.how_to('cpu')}\n")
 
 
 def test_importing_the_reference_loads_numpy_alone() -> None:

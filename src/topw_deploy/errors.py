@@ -73,5 +73,16 @@ class LogitsError(GenerationError):
     """A row's logits hold NaN or +infinity, or nothing finite after the edits."""
 
 
+class MissingPackageError(TopWError, ModuleNotFoundError):
+    """Packages that this needs are not installed; the message names them and the command that installs them.
+
+    name: the module that failed, as in ImportError.
+    """
+
+    def __init__(self, message: str, *, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class BenchmarkError(TopWError):
     """A measurement cannot be taken: a side is absent though named, died, or does not answer as the others do."""

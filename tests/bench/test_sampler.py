@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from topw_deploy import install
 from topw_deploy.bench.sampler import array_sides, home
 from topw_deploy.bench.sampler.agreement import agree, sentence
 from topw_deploy.bench.sampler.catalogue import CATALOGUE, choose, select
@@ -126,7 +127,7 @@ def test_a_peer_that_is_not_installed_is_left_out_and_named(monkeypatch: pytest.
     assert not any(name.startswith(("genai", "hf")) for name in choice.present)
     reasons = dict(choice.absent)
     assert reasons["onnxruntime-genai greedy"].startswith("not installed: pip install onnxruntime-genai")
-    assert reasons["transformers top-k 50"] == "not installed: pip install 'topw-deploy[export]'"
+    assert reasons["transformers top-k 50"] == f"not installed: {install.how_to('export')}"
 
 
 def test_a_peer_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+from topw_deploy import install
 from topw_deploy.cli import doctor
 from topw_deploy.errors import ManifestError
 from topw_deploy.manifest import MANIFEST_NAME, Verification, load_manifest, save_manifest
@@ -111,7 +112,7 @@ def test_doctor_says_what_would_be_used(invoke: Invoke) -> None:
 def test_doctor_fails_where_models_cannot_run(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     result = invoke("doctor")
-    assert "run: pip install 'topw-deploy[cpu]'" in result.stdout
+    assert f"run: {install.how_to('cpu')}" in result.stdout
     assert "a model would run on: nothing" in result.stdout
     assert doctor.diagnose().problems
 
@@ -125,7 +126,7 @@ def test_doctor_says_whether_engines_can_run(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(sys.modules, name, None)
     (line,) = (line for line in doctor._lines(doctor.diagnose()) if line.startswith("TensorRT: "))
     assert line.startswith("TensorRT: none: TensorRT's Python module cannot be imported (tensorrt: ")
-    assert line.endswith("pip install 'topw-deploy[tensorrt]'")
+    assert line.endswith(install.how_to("tensorrt"))
 
 
 def test_doctor_sees_two_wheels_that_overwrite_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,14 +134,14 @@ def test_doctor_sees_two_wheels_that_overwrite_each_other(monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor, "_version", lambda name: "1.31.1" if name == "onnxruntime-gpu" else real(name))
     ((problem, cure),) = doctor.diagnose().problems
     assert problem == "onnxruntime and onnxruntime-gpu overwrite each other's files"
-    assert cure.startswith("pip uninstall -y onnxruntime onnxruntime-gpu && pip install")
+    assert cure == f"{install.pip('uninstall')} -y onnxruntime onnxruntime-gpu && {install.how_to('gpu')}"
 
 
 def test_doctor_names_what_exporting_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("torch", "onnx") else real(name))
+    real = install._importable
+    monkeypatch.setattr(install, "_importable", lambda name: name not in ("torch", "onnx") and real(name))
     found = doctor.diagnose()
-    assert found.hints == [("exporting needs torch, onnx", "pip install 'topw-deploy[export]'")]
+    assert found.hints == [("exporting needs torch and onnx, which are not installed", install.how_to("export"))]
     assert not found.problems
 
 

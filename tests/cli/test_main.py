@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from topw_deploy import install
 from toy_model import Toy, export
 
 from .conftest import ANSWER
@@ -75,7 +76,32 @@ def test_a_missing_extra_names_the_command_that_installs_it(scripted: Path) -> N
     code = "import sys; sys.modules['onnxruntime'] = None; from topw_deploy.cli.main import main; main()"
     done = run("generate", scripted, "x", program=[sys.executable, "-c", code])
     assert done.returncode == 1
-    assert done.stderr == "Error: onnxruntime is not installed; run: pip install 'topw-deploy[cpu]'\n"
+    needs = "running a model needs onnxruntime, which is not installed ([cpu] brings it, or [gpu] for NVIDIA GPUs"
+    assert done.stderr == f"Error: {needs}, never both); run: {install.how_to('cpu')}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [(("export", "demo", "out"), "exporting"), (("export-sampler", "demo", "out"), "exporting"),
+     (("stats", "out", "x"), "`topw stats`")],
+)  # fmt: skip
+def test_a_command_without_its_extra_names_what_was_asked_for_and_all_that_is_missing(
+    words: tuple[str, ...], what: str
+) -> None:
+    absent = "import sys; sys.modules['torch'] = sys.modules['onnx_ir'] = None"
+    done = run(*words, program=[sys.executable, "-c", f"{absent}; {TOPW[2]}"])
+    assert (done.returncode, done.stdout) == (1, "")
+    needs = f"Error: {what} needs torch and onnx-ir, which are not installed; run: {install.how_to('export')}\n"
+    assert done.stderr == needs
+
+
+def test_help_marks_the_commands_that_need_more_than_the_runtime() -> None:
+    shown = run("--help", COLUMNS="200").stdout.splitlines()
+    marked = {line.split()[0]: line.rpartition("(")[2] for line in shown if line.endswith("[export])")}
+    needed, more = "needs [export])", "more with [export])"
+    assert marked == {"export": needed, "export-sampler": needed, "stats": needed, "verify": more, "bench": more}
+    for name in ("export", "export-sampler", "stats"):
+        assert "Needs the extra [export]" in run(name, "--help").stdout
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from topw_deploy.cli import doctor
+from topw_deploy.cli import doctor, plugins
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import cuda_build, driver, report
+from topw_deploy.plugins.nvcc import Compiling
 from topw_deploy.plugins.tensorrt import build as tensorrt_build
 
 from .conftest import Invoke
@@ -22,10 +24,13 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     """Arguments of the builds that would have been made."""
     asked: list[tuple[Any, ...]] = []
 
-    def build(output: Path | None, architectures: tuple[int, ...], tell: Any) -> cuda_build.Built:
+    def build(output: Path | None, architectures: tuple[int, ...], tell: Any, watch: Any) -> cuda_build.Built:
         asked.append((output, architectures))
         tell("nvcc 13.0")
-        return cuda_build.Built(output or tmp_path / "lib.so", architectures, "13.0", 61.4, 4_200_000)
+        watch(Compiling((87, 90), (), 2, 2.0))
+        watch(Compiling((87,), (90,), 2, 41.0))
+        watch(Compiling((), (90, 87), 2, 60.0))
+        return cuda_build.Built(output or tmp_path / "lib.so", (87, 90), "13.0", 61.4, 4_200_000)
 
     monkeypatch.setattr(cuda_build, "build", build)
     return asked
@@ -36,23 +41,62 @@ def test_the_path_of_the_library_is_the_output_and_the_rest_is_told_beside(
 ) -> None:
     result = invoke("plugins", "build", "--cuda", "--output", tmp_path / "mine.so")
     assert result.stdout == f"{tmp_path / 'mine.so'}\n"
-    assert result.stderr == "nvcc 13.0\n4.2 MB in 61 s\n"
+    assert result.stderr.splitlines() == [
+        "nvcc 13.0",
+        "sm_90 done, 1 of 2, 41 s",
+        "sm_87 done, 2 of 2, 60 s",
+        "4.2 MB for sm_87 sm_90 in 61 s",
+    ]
     assert built == [(tmp_path / "mine.so", ())]
+    assert invoke("plugins", "build", "--cuda", "--quiet").stderr == ""
 
 
-@pytest.mark.parametrize("words", ["87,90", "sm_87,sm_90", "8.7 9.0", "compute_87, 90"])
+def test_a_terminal_has_one_line_that_says_what_is_compiled_how_much_is_done_and_since_when(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "39")
+    with plugins._shown(False) as watch:
+        watch(Compiling((), (), 2, 0.5))
+        watch(Compiling((87,), (90,), 2, 41.0))
+        watch(Compiling((), (90, 87), 2, 60.0))
+        watch(Compiling((87, 90, 100, 120), (), 2, 1.0))
+    shown = capsys.readouterr().err
+    assert "\n" not in shown
+    assert [part.removesuffix("\033[K") for part in shown.split("\r")] == [
+        "", "0 of 2 done, 0 s, reading the sources", "1 of 2 done, 41 s, compiling sm_87", "2 of 2 done, 60 s, linking",
+        "0 of 2 done, 1 s, compiling sm_87 sm_9",
+        "",
+    ]  # fmt: skip
+
+
+def test_native_is_what_the_driver_shows(
+    invoke: Invoke, built: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = driver.Driver("13.0", (driver.Device("Orin", 87), driver.Device("H200", 90), driver.Device("H200", 90)), "")
+    monkeypatch.setattr(driver, "look", lambda: found)
+    assert invoke("plugins", "build", "--cuda", "--architecture", "native", "--architecture", "8.0").exit_code == 0
+    assert built == [(None, (80, 87, 90))]
+    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    with pytest.raises(PluginError, match="'native' means the GPU of this machine, but there is no NVIDIA driver"):
+        invoke("plugins", "build", "--cuda", "--arch", "native")
+
+
+@pytest.mark.parametrize("words", ["87,90", "sm_87,sm_90", "8.7 9.0", "compute_87, 90", "8.7;9.0"])
 def test_architectures_are_spelled_as_people_know_them(
     invoke: Invoke, built: list[tuple[Any, ...]], words: str
 ) -> None:
-    assert invoke("plugins", "build", "--cuda", "--arch", words).exit_code == 0
-    assert built == [(None, (87, 90))]
+    assert invoke("plugins", "build", "--cuda", "--architecture", words).exit_code == 0
+    assert invoke("plugins", "build", "--cuda", "--arch", "sm_90", "--arch", "8.7").exit_code == 0
+    assert built == [(None, (87, 90))] * 2
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--cuda", "--arch", "hopper"], "'hopper' is no architecture such as 87, sm_87 or 8.7."),
-        (["--cuda", "--arch", ","], "it is empty, but must name architectures such as 87."),
+        (["--cuda", "--arch", "hopper"], "'hopper' is no architecture; write 87, sm_87, 8.7 or native"),
+        (["--cuda", "--architecture", "sm_90a"], "Known: sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100"),
+        (["--cuda", "--arch", ","], "'' is no architecture"),
         ([], "say what to build"),
     ],
 )
@@ -61,7 +105,7 @@ def test_what_cannot_be_meant_is_a_usage_error(
 ) -> None:
     result = invoke("plugins", "build", *words)
     assert (result.exit_code, result.stdout, built) == (2, "", [])
-    assert message in result.stderr
+    assert message in " ".join(result.stderr.split())
 
 
 def test_without_nvcc_the_reason_is_one_sentence(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,5 +383,5 @@ def test_what_is_missing_on_the_machine_is_named(trt: TensorRT, out: Path, monke
 def test_without_tensorrt_the_command_to_install_it_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tensorrt", "tensorrt_bindings"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
-    with pytest.raises(EngineError, match=r"pip install 'topw-deploy\[tensorrt\]'"):
+    with pytest.raises(EngineError, match=r" install .*\[tensorrt\]'"):
         build(out)

@@ -13,6 +13,7 @@ import pytest
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import build, cuda_build, driver, report
 from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins.tensorrt import kernels
 
 Invoke = Callable[..., object]
 Install = Callable[..., Path]
@@ -238,5 +239,9 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
         "GPU 0         Orin, sm_87",
         "driver        runs CUDA 12.6",
     ]
+    monkeypatch.setattr(kernels, "Kernels", lambda path: path)
+    with pytest.raises(PluginError, match=r"other.so has kernels for sm_80 sm_90, and this GPU is sm_87; run: "):
+        kernels.installed_kernels()
     pretended.architectures = (80, 87)
     assert report.look().cuda.why_unused == ""
+    assert kernels.installed_kernels() == tmp_path / "other.so"

@@ -30,6 +30,17 @@ def test_every_example_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
     assert names["crop"].keep_mask.sum() == names["crop"].kept.sum() > 0
 
 
+def test_the_example_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = (text for text in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "processors" in text)
+    names = {}
+    exec(block, names)
+    assert isinstance(names["topw"], TopWLogitsProcessor)
+    assert names["tokens"].shape[1] > names["inputs"]["input_ids"].shape[1]
+    assert capsys.readouterr().out.startswith("def parse(")
+
+
 @pytest.mark.parametrize("name", [*Choices.__annotations__, *ALIASES, "neighbour_bound", "preset"])
 def test_the_page_names_every_choice(name):
     assert f"`{name}`" in PAGE or f"{name}=" in PAGE

@@ -11,6 +11,7 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
+from topw_deploy import install
 from topw_deploy.cli import doctor
 from topw_deploy.errors import ProviderError
 from topw_deploy.runtime import TopWModel, cuda_libraries, session
@@ -50,7 +51,7 @@ def test_libraries_are_loaded_once_and_the_console_stays_clean(
     preload: Preload, capfd: pytest.CaptureFixture[str]
 ) -> None:
     calls = preload(find_nothing)
-    expected = "onnxruntime found no libcublasLt.so.13, libcurand.so.10; pip install 'topw-deploy[gpu]' brings them"
+    expected = f"onnxruntime found no libcublasLt.so.13, libcurand.so.10; to install them, run: {install.how_to('gpu')}"
     assert {cuda_libraries.preload() for _ in range(3)} == {expected}
     assert calls == [None]
     assert capfd.readouterr() == ("", "")

@@ -11,21 +11,12 @@ from typing import Any
 
 import click
 
+from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 
 RUNTIME = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click")
-EXPORT = (
-    "torch",
-    "transformers",
-    "onnx",
-    "onnx-ir",
-    "onnxscript",
-    "huggingface-hub",
-    "safetensors",
-    "sentencepiece",
-    "tqdm",
-)
+EXPORT = tuple(install.MODULES["export"])
 WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-silicon")
 """Distributions that all install the same module `onnxruntime`, so that only one of them may be there."""
 
@@ -104,16 +95,15 @@ def diagnose() -> Diagnosis:
         problems.append(
             (
                 f"{' and '.join(wheels)} overwrite each other's files",
-                f"pip uninstall -y {' '.join(wheels)} && pip install 'topw-deploy[gpu]'",
+                f"{install.pip('uninstall')} -y {' '.join(wheels)} && {install.how_to('gpu')}",
             )
         )
     missing = [name for name in RUNTIME if not versions[name] and name != "onnxruntime"]
     if missing:
-        problems.append((f"missing: {', '.join(missing)}", "pip install --force-reinstall topw-deploy"))
-    without = [name for name in EXPORT if not versions[name]]
-    hints = [(f"exporting needs {', '.join(without)}", "pip install 'topw-deploy[export]'")] if without else []
-    if sys.version_info < (3, 11):
-        hints = [("exporting needs Python 3.11 or newer", "python3.11 -m pip install 'topw-deploy[export]'")]
+        problems.append((f"missing: {', '.join(missing)}", install.how_to()))
+    hints = [install.advice("exporting", "export")] if install.missing("export") else []
+    if sys.version_info < install.EXPORT_PYTHON:
+        hints = [("exporting needs Python 3.11 or newer", install.how_to("export"))]
     return Diagnosis(
         topw_deploy=_version("topw-deploy") or "not installed (running from source)",
         python=f"{platform.python_version()} ({sys.executable})",
@@ -140,16 +130,14 @@ def _providers() -> tuple[dict[str, str], str | None, list[tuple[str, str]]]:
     try:
         import onnxruntime as ort
     except ImportError as error:
-        return {}, None, [(f"onnxruntime cannot be imported ({error})", "pip install 'topw-deploy[cpu]'  # or [gpu]")]
+        return {}, None, [(f"onnxruntime cannot be imported ({error})", f"{install.how_to('cpu')}  # or [gpu]")]
     from topw_deploy.runtime import providers
 
     states = {providers.short_name(name): _state(ort, name) for name in ort.get_available_providers()}
     wanted = providers.short_name(providers.resolve("auto"))
     problems = []
     if states[wanted] != "starts" and wanted != "cpu":
-        problems.append(
-            (f"{wanted} is built in but does not start: {states[wanted]}", "pip install 'topw-deploy[gpu]'")
-        )
+        problems.append((f"{wanted} is built in but does not start: {states[wanted]}", install.how_to("gpu")))
     return states, wanted if states[wanted] == "starts" else "cpu", problems
 
 

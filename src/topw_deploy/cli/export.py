@@ -9,8 +9,10 @@ from typing import Any
 
 import click
 
+from topw_deploy import install
 from topw_deploy.cli.options import (
     CONTEXT,
+    NEEDS_EXPORT,
     baked_options,
     bound_option,
     given,
@@ -27,7 +29,7 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
 
 
-@click.command(name="export", context_settings=CONTEXT)
+@click.command(name="export", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
 @click.argument("model", required=False)
 @click.argument("out", required=False, type=click.Path(path_type=Path))
 @click.option("-m", "--model", "model_option", metavar="MODEL", help="The same as the first argument.")
@@ -102,6 +104,7 @@ def command(
     """
     model, out = _one("MODEL", model, model_option), _one("OUT", out, out_option)
     # Imported late: --help and usage errors must not wait for torch.
+    install.require("exporting", "export")
     from topw_deploy.export.pipeline import export_model
     from topw_deploy.export.request import DTYPE_ALIASES, ExportRequest, with_preset
 

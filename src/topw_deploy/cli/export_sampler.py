@@ -8,8 +8,10 @@ from typing import Any
 
 import click
 
+from topw_deploy import install
 from topw_deploy.cli.options import (
     CONTEXT,
+    NEEDS_EXPORT,
     baked_options,
     bound_option,
     given,
@@ -22,7 +24,7 @@ from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
 
-@click.command(name="export-sampler", context_settings=CONTEXT)
+@click.command(name="export-sampler", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
 @click.argument("model", required=False)
 @click.argument("out", required=False, type=click.Path(path_type=Path))
 @click.option(
@@ -55,6 +57,7 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.")
     # Imported late: --help and usage errors must not wait for onnx.
+    install.require("exporting", "export")
     from topw_deploy.export.request import DEFAULT_OPSET, with_preset
     from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
 

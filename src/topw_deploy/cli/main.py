@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import click
 
-from topw_deploy import telemetry
+from topw_deploy import install, telemetry
 from topw_deploy.cli.flags import context_of, follow, in_flags, suggestion, was_given
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import prepare, tell
@@ -41,19 +41,17 @@ COMMANDS = {
 }
 """Name -> what `topw --help` says about it; the module is `topw_deploy.cli.<name>`."""
 
-# Top-level modules that an extra installs, for commands that are called without it.
 _EXTRAS = {
-    "onnxruntime": "cpu",
-    "torch": "export",
-    "transformers": "export",
-    "onnx": "export",
-    "onnx_ir": "export",
-    "onnxscript": "export",
-    "huggingface_hub": "export",
-    "safetensors": "export",
-    "sentencepiece": "export",
-    "tqdm": "export",
+    "export": "needs [export]",
+    "export-sampler": "needs [export]",
+    "stats": "needs [export]",
+    "verify": "more with [export]",
+    "bench": "more with [export]",
 }
+"""Name -> what `topw --help` says of the extra that brings torch and onnx, where the command uses it."""
+
+_EXTRAS_NOTE = "[export] is the extra with torch and onnx; where it is missing, `topw doctor` says how to install it."
+_DOES = {"cpu": "running a model", "export": "exporting"}  # with an extra, as the subject of an error
 
 _INTERRUPTED = 130
 _VERSION: dict[str, Any] = {"package_name": "topw-deploy", "message": "%(prog)s %(version)s"}
@@ -72,7 +70,13 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, _marked(name, told)) for name, told in COMMANDS.items()])
+        formatter.write_paragraph()
+        formatter.write_text(_EXTRAS_NOTE)
+
+
+def _marked(name: str, told: str) -> str:
+    return f"{told} ({_EXTRAS[name]})" if name in _EXTRAS else told
 
 
 def _load(name: str) -> click.Command:
@@ -130,10 +134,10 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
             return _refuse(click.UsageError(message, context_of(error)))
         return _fail(message)
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRAS:
+        extra = install.extra_of(error.name or "")
+        if extra is None:
             raise
-        return _fail(f"{missing} is not installed; run: pip install 'topw-deploy[{_EXTRAS[missing]}]'")
+        return _fail(install.sentence(_DOES[extra], extra))
     except (click.Abort, KeyboardInterrupt):
         return _INTERRUPTED
     except BrokenPipeError:

@@ -22,6 +22,9 @@ CONTEXT: dict[str, Any] = {
 }
 """`context_settings` of every command."""
 
+NEEDS_EXPORT = "Needs the extra [export]; where it is missing, `topw doctor` says how to install it."
+"""`epilog` of the commands that do nothing without it."""
+
 _PARAMETER_HELP = {
     "lam": (("--lam", "--lambda-geom"), "Weight of the entropy term, >= 0."),
     "beta": (("--beta",), "Weight of the log-mass reward, >= 0."),

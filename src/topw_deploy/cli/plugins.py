@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from topw_deploy.cli.options import CONTEXT
-from topw_deploy.cli.terminal import say, say_json, tell
+from topw_deploy.cli.progress import phase
+from topw_deploy.cli.terminal import rewrite_line, say, say_json
 from topw_deploy.sizes import decimal_size
+
+if TYPE_CHECKING:
+    from topw_deploy.plugins.nvcc import Compiling
 
 
 @click.group(name="plugins", context_settings=CONTEXT)
@@ -20,22 +27,20 @@ def command() -> None:
 
 
 class _Architectures(click.ParamType):
-    """87, sm_87 or 8.7, several with commas between them."""
+    """87, sm_87, 8.7 or native, several with commas between them."""
 
     name = "architectures"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        from topw_deploy.errors import ParameterError
+        from topw_deploy.plugins import architectures
+
         if isinstance(value, tuple):
             return value
-        found = []
-        for word in str(value).replace(",", " ").split():
-            number = re.fullmatch(r"(?:sm_|compute_)?(\d{2,3})|(\d{1,2})\.(\d)", word)
-            if number is None:
-                self.fail(f"{word!r} is no architecture such as 87, sm_87 or 8.7.", param, ctx)
-            found.append(int(number[1] or number[2] + number[3]))
-        if not found:
-            self.fail("it is empty, but must name architectures such as 87.", param, ctx)
-        return tuple(found)
+        try:
+            return architectures.parse(str(value))
+        except ParameterError as error:
+            self.fail(str(error), param, ctx)
 
 
 @command.command(name="build")
@@ -48,11 +53,13 @@ class _Architectures(click.ParamType):
     help="TensorRT's plugin for C++ hosts and trtexec, against the headers in DIR (/usr for system packages).",
 )
 @click.option(
+    "--architecture",
     "--arch",
     type=_Architectures(),
-    default=(),
+    multiple=True,
     metavar="LIST",
-    help="Only for these GPUs: 87, sm_87 or 8.7, with commas.  [default: sm_75 to sm_121]",
+    help="Only for these GPUs: sm_87, 87, 8.7, or native for this machine's; with commas, or repeated.  "
+    "[default: sm_75 to sm_121]",
 )
 @click.option(
     "--output",
@@ -61,35 +68,69 @@ class _Architectures(click.ParamType):
     metavar="FILE",
     help="Where to write it.  [default: where this package looks for it]",
 )
-def build(cuda: bool, tensorrt_root: Path | None, arch: tuple[int, ...], output: Path | None) -> None:
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+def build(
+    cuda: bool,
+    tensorrt_root: Path | None,
+    architecture: tuple[tuple[str, ...], ...],
+    output: Path | None,
+    quiet: bool,
+) -> None:
     """Compile a library on this machine, for GPUs that need not be there.
 
-    It takes nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler. What --cuda writes elsewhere
-    than into the package is used where TOPW_CUDA_LIBRARY names it; the plugin in Python uses that library too. What
-    --tensorrt-root writes is for `build-engine --plugin`, trtexec --dynamicPlugins and hosts in C++.
+    It takes nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler, and some minutes for all
+    architectures. What --cuda writes elsewhere than into the package is used where TOPW_CUDA_LIBRARY names it; the
+    plugin in Python uses that library too. What --tensorrt-root writes is for `build-engine --plugin`, trtexec
+    --dynamicPlugins and hosts in C++.
     """
     if cuda == (tensorrt_root is not None):
         raise click.UsageError("say what to build: either --cuda or --tensorrt-root DIR.")
-    if tensorrt_root is None:
-        _build_cuda(output, arch)
-    else:
-        _build_tensorrt(tensorrt_root, output, arch)
-
-
-def _build_cuda(output: Path | None, architectures: tuple[int, ...]) -> None:
-    from topw_deploy.plugins import cuda_build
-
-    made = cuda_build.build(output, architectures, tell=tell)
-    tell(f"{decimal_size(made.size)} in {made.seconds:.0f} s")
-    say(made.path)
-
-
-def _build_tensorrt(root: Path, output: Path | None, architectures: tuple[int, ...]) -> None:
+    from topw_deploy.plugins import architectures, cuda_build
     from topw_deploy.plugins.tensorrt import build as plugin_build
 
-    made = plugin_build.build(root, output, architectures, tell=tell)
-    tell(f"{decimal_size(made.size)} in {made.seconds:.0f} s")
+    chosen = architectures.resolve([name for names in architecture for name in names])
+    line = (lambda _line: None) if quiet else phase
+    with _shown(quiet) as watch:
+        made: cuda_build.Built | plugin_build.BuiltPlugin
+        if tensorrt_root is None:
+            made = cuda_build.build(output, chosen, tell=line, watch=watch)
+        else:
+            made = plugin_build.build(tensorrt_root, output, chosen, tell=line, watch=watch)
+    names = " ".join(f"sm_{number}" for number in made.architectures)
+    line(f"{decimal_size(made.size)} for {names} in {made.seconds:.0f} s")
     say(made.path)
+
+
+@contextlib.contextmanager
+def _shown(quiet: bool) -> Iterator[Callable[[Compiling], object]]:
+    """Shows how far nvcc is: one line that is rewritten, where stderr is a terminal; else a line for each
+    architecture that is done."""
+    if quiet:
+        yield lambda _state: None
+    elif sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
+        yield lambda state: rewrite_line(_line(state)[:width])
+        rewrite_line("")
+    else:
+        yield _Lines()
+
+
+def _line(state: Compiling) -> str:
+    now = " ".join(f"sm_{number}" for number in state.running)
+    what = f"compiling {now}" if now else "linking" if len(state.done) == state.total else "reading the sources"
+    return f"{len(state.done)} of {state.total} done, {state.seconds:.0f} s, {what}"
+
+
+class _Lines:
+    """Prints a line when an architecture is done."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def __call__(self, state: Compiling) -> None:
+        for number in state.done[self._told :]:
+            self._told += 1
+            phase(f"sm_{number} done, {self._told} of {state.total}, {state.seconds:.0f} s")
 
 
 @command.command(name="show")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from topw_deploy.cli.options import CONTEXT, check_order, given, parameter_options, preset_option
+from topw_deploy import install
+from topw_deploy.cli.options import CONTEXT, NEEDS_EXPORT, check_order, given, parameter_options, preset_option
 from topw_deploy.cli.outputs import check_output, check_picture
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import ParameterError, PromptError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from topw_deploy.stats.summary import Summary
 
 
-@click.command(name="stats", context_settings=CONTEXT)
+@click.command(name="stats", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
 @click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option(
@@ -70,6 +71,7 @@ def command(
     same logits), and which tokens it kept or dropped. The text is the one that `topw generate` gives for the seed.
     """
     check_order(folder, prompts)
+    install.require("`topw stats`", "export")
     asked = _prompts(prompts, prompt_file, prompts_jsonl)[:limit]
     # Imported late: --help and usage errors must not wait for onnxruntime.
     from topw_deploy.cli.progress import bar, phase

@@ -21,6 +21,12 @@ def tell(*lines: object, end: str = "\n") -> None:
     sys.stderr.flush()
 
 
+def rewrite_line(line: str) -> None:
+    """Put `line` in place of the last line of stderr, a terminal."""
+    sys.stderr.write(f"\r{printable(line)}\033[K")
+    sys.stderr.flush()
+
+
 def say_json(document: Any, *, indent: int | None = None) -> None:
     """Print `document` as JSON, in ASCII where stdout does not take Unicode: no character is lost."""
     unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")

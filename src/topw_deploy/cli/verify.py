@@ -8,8 +8,10 @@ from typing import Any
 
 import click
 
+from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json, tell
+from topw_deploy.errors import MissingPackageError
 
 
 @click.command(name="verify", context_settings=CONTEXT)
@@ -52,9 +54,10 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
 def _checks(out: Path, manifest: Any, source: str | None, trust_remote_code: bool) -> dict[str, Any]:
     """The graph's checks, or why there can be none."""
     try:
+        install.require("it", "export")
         from topw_deploy.export.verification import recheck
-    except ImportError as error:
-        reason = f"{error.name} is not installed (pip install topw-deploy[export])"
+    except MissingPackageError as error:
+        reason = str(error)
         tell(f"  -[-] the graph: not checked, {reason}")
         return {"skipped": [("graph", reason)]}
     outcome = recheck(out, manifest, source, trust_remote_code, tell)

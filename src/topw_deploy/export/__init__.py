@@ -3,18 +3,20 @@
 Raises ExportError where Python is older than 3.11, with which nothing of this is tested.
 """
 
-import platform
 import sys
 
-from topw_deploy.errors import ExportError
+from topw_deploy import install
+from topw_deploy.errors import ExportError, MissingPackageError
 
-if sys.version_info < (3, 11):
-    raise ExportError(
-        f"exporting needs Python 3.11 or newer, and this is {platform.python_version()}; export on another machine and "
-        "copy the folder to this one."
-    )
+if sys.version_info < install.EXPORT_PYTHON:
+    raise ExportError(install.why_not_this_python("exporting"))
 
-from topw_deploy.export.pipeline import export_model
-from topw_deploy.export.request import ExportReport, ExportRequest
+try:
+    from topw_deploy.export.pipeline import export_model
+    from topw_deploy.export.request import ExportReport, ExportRequest
+except ModuleNotFoundError as error:
+    if install.extra_of(error.name or "") != "export":
+        raise
+    raise MissingPackageError(install.sentence("exporting", "export"), name=error.name) from None
 
 __all__ = ["ExportReport", "ExportRequest", "export_model"]

@@ -23,7 +23,7 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
 # Nothing of the C++ library is left to find at run time, and none of it is shown to other libraries of the process.
 _LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
 
-_LONGEST = 3600  # seconds that a compiler may take: kernels for ten GPUs on a busy machine are a quarter of it
+LONGEST = 3600  # seconds that a compiler may take: kernels for ten GPUs on a busy machine are a quarter of it
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -125,15 +125,20 @@ def linker_flags(compiler: Sequence[str]) -> list[str]:
 def run(command: Sequence[str]) -> None:
     """Run a compiler. Raises NotBuiltError with the first line of what it complained of."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LONGEST)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LONGEST)
     except (OSError, ValueError) as error:
         raise NotBuiltError(f"{command[0]} cannot be run ({error})") from None
     except subprocess.TimeoutExpired:
-        raise NotBuiltError(f"{command[0]} did not end within {_LONGEST} s") from None
+        raise NotBuiltError(f"{command[0]} did not end within {LONGEST} s") from None
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).splitlines()
-        words = [line for line in said if "error" in line] or said or ["?"]
-        raise NotBuiltError(f"{command[0]} failed ({words[0].strip()[:200]})")
+        raise NotBuiltError(complaint(command, done.stderr or done.stdout))
+
+
+def complaint(command: Sequence[str], said: str) -> str:
+    """The first line of what a compiler that failed complained of, after its name."""
+    lines = said.splitlines()
+    words = [line for line in lines if "error" in line] or lines or ["?"]
+    return f"{command[0]} failed ({words[0].strip()[:200]})"
 
 
 def main() -> int:

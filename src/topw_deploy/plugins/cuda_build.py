@@ -22,12 +22,11 @@ from pathlib import Path
 
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import build as native_build
+from topw_deploy.plugins import nvcc as nvcc_runs
 from topw_deploy.plugins import shared_library
+from topw_deploy.plugins.architectures import ARCHITECTURES
 
 SOURCES = Path(__file__).with_name("cuda")
-ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 110, 120, 121)
-"""What a library is for unless it is asked for less: sm_75 (Turing) to sm_121, Jetson's sm_87 and sm_110 among them."""
-
 PIP_PACKAGES = "nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl"
 FLAGS = ("-std=c++17", "-O3", "-Werror", "all-warnings")
 """nvcc's own; the C++ compiler behind it gets build.FLAGS as far as they are about code."""
@@ -66,12 +65,13 @@ def build(
     architectures: Sequence[int] = (),
     *,
     tell: Callable[[str], object] = lambda line: None,
+    watch: nvcc_runs.Watch = nvcc_runs.unwatched,
 ) -> Built:
     """Compile the CUDA library to `output`, by default to where this package looks for it.
 
     architectures: 87 is sm_87; none: those of ARCHITECTURES that the nvcc at hand knows. The newest of them is also
     kept as PTX, which the driver compiles for GPUs that are newer still.
-    tell: gets a line when there is something to say.
+    tell: gets a line when there is something to say. watch: gets what nvcc is at, twice a second.
 
     Raises PluginError where nvcc or a compiler is missing or fails, or for an architecture that nvcc does not know;
     what was at `output` before is then still there.
@@ -88,7 +88,7 @@ def build(
         with tempfile.TemporaryDirectory(prefix="topw-cuda-") as scratch:
             made = Path(scratch) / output.name
             operator = [*sorted(native_build.SOURCES.glob("*.cpp")), *sorted(SOURCES.glob("ort_*.cpp"))]
-            link(toolkit, compile_with_kernels(toolkit, chosen, Path(scratch), operator), made)
+            link(toolkit, compile_with_kernels(toolkit, chosen, Path(scratch), operator, watch=watch), made)
             _check(made)
             native_build.put(made, output)
     except native_build.NotBuiltError as reason:
@@ -185,11 +185,17 @@ def code_flags(architectures: Sequence[int]) -> list[str]:
 
 
 def compile_with_kernels(
-    toolkit: Toolkit, architectures: Sequence[int], scratch: Path, rest: Sequence[Path], flags: Sequence[str] = ()
+    toolkit: Toolkit,
+    architectures: Sequence[int],
+    scratch: Path,
+    rest: Sequence[Path],
+    flags: Sequence[str] = (),
+    *,
+    watch: nvcc_runs.Watch = nvcc_runs.unwatched,
 ) -> list[str]:
     """The kernels, and C++ sources beside them, to objects in `scratch`; the objects' paths.
 
-    flags: more of them for the C++ sources. Raises NotBuiltError with a compiler's words.
+    flags: more of them for the C++ sources. watch: as of `build`. Raises NotBuiltError with a compiler's words.
     """
     kernels = sorted(SOURCES.glob("*.cu"))
     if not kernels or not rest:
@@ -206,8 +212,10 @@ def compile_with_kernels(
     def compile_one(job: tuple[list[str], Path]) -> str:
         command, source = job
         made = str(scratch / f"{source.parent.name}-{source.name}.o")
-        extra = ["-c"] if command is cu else []
-        native_build.run([*command, *extra, str(source), "-o", made])
+        if command is cu:
+            nvcc_runs.run([*command, "-c", str(source), "-o", made], len(architectures), watch)
+        else:
+            native_build.run([*command, str(source), "-o", made])
         return made
 
     with ThreadPoolExecutor(cores) as pool:

@@ -1,8 +1,8 @@
 """CUDA's and cuDNN's libraries from Python packages, loaded before onnxruntime opens its first session on a GPU.
 
-onnxruntime's providers find them by the system's search path alone, which does not know the packages that
-`topw-deploy[gpu]` or PyTorch install. onnxruntime.preload_dlls loads those that lie beside onnxruntime; packages in
-other folders of Python's path, such as a PyTorch of the system, are looked for here. Neither imports torch.
+onnxruntime's providers find them by the system's search path alone, which does not know the packages that the
+extra [gpu] or PyTorch install. onnxruntime.preload_dlls loads those that lie beside onnxruntime; packages in other
+folders of Python's path, such as a PyTorch of the system, are looked for here. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TextIO
 
 import onnxruntime as ort
+
+from topw_deploy import install
 
 _MISSING = re.compile(r"Failed to load (\S+?):")
 _lock = threading.Lock()
@@ -70,7 +72,7 @@ def _folders_elsewhere() -> list[Path]:
 def _clause(said: str) -> str:
     names = list(dict.fromkeys(Path(path).name for path in _MISSING.findall(said)))
     if names:
-        return f"onnxruntime found no {', '.join(names)}; pip install 'topw-deploy[gpu]' brings them"
+        return f"onnxruntime found no {', '.join(names)}; to install them, run: {install.how_to('gpu')}"
     return " ".join(said.split())[:300]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import onnxruntime as ort
 
+from topw_deploy import install
 from topw_deploy.errors import ParameterError, ProviderError, UnknownProviderError
 from topw_deploy.runtime import cuda_libraries
 
@@ -84,7 +85,7 @@ def why_absent(provider: str) -> str:
 
 def _remedy(wanted: str) -> str:
     if wanted in ("cuda", "tensorrt"):
-        return "for NVIDIA devices run: pip uninstall onnxruntime && pip install 'topw-deploy[gpu]'"
+        return f"for NVIDIA devices run: {install.pip('uninstall')} -y onnxruntime && {install.how_to('gpu')}"
     return _CHOOSE
 
 

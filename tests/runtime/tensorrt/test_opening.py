@@ -75,9 +75,7 @@ def test_without_a_gpu_nobody_is_sent_to_build(out: Path, trt: TensorRT, monkeyp
 def test_without_tensorrt_the_command_to_install_it_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tensorrt", "tensorrt_bindings"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        ProviderError, match=r"pip install 'topw-deploy\[tensorrt\]'.*; build one with `topw build-engine "
-    ):
+    with pytest.raises(ProviderError, match=r" install .*\[tensorrt\]'.*; build one with `topw build-engine "):
         load(out)
 
 

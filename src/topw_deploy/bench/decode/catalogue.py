@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from topw_deploy import install
 from topw_deploy.bench.decode.settings import DecodeSettings
 from topw_deploy.errors import BenchmarkError, ParameterError
 
@@ -83,7 +84,7 @@ def _ours(given: DecodeSettings) -> Iterator[Side]:
     for variant, why_not in (("native", absent), ("graph", None)):
         settings = {"folder": folder, "variant": variant}
         yield Side(f"topw-{variant}", f"TopWModel, {variant}", "ours", "decode_topw.py", settings, why_not=why_not)
-    missing = None if _installed("onnx_ir") else "not installed: pip install 'topw-deploy[export]'"
+    missing = None if _installed("onnx_ir") else f"not installed: {install.how_to('export')}"
     settings = {"folder": folder, "variant": "argmax"}
     yield Side("argmax", "same graph, ArgMax", "yardstick", "decode_topw.py", settings, why_not=missing)
 

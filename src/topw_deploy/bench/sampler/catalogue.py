@@ -7,17 +7,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from topw_deploy import install
 from topw_deploy.errors import BenchmarkError, ParameterError
 
 TOP_P, TOP_K, MIN_P = 0.95, 50, 0.05  # what the other samplers are asked for
 
-EXPORT = "pip install 'topw-deploy[export]'"
+EXPORT = "export"
 
 
 @dataclass(frozen=True)
 class Entry:
     """name: what --peers calls it. kind: "ours", "peer" or "yardstick". does: what a call of it gives, in words.
-    exact: it claims to keep the reference's set. needs: modules to import; hint: the command that installs them."""
+    exact: it claims to keep the reference's set. needs: modules to import; extra: the one that installs them."""
 
     name: str
     label: str
@@ -25,7 +26,7 @@ class Entry:
     does: str
     exact: bool = False
     needs: tuple[str, ...] = ()
-    hint: str = ""
+    extra: str = ""
 
 
 CATALOGUE = {
@@ -105,14 +106,14 @@ def _absence(entry: Entry, authors: Path | None, genai_python: Path | None) -> s
         if genai_python is None and not installed("onnxruntime_genai"):
             return "not installed: pip install onnxruntime-genai, or name an environment's --genai-python"
         if not installed("onnx"):
-            return f"not to be driven without onnx: {EXPORT}"
+            return f"not to be driven without onnx: {install.how_to(EXPORT)}"
     if entry.name in ("native", "native-op"):
         from topw_deploy.plugins.shared_library import library_path, why_absent
 
         if library_path() is None:
             return f"not here: {why_absent().rstrip('.')}"
     if not all(map(installed, entry.needs)):
-        return f"not installed: {entry.hint}"
+        return f"not installed: {install.how_to(entry.extra)}"
     return None
 
 

@@ -2,6 +2,8 @@
 
 #include <float.h>
 
+#include <algorithm>
+
 #include "objective.h"
 
 namespace topw {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import build as native_build
-from topw_deploy.plugins import cuda_build
+from topw_deploy.plugins import cuda_build, nvcc
 from topw_deploy.plugins.tensorrt.module import OLDEST
 
 SOURCE = Path(__file__).with_name("topw_plugin.cpp")
@@ -50,11 +50,12 @@ def build(
     architectures: Sequence[int] = (),
     *,
     tell: Callable[[str], object] = lambda line: None,
+    watch: nvcc.Watch = nvcc.unwatched,
 ) -> BuiltPlugin:
     """Compile the plugin, the kernels and the CUDA runtime into one library, which any TensorRT of that major version
     loads; TensorRT itself is not linked.
 
-    root: TensorRT's folder, as HEADERS has it. architectures, tell: as of cuda_build.build.
+    root: TensorRT's folder, as HEADERS has it. architectures, tell, watch: as of cuda_build.build.
     Raises PluginError where headers, nvcc or a compiler are missing, too old or fail; what was at `output` stays then.
     """
     started = time.perf_counter()
@@ -72,7 +73,7 @@ def build(
         with tempfile.TemporaryDirectory(prefix="topw-tensorrt-") as scratch:
             made = Path(scratch) / output.name
             flags = [f"-isystem{headers}", *_FLAGS]
-            objects = cuda_build.compile_with_kernels(toolkit, chosen, Path(scratch), sources, flags)
+            objects = cuda_build.compile_with_kernels(toolkit, chosen, Path(scratch), sources, flags, watch=watch)
             cuda_build.link(toolkit, objects, made)
             native_build.put(made, output)
     except native_build.NotBuiltError as reason:

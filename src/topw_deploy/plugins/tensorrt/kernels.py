@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from topw_deploy.errors import ParameterError, PluginError
-from topw_deploy.plugins import shared_library
+from topw_deploy.plugins import driver, shared_library
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import COLUMNS, TABLE_TYPES, _Inputs, _Outputs, _Table
 from topw_deploy.plugins.shared_library import library_path
@@ -80,14 +80,26 @@ class Kernels:
 
 
 def installed_kernels() -> Kernels:
-    """Those of the CUDA library that is to be used here. Raises PluginError where there is none."""
+    """Those of the CUDA library that is to be used here. Raises PluginError where there is none, or none for the GPUs
+    that the driver shows."""
     path = library_path("cuda")
     if path is None:
         raise PluginError(
             f"the plugin needs the library with the CUDA kernels, but {shared_library.why_absent('cuda')}; run: "
             "topw plugins build --cuda"
         )
-    return Kernels(path)
+    kernels = Kernels(path)
+    devices = driver.look().devices
+    if devices:
+        library = shared_library.load_cuda(path)
+        if not any(library.serves(device.architecture) for device in devices):
+            number = devices[0].architecture
+            names = " ".join(f"sm_{architecture}" for architecture in library.architectures)
+            raise PluginError(
+                f"{path} has kernels for {names}, and this GPU is sm_{number}; run: "
+                f"topw plugins build --cuda --architecture {number}"
+            )
+    return kernels
 
 
 def _shape(call: CallShape, table: _Table | None) -> CudaShape:

@@ -6,6 +6,7 @@ import importlib
 import re
 from typing import Any
 
+from topw_deploy import install
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
 
@@ -42,7 +43,7 @@ def tensorrt_module() -> Any:
         return module
     raise PluginError(
         f"TensorRT's Python module cannot be imported ({', '.join(failures)}); install TensorRT, which on a Jetson "
-        "comes with JetPack, or run: pip install 'topw-deploy[tensorrt]'"
+        f"comes with JetPack, or run: {install.how_to('tensorrt')}"
     )
 
 

@@ -1,0 +1,85 @@
+"""What an installation takes on disk: every package that topw-deploy needs, its size, and who asks for it.
+
+    python benchmarks/installed_size.py        (with the Python of the environment to measure; nothing else is needed)
+
+Sizes are of the files that pip recorded, compiled modules included. An editable installation leaves this package's own
+files in the clone: install a wheel to measure those too.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+ROOT, HEAVY = "topw-deploy", "tokenizers"
+Packages = Mapping[str, metadata.Distribution]
+
+
+def normal(name: str) -> str:
+    """A distribution's name as the index spells it: huggingface_hub is huggingface-hub."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def needs(package: metadata.Distribution, extras: frozenset[str] = frozenset()) -> dict[str, frozenset[str]]:
+    """The names that a package asks for, with the extras that it asks of them. extras: those asked of itself."""
+    found: dict[str, frozenset[str]] = {}
+    for wanted in package.requires or ():
+        text, _, marker = wanted.partition(";")
+        asked = re.findall(r"""extra\s*==\s*['"]([^'"]+)""", marker)
+        if asked and not extras & set(asked):
+            continue
+        parts = re.match(r"\s*([\w.-]+)\s*(?:\[([^\]]*)\])?", text)
+        assert parts is not None, wanted
+        name = normal(parts[1])
+        more = frozenset(part.strip() for part in (parts[2] or "").split(",") if part.strip())
+        found[name] = found.get(name, frozenset()) | more
+    return found
+
+
+def reached(packages: Packages, start: Mapping[str, frozenset[str]], leave: frozenset[str] = frozenset()) -> set[str]:
+    """The installed packages that `start` needs, itself included, without going through those of `leave`."""
+    seen: set[str] = set()
+    open_ = list(start.items())
+    while open_:
+        name, extras = open_.pop()
+        if name in packages and name not in seen and name not in leave:
+            seen.add(name)
+            open_ += needs(packages[name], extras).items()
+    return seen
+
+
+def size(package: metadata.Distribution) -> int:
+    """Bytes of the files that the package installed."""
+    paths = [Path(str(file.locate())) for file in package.files or ()]
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def report(packages: Packages) -> list[str]:
+    """Tables in Markdown: all packages, largest first; those that only tokenizers brings; the sum."""
+    runtime = frozenset({"cpu"}) if "onnxruntime" in packages else frozenset({"gpu"})
+    every = reached(packages, {ROOT: runtime})
+    brought = every - reached(packages, {ROOT: runtime}, frozenset({HEAVY})) - {HEAVY}
+    sizes = {name: size(packages[name]) for name in every}
+    lines = ["| package | version | MB | |", "|---|---|---|---|"]
+    for name in sorted(every, key=lambda name: -sizes[name]):
+        why = f"through {HEAVY} only" if name in brought else ""
+        lines.append(f"| {name} | {packages[name].version} | {sizes[name] / 1e6:.1f} | {why} |")
+    total, extra = sum(sizes.values()), sum(sizes[name] for name in brought)
+    through = f"{len(brought)} of them, {extra / 1e6:.0f} MB, come through {HEAVY} only"
+    return [*lines, "", f"{len(every)} packages, {total / 1e6:.0f} MB; {through}."]
+
+
+def main() -> int:
+    packages = {normal(found.metadata["Name"]): found for found in metadata.distributions()}
+    if ROOT not in packages:
+        sys.stderr.write(f"{ROOT} is not installed for {sys.executable}; run this with the Python that has it.\n")
+        return 1
+    print("\n".join(report(packages)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

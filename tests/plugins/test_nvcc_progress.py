@@ -1,0 +1,71 @@
+"""Progress of a compilation: what nvcc --verbose prints, and the files that its ptxas writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.plugins import build, nvcc
+from topw_deploy.plugins.nvcc import Compiling
+
+NVCC = """#!/bin/sh
+echo '#$ cicc --display_error_number -arch compute_80 "a.ii"'
+echo '#$ ptxas -arch=sm_80 -m64  "80.ptx"  -o "{folder}/80.cubin"  > /tmp/x_stdout 2>/tmp/x_stderr'
+echo '#$ "/opt/bin/ptxas" -arch=sm_90 -m64  "90.ptx"  -o "{folder}/90.cubin"'
+while [ ! -e {folder}/seen ]; do sleep 0.02; done
+echo code > {folder}/90.cubin
+while [ ! -e {folder}/seen90 ]; do sleep 0.02; done
+echo code > {folder}/80.cubin
+echo "launch.cu(7): warning: odd"
+{end}
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvcc that waits for the files `seen` and `seen90` before it goes on."""
+    monkeypatch.setattr(nvcc, "_INTERVAL", 0.02)
+    path = tmp_path / "nvcc"
+    path.write_text(NVCC.format(folder=tmp_path, end="exit 0"))
+    path.chmod(0o755)
+    return path
+
+
+def states(script: Path) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """What was told, without repetitions."""
+    told: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+
+    def watch(state: Compiling) -> None:
+        assert state.seconds >= 0
+        told.append((state.running, state.done, state.total))
+        if state.running == (80, 90):
+            (script.parent / "seen").touch()
+        if state.done:
+            (script.parent / "seen90").touch()
+
+    nvcc.run([str(script)], 2, watch)
+    return list(dict.fromkeys(told))
+
+
+def test_an_architecture_runs_from_its_ptxas_to_its_file(script: Path) -> None:
+    told = states(script)
+    assert ((80, 90), (), 2) in told
+    assert ((80,), (90,), 2) in told
+    assert told[-1] == ((), (90, 80), 2)
+
+
+def test_a_failure_has_nvccs_words_and_none_of_the_commands_that_it_lists(script: Path) -> None:
+    script.write_text(NVCC.format(folder=script.parent, end='echo "launch.cu(9): error: no such word"; exit 2'))
+    with pytest.raises(build.NotBuiltError, match=r"nvcc failed \(launch.cu\(9\): error: no such word\)$"):
+        states(script)
+    with pytest.raises(build.NotBuiltError, match=r"nowhere cannot be run"):
+        nvcc.run(["/nowhere"], 1, nvcc.unwatched)
+
+
+def test_what_interrupts_the_watcher_ends_the_compiler(script: Path) -> None:
+    def watch(state: Compiling) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        nvcc.run([str(script)], 2, watch)
