@@ -34,10 +34,14 @@ from topw_deploy.bench.process import Worker
 
 HERE = Path(__file__)
 CANDIDATES: dict[str, tuple[str, ...]] = {
-    **{f"search {size}": ("--block-size", str(size)) for size in (32, 64, 128)},
-    "search 128 symmetric": ("--block-size", "128", "--symmetric"),
-    **{f"k_quant {size}": ("--block-size", str(size), "--quantisation-algorithm", "k_quant") for size in (32, 128)},
-    **{f"default {size}": ("--block-size", str(size), "--quantisation-algorithm", "default") for size in (32, 128)},
+    **{
+        f"{algorithm} {size}, table {bits}": (
+            *("--quantisation-algorithm", algorithm, "--block-size", str(size), "--table-bits", str(bits)),
+        )
+        for bits in (8, 4)
+        for algorithm, sizes in (("search", (32, 64, 128)), ("k_quant", (128,)), ("default", (32, 128)))
+        for size in sizes
+    },
 }
 COLUMNS = 512
 _BATCH = 16
@@ -56,12 +60,18 @@ def held_out_rows(folder: Path) -> np.ndarray:
     return np.stack([stream[row * COLUMNS : (row + 1) * COLUMNS + 1] for row in range(count)])
 
 
-def torch_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
-    """[rows, COLUMNS], of the checkpoint in float32."""
+def torch_model(folder: Path) -> Any:
+    """The checkpoint in float32."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def torch_losses(model: Any, rows: np.ndarray) -> np.ndarray:
+    """[rows, COLUMNS], of a torch model."""
+    import torch
+
     found = []
     with torch.no_grad():
         for row in torch.from_numpy(rows):
@@ -89,6 +99,9 @@ def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
                 np.log(np.exp(logits - most[:, None]).sum(axis=1)) + most - chosen
             )
     return found
+
+
+HEADER = ("weights", "perplexity", "nats over float32", "standard error", "ratio", "file MB")
 
 
 def compared(name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int) -> tuple[str, ...]:
@@ -144,7 +157,7 @@ def llama_worker(args: argparse.Namespace, threads: int) -> Iterator[Worker | No
 def accuracy(args: argparse.Namespace, exports: dict[str, Path]) -> str:
     rows = held_out_rows(args.model)
     say(f"{rows[:, 1:].size} tokens in {len(rows)} rows")
-    exact = torch_losses(args.model, rows)
+    exact = torch_losses(torch_model(args.model), rows)
     found = [compared("float32", exact, exact, rows, 0)]
     found += [
         compared(name, graph_losses(path, rows), exact, rows, weights_bytes(path)) for name, path in exports.items()
@@ -155,8 +168,7 @@ def accuracy(args: argparse.Namespace, exports: dict[str, Path]) -> str:
                 worker.call("open", name=kind, path=str(file.absolute()), length=COLUMNS)
                 losses = np.asarray(worker.call("losses", name=kind, rows=rows.tolist()))
                 found.append(compared(f"llama.cpp {kind}", losses, exact, rows, file.stat().st_size))
-    header = ("weights", "perplexity", "nats over float32", "standard error", "ratio", "file MB")
-    return table(header, found)
+    return table(HEADER, found)
 
 
 def speed(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> str:

@@ -51,7 +51,9 @@ def test_zero_points_come_with_search_and_k_quant_and_on_request() -> None:
     ],
 )
 def test_a_tables_rows_are_whole_blocks(width: int, settings: dict[str, Any], size: int | None) -> None:
-    assert Quantisation(**{"bits": 4, "table_bits": settings.get("bits", 4), **settings}).table_block_size(width) == size
+    assert (
+        Quantisation(**{"bits": 4, "table_bits": settings.get("bits", 4), **settings}).table_block_size(width) == size
+    )
 
 
 def test_the_table_has_8_bits_unless_asked_otherwise_and_those_of_the_rest_in_old_manifests() -> None:

@@ -78,7 +78,11 @@ def test_every_form_of_the_sampler_reads_the_quantised_table(
 ) -> None:
     how = {"dtype": "int4", "block_size": 32, "table_bits": 4, "symmetric": True}
     request = ExportRequest(
-        model=str(checkpoint("llama_tied")), output=tmp_path / tail, **how, tail=tail, verify=False  # type: ignore[arg-type]
+        model=str(checkpoint("llama_tied")),
+        output=tmp_path / tail,
+        **how,
+        tail=tail,
+        verify=False,  # type: ignore[arg-type]
     )
     export_model(request)
     settings = {"max_new_tokens": 12, "seed": 3, "temperature": 2.0, "lam": 1.0, "init_top_p": 0.5, "ignore_eos": True}

@@ -22,10 +22,12 @@ _SMALLEST_BLOCK = BLOCK_SIZES[0]
 class Quantisation:
     """How weights are rounded to a few bits: block by block along the inputs of each output, with a scale per block.
 
-    bits: 4 or 8. block_size: weights that share a scale. table_bits: of the token table and of the head, at least `bits`;
-    None for 8. symmetric: no zero points but 2 ** (bits - 1); None for the algorithm's own way (`search` and `k_quant`
-    have others, the rest have none). accuracy_level: MatMulNBits' attribute, the least precise type that activations may
-    be rounded to: 0 unset, 1 float32, 2 float16, 3 bfloat16, 4 int8.
+    bits: 4 or 8. block_size: weights that share a scale.
+    table_bits: of the token table and of the head, those of the other weights or 8; None for 8.
+    symmetric: no zero points but 2 ** (bits - 1); None for the algorithm's own way (`search` and `k_quant` have others,
+    the rest have none).
+    accuracy_level: MatMulNBits' attribute, the least precise type that activations may be rounded to: 0 unset,
+    1 float32, 2 float16, 3 bfloat16, 4 int8.
     algorithm: `search` finds the scale and zero point of least squared error for each block (search.py); the others are
     onnxruntime's quantisers. `default` rounds to nearest, its symmetric scale reaching the block's largest weight with
     the eighth negative step; `rtn` rounds to nearest with seven steps either way; `k_quant` searches each block's scale
@@ -55,7 +57,7 @@ class Quantisation:
                 raise ParameterError(f"{name} is {getattr(self, name)!r}, but must be one of {choices}.")
         if self.table_bits not in (None, self.bits, _TABLE_BITS):
             raise ParameterError(
-                f"table_bits is {self.table_bits!r}, but must be {self.bits} (those of the other weights) or {_TABLE_BITS}."
+                f"table_bits is {self.table_bits!r}, but must be {self.bits}, as for the other weights, or {_TABLE_BITS}."
             )
         if self.symmetric and self.algorithm == "k_quant":
             raise ParameterError(
