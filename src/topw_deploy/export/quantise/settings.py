@@ -57,7 +57,7 @@ class Quantisation:
                 raise ParameterError(f"{name} is {getattr(self, name)!r}, but must be one of {choices}.")
         if self.table_bits not in (None, self.bits, _TABLE_BITS):
             raise ParameterError(
-                f"table_bits is {self.table_bits!r}, but must be {self.bits}, as for the other weights, or {_TABLE_BITS}."
+                f"table_bits is {self.table_bits!r}, but must be {self.bits} (as the other weights) or {_TABLE_BITS}."
             )
         if self.symmetric and self.algorithm == "k_quant":
             raise ParameterError(

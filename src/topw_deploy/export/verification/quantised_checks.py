@@ -115,7 +115,8 @@ def _float_losses(
     reference: Reference, rows: np.ndarray, places: set[tuple[int, int]]
 ) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
     """Losses [rows, columns - 1], and the logits at `places`, a row of all logits at a time in memory."""
-    losses, kept = np.empty((len(rows), rows.shape[1] - 1)), {}
+    losses = np.empty((len(rows), rows.shape[1] - 1))
+    kept: dict[tuple[int, int], np.ndarray] = {}
     for number, row in enumerate(rows):
         logits = reference.logits(row)
         for column in range(len(row) - 1):
