@@ -151,7 +151,12 @@ def test_blocks_of_a_checkpoint_wider_than_a_table_may_have_are_halved(tmp_path:
     )  # fmt: skip
     write_checkpoint(tmp_path / "model", config)
     request = ExportRequest(
-        model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", block_size=64, symmetric=False
+        model=str(tmp_path / "model"),
+        output=tmp_path / "out",
+        dtype="int4",
+        block_size=64,
+        table_bits=4,
+        symmetric=False,
     )
     export_model(request)
     nodes = {node.op_type: node for node in ir.load(tmp_path / "out" / "model.onnx").graph}
