@@ -45,6 +45,9 @@ FORMS = {
     "concat": ("--kv", "concat"),
 }
 
+# What genai's builder does unless asked otherwise: the same weights.
+AS_GENAI = {"int4": ("--quantisation-algorithm", "default", "--block-size", "32", "--table-bits", "4")}
+
 
 def cell(ratios: Sequence[float]) -> str:
     """0.981 (0.975-0.988)"""
@@ -187,7 +190,9 @@ def main() -> None:
     root = str(Path(__file__).parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     model = args.model or llama_50m()
-    ours = {name: exported(model, "--dtype", args.dtype, *FORMS[name]) for name in args.form}
+    ours = {
+        name: exported(model, "--dtype", args.dtype, *AS_GENAI.get(args.dtype, ()), *FORMS[name]) for name in args.form
+    }
     args.vocab = load_manifest(next(iter(ours.values()))).sampler.vocab_size
     args.yardstick = "genai" if args.genai is not None else args.form[0]
     print(f"{machine()}; {model}, {args.dtype}")

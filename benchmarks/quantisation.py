@@ -1,10 +1,10 @@
 """What rounding to 4 and 8 bits costs: errors of weights, perplexity of the bundled model, memory of a session.
 
-    python -m benchmarks.quantisation [--part errors perplexity memory] [--every 1] [--folder OUT ...]
+    python -m benchmarks.quantisation [--part errors perplexity memory] [--model DIR] [--every 1] [--folder OUT ...]
 
 errors: root mean square of what normally distributed weights lose, as a share of their deviation.
-perplexity: the bundled model on its held-out text, every matrix rounded, everything else in float32; --every 10 takes
-    every tenth document.
+perplexity: the bundled model (or --model, with its tokenizer) on its held-out text, every matrix rounded, everything
+    else in float32, and the standard error of the difference; --every 10 takes every tenth row of 512 tokens.
 memory: of each exported --folder, or another exporter's, what opening a session with one thread adds to the resident
     memory of a fresh process.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -22,22 +21,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import say, table
+from benchmarks.common import table
+from benchmarks.int4 import HEADER, compared, held_out_rows, torch_losses, torch_model
+from topw_deploy.demo import demo_model_path
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.verification.dequantised import rounded
 
 _ERRORS: dict[str, dict[str, Any]] = {
-    "int4 default symmetric": {"bits": 4},
-    "int4 default asymmetric": {"bits": 4, "symmetric": False},
+    "int4 search": {"bits": 4},
+    "int4 search symmetric": {"bits": 4, "symmetric": True},
     "int4 k_quant": {"bits": 4, "algorithm": "k_quant"},
+    "int4 default symmetric": {"bits": 4, "algorithm": "default"},
+    "int4 default asymmetric": {"bits": 4, "algorithm": "default", "symmetric": False},
     "int4 rtn symmetric": {"bits": 4, "algorithm": "rtn"},
-    "int8 default symmetric": {"bits": 8},
+    "int8 search": {"bits": 8},
+    "int8 default symmetric": {"bits": 8, "algorithm": "default"},
 }
 _VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: settings for name, settings in _ERRORS.items() if name.startswith("int4")},
-    **{f"int4 default, blocks of {size}": {"bits": 4, "block_size": size} for size in (16, 64, 128)},
-    **{f"int8 default, blocks of {size}": {"bits": 8, "block_size": size} for size in (32, 128)},
-}
+    f"{name}, blocks of {size}{f', table {bits}' if settings['bits'] == 4 else ''}": {
+        **settings, "block_size": size, "table_bits": bits
+    }
+    for name, settings in _ERRORS.items()
+    for size in (32, 64, 128, 256)
+    for bits in ((8, 4) if settings["bits"] == 4 else (8,))
+}  # fmt: skip
 # argv: a graph, and the native sampler's library or nothing. Nothing else is imported: it would be memory to reuse.
 _OPEN = """
 import os, sys, onnxruntime
@@ -58,7 +65,7 @@ def errors() -> str:
     """Rows of blocks, columns of quantisers."""
     weights = torch.from_numpy(np.random.default_rng(0).standard_normal((256, 4096)).astype(np.float32))
     rows = []
-    for size in (16, 32, 64, 128):
+    for size in (16, 32, 64, 128, 256):
         cells = []
         for settings in _ERRORS.values():
             lost = rounded(weights, size, Quantisation(**settings, block_size=size)) - weights.numpy()
@@ -67,38 +74,28 @@ def errors() -> str:
     return table(("block", *_ERRORS), rows)
 
 
-def perplexity(every: int) -> str:
-    """The bundled model's, and its ratio to that in float32."""
-    from tokenizers import Tokenizer
-    from transformers import AutoModelForCausalLM
-
-    from topw_deploy.demo import demo_model_path
-    from topw_deploy.demo.corpus import gather_corpus
-    from topw_deploy.demo.train import Recipe, held_out_loss
-
-    folder = demo_model_path()
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    documents = gather_corpus().held_out[::every]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    before = held_out_loss(model, documents, tokenizer, Recipe()).loss
-    rows = [("float32", f"{math.exp(before):.2f}", "1.000")]
+def perplexity(folder: Path, every: int) -> str:
+    """That of the checkpoint in `folder`, with weights rounded and not."""
+    rows = held_out_rows(folder)[::every]
+    model = torch_model(folder)
+    exact = torch_losses(model, rows)
+    found = [compared("float32", exact, exact, rows, 0)]
     for name, given in _VARIANTS.items():
-        say(name)
-        loss = held_out_loss(_all_rounded(model, Quantisation(**given)), documents, tokenizer, Recipe()).loss
-        rows.append((name, f"{math.exp(loss):.2f}", f"{math.exp(loss - before):.3f}"))
-    return table(("weights", "perplexity", "ratio"), rows)
+        found.append(compared(name, torch_losses(_all_rounded(model, Quantisation(**given)), rows), exact, rows, 0))
+    return table(HEADER[:-1], [line[:-1] for line in found])
 
 
 def _all_rounded(model: Any, settings: Quantisation) -> Any:
     changed = copy.deepcopy(model)
-    embeddings = changed.get_input_embeddings().weight
+    ends = [changed.get_input_embeddings().weight, changed.get_output_embeddings().weight]
     with torch.no_grad():
         for weight in changed.parameters():
             if weight.dim() != 2:
                 continue
-            size = settings.table_block_size(weight.shape[1]) if weight is embeddings else settings.block_size
+            size = settings.table_block_size(weight.shape[1]) if weight is ends[0] else settings.block_size
+            how = settings.of_table if any(weight is end for end in ends) else settings
             if size is not None:
-                weight.copy_(torch.from_numpy(rounded(weight, size, settings)))
+                weight.copy_(torch.from_numpy(rounded(weight, size, how)))
     return changed
 
 
@@ -121,6 +118,7 @@ def main() -> None:
     parser.add_argument(
         "--part", nargs="+", default=["errors", "perplexity"], choices=("errors", "perplexity", "memory")
     )
+    parser.add_argument("--model", type=Path, default=demo_model_path())
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--folder", type=Path, nargs="+", default=[])
     given = parser.parse_args()
@@ -128,7 +126,7 @@ def main() -> None:
     if "errors" in given.part:
         print(f"\n{errors()}\n", flush=True)
     if "perplexity" in given.part:
-        print(f"\n{perplexity(given.every)}\n", flush=True)
+        print(f"\n{perplexity(given.model, given.every)}\n", flush=True)
     if "memory" in given.part or given.folder:
         print(f"\n{memory(given.folder)}\n")
 

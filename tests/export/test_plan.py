@@ -54,7 +54,8 @@ def test_a_dry_run_foresees_every_large_file_to_the_byte(sharded: tuple[Path, Ex
 def test_a_dry_run_foresees_a_quantised_table_with_its_zero_points(
     dtype: str, zero_points: int, tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
-    settings = {"max_shard_size": SHARD, "dtype": dtype, "block_size": 16}  # 16: int8's lie in a data file
+    how = {"symmetric": True, "table_bits": int(dtype[3:]), "block_size": 16}  # 16: int8's lie in a data file
+    settings = {"max_shard_size": SHARD, "dtype": dtype, **how}
     foreseen = export(checkpoint("llama_tied"), tmp_path / "out", dry_run=True, **settings)
     export(checkpoint("llama_tied"), tmp_path / "out", **settings)
     assert {name: (tmp_path / "out" / name).stat().st_size for name in foreseen.sizes} == foreseen.sizes

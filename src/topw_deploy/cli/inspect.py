@@ -116,7 +116,7 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
         yield (
             "quantised",
             f"{how.get('algorithm')}, blocks of {how.get('block_size')}, {zeros}, "
-            f"accuracy level {how.get('accuracy_level')}",
+            f"accuracy level {how.get('accuracy_level')}, table and head {how.get('table_bits', how.get('bits'))} bits",
         )
     yield "context", f"{decoder.context_length} tokens"
     ragged = decoder.left_padding or decoder.right_padding

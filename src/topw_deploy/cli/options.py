@@ -101,7 +101,7 @@ def quantisation_options(command: Command) -> Command:
     choices = {
         "block_size": ("16", "32", "64", "128", "256"),
         "accuracy_level": ("0", "1", "2", "3", "4"),
-        "algorithm": ("default", "rtn", "k_quant"),
+        "algorithm": ("search", "default", "rtn", "k_quant"),
     }
     options = (
         click.option(
@@ -116,12 +116,18 @@ def quantisation_options(command: Command) -> Command:
             "block_size",
             type=click.Choice(choices["block_size"]),
             callback=_whole,
-            help="int4, int8: weights that share a scale.  [default: 32]",
+            help="int4, int8: weights that share a scale.  [default: 128]",
+        ),
+        click.option(
+            "--table-bits",
+            type=click.Choice(("4", "8")),
+            callback=_whole,
+            help="int4: bits of the token table and of the head.  [default: 8]",
         ),
         click.option(
             "--symmetric/--asymmetric",
             default=None,
-            help="int4, int8: without or with zero points.  [default: symmetric; k_quant: asymmetric]",
+            help="int4, int8: without or with zero points.  [default: asymmetric; default, rtn: symmetric]",
         ),
         click.option(
             "--accuracy-level",
@@ -140,7 +146,7 @@ def quantisation_options(command: Command) -> Command:
             "quantisation_algorithm",
             type=click.Choice(choices["algorithm"]),
             default=None,
-            help="int4, int8: onnxruntime's quantiser.  [default: default]",
+            help="int4, int8: how scales are found; all but search are onnxruntime's.  [default: search]",
         ),
         click.option(
             "--exclude-nodes",

@@ -34,7 +34,7 @@ class ExportRequest:
     compute_dtype: fp32 or fp16, the type of all but the weights in an int4 or int8 export; None for fp32.
     max_length: tokens that a static cache for tensorrt holds, fixed in the graph. None for the model's context, at most
     4,096; 0 leaves the length to the runtime, which only onnxruntime accepts.
-    block_size, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8, see
+    block_size, table_bits, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8, see
     quantise.Quantisation; None for its defaults.
     options: baked into the sampler; defaults: parameters of a request that names none.
     neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
@@ -55,6 +55,7 @@ class ExportRequest:
     max_length: int | None = None
     compute_dtype: str | None = None
     block_size: int | None = None
+    table_bits: int | None = None
     symmetric: bool | None = None
     accuracy_level: int | None = None
     quantisation_algorithm: str | None = None
@@ -139,6 +140,7 @@ class ExportRequest:
         """How the weights are quantised; None for a floating-point dtype. Raises ParameterError for wrong options."""
         given = {
             "block_size": self.block_size,
+            "table_bits": self.table_bits,
             "symmetric": self.symmetric,
             "accuracy_level": self.accuracy_level,
             "algorithm": self.quantisation_algorithm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from topw_deploy.export.quantise.settings import Quantisation
 OUTPUTS, INPUTS = 24, 80  # 80: the last block of 32 is half empty, and 80 / 16 = 5 blocks are an odd number
 WEIGHT = np.random.default_rng(0).standard_normal((OUTPUTS, INPUTS)).astype(np.float32)
 WAYS = [
+    ("search", True),
+    ("search", False),
     ("default", True),
     ("default", False),
     ("rtn", True),
@@ -65,7 +68,7 @@ def test_blocks_stand_for_what_the_operator_multiplies_with(
     x = np.random.default_rng(1).standard_normal((5, INPUTS)).astype(np.float32)
     np.testing.assert_allclose(product(x, blocks, shape), x @ weight.T, atol=2e-5)  # sums of 80 float32 products
     # A step is at most the block's range over 2^bits - 2. Rounding errs by half of it, but the symmetric `default` has
-    # one step fewer above than below, and k_quant moves both ends: up to a whole one.
+    # one step fewer above than below, and search and k_quant move both ends: up to a whole one.
     assert np.abs(weight - WEIGHT).max() <= 2 * np.abs(WEIGHT).max() / (2**bits - 2)
 
 
@@ -84,9 +87,13 @@ def test_slices_of_outputs_give_the_same_blocks_as_the_whole(
 
 
 def test_the_scales_have_the_weights_type() -> None:
-    blocks, shape = quantised(Quantisation(bits=4), WEIGHT.astype(np.float16))
-    assert blocks.scales.dtype == np.float16
-    np.testing.assert_allclose(dequantise(blocks, shape), WEIGHT, atol=0.3)
+    for algorithm in ("search", "default"):
+        blocks, shape = quantised(Quantisation(bits=4, block_size=32, algorithm=algorithm), WEIGHT.astype(np.float16))
+        assert blocks.scales.dtype == np.float16
+        lost = dequantise(blocks, shape) - WEIGHT
+        assert np.sqrt(np.square(lost).mean()) < 0.12  # of normal weights: 0.08 in blocks of 32
+        if algorithm == "default":
+            assert np.abs(lost).max() < 0.3  # a step, the range over 14; `search` clips
 
 
 def test_blocks_of_nothing_but_zeros_stay_zeros() -> None:
@@ -95,6 +102,44 @@ def test_blocks_of_nothing_but_zeros_stay_zeros() -> None:
             Quantisation(bits=4, symmetric=symmetric, algorithm=algorithm), np.zeros((4, 64), np.float32)
         )
         np.testing.assert_array_equal(dequantise(blocks, shape), 0)
+
+
+@pytest.mark.parametrize("draw", [np.random.Generator.standard_normal, lambda rng, size: rng.standard_t(5, size)])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+def test_search_errs_less_than_every_quantiser_of_onnxruntime(
+    block_size: int, bits: int, draw: Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
+) -> None:
+    weight = draw(np.random.default_rng(4), (64, 1024)).astype(np.float32)
+
+    def error(algorithm: str, symmetric: bool) -> float:
+        settings = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric, algorithm=algorithm)
+        return float(np.square(dequantise(*quantised(settings, weight)) - weight).sum())
+
+    errors = {way: error(*way) for way in WAYS}
+    assert errors["search", True] < min(errors["default", True], errors["rtn", True])
+    assert min(errors, key=errors.__getitem__) == ("search", False)
+
+
+def test_search_finds_weights_that_its_codes_can_hold() -> None:
+    rng = np.random.default_rng(5)
+    codes, zeros = rng.integers(0, 16, (32, 4, 32)), rng.integers(0, 16, (32, 4, 1))
+    codes[..., 0], codes[..., 1] = 0, 15  # the whole range, as the first candidate takes it
+    scales = rng.uniform(0.5, 2.0, (32, 4, 1))
+    weight = ((codes - zeros) * scales).reshape(32, 128).astype(np.float32)
+    blocks, shape = quantised(Quantisation(bits=4, block_size=32), weight)
+    np.testing.assert_allclose(dequantise(blocks, shape), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_codes_of_search_belong_to_the_scale_as_float16_holds_it() -> None:
+    weight = WEIGHT.astype(np.float16) * np.float16(1e-3)  # scales near float16's smallest normal number
+    blocks, shape = quantised(Quantisation(bits=4, block_size=16), weight)
+    assert blocks.zero_points is not None
+    zeros = unpacked(blocks.zero_points, 4)[:, : shape.blocks, None].astype(np.float32)
+    steps = weight.reshape(OUTPUTS, shape.blocks, 16).astype(np.float32) / blocks.scales.astype(np.float32)[..., None]
+    nearest = np.clip(np.rint(steps + zeros), 0, 15)
+    codes = unpacked(blocks.codes.reshape(OUTPUTS, -1), 4).reshape(nearest.shape)
+    assert (codes != nearest).mean() < 0.002  # ties
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
@@ -132,4 +177,4 @@ def test_an_answer_of_another_form_is_an_error_and_not_a_wrong_weight(monkeypatc
 
     monkeypatch.setattr(tool, "MatMulNBitsQuantizer", Unwilling)
     with pytest.raises(ExportError, match="answered with MatMul"):
-        quantised(Quantisation(bits=4))
+        quantised(Quantisation(bits=4, algorithm="default"))

@@ -102,7 +102,7 @@ def test_a_quantised_decoder_computes_with_quantised_weights_and_nothing_else(
 
 def test_a_tied_head_multiplies_with_the_table_that_the_embedding_reads() -> None:
     model = toy(tied=True)
-    quantise(model, Quantisation(bits=4))
+    quantise(model, Quantisation(bits=4, table_bits=4))
     tables = [name for name, value in model.graph.initializers.items() if value.shape == ir.Shape([VOCAB, HIDDEN // 2])]
     assert tables == ["embed.weight_Q4"]
     (head,) = [node for node in model.graph if node.outputs[0].name == "logits"]
@@ -112,6 +112,17 @@ def test_a_tied_head_multiplies_with_the_table_that_the_embedding_reads() -> Non
     assert view.op_type == "Reshape"
     assert view.inputs[0] is embedding.data[0]
     assert head.inputs[2] is embedding.data[1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_table_and_the_head_have_8_bits_unless_asked_otherwise(tied: bool) -> None:
+    model = toy(tied=tied)
+    quantise(model, Quantisation(bits=4, block_size=32))
+    bits = {node.outputs[0].name: node.attributes["bits"].as_int() for node in model.graph if "bits" in node.attributes}
+    lookup, _ = lookup_of(model)
+    ends = {lookup.outputs[0].name, "logits"}
+    assert {name for name, found in bits.items() if found == 8} == ends
+    assert {found for name, found in bits.items() if name not in ends} == {4}
 
 
 def lookup_of(model: ir.Model) -> tuple[ir.Node, list[np.ndarray]]:
@@ -130,7 +141,7 @@ def test_a_symmetric_table_has_the_middle_of_its_codes_as_zero_points(
 ) -> None:
     """64 weights in blocks of 64 are an odd number of zero points: the other half of the byte is the middle too."""
     model = toy(tied=tied)
-    quantise(model, Quantisation(bits=bits, block_size=block_size))
+    quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=True))
     _, tensors = lookup_of(model)
     assert len(tensors) == 3
     np.testing.assert_array_equal(tensors[2], np.full((VOCAB, size), byte, np.uint8), strict=True)
@@ -142,7 +153,7 @@ def test_a_symmetric_table_has_the_middle_of_its_codes_as_zero_points(
 @pytest.mark.parametrize(("bits", "block_size"), [(4, 16), (4, 64), (8, 16), (8, 64)])
 def test_the_rows_of_a_symmetric_table_are_codes_less_the_middle_times_scales(bits: int, block_size: int) -> None:
     model = toy(tied=True)
-    quantise(model, Quantisation(bits=bits, block_size=block_size))
+    quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=True))
     _, (packed, scales, _) = lookup_of(model)
     codes = packed if bits == 8 else np.stack([packed & 15, packed >> 4], axis=-1).reshape(VOCAB, HIDDEN)
     wanted = (codes.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, block_size, axis=1)
@@ -158,7 +169,7 @@ def test_rows_are_the_same_where_blocks_are_counted_through_the_whole_table(
     """onnxruntime's CUDA kernel divides the index of a weight in the whole table by the block size, and takes the
     scale and the zero point at that place; it takes 0 for missing zero points before 1.29."""
     model = toy(tied=False)
-    quantise(model, Quantisation(bits=bits, block_size=block_size, symmetric=symmetric))
+    quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=symmetric))
     node, tensors = lookup_of(model)
     packed, scales, zeros = tensors if len(tensors) == 3 else (*tensors, np.zeros(tensors[1].size, np.uint8))
 

@@ -20,6 +20,8 @@ from topw_deploy.export.request import ExportRequest
         ({"bits": 4, "accuracy_level": 5}, "accuracy_level is 5"),
         ({"bits": 4, "algorithm": "hqq"}, "algorithm is 'hqq'"),
         ({"bits": 4, "algorithm": "k_quant", "symmetric": True}, "never symmetric"),
+        ({"bits": 8, "table_bits": 4}, "table_bits is 4, but must be 8"),
+        ({"bits": 4, "table_bits": 6}, "table_bits is 6, but must be 4"),
     ],
 )
 def test_values_out_of_range_are_refused(wrong: dict[str, Any], words: str) -> None:
@@ -27,9 +29,11 @@ def test_values_out_of_range_are_refused(wrong: dict[str, Any], words: str) -> N
         Quantisation(**wrong)
 
 
-def test_zero_points_come_with_k_quant_and_on_request() -> None:
-    assert Quantisation(bits=4).is_symmetric
-    assert not Quantisation(bits=4, symmetric=False).is_symmetric
+def test_zero_points_come_with_search_and_k_quant_and_on_request() -> None:
+    assert Quantisation(bits=4, algorithm="default").is_symmetric
+    assert not Quantisation(bits=4, algorithm="default", symmetric=False).is_symmetric
+    assert Quantisation(bits=4, symmetric=True).is_symmetric
+    assert not Quantisation(bits=4).is_symmetric
     assert not Quantisation(bits=4, algorithm="k_quant").is_symmetric
 
 
@@ -37,17 +41,28 @@ def test_zero_points_come_with_k_quant_and_on_request() -> None:
     ("width", "settings", "size"),
     [
         (64, {"block_size": 32}, 32),
-        (64, {"block_size": 128}, 64),
-        (96, {"block_size": 64}, 32),
+        (64, {"block_size": 128, "symmetric": True}, 64),
+        (96, {"block_size": 64, "symmetric": True}, 32),
         (64, {"block_size": 64, "symmetric": False}, 32),  # one block is an odd number of zero points
         (64, {"block_size": 64, "symmetric": False, "bits": 8}, 64),
-        (2880, {"block_size": 256}, 64),
-        (24, {"block_size": 32}, None),
+        (2880, {"block_size": 256, "symmetric": True}, 64),
+        (24, {"block_size": 32, "symmetric": True}, None),
         (48, {"block_size": 16, "symmetric": False}, None),
     ],
 )
 def test_a_tables_rows_are_whole_blocks(width: int, settings: dict[str, Any], size: int | None) -> None:
-    assert Quantisation(**{"bits": 4, **settings}).table_block_size(width) == size
+    assert (
+        Quantisation(**{"bits": 4, "table_bits": settings.get("bits", 4), **settings}).table_block_size(width) == size
+    )
+
+
+def test_the_table_has_8_bits_unless_asked_otherwise_and_those_of_the_rest_in_old_manifests() -> None:
+    assert Quantisation(bits=4).of_table == Quantisation(bits=8)
+    assert Quantisation(bits=4, table_bits=4).of_table.bits == 4
+    made = Quantisation(bits=4, block_size=32)
+    assert Quantisation.from_dict(made.as_dict()).of_table.bits == 8
+    old = {name: value for name, value in made.as_dict().items() if name != "table_bits"}
+    assert Quantisation.from_dict(old).of_table.bits == 4
 
 
 def test_patterns_name_nodes_and_weights_as_file_names() -> None:

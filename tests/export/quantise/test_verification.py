@@ -76,8 +76,13 @@ def test_a_quantised_export_samples_natively_as_by_its_function(verified: Callab
 def test_every_form_of_the_sampler_reads_the_quantised_table(
     tail: str, tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
+    how = {"dtype": "int4", "block_size": 32, "table_bits": 4, "symmetric": True}
     request = ExportRequest(
-        model=str(checkpoint("llama_tied")), output=tmp_path / tail, dtype="int4", tail=tail, verify=False
+        model=str(checkpoint("llama_tied")),
+        output=tmp_path / tail,
+        **how,
+        tail=tail,
+        verify=False,  # type: ignore[arg-type]
     )
     export_model(request)
     settings = {"max_new_tokens": 12, "seed": 3, "temperature": 2.0, "lam": 1.0, "init_top_p": 0.5, "ignore_eos": True}
@@ -146,7 +151,12 @@ def test_blocks_of_a_checkpoint_wider_than_a_table_may_have_are_halved(tmp_path:
     )  # fmt: skip
     write_checkpoint(tmp_path / "model", config)
     request = ExportRequest(
-        model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", block_size=64, symmetric=False
+        model=str(tmp_path / "model"),
+        output=tmp_path / "out",
+        dtype="int4",
+        block_size=64,
+        table_bits=4,
+        symmetric=False,
     )
     export_model(request)
     nodes = {node.op_type: node for node in ir.load(tmp_path / "out" / "model.onnx").graph}

@@ -1,4 +1,4 @@
-"""The numbers of one quantised weight, made by onnxruntime's own quantisers, a slice of its outputs at a time."""
+"""The numbers of one quantised weight, by `search` or onnxruntime's quantisers, a slice of its outputs at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from topw_deploy.errors import ExportError
+from topw_deploy.export.quantise.search import search
 from topw_deploy.export.quantise.settings import Quantisation
 
 _SLICE_VALUES = 16 << 20  # weights quantised in one go: at most 64 MiB of float32, and k_quant's several copies of it
@@ -82,7 +83,7 @@ def quantise_weight(read: ReadRows, shape: BlocksShape, settings: Quantisation, 
         rows = np.asarray(read(start, stop))
         if not np.isfinite(rows).all():
             raise ExportError("a weight to be quantised holds NaN or infinity; check the checkpoint, or exclude it.")
-        part = _quantised(rows, shape, settings)
+        part = _searched(rows, shape) if settings.algorithm == "search" else _quantised(rows, shape, settings)
         codes[start:stop], scales[start:stop] = part.codes, part.scales
         if zero_points is not None and part.zero_points is not None:
             zero_points[start:stop] = part.zero_points
@@ -114,6 +115,12 @@ def packed(codes: np.ndarray, bits: int) -> np.ndarray:
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
     return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def _searched(rows: np.ndarray, shape: BlocksShape) -> Blocks:
+    found = search(rows, shape.block_size, shape.bits, symmetric=shape.symmetric, dtype=rows.dtype)
+    codes = packed(found.codes, shape.bits).reshape(len(rows), *shape.codes[1:])
+    return Blocks(codes, found.scales, None if shape.symmetric else packed(found.zero_points, shape.bits))
 
 
 def _quantised(rows: np.ndarray, shape: BlocksShape, settings: Quantisation) -> Blocks:

@@ -56,12 +56,13 @@ def quantise(
     named = {value.name for value in graph.initializers.values() if id(value) in excluded}
     tables: dict[int, _Stored] = {}
     if embedding is not None and id(embedding.data[0]) not in excluded:
-        table = _quantise_table(editor, embedding, settings, latest)
+        table = _quantise_table(editor, embedding, settings.of_table, latest)
         if table is None:
             excluded.add(id(embedding.data[0]))  # for a tied head too
         else:
             tables[id(embedding.data[0])] = table
     stored: dict[int, _Stored] = {}
+    head = _head(products, embedding)
     kept = 0
     for product in products:
         if id(product.weight) in excluded:
@@ -71,7 +72,8 @@ def quantise(
             _keep_codes(editor, product, settings, latest, packed, origin)
             kept += 1
         else:
-            _quantise_product(editor, product, settings, latest, tables, stored)
+            how = settings.of_table if product is head else settings
+            _quantise_product(editor, product, how, latest, tables, stored)
     if not stored and not tables and not kept:
         raise UnsupportedModelError(
             "the decoder has no product with a constant matrix that could be quantised; export it as --dtype fp32."
@@ -94,6 +96,16 @@ def _embedding(graph: ir.Graph) -> EmbeddingNode | None:
     except UnsupportedModelError:
         return None
     return found if found.node.op_type == "Gather" and is_stored(found.data[0], 2) else None
+
+
+def _head(products: list[Product], embedding: EmbeddingNode | None) -> Product | None:
+    """The last product, if it has an output for each row of the table."""
+    if not products or embedding is None:
+        return None
+    last = products[-1]
+    tensor = last.weight.const_value
+    outputs = None if tensor is None else int(tensor.shape[0 if last.by_output else 1])
+    return last if outputs == embedding.rows else None
 
 
 def _quantise_table(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from topw_deploy.errors import ParameterError
 
 DTYPE_BITS = {"int4": 4, "int8": 8}
 """Names of --dtype -> bits of a weight."""
-ALGORITHMS = ("default", "rtn", "k_quant")
+ALGORITHMS = ("search", "default", "rtn", "k_quant")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 ACCURACY_LEVELS = (0, 1, 2, 3, 4)
+_ASYMMETRIC = ("search", "k_quant")  # unless asked otherwise
+_TABLE_BITS = 8
 _SMALLEST_BLOCK = BLOCK_SIZES[0]
 
 
@@ -20,21 +22,27 @@ _SMALLEST_BLOCK = BLOCK_SIZES[0]
 class Quantisation:
     """How weights are rounded to a few bits: block by block along the inputs of each output, with a scale per block.
 
-    bits: 4 or 8. block_size: weights that share a scale. symmetric: no zero points but 2 ** (bits - 1); None for the
-    algorithm's own way (`k_quant` has others, the rest have none). accuracy_level: MatMulNBits' attribute, the least
-    precise type that activations may be rounded to: 0 unset, 1 float32, 2 float16, 3 bfloat16, 4 int8.
-    algorithm: onnxruntime's quantiser. `default` rounds to nearest, its symmetric scale reaching the block's largest
-    weight with the eighth negative step; `rtn` rounds to nearest with seven steps either way; `k_quant` searches each
-    block's scale and minimum for the least weighted error.
+    bits: 4 or 8. block_size: weights that share a scale.
+    table_bits: of the token table and of the head, those of the other weights or 8; None for 8.
+    symmetric: no zero points but 2 ** (bits - 1); None for the algorithm's own way (`search` and `k_quant` have others,
+    the rest have none).
+    accuracy_level: MatMulNBits' attribute, the least precise type that activations may be rounded to: 0 unset,
+    1 float32, 2 float16, 3 bfloat16, 4 int8.
+    algorithm: `search` finds the scale and zero point of least squared error for each block (search.py); the others are
+    onnxruntime's quantisers. `default` rounds to nearest, its symmetric scale reaching the block's largest weight with
+    the eighth negative step; `rtn` rounds to nearest with seven steps either way; `k_quant` searches each block's scale
+    and minimum for the least weighted error.
     exclude: patterns (as file names have them) of nodes or weights that keep their type.
-    Raises ParameterError for values out of range and for k_quant without zero points.
+    Raises ParameterError for values out of range, for a table of fewer bits than the rest, and for k_quant without zero
+    points.
     """
 
     bits: int
-    block_size: int = 32
+    block_size: int = 128
+    table_bits: int | None = None
     symmetric: bool | None = None
     accuracy_level: int = 4
-    algorithm: str = "default"
+    algorithm: str = "search"
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,6 +55,11 @@ class Quantisation:
             if getattr(self, name) not in known:
                 choices = ", ".join(map(str, known))
                 raise ParameterError(f"{name} is {getattr(self, name)!r}, but must be one of {choices}.", name)
+        if self.table_bits not in (None, self.bits, _TABLE_BITS):
+            raise ParameterError(
+                f"table_bits is {self.table_bits!r}, but must be {self.bits} (as the other weights) or {_TABLE_BITS}.",
+                "table_bits",
+            )
         if self.symmetric and self.algorithm == "k_quant":
             raise ParameterError(
                 "k_quant is never symmetric: it finds a minimum for each block; leave --symmetric out.", "symmetric"
@@ -54,20 +67,27 @@ class Quantisation:
 
     @property
     def is_symmetric(self) -> bool:
-        return self.symmetric if self.symmetric is not None else self.algorithm != "k_quant"
+        return self.symmetric if self.symmetric is not None else self.algorithm not in _ASYMMETRIC
 
     @property
     def dtype(self) -> str:
         """`int4` or `int8`."""
         return f"int{self.bits}"
 
+    @property
+    def of_table(self) -> Quantisation:
+        """How the token table and the head are quantised."""
+        return replace(self, bits=self.table_bits or _TABLE_BITS)
+
     def as_dict(self) -> dict[str, Any]:
         """What the manifest holds; `from_dict` undoes it."""
-        return {**asdict(self), "symmetric": self.is_symmetric, "exclude": list(self.exclude)}
+        resolved = {"symmetric": self.is_symmetric, "table_bits": self.of_table.bits, "exclude": list(self.exclude)}
+        return {**asdict(self), **resolved}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        return cls(**{**data, "exclude": tuple(data["exclude"])})
+        """Manifests of before there were table_bits have all weights in `bits`."""
+        return cls(**{"table_bits": data["bits"], **data, "exclude": tuple(data["exclude"])})
 
     def excludes(self, *names: str | None) -> bool:
         """Whether a pattern names one of `names`."""
@@ -82,7 +102,7 @@ class Quantisation:
         None where no size of at least 16 will do.
         """
         size = self.block_size
-        pairs = self.bits == 4 and not self.is_symmetric
+        pairs = self.of_table.bits == 4 and not self.is_symmetric
         while size >= _SMALLEST_BLOCK:
             if width % size == 0 and not (pairs and width // size % 2):
                 return size

@@ -33,6 +33,7 @@ def dequantise_model(
     graph = ir.load(folder / MODEL_FILE).graph
     kept, scales = float_outputs(graph), scale_type(graph)
     table = model.get_input_embeddings().weight
+    ends = {id(table), id(getattr(model.get_output_embeddings(), "weight", None))}
     done: set[int] = set()
     with torch.no_grad():
         for module in model.modules():
@@ -42,9 +43,10 @@ def dequantise_model(
                 done.add(id(parameter))
                 rows = parameter.T if isinstance(module, Conv1D) else parameter  # [outputs, inputs]
                 block_size = settings.table_block_size(rows.shape[1]) if parameter is table else settings.block_size
+                how = settings.of_table if id(parameter) in ends else settings
                 exact = packed is not None and packed.origin(rows.numpy()) is not None
                 if block_size is not None and not exact and _key(rows[0].numpy()) not in kept:
-                    rows.copy_(torch.from_numpy(rounded(rows, block_size, settings, scales)))
+                    rows.copy_(torch.from_numpy(rounded(rows, block_size, how, scales)))
 
 
 def scale_type(graph: ir.Graph) -> np.dtype[Any]:

@@ -1,14 +1,20 @@
-"""Text that a quantised decoder is measured on: the demo model's own held-out documents, a page of prose for others."""
+"""Text that a quantised decoder is measured on: the demo model's own held-out documents, for others a page of prose and
+Python's reference manual, which every installation carries."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from topw_deploy.errors import TokenizerError
-from topw_deploy.export.verification.quantised_checks import TOKENS, Text
+from topw_deploy.export.verification.quantised_checks import Text
 from topw_deploy.manifest import Manifest, open_listed
+
+_COLUMNS = 256  # tokens in a row
+_MOST, _FEWEST = 8192, 1024  # tokens of text
+_MOST_WORK = 4 * 10**12  # multiplications and additions of one pass: under a minute on a few cores
 
 _PAGE = """The river had been rising since noon. By four o'clock it had covered the stepping stones below the mill, and
 the children who crossed there on their way home from school were sent round by the bridge. Nobody was alarmed: it
@@ -32,16 +38,30 @@ step is zero or negative.
 """
 
 
-def evaluation_text(folder: Path, manifest: Manifest) -> Text | None:
-    """Up to TOKENS ids for the export in `folder`; None if its tokenizer cannot be read here."""
+def evaluation_text(folder: Path, manifest: Manifest, parameters: int) -> Text | None:
+    """Rows for the export in `folder` of a model with so many parameters; None if its tokenizer cannot be read here."""
     if manifest.decoder is None:
         return None
     is_demo = manifest.source.get("id") == "demo"
-    text, name = (_held_out(), "the demo's held-out text") if is_demo else (_PAGE, "prose and code")
-    length = min(TOKENS, manifest.decoder.context_length)
-    found = encoded(folder, manifest, text) or ()
-    ids = [token for token in found if token < manifest.sampler.vocab_size][:length]
-    return Text(np.asarray(ids, dtype=np.int64), name) if len(ids) > 1 else None
+    text, name = (_held_out(), "the demo's held-out text") if is_demo else _general()
+    found = _encoding(folder, manifest, text)
+    if found is None:
+        return None
+    prefix = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
+    ids = np.asarray(found.ids, dtype=np.int64)
+    start, body = ids[:prefix], ids[prefix:]
+    start, body = (part[part < manifest.sampler.vocab_size] for part in (start, body))
+    length = min(_COLUMNS, manifest.decoder.context_length, len(start) + len(body)) - len(start)
+    count = min(max(1, tokens_for(parameters) // max(1, length)), len(body) // max(1, length))
+    if length + len(start) < 2 or count < 1:
+        return None
+    rows = np.hstack([np.tile(start, (count, 1)), body[: count * length].reshape(count, length)])
+    return Text(rows, len(start), name)
+
+
+def tokens_for(parameters: int) -> int:
+    """How many tokens to measure on: as many as take _MOST_WORK, within [_FEWEST, _MOST]."""
+    return max(_FEWEST, min(_MOST, _MOST_WORK // max(1, 2 * parameters)))
 
 
 def encoded(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
@@ -49,6 +69,12 @@ def encoded(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
 
     Raises ManifestError for a tokenizer.json that is no longer what is listed, TokenizerError for one that is none.
     """
+    found = _encoding(folder, manifest, text)
+    return None if found is None else list(found.ids)
+
+
+def _encoding(folder: Path, manifest: Manifest, text: str) -> Any:
+    """The tokenizers library's Encoding of `text`, or None."""
     entry = manifest.files.get("tokenizer.json")
     if entry is None:
         return None
@@ -57,17 +83,26 @@ def encoded(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
     with open_listed(folder, "tokenizer.json", entry) as stream:
         data = stream.read()
     try:
-        ids: list[int] = Tokenizer.from_str(data.decode("utf-8")).encode(text).ids
+        return Tokenizer.from_str(data.decode("utf-8")).encode(text)
     except Exception as error:  # noqa: BLE001  # the library raises bare Exception
         reason = " ".join(str(error).split())[:200]
         raise TokenizerError(
             f"{folder / 'tokenizer.json'} cannot be read ({reason}); export the model again."
         ) from None
-    return ids
 
 
 def _held_out() -> str:
     from topw_deploy.demo.corpus import gather_corpus
 
-    documents = sorted(gather_corpus().held_out)
-    return "\n\n".join(documents[:: max(1, len(documents) // 40)])
+    return "\n\n".join(sorted(gather_corpus().held_out))
+
+
+def _general() -> tuple[str, str]:
+    """Text, and what it is. Some distributions package Python without its manual."""
+    from topw_deploy.demo.corpus import topic_sections
+
+    try:
+        manual = "\n\n".join(topic_sections())
+    except ImportError:
+        return _PAGE, "prose and code"
+    return f"{_PAGE}\n\n{manual}", "prose, code and Python's reference manual"

@@ -37,6 +37,11 @@ class TorchReference:
         model = load_checkpoint(folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code)
         self.model = model.float()  # rounded to the exported type first, so the graph's weights are these
 
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def logits(self, ids: np.ndarray) -> np.ndarray:
         import torch
 

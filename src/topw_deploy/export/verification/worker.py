@@ -107,7 +107,7 @@ def _cost_of_quantisation(
     """The graph as shipped beside the float model; then the weights of `reference` become those of the graph."""
     from topw_deploy.export.verification.dequantised import dequantise_model
 
-    text = evaluation_text(folder, manifest)
+    text = evaluation_text(folder, manifest, reference.parameters)
     if text is None:
         yield _skip("perplexity", "there is no tokenizer.json")
     else:
@@ -118,7 +118,7 @@ def _cost_of_quantisation(
         )
         assert manifest.decoder is not None
         probe = LogitsProbe(folder, manifest.decoder)
-        yield from quantised_checks(probe, reference.logits(text.ids), text, manifest, geometries)
+        yield from quantised_checks(probe, reference, text, manifest, geometries)
     assert manifest.decoder is not None
     packed = PackedCheckpoint.of(Path(task["checkpoint"]))
     rows = PackedRows(packed) if packed is not None else None

@@ -1,0 +1,141 @@
+"""A model of 52 M parameters with trained weights: the bundled one grown to twice the width and four times the layers.
+
+    python -m benchmarks.grown --output DIR [--minutes 40]
+
+Training such a model from nothing takes hours on a CPU. Grown, it starts from the bundled model's perplexity and every
+weight is its own: a row of the bundled model is shared out between two inputs at random, new layers start as the
+identity, and training goes on over the bundled model's text.
+The folder holds the latest state at any time (every --every steps); `training_log.json` has the curve. Two runs differ,
+because the schedule follows the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.common import machine, say
+from topw_deploy.demo import demo_model_path
+from topw_deploy.demo.corpus import Corpus, gather_corpus
+from topw_deploy.demo.train import (
+    Recipe,
+    batches,
+    held_out_loss,
+    learning_rate_factor,
+    optimizer_for,
+    pack,
+    token_losses,
+    write_model,
+)
+
+RECIPE = Recipe(
+    hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2
+)
+_PLACES = (0, 5, 10, 15)  # of the bundled model's layers
+_UNEVEN = 0.35  # deviation of the share of a weight that its first copy gets
+
+
+def grown(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
+    """A model of `recipe`'s shape with (nearly: the table gets some noise) the same logits as `source`."""
+    torch.manual_seed(recipe.seed)
+    config = LlamaConfig(**{**source.config.to_dict(), **_sizes(recipe)})
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        table = source.model.embed_tokens.weight
+        noise = _UNEVEN * table.std() * torch.randn_like(table)
+        model.model.embed_tokens.weight.copy_(torch.cat([table + noise, table - noise], 1))
+        model.model.norm.weight.copy_(source.model.norm.weight.repeat(2) / 2)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        for place, old in zip(_PLACES, source.model.layers, strict=True):
+            new = model.model.layers[place]
+            for name, weight in old.named_parameters():
+                _widen(weight, new.get_parameter(name))
+    return model
+
+
+def _sizes(recipe: Recipe) -> dict[str, int]:
+    return {
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.intermediate_size,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+    }
+
+
+def _widen(weight: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy `weight` twice along its outputs and share it out between two copies of its inputs; outputs and inputs of
+    `target` beyond that keep their initial values."""
+    if weight.dim() == 1:
+        target.copy_(weight.repeat(2))
+        return
+    outputs, inputs = (2 * size for size in weight.shape)
+    wide = weight.repeat(2, 1)
+    share = 0.5 + _UNEVEN * torch.randn_like(wide)
+    target[:outputs, : inputs // 2] = share * wide
+    target[:outputs, inputs // 2 : inputs] = (1 - share) * wide
+
+
+def train(
+    model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, folder: Path, minutes: float, every: int
+) -> None:
+    """Train for so many minutes of the clock, writing `folder` every `every` steps."""
+    optimizer = optimizer_for(model, RECIPE)
+    source = batches(pack(corpus.train, tokenizer), RECIPE)
+    some = corpus.held_out[::8]
+    started, curve, recent = time.monotonic(), [], []
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(corpus.train)} documents")
+    progress, step = 0.0, 0
+    while progress < 1:
+        progress = min(1.0, (time.monotonic() - started) / (60 * minutes))
+        for group in optimizer.param_groups:
+            group["lr"] = RECIPE.learning_rate * learning_rate_factor(step, progress, RECIPE)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = token_losses(model, next(source)).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE.gradient_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent.append(loss.item())
+        step += 1
+        if step in (1, 10) or step % every == 0 or progress >= 1:
+            found = held_out_loss(model, corpus.held_out if progress >= 1 else some, tokenizer, RECIPE).loss
+            seconds = time.monotonic() - started
+            curve.append({"step": step, "train": sum(recent) / len(recent), "held_out": found, "seconds": seconds})
+            say(f"{curve[-1]} perplexity {math.exp(found):.2f}")
+            recent = []
+            write_model(model, tokenizer, RECIPE, folder)
+            log = {"recipe": dataclasses.asdict(RECIPE), "machine": machine(), "curve": curve}
+            (folder / "training_log.json").write_text(json.dumps(log, indent=2) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=40.0)
+    parser.add_argument("--every", type=int, default=20, help="steps between two states of the folder")
+    given = parser.parse_args(arguments)
+    folder = demo_model_path()
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    corpus = gather_corpus()
+    model = grown(source, RECIPE)
+    some = corpus.held_out[::8]
+    say(f"{held_out_loss(source, some, tokenizer, RECIPE).loss:.4f} nats, grown "
+        f"{held_out_loss(model, some, tokenizer, RECIPE).loss:.4f}")  # fmt: skip
+    train(model, corpus, tokenizer, given.output, given.minutes, given.every)
+
+
+if __name__ == "__main__":
+    main()

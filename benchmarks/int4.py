@@ -1,0 +1,242 @@
+"""What blocks and quantisers of 4 bits cost in accuracy, time and size, beside llama.cpp on the same weights.
+
+    python -m benchmarks.int4 --model HF_FOLDER [--llama-python PYTHON] [--part accuracy speed] [--work DIR]
+        [--export NAME=FOLDER ...] [--llama Q4_0 Q4_K_M ...] [--threads 1 2]
+
+HF_FOLDER is a Llama. Each of CANDIDATES is exported once, or the exports named by --export are taken. PYTHON is the
+interpreter of an environment with llama-cpp-python and gguf; without it llama.cpp is left out, and a line says so.
+
+accuracy: the bundled model's held-out text (HF_FOLDER must have its tokenizer) in rows of 512 tokens, through the
+    graphs as they are shipped and llama.cpp's files; loss beside float32's in torch, with the standard error of the
+    difference over rows.
+speed: greedy steps in turns, one model after the other in random order, after a prompt of --prompt tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import machine, say, table
+from benchmarks.models import exported
+from topw_deploy.bench.process import Worker
+
+HERE = Path(__file__)
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    **{
+        f"{algorithm} {size}, table {bits}": (
+            *("--quantisation-algorithm", algorithm, "--block-size", str(size), "--table-bits", str(bits)),
+        )
+        for bits in (8, 4)
+        for algorithm, sizes in (("search", (32, 64, 128)), ("k_quant", (128,)), ("default", (32, 128)))
+        for size in sizes
+    },
+}
+COLUMNS = 512
+_BATCH = 16
+
+
+def held_out_rows(folder: Path) -> np.ndarray:
+    """int64 [rows, COLUMNS + 1]: the held-out documents laid end to end, the rest of a row left out."""
+    from tokenizers import Tokenizer
+
+    from topw_deploy.demo.corpus import gather_corpus
+    from topw_deploy.demo.train import pack
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stream = np.concatenate([ids.numpy() for ids in pack(gather_corpus().held_out, tokenizer)])
+    count = (len(stream) - 1) // COLUMNS
+    return np.stack([stream[row * COLUMNS : (row + 1) * COLUMNS + 1] for row in range(count)])
+
+
+def torch_model(folder: Path) -> Any:
+    """The checkpoint in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def torch_losses(model: Any, rows: np.ndarray) -> np.ndarray:
+    """[rows, COLUMNS], of a torch model."""
+    import torch
+
+    found = []
+    with torch.no_grad():
+        for row in torch.from_numpy(rows):
+            logits = model(input_ids=row[None, :-1]).logits[0].float()
+            found.append(torch.nn.functional.cross_entropy(logits, row[1:], reduction="none").numpy())
+    return np.stack(found)
+
+
+def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
+    """[rows, COLUMNS], of the export as it is shipped, token by token."""
+    from topw_deploy.export.verification.probe import LogitsProbe
+    from topw_deploy.manifest import load_manifest
+
+    decoder = load_manifest(folder).decoder
+    assert decoder is not None
+    probe, found = LogitsProbe(folder, decoder), np.empty((len(rows), COLUMNS))
+    for start in range(0, len(rows), _BATCH):
+        part = rows[start : start + _BATCH]
+        probe.start(len(part))
+        for column in range(COLUMNS):
+            logits = probe.step(part[:, column : column + 1], np.ones((len(part), column + 1), np.int64)).astype(float)
+            most = logits.max(axis=1)
+            chosen = logits[np.arange(len(part)), part[:, column + 1]]
+            found[start : start + len(part), column] = (
+                np.log(np.exp(logits - most[:, None]).sum(axis=1)) + most - chosen
+            )
+    return found
+
+
+HEADER = ("weights", "perplexity", "nats over float32", "standard error", "ratio", "file MB")
+
+
+def compared(name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int) -> tuple[str, ...]:
+    """A line of the table; tokens that open a document are not counted."""
+    counted = rows[:, 1:] != 0
+    tokens = counted.sum(axis=1)
+    lost = ((losses - exact) * counted).sum(axis=1)
+    ratio = lost.sum() / tokens.sum()
+    rest = lost - ratio * tokens
+    error = math.sqrt((rest**2).sum() * len(rest) / (len(rest) - 1)) / tokens.sum()
+    perplexity = math.exp((losses * counted).sum() / tokens.sum())
+    cells = (name, f"{perplexity:.2f}", f"{ratio:.4f}", f"{error:.4f}", f"{math.exp(ratio):.4f}", f"{size / 1e6:.1f}")
+    say("  ".join(cells))
+    return cells
+
+
+def weights_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("model.onnx*"))
+
+
+def llama_files(worker: Worker, model: Path, kinds: list[str], work: Path) -> dict[str, Path]:
+    """GGUF files by kind, written once, from the checkpoint's weights."""
+    files = {kind: work / f"{model.name}-{kind}.gguf" for kind in ("F32", *kinds)}
+    if not files["F32"].exists():
+        from safetensors.numpy import load_file
+
+        tensors: dict[str, np.ndarray] = {}
+        for shard in sorted(model.glob("*.safetensors")):
+            tensors |= load_file(shard)
+        config = json.loads((model / "config.json").read_text())
+        with tempfile.TemporaryDirectory(dir=work) as scratch:
+            np.savez(Path(scratch) / "weights.npz", **tensors)
+            worker.call(
+                "write", weights=str(Path(scratch) / "weights.npz"), config=config, target=str(files["F32"].absolute())
+            )
+    for kind, file in files.items():
+        if not file.exists():
+            worker.call("quantise", source=str(files["F32"].absolute()), kind=kind, target=str(file.absolute()))
+    return files
+
+
+@contextmanager
+def llama_worker(args: argparse.Namespace, threads: int) -> Iterator[Worker | None]:
+    if args.llama_python is None:
+        yield None
+        return
+    settings = {"threads": threads}
+    side = HERE.with_name("llama_cpp_side.py")
+    with Worker("llama.cpp", side, settings, python=args.llama_python, threads=threads) as worker:
+        yield worker
+
+
+def accuracy(args: argparse.Namespace, exports: dict[str, Path]) -> str:
+    rows = held_out_rows(args.model)
+    say(f"{rows[:, 1:].size} tokens in {len(rows)} rows")
+    exact = torch_losses(torch_model(args.model), rows)
+    found = [compared("float32", exact, exact, rows, 0)]
+    found += [
+        compared(name, graph_losses(path, rows), exact, rows, weights_bytes(path)) for name, path in exports.items()
+    ]
+    with llama_worker(args, 2) as worker:
+        if worker is not None:
+            for kind, file in llama_files(worker, args.model, args.llama, args.work).items():
+                worker.call("open", name=kind, path=str(file.absolute()), length=COLUMNS)
+                losses = np.asarray(worker.call("losses", name=kind, rows=rows.tolist()))
+                found.append(compared(f"llama.cpp {kind}", losses, exact, rows, file.stat().st_size))
+    return table(HEADER, found)
+
+
+def speed(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> str:
+    """Milliseconds of a step and tokens a second of a prompt, by model."""
+    vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    prompt = [int(token) for token in np.random.default_rng(0).integers(3, vocabulary, args.prompt)]
+    room = args.turns * (args.steps + 2) + 8
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=next(iter(exports.values())).parent))
+        settings = {"scratch": scratch, "threads": threads}
+        ours = stack.enter_context(Worker("the exports", HERE.with_name("int4_side.py"), settings, threads=threads))
+        places: dict[str, tuple[Worker, dict[str, Any]]] = {}
+        for name, path in exports.items():
+            ours.call("open", name=name, path=str(path.absolute()), length=0)
+            places[name] = ours, {"room": room}
+        llama = stack.enter_context(llama_worker(args, threads))
+        if llama is not None:
+            files = llama_files(llama, args.model, args.llama, args.work)
+            for kind in args.llama:
+                name = f"llama.cpp {kind}"
+                llama.call("open", name=name, path=str(files[kind].absolute()), length=len(prompt) + room)
+                places[name] = llama, {}
+        prefills: dict[str, list[float]] = {name: [] for name in places}
+        steps: dict[str, list[float]] = {name: [] for name in places}
+        order = random.Random(0)
+        for _ in range(3):  # the last one's cache is what the steps go on with
+            for name in order.sample(list(places), len(places)):
+                worker, more = places[name]
+                prefills[name].append(worker.call("prefill", name=name, prompt=prompt, **more))
+        for _ in range(args.turns):
+            for name in order.sample(list(places), len(places)):
+                steps[name].append(statistics.median(places[name][0].call("turn", name=name, steps=args.steps)))
+    rows = []
+    for name, times in steps.items():
+        low, _, high = statistics.quantiles(times, n=4)
+        rate = len(prompt) / statistics.median(prefills[name])
+        rows.append((name, f"{statistics.median(times) * 1e3:.2f}", f"{low * 1e3:.2f}-{high * 1e3:.2f}", f"{rate:.0f}"))
+    return table(("weights", f"ms a step, {threads} threads", "quartiles", "prompt tokens a second"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--llama-python", type=Path)
+    parser.add_argument("--llama", nargs="+", default=["Q4_0", "Q4_1", "Q4_K_M", "Q8_0"], help="types of llama.cpp")
+    parser.add_argument("--part", nargs="+", default=["accuracy", "speed"], choices=("accuracy", "speed"))
+    parser.add_argument("--export", nargs="+", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--work", type=Path, default=Path(".cache/benchmarks"), help="where GGUF files are kept")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=6, help="steps that count in a turn")
+    args = parser.parse_args()
+    # the workers import this package too, and are started by the path of their files
+    root = str(HERE.parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    args.work.mkdir(parents=True, exist_ok=True)
+    exports = {name: Path(folder) for name, _, folder in (one.partition("=") for one in args.export)}
+    exports = exports or {name: exported(args.model, "--dtype", "int4", *how) for name, how in CANDIDATES.items()}
+    print(f"{machine()}; {args.model}")
+    if args.llama_python is None:
+        print("llama.cpp is left out: --llama-python names no interpreter")
+    if "accuracy" in args.part:
+        print(f"\n{accuracy(args, exports)}", flush=True)
+    if "speed" in args.part:
+        for threads in args.threads:
+            print(f"\n{speed(args, exports, threads)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

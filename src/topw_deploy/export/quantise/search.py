@@ -1,0 +1,107 @@
+"""The quantiser `search`: for each block the scale and zero point of least squared error, among a few and refined.
+
+For given codes q = code - zero point the best scale is sum(x q) / sum(q^2), and it leaves sum(x^2) - sum(x q)^2 /
+sum(q^2) of the block's squares: a candidate costs one rounding and two sums. Zero points are whole numbers from the
+start, unlike k_quant's, which are rounded after the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# Steps that the block's range is divided into, as a share of the codes'. Above 1 the largest weights are clipped.
+_RANGES = (0.93, 1.0, 1.07, 1.14, 1.24, 1.37)
+# Symmetric: steps from 0 to the largest weight, as a share of half the codes. Below 0 it takes the side with one more.
+_SIDES = (-0.85, -0.925, -1.0, -1.075, -1.175, 0.875, 0.95, 1.05)
+_CHUNK = 1 << 15  # weights at a time, which stay in a core's cache
+_REFINEMENTS = 1  # rounds of: codes to the best scale, scale to those codes
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of n weights in rows: codes uint8 [n, blocks * block_size], one to a byte; scales [n, blocks]; zero points uint8
+    [n, blocks]. A weight is (code - zero point) * scale."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zero_points: np.ndarray
+
+
+def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dtype: np.dtype[Any]) -> Found:
+    """Quantise rows [n, inputs], the last block filled up with zeros. `dtype` is that of the scales.
+
+    symmetric: every zero point is 2 ** (bits - 1), and scales may be negative.
+    """
+    wide = np.pad(rows.astype(np.float32, copy=False), ((0, 0), (0, -rows.shape[1] % block_size)))
+    blocks = wide.reshape(-1, block_size)
+    codes, scales = np.empty(blocks.shape, np.uint8), np.empty(len(blocks), dtype)
+    zeros = np.empty(len(blocks), np.uint8)
+    step = max(1, _CHUNK // block_size)
+    for start in range(0, len(blocks), step):
+        part = slice(start, start + step)
+        codes[part], scales[part], zeros[part] = _search(blocks[part], bits, symmetric, dtype)
+    return Found(codes.reshape(wide.shape), scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1))
+
+
+def _search(
+    blocks: np.ndarray, bits: int, symmetric: bool, dtype: np.dtype[Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """blocks float32 [n, block_size] -> their codes, scales [n] and zero points [n]."""
+    rounded = np.empty_like(blocks)
+    best = np.zeros(len(blocks), np.float32)  # of the squares of a block, those that the codes hold
+    inverses, zeros = np.ones(len(blocks), np.float32), np.full(len(blocks), 1 << (bits - 1), np.float32)
+    candidates = _symmetric(blocks, bits) if symmetric else _asymmetric(blocks, bits)
+    for inverse, zero in candidates:
+        products, squares = _round(blocks, inverse, zero, bits, rounded)
+        held = np.divide(products * products, squares, out=np.zeros_like(best), where=squares > 0)
+        better = held > best
+        best[better], zeros[better] = held[better], zero[better]
+        inverses[better] = squares[better] / products[better]
+    for _ in range(_REFINEMENTS):
+        products, squares = _round(blocks, inverses, zeros, bits, rounded)
+        np.divide(squares, products, out=inverses, where=products != 0)
+    # Codes belong to the scale as it is stored, which may be float16.
+    scales = np.where(best > 0, 1 / inverses, 0).astype(dtype)
+    exact = scales.astype(np.float32)
+    stored = np.divide(1, exact, out=np.zeros_like(exact), where=np.abs(exact) >= np.finfo(np.float32).tiny)
+    _round(blocks, stored, zeros, bits, rounded)
+    return (rounded + zeros[:, None]).astype(np.uint8), scales, zeros.astype(np.uint8)
+
+
+def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(inverse scale, zero point) of every block, candidate by candidate: the range in its steps, centred on the codes
+    by either whole number."""
+    most = (1 << bits) - 1
+    high, low = np.maximum(blocks.max(axis=1), 0), np.minimum(blocks.min(axis=1), 0)
+    span, middle = high - low, (high + low) / 2
+    for share in _RANGES:
+        inverse = np.divide(share * most, span, out=np.ones_like(span), where=span > 0)
+        below = np.floor(most / 2 - middle * inverse)
+        yield inverse, np.clip(below, 0, most)
+        yield inverse, np.clip(below + 1, 0, most)
+
+
+def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The same with the middle code for zero point; the sign of the scale says which side has one code more."""
+    half = 1 << (bits - 1)
+    high, low = blocks.max(axis=1), blocks.min(axis=1)
+    largest = np.where(high > -low, high, low)
+    zeros = np.full(len(blocks), half, np.float32)
+    for share in _SIDES:
+        yield np.divide(share * half, largest, out=np.ones_like(largest), where=largest != 0), zeros
+
+
+def _round(
+    blocks: np.ndarray, inverses: np.ndarray, zeros: np.ndarray, bits: int, rounded: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Write the codes less their zero points into `rounded`; of each block, sums of its weights times these and of
+    their squares."""
+    np.multiply(blocks, inverses[:, None], out=rounded)
+    np.rint(rounded, out=rounded)
+    np.maximum(rounded, -zeros[:, None], out=rounded)
+    np.minimum(rounded, ((1 << bits) - 1) - zeros[:, None], out=rounded)
+    return np.einsum("ij,ij->i", blocks, rounded), np.einsum("ij,ij->i", rounded, rounded)

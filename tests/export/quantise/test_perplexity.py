@@ -1,0 +1,166 @@
+"""The cost of quantisation in perplexity has a bound that weights rounded badly exceed, and good ones do not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from topw_deploy.demo import demo_model_path
+from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.verification import evaluation_text as texts
+from topw_deploy.export.verification.evaluation_text import evaluation_text, tokens_for
+from topw_deploy.export.verification.probe import LogitsProbe
+from topw_deploy.export.verification.quantised_checks import (
+    PERPLEXITY_BOUNDS,
+    UNTRAINED_BOUND,
+    Loss,
+    Text,
+    perplexity_check,
+    quantised_checks,
+)
+from topw_deploy.export.verification.reference import TorchReference
+from topw_deploy.export.verification.sampler_checks import graph_geometry
+from topw_deploy.manifest import Check, load_manifest
+
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """options -> the demo's int4 export with them."""
+    made: dict[str, Path] = {}
+
+    def folder(**options: Any) -> Path:
+        name = "-".join(map(str, options.values())) or "as-it-comes"
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("demo") / name
+            export_model(ExportRequest(model="demo", output=made[name], dtype="int4", verify=False, **options))
+        return made[name]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference() -> TorchReference:
+    return TorchReference(demo_model_path(), "float32", None, False)
+
+
+def changed(folder: Path, target: Path, part: str, ending: str, change: Change) -> Path:
+    """A copy of the export, `change` made to the initializers whose names have `part` and `ending`."""
+    shutil.copytree(folder, target)
+    model = ir.load(target / "model.onnx")
+    found = [v for n, v in model.graph.initializers.items() if n is not None and part in n and n.endswith(ending)]
+    assert found
+    for value in found:
+        assert value.const_value is not None
+        value.const_value = ir.tensor(change(value.const_value.numpy()), name=value.name)
+    ir.save(model, target / "model.onnx")
+    return target
+
+
+def cost(folder: Path, reference: TorchReference, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """The check of its perplexity on 1,024 tokens."""
+    monkeypatch.setattr(texts, "_MOST", 1024)
+    manifest = load_manifest(folder)
+    assert manifest.decoder is not None
+    text = evaluation_text(folder, manifest, reference.parameters)
+    assert text is not None
+    geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
+    probe = LogitsProbe(folder, manifest.decoder)
+    return next(quantised_checks(probe, reference, text, manifest, (geometry, geometry)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 32, "table_bits": 4, "symmetric": True, "quantisation_algorithm": "default"},
+        {"block_size": 256, "table_bits": 4, "symmetric": True, "quantisation_algorithm": "default"},
+    ],
+)
+def test_every_choice_of_options_stays_well_under_the_bound(
+    options: dict[str, Any],
+    exported: Callable[..., Path],
+    reference: TorchReference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = cost(exported(**options), reference, monkeypatch)
+    assert check.passed
+    assert check.bound == PERPLEXITY_BOUNDS["int4"]
+    assert check.difference < check.bound / 2
+
+
+def swapped(codes: np.ndarray) -> np.ndarray:
+    return (codes << 4) | (codes >> 4)
+
+
+@pytest.mark.parametrize(
+    ("part", "ending", "change"),
+    [
+        ("model.layers.1.", "_scales", lambda scales: scales * np.float32(1.2)),
+        ("model.layers.1.self_attn.o_proj", "_Q4", swapped),
+        ("model.layers.1.", "_Q4", lambda codes: codes[::-1].copy()),
+    ],
+    ids=["scales a fifth too large in a layer", "the codes of a byte swapped in a matrix", "rows reversed in a layer"],
+)
+def test_an_export_that_is_rounded_badly_is_refused(
+    part: str,
+    ending: str,
+    change: Change,
+    exported: Callable[..., Path],
+    reference: TorchReference,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    folder = changed(exported(), tmp_path / "wrong", part, ending, change)
+    assert not cost(folder, reference, monkeypatch).passed
+
+
+def judged(folder: Path, loss: Loss) -> Check:
+    return perplexity_check(loss, load_manifest(folder), Text(np.zeros((4, 256), np.int64), 1, "text"))
+
+
+def test_an_excess_within_chance_is_not_held_against_an_export(exported: Callable[..., Path]) -> None:
+    bound = PERPLEXITY_BOUNDS["int4"]
+    assert judged(exported(), Loss(3.0, 3.0 + bound + 0.01, error=0.01)).passed
+    assert not judged(exported(), Loss(3.0, 3.0 + bound + 0.01, error=0.004)).passed
+    assert "standard error 0.004" in judged(exported(), Loss(3.0, 3.1, error=0.004)).detail
+    assert "1020 tokens" in judged(exported(), Loss(3.0, 3.1, error=0.004)).detail
+
+
+def test_a_model_that_only_guesses_has_the_wider_bound(exported: Callable[..., Path]) -> None:
+    guessing = float(np.log(load_manifest(exported()).sampler.vocab_size))
+    assert judged(exported(), Loss(guessing + 0.1, guessing + 0.6, error=0.01)).bound == UNTRAINED_BOUND
+    assert not judged(exported(), Loss(guessing + 0.1, guessing + 1.2, error=0.01)).passed
+
+
+def test_the_standard_error_is_that_of_a_mean_of_rows() -> None:
+    exact, quantised = np.zeros((3, 2)), np.array([[0.0, 0.2], [0.2, 0.2], [0.4, 0.2]])
+    loss = Loss.of(exact, quantised)  # rows differ by 0.1, 0.2, 0.3
+    assert (loss.difference, loss.error) == pytest.approx((0.2, 0.1 / np.sqrt(3)))
+
+
+def test_a_large_model_is_measured_on_fewer_tokens() -> None:
+    assert tokens_for(4_000_000) == 8192
+    assert 1024 < tokens_for(600_000_000) < 8192
+    assert tokens_for(3_000_000_000) == 1024
+
+
+def test_every_row_begins_as_the_tokenizer_begins_a_text(exported: Callable[..., Path]) -> None:
+    manifest = load_manifest(exported())
+    text = evaluation_text(exported(), manifest, 4_000_000)
+    assert text is not None
+    assert text.rows.shape == (32, 256)
+    assert text.prefix == 1
+    assert (text.rows[:, 0] == 0).all()
+    other = evaluation_text(exported(), replace(manifest, source={"id": "another"}), 4_000_000)
+    assert other is not None
+    assert other.rows.shape == (32, 256)  # the page alone has 600 tokens
+    assert "manual" in other.name
