@@ -6,10 +6,14 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,32 +25,49 @@
 
 namespace topw {
 
-// The JSON object `text` with null for what its own keys `names` hold. Nothing else is read: a vocabulary is large.
-class WithoutKeys {
+// The values of a JSON object's own keys, found without reading them: a vocabulary is large.
+class OwnValues {
  public:
-  WithoutKeys(std::string_view text, std::string_view first, std::string_view second)
-      : text_(text), first_(first), second_(second) {}
+  explicit OwnValues(std::string_view text) : text_(text) {}
 
-  std::string write() {
-    std::size_t copied = 0;
+  // The object with null for what the keys `first` and `second` hold.
+  std::string without(std::string_view first, std::string_view second) {
     std::string result;
+    std::size_t copied = 0;
+    visit([&](std::string_view key, std::size_t start, std::size_t end) {
+      if (key != first && key != second) return;
+      result.append(text_.substr(copied, start - copied)).append("null");
+      copied = end;
+    });
+    return result.append(text_.substr(copied));
+  }
+  // The text of what `key` holds, "null" where it is not there.
+  std::string at(std::string_view wanted) {
+    std::string found = "null";
+    visit([&](std::string_view key, std::size_t start, std::size_t end) {
+      if (key == wanted) found = text_.substr(start, end - start);
+    });
+    return found;
+  }
+
+ private:
+  template <typename See>
+  void visit(See see) {  // see(key, start, end) of each value
+    at_ = 0;
     for (int depth = 0; at_ < text_.size();) {
       const char c = text_[at_];
       if (c == '"') {
         const std::string_view key = skip_text();
-        if (depth != 1 || (key != first_ && key != second_) || !skip_colon()) continue;
-        result.append(text_.substr(copied, at_ - copied)).append("null");
+        if (depth != 1 || !skip_colon()) continue;
+        const std::size_t start = at_;
         skip_value();
-        copied = at_;
+        see(key, start, at_);
         continue;
       }
       depth += (c == '{' || c == '[') - (c == '}' || c == ']');
       ++at_;
     }
-    return result.append(text_.substr(copied));
   }
-
- private:
   std::string_view skip_text() {  // and give what is between the quotes
     const std::size_t start = ++at_;
     while (at_ < text_.size() && text_[at_] != '"') at_ += text_[at_] == '\\' ? 2 : 1;
@@ -73,9 +94,49 @@ class WithoutKeys {
     }
   }
 
-  const std::string_view text_, first_, second_;
+  const std::string_view text_;
   std::size_t at_ = 0;
 };
+
+// Whether some "type" in a part of a tokenizer is `wanted`.
+inline bool has_type(const Json &part, std::string_view wanted) {
+  const Json *type = part.find("type");
+  if (type && type->kind == Json::Text && type->text == wanted) return true;
+  return std::any_of(part.items.begin(), part.items.end(), [&](const Json &item) { return has_type(item, wanted); });
+}
+
+// The code points of UTF-8 `text`.
+inline std::vector<char32_t> code_points(std::string_view text) {
+  std::vector<char32_t> found;
+  for (const char c : text)
+    if (is_continuation(c) && !found.empty()) {
+      found.back() = found.back() << 6 | (static_cast<unsigned char>(c) & 0x3FU);
+    } else {
+      const unsigned first = static_cast<unsigned char>(c);
+      found.push_back(first < 0x80 ? first : first < 0xE0 ? first & 0x1FU : first < 0xF0 ? first & 0x0FU : first & 7U);
+    }
+  return found;
+}
+
+// The bytes of a byte-level token, whose characters stand for one byte each (GPT-2's table: a byte that can be printed
+// stands for itself, the others for U+0100 and on); of any other text its own.
+inline std::string byte_level_bytes(const std::string &token) {
+  static const std::map<char32_t, char> bytes = [] {
+    std::map<char32_t, char> table;
+    for (unsigned byte = 0, other = 256; byte < 256; ++byte) {
+      const bool printable = (byte >= 0x21 && byte < 0x7F) || (byte >= 0xA1 && byte != 0xAD);
+      table[printable ? byte : other++] = static_cast<char>(byte);
+    }
+    return table;
+  }();
+  std::string spelled;
+  for (const char32_t character : code_points(token)) {
+    const auto found = bytes.find(character);
+    if (found == bytes.end()) return token;
+    spelled += found->second;
+  }
+  return spelled;
+}
 
 class Tokenizer {
  public:
@@ -88,13 +149,21 @@ class Tokenizer {
     find(decode_, "tokenizers_decode");
     find(decoded_, "tokenizers_get_decode_str");
     find(id_of_, "tokenizers_token_to_id");
+    find(token_of_, "tokenizers_id_to_token");
     find(free_, "tokenizers_free");
     if (!folder.has("tokenizer.json"))
       throw Failure(folder.path.string() + " has no tokenizer.json; export the model again from a folder with one.");
     // Settings for training batches: left in, they would silently cut or pad a prompt.
-    const std::string json = WithoutKeys(read_file(folder.path / "tokenizer.json"), "truncation", "padding").write();
+    const std::string whole = read_file(folder.path / "tokenizer.json");
+    const std::string json = OwnValues(whole).without("truncation", "padding");
     handle_ = {create_(json.data(), json.size()), free_};
     if (!handle_) throw Failure((folder.path / "tokenizer.json").string() + " cannot be read; export the model again.");
+    const Json decoder = JsonReader(OwnValues(whole).at("decoder"), "tokenizer.json").read();
+    byte_level_ = has_type(decoder, "ByteLevel");
+    byte_fallback_ = has_type(decoder, "ByteFallback");
+    for (const Json &token : JsonReader(OwnValues(whole).at("added_tokens"), "tokenizer.json").read().items)
+      if (const Json *special = token.find("special"), *id = token.find("id"); special && id && special->truth)
+        special_.insert(std::int64_t(id->number));
   }
 
   Tokens encode(const std::string &text, bool add_special_tokens) const {
@@ -114,6 +183,20 @@ class Tokenizer {
     std::size_t size = 0;
     decoded_(handle_.get(), &text, &size);  // the library's own memory, until it decodes again
     return std::string(text, size);
+  }
+
+  // The bytes that the decoder takes from a token, see BytesOf.
+  std::optional<std::string> bytes_of(std::int64_t id, bool skip_special_tokens) const {
+    if (skip_special_tokens && special_.count(id)) return "";
+    const char *data = nullptr;
+    std::size_t size = 0;
+    token_of_(handle_.get(), std::uint32_t(id), &data, &size);  // the library's own memory; nothing for unknown ids
+    const std::string token(data, size);
+    if (token.empty() || byte_level_) return byte_level_bytes(token);
+    const bool byte = byte_fallback_ && size == 6 && token.compare(0, 3, "<0x") == 0 && token.back() == '>' &&
+                      std::isxdigit(token[3]) && std::isxdigit(token[4]);
+    if (!byte) return std::nullopt;
+    return std::string(1, static_cast<char>(std::strtoul(token.substr(3, 2).c_str(), nullptr, 16)));
   }
 
   // The id of the special token that the tokenizer's configuration names for `role`: "bos_token" or "eos_token".
@@ -152,7 +235,10 @@ class Tokenizer {
   void (*decode_)(void *, const std::uint32_t *ids, std::size_t count, int skip_special_tokens) = nullptr;
   void (*decoded_)(void *, const char **text, std::size_t *size) = nullptr;
   void (*id_of_)(void *, const char *token, std::size_t size, std::int32_t *id) = nullptr;
+  void (*token_of_)(void *, std::uint32_t id, const char **token, std::size_t *size) = nullptr;
   void (*free_)(void *) = nullptr;
+  bool byte_level_ = false, byte_fallback_ = false;
+  std::set<std::int64_t> special_;
   std::unique_ptr<void, void (*)(void *)> handle_{nullptr, nullptr};
 };
 

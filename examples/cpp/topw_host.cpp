@@ -76,7 +76,8 @@ std::vector<Row> open_rows(const std::vector<RowRequest> &requests, const Tokeni
     std::optional<RowText> text;
     if (tokenizer) {
       const Decode decode = [=](const Tokens &ids) { return tokenizer->decode(ids, skip_special); };
-      text.emplace(IncrementalDecoder(decode, request.prompt), request.stop_strings, request.min_new_tokens);
+      const BytesOf bytes_of = [=](std::int64_t id) { return tokenizer->bytes_of(id, skip_special); };
+      text.emplace(IncrementalDecoder(decode, bytes_of, request.prompt), request.stop_strings, request.min_new_tokens);
     }
     rows.emplace_back(request, std::move(text));
   }

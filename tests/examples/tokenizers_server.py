@@ -19,6 +19,8 @@ def answer(tokenizer: Tokenizer, which: bytes, flag: int, data: bytes) -> bytes:
     if which == b"d":
         ids = struct.unpack(f"={len(data) // 4}I", data)
         return tokenizer.decode(ids, skip_special_tokens=bool(flag)).encode()
+    if which == b"i":
+        return (tokenizer.id_to_token(*struct.unpack("=I", data)) or "").encode()
     token = tokenizer.token_to_id(data.decode())
     return struct.pack("=i", -1 if token is None else token)
 

@@ -128,6 +128,12 @@ void tokenizers_token_to_id(void *handle, const char *token, size_t len, int32_t
   std::memcpy(id, answer.data(), sizeof *id);
 }
 
+void tokenizers_id_to_token(void *handle, uint32_t id, const char **data, size_t *len) {
+  server(handle).token = server(handle).must('i', 0, &id, sizeof id);
+  *data = server(handle).token.data();
+  *len = server(handle).token.size();
+}
+
 void tokenizers_free(void *handle) { delete static_cast<Server *>(handle); }
 
 }  // extern "C"
