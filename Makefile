@@ -46,16 +46,16 @@ host: $(HOST)/ready.stamp  ## the Python and the packages of a GPU host, in whic
 python310: $(OLDEST)/ready.stamp  ## Python 3.10 with onnxruntime 1.23, as on JetPack 6, for `make test`
 
 fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, against the reference (about an hour)
-	$(BIN)/python -m benchmarks.fuzz_sampler --rows 250000
-	$(BIN)/python -m benchmarks.fuzz_tail --rows 100000
+	$(BIN)/python -m fuzz.sampler --rows 250000
+	$(BIN)/python -m fuzz.tail --rows 100000
 
 fuzz-native: $(VENV)/dev.stamp  ## the native sampler under address and undefined-behaviour sanitizers, ten minutes
 	$(BIN)/python tests/plugins/native/fuzz.py --seconds 600
 
 fuzz-cuda: $(VENV)/dev.stamp  ## random rows through the CUDA kernels in emulation, against the reference
-	$(BIN)/python -m benchmarks.fuzz_cuda --rows 50000
+	$(BIN)/python -m fuzz.cuda --rows 50000
 
-bench: $(VENV)/dev.stamp    ## the figures of docs/benchmarks.md
+bench: $(VENV)/dev.stamp    ## the figures of docs/lab/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 gpu:             ## on a machine with an NVIDIA GPU, nvcc and torch: build, check, sanitize, capture, measure, run models

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.demo import demo_model_path
-from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor
 
 _CHILD = """
 import json, sys, time

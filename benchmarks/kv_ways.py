@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, share_weights, with_argmax
-from topw_deploy.export.decoder_onnx import load_decoder
+from topw_deploy.export.foreign.load import load_decoder
 from topw_deploy.manifest import DecoderInfo, load_manifest
 
 UNCOUNTED = 2  # steps at the beginning of a turn

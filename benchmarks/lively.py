@@ -3,9 +3,9 @@
     python -m benchmarks.lively [--part grid texts speed] [--seeds 3] [--rows 200] [--new-tokens 64] [--rounds 15]
 
 grid: crops of held-out rows over lam, beta, init_top_p, geom_scale and the temperature of the crop. Only the ratios of
-lam, beta and geom_scale matter (docs/theory.md, section 2), so lam is 1. Distances are stated in units of the typical
-one: geom_scale times sqrt(2 d). "passes over" is the share of rows in which a likelier token is left out for a less
-likely one, which no rule does that looks at probabilities alone.
+lam, beta and geom_scale matter (docs/contract/theory.md, section 2), so lam is 1. Distances are stated in units of the
+typical one: geom_scale times sqrt(2 d). "passes over" is the share of rows in which a likelier token is left out for a
+less likely one, which no rule does that looks at probabilities alone.
 texts: continuations of the prompts of examples/prompts.txt by Top-W and by other samplers, with their measures
 (benchmarks/lively_texts.py); each number is the mean over seeds, in brackets the smallest and the largest.
 speed: time per token with the native sampler, all settings in turn.

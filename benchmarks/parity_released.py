@@ -3,7 +3,8 @@
     python -m benchmarks.parity_released --processor PATH/TO/logit_processor_w1.py
 
 PATH is the file of github.com/arashgholami/top-w-decoding; nothing of it is part of this project. The tables it prints
-are those in docs/theory.md: synthetic rows, then logits and embeddings of a real model (the bundled one, or --model).
+are those in docs/contract/theory.md: synthetic rows, then logits and embeddings of a real model (the bundled one, or
+--model).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ outgrows a sliding window or scores are capped.
 Every graph runs in onnxruntime as its maker wrote it, fed by the loop below: `attention_mask` marks the columns that
 are tokens and `position_ids` count them, as transformers does it; caches of GroupQueryAttention are one buffer, bound
 as past and present. This project's export of the same checkpoint gets the same columns. The tables are those of
-docs/grafting.md.
+docs/guide/grafting.md.
 """
 
 from __future__ import annotations

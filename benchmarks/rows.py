@@ -132,7 +132,7 @@ def random_case(rng: np.random.Generator, vocab: int) -> Case:
 
 
 def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, pool_cut: bool = True) -> str | None:
-    """Which tie of docs/graph.md, section 4, allows the difference; None if none does.
+    """Which tie of docs/contract/graph.md, section 4, allows the difference; None if none does.
 
     pool_cut: whether equal logits across the pool's cut are an excuse, which implementations that order them by id
     themselves do not need.

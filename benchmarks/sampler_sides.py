@@ -1,4 +1,4 @@
-"""The implementations that `benchmarks.fuzz_sampler` compares with the reference, behind one face.
+"""The implementations that `fuzz.sampler` compares with the reference, behind one face.
 
 An adapter opens an implementation for one scenario and answers lists of rows. It is imported when asked for, and
 raises `Absent` with the reason where what it needs is not installed.
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.rows import Case
-from benchmarks.sampler_cases import Visit
+from tests.support.sampler_cases import Visit
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import as_float32, fast_crop
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
@@ -55,11 +55,11 @@ def open_fast(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
-    """`sampling.tensors.crop_rows`, the rows as one batch with parameters per row."""
+    """`sampling.torch.crop_rows`, the rows as one batch with parameters per row."""
     try:
         import torch
 
-        from topw_deploy.sampling.tensors import Stage, TensorGeometry, crop_rows
+        from topw_deploy.sampling.torch import Stage, TensorGeometry, crop_rows
     except ImportError as error:
         raise Absent(str(error)) from error
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""docs/edge.md: what it says runs on a CPU does, word for word and in its order."""
+"""docs/guide/edge.md: what it says runs on a CPU does, word for word and in its order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.plugins.cuda import tools
 
-PAGE = (Path(__file__).parents[1] / "docs" / "edge.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "edge.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"<!-- runs on a CPU(?P<needs>[^>]*) -->\n```sh\n(?P<commands>.*?)```", re.DOTALL)
 
 

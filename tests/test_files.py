@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from special_files import OTHERS, SPECIAL, no_hang
+from tests.support.special_files import OTHERS, SPECIAL, no_hang
 from topw_deploy import files
 from topw_deploy.files import NotRegularError, open_inside, open_regular, replacing, special_files
 

@@ -141,7 +141,7 @@ def test_no_text_installs_the_package_from_an_index() -> None:
     assert [name for name in names if (ROOT / name).is_file() and wrong.search((ROOT / name).read_text("utf-8"))] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/install.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/install.md"])
 def test_the_wheels_that_a_page_names_are_the_ones_that_make_wheels_writes(page: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     recipe = (ROOT / "Makefile").read_text()

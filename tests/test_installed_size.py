@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from benchmarks import installed_size
 
 ROOT = Path(__file__).parents[1]
@@ -49,10 +50,10 @@ def test_the_report_holds_what_the_runtime_needs_and_marks_what_tokenizers_bring
 
 
 def test_the_pages_agree_on_the_size() -> None:
-    page = (ROOT / "docs" / "install.md").read_text("utf-8")
+    page = (ROOT / "docs" / "guide" / "install.md").read_text("utf-8")
     table = re.findall(r"^\| [\w-]+ \| [\d.]+ \| ([\d.]+) \|", page, re.MULTILINE)
     total = f"{sum(map(float, table)):.0f} MB"
     assert f"takes {total} on disk" in page
     assert f"in {len(table)} packages" in page
-    for name in ("README.md", "docs/benchmarks.md"):
+    for name in ("README.md", "docs/lab/benchmarks.md"):
         assert total in (ROOT / name).read_text("utf-8")

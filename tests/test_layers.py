@@ -30,15 +30,15 @@ ALLOWED = {
     "manifest": {"errors", "files", "sampling"},
     "sampling": {"errors"},
     "plugins": {"errors", "install", "sampling"},
-    "engines": BASE | {"plugins"},
-    "runtime": BASE | {"install", "telemetry", "sizes", "plugins", "engines"},
+    "tensorrt": BASE | {"plugins"},
+    "runtime": BASE | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
     "processors": {"errors", "sampling"},
     "demo": {"errors"},
     "export": BASE | {"install", "sizes", "runtime", "demo"},
     "stats": BASE | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
     "bench": BASE | {"install", "printable", "reports", "plugins", "runtime", "export", "processors"},
     "cli": BASE
-    | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "engines", "runtime"}
+    | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "tensorrt", "runtime"}
     | {"export", "demo", "stats", "bench"},
     "__main__": {"cli"},
 }
@@ -50,12 +50,12 @@ THIRD_PARTY = {
     "manifest": set(),
     "sampling": {"numpy"},
     "plugins": {"numpy"},
-    "engines": {"numpy"},
+    "tensorrt": {"numpy"},
     "runtime": {"numpy", "onnxruntime", "tokenizers", "jinja2"},
     "processors": {"torch", "transformers"},
 }
 # Folders that need more than their part does, and that nothing imports unasked.
-THIRD_PARTY_WITHIN = {"sampling/tensors": {"numpy", "torch"}}
+THIRD_PARTY_WITHIN = {"sampling/torch": {"numpy", "torch"}}
 
 
 def part_of(path: Path) -> str:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from mutations import mutations
-from test_manifest import a_manifest
+from tests.support.mutations import mutations
+from tests.test_manifest import a_manifest
 from topw_deploy.cli.inspect import command
 from topw_deploy.errors import ManifestError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME, FileEntry, Manifest, describe_files

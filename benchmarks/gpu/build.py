@@ -49,7 +49,7 @@ def kernels(job: Job) -> Result:
 
 def emulated(job: Job) -> Result:
     """The same sources compiled for the CPU, which a rehearsal runs."""
-    from benchmarks.emulated import built
+    from tests.support.emulated import built
 
     started = time.perf_counter()
     made = built(job.folder("emulated"))

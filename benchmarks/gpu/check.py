@@ -10,7 +10,7 @@ from benchmarks.gpu.job import Job, Result, Step
 from benchmarks.gpu.sizes import sizes_of
 
 if TYPE_CHECKING:
-    from benchmarks.fuzz_sampler import Outcome
+    from fuzz.sampler import Outcome
 
 _CHUNK = 2_000  # random rows that are recorded together
 _SHOWN = 20  # unexplained differences that the record quotes
@@ -80,10 +80,10 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
 def random_rows(job: Job) -> Result:
     """Random and adversarial rows beside the reference, in chunks; it goes on from the chunks that are recorded."""
-    from benchmarks.fuzz_cuda import fuzz, new_outcome, unexplained_of
-    from benchmarks.fuzz_sampler import report
     from benchmarks.gpu.device import opened
-    from benchmarks.sampler_cases import nearest_distances
+    from fuzz.cuda import fuzz, new_outcome, unexplained_of
+    from fuzz.sampler import report
+    from tests.support.sampler_cases import nearest_distances
 
     kernel = opened(job)
     rows = min(job.rows, sizes_of(job).rows)

@@ -71,10 +71,10 @@ def _no_gpu_to_rehearse(job: Job) -> str:
 
 def build(folder: Path, name: str, job: Job) -> Result:
     """An engine for a batch of four, in a copy of the folder."""
-    from topw_deploy.engines.build import build_engine
-    from topw_deploy.engines.request import EngineRequest
     from topw_deploy.errors import TopWError
     from topw_deploy.plugins.tensorrt import tensorrt_module
+    from topw_deploy.tensorrt.build import build_engine
+    from topw_deploy.tensorrt.request import EngineRequest
 
     use_kernels(name, job)
     copy = copy_of(folder, name, job)

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.fuzz_cuda import as_bfloat16, from_bfloat16
-from benchmarks.fuzz_sampler import differences
 from benchmarks.gpu.agreement import UNCERTIFIED
 from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
 from benchmarks.gpu.tables import table_of
 from benchmarks.rows import explanation
 from benchmarks.sampler_sides import Answer
+from fuzz.cuda import as_bfloat16, from_bfloat16
+from fuzz.sampler import differences
 from topw_deploy.bench.sampler.problem import bell_logits, likely_logits
 from topw_deploy.errors import ProviderError
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples, KernelTable

@@ -1,4 +1,4 @@
-// The two forms of the key-value cache, with the inputs that go with each (docs/graph.md, section 8). B: the rows of
+// The two forms of the key-value cache, with the inputs that go with each (docs/contract/graph.md, section 8). B: the rows of
 // the batch. S: the tokens of the longest prompt.
 #ifndef TOPW_CACHE_H
 #define TOPW_CACHE_H

@@ -1,4 +1,4 @@
-// Penalties, biases and bans as the sparse logit edits that the graph takes (docs/graph.md, section 6): three inputs
+// Penalties, biases and bans as the sparse logit edits that the graph takes (docs/contract/graph.md, section 6): three inputs
 // [B, slots]. Every token that is edited in a row owns a slot of that row; a step writes what it changes.
 #ifndef TOPW_EDITS_H
 #define TOPW_EDITS_H

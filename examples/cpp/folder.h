@@ -1,4 +1,4 @@
-// The folder that topw-export wrote: its manifest says what the graph takes (docs/graph.md, sections 8 and 9), its
+// The folder that topw-export wrote: its manifest says what the graph takes (docs/contract/graph.md, sections 8 and 9), its
 // configuration files what the model's maker asks for.
 #ifndef TOPW_FOLDER_H
 #define TOPW_FOLDER_H

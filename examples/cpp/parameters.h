@@ -1,5 +1,5 @@
 // What a request, or the model's generation_config.json, may state: names, bounds, and how they are read from JSON. The
-// names are those of the Python runtime (docs/runtime.md).
+// names are those of the Python runtime (docs/guide/runtime.md).
 #ifndef TOPW_PARAMETERS_H
 #define TOPW_PARAMETERS_H
 

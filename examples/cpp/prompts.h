@@ -76,7 +76,7 @@ class PromptReader {
     for (const std::string &other : read_fields(request, given))
       if (other != "prompt")
         throw Failure(request.path + " states '" + other +
-                      "', which is not a parameter of a row; see docs/runtime.md.");
+                      "', which is not a parameter of a row; see docs/guide/runtime.md.");
     const Given all = merged(given, options_.given);
     if (all.stop_strings && !tokenizer_)
       throw Failure(request.path + " has stop strings, which need a tokenizer; name its library with " +

@@ -1,4 +1,4 @@
-// The random numbers (docs/random.md): a function of (seed, position, sample), whatever was drawn before.
+// The random numbers (docs/contract/random.md): a function of (seed, position, sample), whatever was drawn before.
 #ifndef TOPW_RANDOM_H
 #define TOPW_RANDOM_H
 
@@ -35,7 +35,7 @@ inline std::uint64_t fresh_seed() {  // below 2^53: JSON readers that hold numbe
   return (std::uint64_t{device()} << 32 | device()) >> 11;
 }
 
-// The table of docs/random.md: seed, position, sample, word, u * 2^24.
+// The table of docs/contract/random.md: seed, position, sample, word, u * 2^24.
 inline int self_test() {
   constexpr std::uint64_t kMax = ~std::uint64_t{0}, kHalf = std::uint64_t{1} << 63;
   static const std::array<std::array<std::uint64_t, 5>, 11> kVectors{{
@@ -55,7 +55,7 @@ inline int self_test() {
   for (const auto &[seed, position, sample, word, top] : kVectors)
     right += philox(seed, position, sample) == word &&
              double(uniform_for(seed, position, sample)) * 16777216 == double(top);
-  std::printf("self-test: %zu of %zu random numbers are those of docs/random.md\n", right, kVectors.size());
+  std::printf("self-test: %zu of %zu random numbers are those of docs/contract/random.md\n", right, kVectors.size());
   return right == kVectors.size() ? 0 : 1;
 }
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
+
 from benchmarks import bursts
 from benchmarks.either import CHOICE, write_either
-
+from tests.support.toy_graph import FORMS, HEAD_DIMS
+from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.bench.process import Worker
 from topw_deploy.sampling import TopWParameters
-from toy_graph import FORMS, HEAD_DIMS
-from toy_model import VOCAB, Toy, export
 
 PROMPT = [5, 9, 40, 7]
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.toy_model import Toy, export
 from topw_deploy.bench.report import comparison, duration, significant
 from topw_deploy.cli.main import topw
 from topw_deploy.errors import ParameterError
-from toy_model import Toy, export
 
 Invoke = Callable[..., Result]
 SMALL = ("--vocab", 300, "--hidden", 4, "--rounds", 2, "--peers", "numpy,max")

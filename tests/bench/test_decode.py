@@ -11,6 +11,8 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from tests.support.toy_graph import FORMS
+from tests.support.toy_model import Toy, export
 from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, with_argmax
 from topw_deploy.bench.decode.catalogue import choose
 from topw_deploy.bench.decode.run import run
@@ -20,8 +22,6 @@ from topw_deploy.bench.workers.decode_topw import start
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
 from topw_deploy.manifest import load_manifest
 from topw_deploy.plugins.shared_library import library_path
-from toy_graph import FORMS
-from toy_model import Toy, export
 
 PROMPT = [5, 9, 40, 7]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.bench.decode.run import run
 from topw_deploy.bench.decode.settings import DecodeSettings
 from topw_deploy.bench.process import Worker
 from topw_deploy.errors import BenchmarkError
-from toy_model import VOCAB, Toy, export
 
 GENAI = '''
 import json

@@ -30,7 +30,7 @@ from topw_deploy.bench.sampler.settings import SamplerSettings
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import METRICS, Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.sampling.fast import FastCrop, fast_crop
+from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
 
 NATIVE = ("native", "native-op") if library_path() is not None else ()
 OURS = (*NATIVE, "graph", "graph-ort", "numpy", "torch")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.cli.main import topw
-from toy_model import EOS, Toy, byte_ids, export
 
 ANSWER = "hello 😀 world."
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}>"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toy_model import Toy, export, export_sampler
+from tests.support.toy_model import Toy, export, export_sampler
 
 
 @pytest.fixture(scope="module")

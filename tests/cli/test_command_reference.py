@@ -1,4 +1,4 @@
-"""docs/commands.md says what the commands themselves say."""
+"""docs/guide/commands.md says what the commands themselves say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "commands.py"
+SCRIPT = Path(__file__).parents[2] / "docs" / "guide" / "commands.py"
 
 
 def test_the_page_of_commands_is_the_commands_own_help(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,4 +17,4 @@ def test_the_page_of_commands_is_the_commands_own_help(monkeypatch: pytest.Monke
     assert spec.loader is not None
     commands = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(commands)
-    assert commands.PAGE.read_text(encoding="utf-8") == commands.page(), "run: python docs/commands.py"
+    assert commands.PAGE.read_text(encoding="utf-8") == commands.page(), "run: python docs/guide/commands.py"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError
-from toy_model import Toy, export
 
 TOPW = "from topw_deploy.cli.main import main; main()"
 EXPORT = "from topw_deploy.cli.main import export_main; export_main()"

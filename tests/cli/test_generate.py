@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.toy_model import byte_ids
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
-from toy_model import byte_ids
 
 from .conftest import ANSWER, Invoke
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.toy_model import Toy, export
 from topw_deploy import install
-from toy_model import Toy, export
 
 from .conftest import ANSWER
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import topw_deploy.cli
+from tests.support.toy_model import EOS, Toy, byte_ids, export
 from topw_deploy.cli import terminal
 from topw_deploy.manifest import load_manifest, save_manifest
 from topw_deploy.printable import printable
-from toy_model import EOS, Toy, byte_ids, export
 
 from .conftest import Invoke
 

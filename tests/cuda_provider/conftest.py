@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.emulated import CUDA_SOURCES, compiled
-from tests.plugins.cuda import tools
 
+from tests.plugins.cuda import tools
+from tests.support.emulated import CUDA_SOURCES, compiled
 from topw_deploy.plugins import build, cuda_build
 
 from .make_stand_in import make

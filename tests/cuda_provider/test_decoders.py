@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.export.tiny_models import export, write_checkpoint
+
+from tests.support.tiny_models import export, write_checkpoint
 
 from .conftest import Generate
 

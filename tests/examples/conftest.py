@@ -4,10 +4,10 @@ from pathlib import Path
 
 import onnxruntime as ort
 import pytest
-from cpp_host import FORMS, HERE, Host, compiled, host_of, library_of
 
+from tests.examples.cpp_host import FORMS, HERE, Host, compiled, host_of, library_of
+from tests.support.toy_model import Toy, export
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,11 @@ import numpy as np
 import onnx
 import pytest
 
+from tests.support.toy_model import _specs, byte_ids
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
 from topw_deploy.plugins import build, shared_library
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import GenerationResult, TopWModel
-from toy_model import _specs, byte_ids
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

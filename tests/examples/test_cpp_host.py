@@ -10,12 +10,12 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from cpp_host import FORMS, Host, compare, fails, ids_of, native_library, options_of, rewritten
 from onnx import TensorProto, helper
 
+from tests.examples.cpp_host import FORMS, Host, compare, fails, ids_of, native_library, options_of, rewritten
+from tests.support.toy_model import EOS, Toy, export
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
-from toy_model import EOS, Toy, export
 
 
 @pytest.mark.parametrize("sampler", ["graph", "native"])

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpp_host import (
+
+from tests.examples.cpp_host import (
     FORMS,
     ROOT,
     SOURCES,
@@ -26,11 +27,10 @@ from cpp_host import (
     lines_of,
     native_library,
 )
-from test_cpp_host_requests import random_request
-
+from tests.examples.test_cpp_host_requests import random_request
+from tests.support.toy_model import VOCAB
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
-from toy_model import VOCAB
 
 OLDEST = "1.23.2"  # the oldest onnxruntime that the package asks for
 
@@ -41,14 +41,17 @@ def find_cmake() -> str | None:
 
 
 def test_its_random_numbers_are_those_that_are_published(host: Host) -> None:
-    page = (ROOT / "docs" / "random.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "contract" / "random.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ \| \d+ \| \d+ \| (0x[0-9a-f]{16}) \| (\d+) \|", page, re.MULTILINE)
     source = (SOURCES / "random.h").read_text(encoding="utf-8")
     assert len(rows) == 11
     for word, top in rows:
         assert f"{word}, {top}}}" in source
     done = host("--self-test")
-    assert (done.returncode, done.stdout) == (0, "self-test: 11 of 11 random numbers are those of docs/random.md\n")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "self-test: 11 of 11 random numbers are those of docs/contract/random.md\n",
+    )
 
 
 def test_the_oldest_onnxruntime_answers_by_the_same_declarations(

@@ -10,10 +10,10 @@ from typing import Any
 
 import onnxruntime as ort
 import pytest
-from cpp_host import Host, fails, host_of, ids_of
 
+from tests.examples.cpp_host import Host, fails, host_of, ids_of
+from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
-from toy_model import VOCAB, Toy, export_sampler
 
 NOT_JSON = (
     "", "{", "[1, 2", '{"a": 1,}', '{"a" 1}', '{"a": 01}', '{"a": 1.}', '{"a": NaN}', '{"a": .5}', "{'a': 1}",

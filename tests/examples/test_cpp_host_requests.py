@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpp_host import FORMS, Host, answers_of, fails, ids_of, lines_of, native_library, rewritten, same
 
+from tests.examples.cpp_host import FORMS, Host, answers_of, fails, ids_of, lines_of, native_library, rewritten, same
+from tests.support.toy_model import EOS, VOCAB, Toy, export
 from topw_deploy.runtime import TopWModel
-from toy_model import EOS, VOCAB, Toy, export
 
 EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias",
          "suppress_tokens", "bad_words_ids", "min_new_tokens")  # fmt: skip

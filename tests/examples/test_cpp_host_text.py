@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpp_host import Host, answers_of, fails, ids_of, lines_of, rewritten, same
-from test_cpp_host_requests import expected, random_request
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.examples.cpp_host import Host, answers_of, fails, ids_of, lines_of, rewritten, same
+from tests.examples.test_cpp_host_requests import expected, random_request
+from tests.support.toy_model import BOS, EOS, SPECIAL, VOCAB, Toy, byte_ids, byte_tokenizer, export
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
-from toy_model import BOS, EOS, SPECIAL, VOCAB, Toy, byte_ids, byte_tokenizer, export
 
 TEXTS = ("a", "Größe", "日本語のテキスト", "😀 and 🏳️‍🌈", "  spaces\n\nand lines\t", "</s>", "x" * 50)
 

@@ -10,8 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_models import write_checkpoint, write_decoder
-
+from tests.support.tiny_models import write_checkpoint, write_decoder
 from topw_deploy.export import ExportRequest, export_model
 
 

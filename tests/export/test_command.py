@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from tiny_models import VOCAB
 
+from tests.support.tiny_models import VOCAB
 from topw_deploy.cli import main
 from topw_deploy.cli.verify import command as verify_command
 from topw_deploy.manifest import load_manifest

@@ -12,11 +12,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from tiny_models import FAMILIES, WINDOW, make_model
 
-from topw_deploy.export.last_token import last_logits
+from tests.support.tiny_models import FAMILIES, WINDOW, make_model
+from topw_deploy.export.graft.last_token import last_logits
 from topw_deploy.export.lowering import Lowered, lower
-from topw_deploy.export.trace import TracedDecoder, marker_nodes, trace
+from topw_deploy.export.trace.trace import TracedDecoder, marker_nodes, trace
 from topw_deploy.export.verification import worker
 from topw_deploy.export.verification.cache_drivers import CacheDriver, cache_driver
 from topw_deploy.manifest import Check, DecoderInfo, load_manifest

@@ -10,12 +10,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from tiny_models import make_model
 from transformers import PreTrainedModel
 
-from topw_deploy.export.last_token import last_logits
+from tests.support.tiny_models import make_model
+from topw_deploy.export.graft.last_token import last_logits
 from topw_deploy.export.lowering import lower
-from topw_deploy.export.trace import TracedDecoder, trace
+from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.export.verification.cache_drivers import cache_driver
 from topw_deploy.manifest import DecoderInfo
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
-from tiny_models import VOCAB, export, make_model, write_decoder, write_tokenizer
 
+from tests.support.tiny_models import VOCAB, export, make_model, write_decoder, write_tokenizer
 from topw_deploy.errors import (
     ParameterError,
     TokenizerError,
@@ -243,7 +243,7 @@ def test_the_tokenizer_may_come_from_elsewhere(
 
 
 def test_grouped_query_attention_means_no_left_padding(tmp_path: Path) -> None:
-    from topw_deploy.export.decoder_onnx import load_decoder
+    from topw_deploy.export.foreign.load import load_decoder
 
     def pretend(model: ir.Model) -> None:
         model.opset_imports["com.microsoft"] = 1

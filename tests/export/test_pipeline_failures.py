@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from tiny_models import export, make_model, write_tokenizer
 
+from tests.support.tiny_models import export, make_model, write_tokenizer
 from topw_deploy.errors import (
     ExportError,
     ManifestError,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 import pytest
-from tiny_models import VOCAB, export, write_checkpoint, write_decoder, write_tokenizer
 from transformers import BertConfig, DogeConfig, FalconConfig, LlamaConfig, MambaConfig, T5Config
 
+from tests.support.tiny_models import VOCAB, export, write_checkpoint, write_decoder, write_tokenizer
 from topw_deploy.errors import (
     ExportError,
     ParameterError,

@@ -12,16 +12,18 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from tiny_models import write_checkpoint
 from transformers import LlamaConfig
 
+from tests.support.tiny_models import write_checkpoint
 from topw_deploy.errors import ExportError, ParameterError
-from topw_deploy.export import ExportReport, ExportRequest, depth, export_model, weights
-from topw_deploy.export.data_files import file_sizes, lay_out
-from topw_deploy.export.folder import SPARE
+from topw_deploy.export import ExportReport, ExportRequest, export_model
 from topw_deploy.export.memory import StageMemory, peak_bytes, resident_bytes
 from topw_deploy.export.plan import Plan
 from topw_deploy.export.request import parse_size
+from topw_deploy.export.verification import first_layers as depth
+from topw_deploy.export.write import weights
+from topw_deploy.export.write.data_files import file_sizes, lay_out
+from topw_deploy.export.write.staging import SPARE
 from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
 
 SHARD = 40_000

@@ -14,8 +14,8 @@ import pytest
 
 from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
 from topw_deploy.export import sampler_only
-from topw_deploy.export.embedding_table import embeddings_of_file, embeddings_of_folder
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.source.embedding_table import embeddings_of_file, embeddings_of_folder
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.manifest import check_hashes, load_manifest
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
@@ -76,7 +76,7 @@ def test_a_table_may_have_more_rows_than_the_vocabulary(npy: Path, tmp_path: Pat
 
 
 def test_a_large_table_lies_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npy: Path) -> None:
-    monkeypatch.setattr("topw_deploy.export.weights.EXTERNAL_ABOVE", 1000)
+    monkeypatch.setattr("topw_deploy.export.write.weights.EXTERNAL_ABOVE", 1000)
     report = export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
     assert "model.onnx_data" in report.files
     assert load_manifest(tmp_path / "out").verification.status == "passed"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from benchmarks.gpu.device import DeviceKernel
 from tests.plugins.cuda.conftest import emulated_library  # noqa: F401  # a fixture
 

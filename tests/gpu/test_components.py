@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+
 from benchmarks.gpu.packing import flashinfer, onnxruntime_gpu, tensorrt, wheels
 from benchmarks.gpu.packing.fatbin import fat_binaries
 from benchmarks.gpu.packing.wheels import Host
-
 from topw_deploy.errors import BenchmarkError, PluginError
 from topw_deploy.plugins import cuda_build
 

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+
 from benchmarks.gpu import engines, models, tokens
 from benchmarks.gpu.job import Job, MissingError, Step
-
-from tensorrt_double import TensorRT
-from tensorrt_machine import gpu, trt  # noqa: F401  # fixtures
+from tests.support.tensorrt_double import TensorRT
+from tests.support.tensorrt_machine import gpu, trt  # noqa: F401  # fixtures
+from tests.support.toy_model import Toy, export
 from topw_deploy.plugins import driver
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export
 
 
 @pytest.fixture(scope="module")

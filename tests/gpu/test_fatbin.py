@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from benchmarks.gpu.packing.fatbin import chosen, fat_binaries, keep_only, survey
 
+from benchmarks.gpu.packing.fatbin import chosen, fat_binaries, keep_only, survey
 from topw_deploy.errors import BenchmarkError, PluginError
 from topw_deploy.plugins import cuda_build
 

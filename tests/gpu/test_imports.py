@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
 from benchmarks.gpu.job import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ def test_a_part_lists_its_steps_without_importing_anything(part: str) -> None:
 
 def test_steps_on_the_kernels_need_numpy_and_torch_alone() -> None:
     modules = ", ".join(f"benchmarks.gpu.{module}" for module in MODULES_OF_STEPS)
-    done = import_without((*EXPORTERS, *NOT_ON_THE_HOST), f"import {modules}, benchmarks.fuzz_cuda")
+    done = import_without((*EXPORTERS, *NOT_ON_THE_HOST), f"import {modules}, fuzz.cuda")
     assert done.returncode == 0, done.stderr
 
 

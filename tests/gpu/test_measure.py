@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from benchmarks.gpu import certified, open_rows, speed
 from benchmarks.gpu.certified import NotCertifiedError, certified_step, logits_on
 from benchmarks.gpu.decoder import decoder

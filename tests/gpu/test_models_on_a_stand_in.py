@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.gpu import tokens
 from tests.cuda_provider.conftest import cuda_library, python, stand_in  # noqa: F401  # fixtures
 

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+
 from benchmarks.gpu import models, tokens, ways
 from benchmarks.gpu.job import Job, MissingError, Result
 from benchmarks.gpu.unpack import unpack
 from benchmarks.gpu.ways import Way
-
+from tests.support.toy_model import Toy, export
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export
 
 from .packed_demo import packed_demo  # noqa: F401  # a fixture
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.gpu.packing import archives, command, wheels
 from benchmarks.gpu.packing.component import Packed
 from benchmarks.gpu.packing.wheels import Host
 from benchmarks.gpu.unpack import INDEX, components, unpack
-
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.runtime import TopWModel
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.plugins.cuda import tools
 
 from .packed_demo import packed_demo  # noqa: F401  # a fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.gpu.job import Job
 from benchmarks.gpu.record import JSON, TABLES, Record, RecordError, put
 from benchmarks.gpu.runner import Run

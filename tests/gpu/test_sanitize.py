@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from benchmarks.gpu import sanitize
 from benchmarks.gpu.job import Job
 

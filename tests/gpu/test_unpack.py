@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.gpu.packing import command
 from benchmarks.gpu.unpack import INDEX, components, environment, missing, unpack
-
 from topw_deploy.errors import BenchmarkError
 
 from .test_pack import HOST, LIMIT, refuse, stage_tree, write_tree

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.plugins.cuda.conftest import emulated_library  # noqa: F401  # a fixture
 
 from .make_environment import REASON, environment

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.engines import find, library
-from topw_deploy.engines.build import build_engine
-from topw_deploy.engines.request import EngineRequest
 from topw_deploy.errors import TopWError
 from topw_deploy.plugins import driver
+from topw_deploy.tensorrt import find, library
+from topw_deploy.tensorrt.build import build_engine
+from topw_deploy.tensorrt.request import EngineRequest
 
 GPU = driver.Driver("13.0", (driver.Device("No GPU", 90),), "")
 

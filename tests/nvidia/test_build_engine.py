@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.export.tiny_models import export
+
+from tests.support.tiny_models import export
 
 from .conftest import HERE, ROOT, emulated_library  # noqa: F401  # a fixture
 from .make_environment import environment

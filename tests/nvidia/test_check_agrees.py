@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.export.tiny_models import export, write_checkpoint
+
+from tests.support.tiny_models import export, write_checkpoint
 
 from .conftest import Ask
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.export.tiny_models import _COMMON, export, write_checkpoint
 from transformers import GemmaConfig, GlmConfig, LlamaConfig
+
+from tests.support.tiny_models import _COMMON, export, write_checkpoint
 
 from .conftest import Ask, assert_built
 

@@ -1,4 +1,4 @@
-"""docs/edge.md: the export for TensorRT, as the page prints it, becomes an engine by the page's own command."""
+"""docs/guide/edge.md: the export for TensorRT, as the page prints it, becomes an engine by the page's own command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 from tests.test_edge_guide import PAGE, commands, run
-
 from topw_deploy.cli.build_engine import command
 
 from .conftest import HERE, ROOT

@@ -56,7 +56,7 @@ def load_plugin(plugin: str | None, kernels: str | None) -> None:
 def parsed(task: dict[str, Any]) -> dict[str, Any]:
     """Whether the model was parsed, into how many layers and plugin layers; the bytes of an engine for each range of
     batches, 0 where none was built; seconds; what was complained about."""
-    from topw_deploy.engines.onnx_file import without_function
+    from topw_deploy.tensorrt.onnx_file import without_function
 
     logger, started = Logger(), time.perf_counter()
     builder = trt.Builder(logger)
@@ -97,7 +97,7 @@ def shape(tensor: Any, batch: int, task: dict[str, Any]) -> tuple[list[int], lis
 
 def checked(folder: str) -> dict[str, Any]:
     """What `topw check` says with this parser at hand."""
-    from topw_deploy.engines.check import check
+    from topw_deploy.tensorrt.check import check
 
     report = check(Path(folder), "tensorrt")
     assert report.parser is not None, report.not_asked

@@ -15,8 +15,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.export.tiny_models import write_checkpoint
 from transformers.utils import logging
+
+from tests.support.tiny_models import write_checkpoint
 
 from .models import CONFIGS, PEERS, Peer
 

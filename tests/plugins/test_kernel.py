@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.tail_cases import Case, Scenario, random_case
-from tests.plugins.native_cases import (
+
+from tests.support.native_cases import (
     differences,
     geometry_of,
     instruction_sets,
@@ -18,7 +18,7 @@ from tests.plugins.native_cases import (
     scenario_cases,
     unexplained,
 )
-
+from tests.support.tail_cases import Case, Scenario, random_case
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelTable
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row
 

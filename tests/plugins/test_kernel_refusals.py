@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.plugins.native_cases import opened
 
+from tests.support.native_cases import opened
 from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, sample_row
@@ -22,7 +22,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
 
 
 def assert_invalid(found: KernelSamples, row: int = 0) -> None:
-    """docs/graph.md, section 7."""
+    """docs/contract/graph.md, section 7."""
     assert found.next_token[row] == -1
     assert found.kept[row] == 0
     assert not found.certified[row]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.tail_cases import Case
-from tests.plugins.native_cases import differences, opened, sampled
 
+from tests.support.native_cases import differences, opened, sampled
+from tests.support.tail_cases import Case
 from topw_deploy.plugins.kernel import STAGES, Kernel
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 

@@ -30,7 +30,6 @@ def need_setuptools() -> None:
         pytest.skip(f"setuptools {version} is older than 77")
 
 
-
 def test_the_library_comes_from_the_package_or_from_the_variable(
     native_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from benchmarks.tail_cases import feeds, random_case
 
+from tests.support.sampler_models import Wanted, open_model, run
+from tests.support.tail_cases import feeds, random_case
 from topw_deploy.plugins import build
-
-from .sampler_models import Wanted, open_model, run
 
 PROBE = """
 import ctypes, json, sys

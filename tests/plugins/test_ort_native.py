@@ -9,12 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from benchmarks.tail_cases import NATIVE, Scenario, Tally, compare, embedding_table, feeds, graph, random_case
 
+from tests.support.sampler_models import Wanted, clear_rows, open_model, run
+from tests.support.tail_cases import NATIVE, Scenario, Tally, compare, embedding_table, feeds, graph, random_case
 from topw_deploy.sampling import Geometry, apply_edits, sample_row
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
-
-from .sampler_models import Wanted, clear_rows, open_model, run
 
 SCENARIOS = [
     Scenario(TopWOptions(top_m=1200), 53, 8, "near-duplicates", 1),

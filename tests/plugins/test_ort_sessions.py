@@ -13,17 +13,16 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from benchmarks.tail_cases import feeds, random_case
 
+from tests.support.sampler_models import Wanted, node_of, open_model, set_attribute
+from tests.support.tail_cases import feeds, random_case
+from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError
 from topw_deploy.manifest import MANIFEST_NAME, Manifest, describe_files, load_manifest, save_manifest
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel, TopWSampler, native, session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export, export_sampler
-
-from .sampler_models import Wanted, node_of, open_model, set_attribute
 
 TOY = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from benchmarks.tail_cases import feeds, random_case
 
+from tests.support.sampler_models import Wanted, clear_rows, open_model, run
+from tests.support.tail_cases import feeds, random_case
 from topw_deploy.sampling.parameters import TopWOptions
-
-from .sampler_models import Wanted, clear_rows, open_model, run
 
 OLDEST = (1, 17)  # of the interface that the operator is written for
 CASES = {

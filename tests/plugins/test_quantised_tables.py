@@ -10,19 +10,18 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from benchmarks.tail_cases import Case, feeds, random_case
 
+from tests.support.native_cases import columns, opened
+from tests.support.quantised_tables import FORMS, Form, Quantised, quantised_table
+from tests.support.sampler_models import open_model, run
+from tests.support.tail_cases import Case, feeds, random_case
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.editor import GraphEditor
-from topw_deploy.export.graft import add_sampler_node, install_function, sampler_inputs
+from topw_deploy.export.graft.sampler_node import add_sampler_node, install_function, sampler_inputs
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.tail import EmbeddingForm, TailSpec
 from topw_deploy.plugins.kernel import Kernel, KernelBlocks, KernelTable
 from topw_deploy.plugins.shared_library import load
 from topw_deploy.sampling import Geometry, TopWOptions
-
-from .native_cases import columns, opened
-from .quantised_tables import FORMS, Form, Quantised, quantised_table
-from .sampler_models import open_model, run
 
 VOCAB = 200
 OPTIONS = TopWOptions(top_m=120, metric="unit")

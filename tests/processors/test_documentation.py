@@ -1,4 +1,4 @@
-"""docs/transformers.md shows what runs, and names everything that the processor takes."""
+"""docs/guide/transformers.md shows what runs, and names everything that the processor takes."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from topw_deploy.processors import Choices, TopWLogitsProcessor
 from topw_deploy.sampling import ALIASES
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "guide" / "transformers.md").read_text(encoding="utf-8")
 
 
 def test_every_example_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):

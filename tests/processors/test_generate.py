@@ -1,4 +1,6 @@
-"""What transformers' `generate` does before and after Top-W: every statement of docs/transformers.md about order."""
+"""What transformers' `generate` does before and after Top-W: every statement of docs/guide/transformers.md about
+order.
+"""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.processors import TopWLogitsProcessor
 from topw_deploy.processors import geometry as module
 from topw_deploy.sampling import TopWOptions, TopWParameters, as_float32, preset_parameters
-from topw_deploy.sampling.tensors import Stage, TensorGeometry
+from topw_deploy.sampling.torch import Stage, TensorGeometry
 
 from .tiny import VOCAB, WIDE, kept_sets, reference_sets, tiny_llama
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.export.tiny_models import export, write_checkpoint
 
+from tests.support.tiny_models import export, write_checkpoint
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
 
 from . import worker
@@ -61,7 +61,9 @@ def test_it_is_the_oldest_that_is_supported_and_every_module_imports(ask: Ask) -
     versions, modules = ask([["versions"], ["imported"]])
     assert versions["python"].startswith("3.10.")
     assert versions["onnxruntime"].startswith("1.23.")
-    assert {"topw_deploy.runtime.tensorrt.session", "topw_deploy.cli.doctor", "topw_deploy.engines.build"} <= {*modules}
+    assert {"topw_deploy.runtime.tensorrt.session", "topw_deploy.cli.doctor", "topw_deploy.tensorrt.build"} <= {
+        *modules
+    }
 
 
 @pytest.mark.parametrize("sampler", ["auto", "graph"])

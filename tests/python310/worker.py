@@ -14,9 +14,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-PARTS = ("sampling", "runtime", "engines", "plugins", "cli")
+PARTS = ("sampling", "runtime", "tensorrt", "plugins", "cli")
 """Packages that need nothing of the exporter."""
-ELSEWHERE = ("topw_deploy.sampling.tensors", "topw_deploy.plugins.tensorrt.plugin", "topw_deploy.plugins.libtopw")
+ELSEWHERE = ("topw_deploy.sampling.torch", "topw_deploy.plugins.tensorrt.plugin", "topw_deploy.plugins.libtopw")
 """What needs torch or TensorRT, and a library that is no module of Python."""
 
 PROMPTS = ["class Path", "def parse("]

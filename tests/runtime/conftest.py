@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.toy_model import Load, Toy, export
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
-from toy_model import Load, Toy, export
 
 
 @pytest.fixture(scope="session", params=["graph", "native"])

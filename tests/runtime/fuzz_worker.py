@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mutations import VALUES, mutations
+from tests.support.mutations import VALUES, mutations
 from topw_deploy.errors import TopWError
 from topw_deploy.manifest import MANIFEST_NAME, Manifest
 from topw_deploy.runtime import TopWModel

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.toy_model import VOCAB
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.chat import ChatTemplate
@@ -17,7 +18,6 @@ from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
 from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling import TopWParameters
-from toy_model import VOCAB
 
 LIMITS = Limits(context_length=64, vocab_size=VOCAB)
 SCALARS = st.one_of(

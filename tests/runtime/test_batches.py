@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.toy_model import EOS, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWParameters, uniform_for
-from toy_model import EOS, Load, Toy, byte_ids
 
 PROMPTS = ["a", "some longer prompt", "mid", "four of them"]
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.toy_graph import FORMS
+from tests.support.toy_model import BOS, CONTEXT, PAD, Toy, byte_ids, export
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.buffers import Buffers
 from topw_deploy.runtime.session import Binding
 from topw_deploy.sampling import TopWOptions, TopWParameters
-from toy_graph import FORMS
-from toy_model import BOS, CONTEXT, PAD, Toy, byte_ids, export
 
 IN_PLACE = FORMS[1:]
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True}

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.toy_model import CONTEXT, EOS, Load, Toy, byte_ids
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
-from toy_model import CONTEXT, EOS, Load, Toy, byte_ids
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "temperature": 3.0, "lam": 0.1, "seed": 5, "ignore_eos": True}
 

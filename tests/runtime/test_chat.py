@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.toy_model import EOS, Load, Toy, byte_ids
 from topw_deploy.errors import PromptError, TokenizerError
 from topw_deploy.runtime.chat import ChatTemplate
-from toy_model import EOS, Load, Toy, byte_ids
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 HELLO = [{"role": "user", "content": "Hello"}]

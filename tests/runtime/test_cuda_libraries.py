@@ -11,11 +11,11 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
+from tests.support.toy_model import Toy, export
 from topw_deploy import install
 from topw_deploy.cli import doctor
 from topw_deploy.errors import ProviderError
 from topw_deploy.runtime import TopWModel, cuda_libraries, session
-from toy_model import Toy, export
 
 NOT_FOUND = "cannot open shared object file: No such file or directory"
 Preload = Callable[[Callable[..., None]], list[Any]]

@@ -17,6 +17,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+from tests.support.toy_model import Toy, export
 from topw_deploy.errors import GenerationError
 from topw_deploy.runtime import TopWModel, device_binding, turns
 from topw_deploy.runtime.device_binding import Area, DeviceBinding, Lanes
@@ -25,7 +26,6 @@ from topw_deploy.runtime.memory import DeviceMemory
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.runtime.turns import Turns, turns_of
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export
 
 TOY = Toy.random(5, options=TopWOptions(top_m=64, metric="mahalanobis"))
 SETTINGS: dict[str, Any] = {"temperature": 1.5, "lam": 0.3, "ignore_eos": True}

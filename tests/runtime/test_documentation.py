@@ -4,13 +4,13 @@ from pathlib import Path
 
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, REQUEST_PARAMETERS
 
-PAGE = Path(__file__).parents[2] / "docs" / "runtime.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "runtime.md"
 
 
 def test_the_page_names_every_parameter_of_a_request() -> None:
     table = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     for name in (*PARAMETERS, *REQUEST_PARAMETERS):
-        assert any(f"`{name}`" in line.split("|")[1] for line in table), f"docs/runtime.md does not name {name}"
+        assert any(f"`{name}`" in line.split("|")[1] for line in table), f"docs/guide/runtime.md does not name {name}"
 
 
 def test_the_page_names_every_alias_beside_its_parameter() -> None:

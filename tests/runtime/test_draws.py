@@ -41,7 +41,7 @@ def test_fresh_seeds_differ_and_survive_json_readers_with_doubles() -> None:
 
 
 def test_the_seeds_of_a_files_prompts_are_those_of_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "random.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "contract" / "random.md").read_text(encoding="utf-8")
     section = page.split("## Many prompts")[1].split("## ")[0]
     rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 4

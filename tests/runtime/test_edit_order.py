@@ -1,4 +1,6 @@
-"""The worked example of docs/runtime.md: penalties before biases here, biases before penalties in transformers."""
+"""The worked example of docs/guide/runtime.md: penalties before biases here, biases before penalties in
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, resolve, split
 from topw_deploy.sampling import TopWParameters, apply_edits
-from toy_model import VOCAB, Toy, export_sampler
 
 A, B, C = 10, 11, 12
 PROMPT = [A, C]
@@ -20,7 +22,7 @@ LOGITS[[A, B, C]] = 2, 3, -2
 PENALTY, BIASES = 2.0, {A: 3.0, C: 1.0}
 OURS = [4.0, 3.0, -3.0]  # 2 / 2 + 3, 3, -2 * 2 + 1
 THEIRS = [2.5, 3.0, -2.0]  # (2 + 3) / 2, 3, (-2 + 1) * 2
-PAGE = Path(__file__).parents[2] / "docs" / "runtime.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "runtime.md"
 
 
 def edits() -> Edits:

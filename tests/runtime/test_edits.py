@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.edits import Edits
 from topw_deploy.sampling import TopWParameters
-from toy_model import EOS, VOCAB, Load, Toy, byte_ids
 
 PROMPT = byte_ids("hello")
 HOT = {"temperature": 2.5, "lam": 0.2}

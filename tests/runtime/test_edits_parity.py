@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.toy_model import VOCAB
 from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, resolve, split
 from topw_deploy.sampling import TopWParameters, apply_edits
-from toy_model import VOCAB
 
 torch = pytest.importorskip("torch")
 processors = pytest.importorskip("transformers").generation.logits_process

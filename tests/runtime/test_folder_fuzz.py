@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from mutations import mutations
+from tests.support.mutations import mutations
+from tests.support.toy_model import Toy, export
 from topw_deploy.errors import TopWError
 from topw_deploy.manifest import describe_files
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.tokenizer import Tokenizer
-from toy_model import Toy, export
 
 WORKER = Path(__file__).with_name("fuzz_worker.py")
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

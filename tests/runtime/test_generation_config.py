@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.toy_model import VOCAB, Load, Toy
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
 from topw_deploy.sampling import TopWParameters
-from toy_model import VOCAB, Load, Toy
 
 SETTINGS = {"temperature": 2.0, "lam": 0.3, "max_new_tokens": 5, "seed": 3}
 

@@ -17,10 +17,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError, TokenizerError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME, describe_files
 from topw_deploy.runtime import TopWModel, TopWSampler, providers, session
-from toy_model import Toy, export, export_sampler
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_spoilt_side_files_raise_typed_errors_or_nothing(folder: Path, name: str
 
 
 def test_settings_for_training_batches_do_not_cut_a_prompt(toy: Toy, tmp_path: Path) -> None:
-    from toy_model import byte_tokenizer
+    from tests.support.toy_model import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     tokenizer.enable_truncation(3)
@@ -386,6 +386,6 @@ def test_a_graph_may_lack_positions_and_mask(toy: Toy, tmp_path: Path) -> None:
 
 
 def toy_ids(text: str) -> list[int]:
-    from toy_model import byte_ids
+    from tests.support.toy_model import byte_ids
 
     return byte_ids(text)

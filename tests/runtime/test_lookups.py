@@ -13,11 +13,11 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError
 from topw_deploy.runtime import TopWModel, lookups, providers
 from topw_deploy.runtime.lookups import Lookup, complaint
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export
 
 ROWS = 6
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.toy_model import BOS, CONTEXT, EOS, PAD, VOCAB, Load, Toy, byte_ids, byte_tokenizer, export
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel, loop
 from topw_deploy.sampling import TopWOptions, TopWParameters
-from toy_model import BOS, CONTEXT, EOS, PAD, VOCAB, Load, Toy, byte_ids, byte_tokenizer, export
 
 PARAMETERS = {
     "the defaults": {},

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.toy_model import EOS, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.parameters import REQUEST_ALIASES
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
 from topw_deploy.sampling import TopWParameters
-from toy_model import EOS, VOCAB, Load, Toy, byte_ids
 
 HOT = {"temperature": 3.0, "lam": 0.1, "seed": 4}
 

@@ -10,12 +10,12 @@ import onnxruntime as ort
 import pytest
 from onnx import helper
 
+from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import GenerationError, ManifestError, ProviderError
 from topw_deploy.manifest import load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler, loop, older, placement, session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export, export_sampler
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
+from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ParameterError, ProviderError
 from topw_deploy.runtime import TopWModel, TopWSampler, placement, session
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export, export_sampler
 
 
 @pytest.fixture

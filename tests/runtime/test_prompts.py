@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from test_layers import HEAVY, loaded_by
+from tests.support.toy_model import PAD, VOCAB, byte_ids, byte_tokenizer
+from tests.test_layers import HEAVY, loaded_by
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.prompts import read_prompts
-from toy_model import PAD, VOCAB, byte_ids, byte_tokenizer
 
 IDS = byte_ids("hello")
 SETTINGS = {"max_new_tokens": 6, "temperature": 3.0, "lam": 0.1, "seed": 5}

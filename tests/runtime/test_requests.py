@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.toy_model import EOS, PAD, VOCAB, Load, Toy, byte_ids
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
 from topw_deploy.sampling import TopWParameters, preset_parameters
-from toy_model import EOS, PAD, VOCAB, Load, Toy, byte_ids
 
 LIMITS = Limits(context_length=1000, vocab_size=VOCAB)
 EXPORTED = TopWParameters(lam=1.5, temperature=0.9)

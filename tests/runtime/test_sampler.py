@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.support.toy_model import VOCAB, Toy, export_sampler
 from topw_deploy.errors import GenerationError, ParameterError, TopWError
 from topw_deploy.runtime import TopWSampler
 from topw_deploy.sampling import Geometry, TopWParameters, preset_parameters, sample_row, uniform_for
-from toy_model import VOCAB, Toy, export_sampler
 
 ROWS = 16
 LOGITS = (np.random.default_rng(0).standard_normal((ROWS, VOCAB)) * 3).astype(np.float32)

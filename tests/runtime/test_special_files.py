@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from special_files import OTHERS, SPECIAL, no_hang
+from tests.support.special_files import OTHERS, SPECIAL, no_hang
 from topw_deploy.cli.build_engine import command as build_engine
 from topw_deploy.cli.check import command as check
 from topw_deploy.cli.inspect import command as inspect
 from topw_deploy.cli.verify import command as verify
-from topw_deploy.engines.find import stamps
-from topw_deploy.engines.onnx_file import read_model
-from topw_deploy.engines.stamp import read
 from topw_deploy.errors import EngineError, ManifestError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME, check_hashes, load_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.tensorrt.find import stamps
+from topw_deploy.tensorrt.onnx_file import read_model
+from topw_deploy.tensorrt.stamp import read
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
 EVERY = {**SPECIAL, **OTHERS}

@@ -121,7 +121,9 @@ class Trace:
 
 
 def trace(case: Case, iterations: int | None = None) -> Trace:
-    """The rule of docs/graph.md, section 3, in plain Python; stops as the rule does, or after `iterations` steps."""
+    """The rule of docs/contract/graph.md, section 3, in plain Python; stops as the rule does, or after `iterations`
+    steps.
+    """
     P, options = case.parameters, case.options
     Ts = P.selection_temperature or P.temperature
     weights = [math.exp((logit - case.logits.max()) / Ts) for logit in case.logits]

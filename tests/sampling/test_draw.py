@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWOptions, TopWParameters, crop, draw, uniform_for
 
-RANDOM_MD = Path(__file__).parents[2] / "docs" / "random.md"
+RANDOM_MD = Path(__file__).parents[2] / "docs" / "contract" / "random.md"
 LOGITS = np.log([0.1, 0.4, 0.2, 0.3])  # kept in order: 1, 3, 2
 
 
@@ -87,7 +87,7 @@ def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
 
 
 def plain_uniform(seed: int, position: int, sample: int) -> float:
-    """docs/random.md, followed literally."""
+    """docs/contract/random.md, followed literally."""
     counter = position + (sample << 64) + 1
     words = [(counter >> (64 * i)) & ((1 << 64) - 1) for i in range(4)]
     return (philox_4x64_10(words, [seed, 0])[0] >> 40) / 2**24

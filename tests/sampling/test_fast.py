@@ -17,7 +17,7 @@ from topw_deploy.sampling import (
     crop,
     fast_crop,
 )
-from topw_deploy.sampling.fast_candidates import Blocks, gap, in_pool_order
+from topw_deploy.sampling.fast.candidates import Blocks, gap, in_pool_order
 
 from .brute_force import Case, Points, random_cases
 

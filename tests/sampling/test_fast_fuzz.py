@@ -1,12 +1,13 @@
-"""A small share of the rows of `benchmarks.fuzz_sampler`, and proof that it notices a shortcut taken too far."""
+"""A small share of the rows of `fuzz.sampler`, and proof that it notices a shortcut taken too far."""
 
 import math
 
 import numpy as np
-from benchmarks.fuzz_sampler import fuzz, report
-from benchmarks.sampler_cases import SMALL
 
-from topw_deploy.sampling import fast, fast_alternation
+from fuzz.sampler import fuzz, report
+from tests.support.sampler_cases import SMALL
+from topw_deploy.sampling.fast import alternation as fast_alternation
+from topw_deploy.sampling.fast import crop as fast
 
 ROWS = 900
 

@@ -1,4 +1,6 @@
-"""Everything a fast path may skip is proven in docs/theory.md; each statement is tried here on thousands of rows."""
+"""Everything a fast path may skip is proven in docs/contract/theory.md; each statement is tried here on thousands of
+rows.
+"""
 
 import math
 from itertools import pairwise

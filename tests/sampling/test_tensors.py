@@ -6,11 +6,11 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from benchmarks.tail_cases import Scenario, embedding_table, random_case
 
+from tests.support.tail_cases import Scenario, embedding_table, random_case
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.sampling.tensors import Stage, TensorCrop, TensorGeometry, crop_rows
+from topw_deploy.sampling.torch import Stage, TensorCrop, TensorGeometry, crop_rows
 
 PEAKED = torch.tensor([[0.0, 5.0, 4.9, -1.0, 2.0]])
 UNIFORM = TopWOptions(metric="uniform")
@@ -48,7 +48,7 @@ def ids_of(result, row):
 
 
 def check_row(result, row, wanted):
-    """Equal to the reference's crop, or a tie that docs/graph.md, section 4, allows in float64."""
+    """Equal to the reference's crop, or a tie that docs/contract/graph.md, section 4, allows in float64."""
     ties, bounds = wanted.ties, FLOAT64_TIES
     tied = ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus  # a cut pool is no excuse here
     if not tied:

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from benchmarks.tail_cases import Scenario, embedding_table
 
+from tests.support.tail_cases import Scenario, embedding_table
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import Geometry, TopWOptions, embedding_statistics
-from topw_deploy.sampling.tensors import TensorGeometry
-from topw_deploy.sampling.tensors import geometry as module
+from topw_deploy.sampling.torch import TensorGeometry
+from topw_deploy.sampling.torch import geometry as module
 
 METRICS = ("mahalanobis", "unit", "cosine")
 

@@ -1,10 +1,10 @@
-"""docs/theory.md names a test for every statement, and every theorem's test is named there."""
+"""docs/contract/theory.md names a test for every statement, and every theorem's test is named there."""
 
 import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "theory.md"
+PAGE = HERE.parents[1] / "docs" / "contract" / "theory.md"
 
 
 def named_on_the_page():

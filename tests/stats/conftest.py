@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.toy_model import Toy, export
 from topw_deploy.cli.main import topw
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export
 
 Invoke = Callable[..., Result]
 GEOMETRY = {"lam": 0.6, "beta": 3.0, "init_top_p": 0.4, "geom_scale": 0.3}

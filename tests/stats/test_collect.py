@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 import pytest
 
-from topw_deploy.export.neighbour_bound import neighbour_bound
+from tests.support.toy_model import EOS, VOCAB, Toy, byte_ids, export
+from topw_deploy.export.graft.neighbour_bound import neighbour_bound
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import describe_files, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
@@ -20,7 +21,6 @@ from topw_deploy.stats.collect import Collected, collect, lens_of
 from topw_deploy.stats.prompts import Prompt
 from topw_deploy.stats.settings import Setting
 from topw_deploy.stats.summary import summarise
-from toy_model import EOS, VOCAB, Toy, byte_ids, export
 
 from .conftest import GEOMETRY, Invoke
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.toy_model import Toy, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
 from topw_deploy.stats.prompts import prompts_of_json_lines, prompts_of_lines
 from topw_deploy.stats.settings import Setting, settings_of
-from toy_model import Toy, export_sampler
 
 from .conftest import GEOMETRY, Invoke
 

@@ -10,8 +10,9 @@ OWN = {"preset", "neighbour_bound", *Choices.__annotations__, *ALIASES}
 def generate(model, generation_config=None, logits_processor=None, **kwargs):
     """`model.generate` with Top-W as its only truncation.
 
-    Takes Top-W's numbers (lam, beta, temperature, ...; docs/graph.md, section 1) beside every other argument of
-    `generate`. `temperature` is the draw's and the crop's, or the draw's alone where `selection_temperature` is given.
+    Takes Top-W's numbers (lam, beta, temperature, ...; docs/contract/graph.md, section 1) beside every other argument
+    of `generate`. `temperature` is the draw's and the crop's, or the draw's alone where `selection_temperature` is
+    given.
     """
     own = {name: kwargs.pop(name) for name in OWN & kwargs.keys() if kwargs[name] is not None}
     config = generation_config if generation_config is not None else model.generation_config

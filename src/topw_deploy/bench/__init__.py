@@ -1,1 +1,1 @@
-"""Measurements that anyone can repeat: `topw bench sampler` and `topw bench decode` (docs/benchmarking.md)."""
+"""Measurements that anyone can repeat: `topw bench sampler` and `topw bench decode` (docs/guide/benchmarking.md)."""

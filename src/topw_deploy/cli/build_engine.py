@@ -83,8 +83,8 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     stands a stamp that says which. It is used by --provider tensorrt.
     """
     # Imported late: --help and usage errors must not wait for numpy.
-    from topw_deploy.engines.build import build_engine, no_bar
-    from topw_deploy.engines.request import EngineRequest
+    from topw_deploy.tensorrt.build import build_engine, no_bar
+    from topw_deploy.tensorrt.request import EngineRequest
 
     request = EngineRequest(out=out, **values)
     built = build_engine(request, *((lambda _line: None, no_bar) if quiet else (phase, _bar)))

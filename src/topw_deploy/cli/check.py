@@ -14,7 +14,7 @@ from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 
 if TYPE_CHECKING:
-    from topw_deploy.engines.check import NodeVerdict, Report
+    from topw_deploy.tensorrt.check import NodeVerdict, Report
 
 _SHOWN = 3  # names of nodes that share a reason
 
@@ -35,7 +35,7 @@ def command(out: Path, target: str, ask: bool, as_json: bool) -> None:
     Nothing is built and no weight is read. Without TensorRT the answer is from a table of what its versions take; with
     it, its own parser is asked as well. Exit code 1 where something is unsupported.
     """
-    from topw_deploy.engines.check import check
+    from topw_deploy.tensorrt.check import check
 
     report = check(out, target, ask=ask)
     if as_json:

@@ -11,10 +11,10 @@ import click
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json
-from topw_deploy.engines.find import misplaced, stamps, unfinished
-from topw_deploy.engines.stamp import FOLDER, read
 from topw_deploy.errors import EngineError
 from topw_deploy.manifest import Check, DecoderInfo, Manifest, TensorSpec, load_manifest
+from topw_deploy.tensorrt.find import misplaced, stamps, unfinished
+from topw_deploy.tensorrt.stamp import FOLDER, read
 
 _FORMS = {
     "concat": "past in, past and new tokens out",

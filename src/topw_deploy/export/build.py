@@ -8,18 +8,18 @@ import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.decoder import Decoder
-from topw_deploy.export.embedding_node import find_embedding
-from topw_deploy.export.graft import graft
-from topw_deploy.export.neighbour_bound import measure_for
-from topw_deploy.export.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.graft.embedding_node import find_embedding
+from topw_deploy.export.graft.neighbour_bound import measure_for
+from topw_deploy.export.graft.sampler_node import graft
 from topw_deploy.export.progress import Bar, Progress
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.request import DEFAULT_OPSET, ExportRequest
-from topw_deploy.export.source import Source
-from topw_deploy.export.stages import Stages
+from topw_deploy.export.resume.stages import Stages
+from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.tail import TailSpec
-from topw_deploy.export.weights import tidy
+from topw_deploy.export.write.weights import tidy
 from topw_deploy.manifest import TARGETS
 
 # What is asked of a trace, and cannot be of a decoder that exists.
@@ -60,7 +60,7 @@ def _decoder(
     source: Source, request: ExportRequest, progress: Progress, notices: list[str], stages: Stages | None
 ) -> Decoder:
     if source.onnx is not None:
-        from topw_deploy.export.decoder_onnx import load_decoder
+        from topw_deploy.export.foreign.load import load_decoder
 
         for name in _OF_A_TRACE:
             if getattr(request, name) is not None:
@@ -77,7 +77,7 @@ def _decoder(
             "leave --hard-link out.",
             "hard_link",
         )
-    from topw_deploy.export.traced_decoder import traced_decoder
+    from topw_deploy.export.trace.decoder import traced_decoder
 
     packed = PackedCheckpoint.of(source.folder) if request.quantisation is not None else None
     if packed is not None and request.torch_dtype != "float32":

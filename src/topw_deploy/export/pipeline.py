@@ -10,20 +10,20 @@ from pathlib import Path
 
 from topw_deploy.errors import ExportError
 from topw_deploy.export.build import Built, build
-from topw_deploy.export.configuration import bring_genai_configuration, write_configuration
-from topw_deploy.export.depth import layers_to_verify, verification_bytes, verify_first_layers
-from topw_deploy.export.describe import manifest_of, report_of, sizes_in
-from topw_deploy.export.folder import StagedFolder, bring, check_free, require_space
-from topw_deploy.export.journal import Journal
 from topw_deploy.export.memory import StageMemory
 from topw_deploy.export.plan import brought_files, plan_of
 from topw_deploy.export.progress import Bar, Progress, no_bar
 from topw_deploy.export.request import ExportReport, ExportRequest
-from topw_deploy.export.source import Source, refuse_special_files, resolve
-from topw_deploy.export.stages import Stages
-from topw_deploy.export.stamp import stamp_of_source
-from topw_deploy.export.tokenizer_files import bring_tokenizer, check_tokenizer
-from topw_deploy.export.weights import bytes_by_type, write_model
+from topw_deploy.export.resume.journal import Journal
+from topw_deploy.export.resume.stages import Stages
+from topw_deploy.export.resume.stamp import stamp_of_source
+from topw_deploy.export.source.resolve import Source, refuse_special_files, resolve
+from topw_deploy.export.verification.first_layers import layers_to_verify, verification_bytes, verify_first_layers
+from topw_deploy.export.write.configuration import bring_genai_configuration, write_configuration
+from topw_deploy.export.write.manifest import manifest_of, report_of, sizes_in
+from topw_deploy.export.write.staging import StagedFolder, bring, check_free, require_space
+from topw_deploy.export.write.tokenizer_files import bring_tokenizer, check_tokenizer
+from topw_deploy.export.write.weights import bytes_by_type, write_model
 from topw_deploy.manifest import Manifest, Verification, save_manifest
 from topw_deploy.sizes import decimal_size
 

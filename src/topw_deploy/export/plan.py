@@ -8,15 +8,15 @@ from pathlib import Path
 import onnx_ir as ir
 
 from topw_deploy.export.build import Built
-from topw_deploy.export.data_files import Slot
-from topw_deploy.export.depth import bytes_beside, verification_bytes
-from topw_deploy.export.folder import linkable
-from topw_deploy.export.lazy_weight import PART, LazyWeight
+from topw_deploy.export.graph.lazy_weight import PART, LazyWeight
 from topw_deploy.export.memory import resident_bytes
 from topw_deploy.export.request import ExportRequest
-from topw_deploy.export.source import Source
-from topw_deploy.export.tokenizer_files import COPIED
-from topw_deploy.export.weights import MODEL_FILE, data_slots, external_files, quantised_type, written_sizes
+from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.verification.first_layers import bytes_beside, verification_bytes
+from topw_deploy.export.write.data_files import Slot
+from topw_deploy.export.write.staging import linkable
+from topw_deploy.export.write.tokenizer_files import COPIED
+from topw_deploy.export.write.weights import MODEL_FILE, data_slots, external_files, quantised_type, written_sizes
 
 _MANIFEST = 16 << 10  # bytes of the manifest and the configuration files, about
 _QUANTISING = {"int4": 12.0, "int8": 6.5}  # bytes of quantising a weight per byte of its codes (measured for int4)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.graft import GraftOptions
+from topw_deploy.export.graft.sampler_node import GraftOptions
 from topw_deploy.export.quantise.settings import DTYPE_BITS, Quantisation
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
@@ -37,7 +37,7 @@ class ExportRequest:
     block_size, table_bits, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8, see
     quantise.Quantisation; None for its defaults.
     options: baked into the sampler; defaults: parameters of a request that names none.
-    neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
+    neighbour_bound: measure how near each token's nearest other is, and store it (export/graft/neighbour_bound.py).
     max_shard_size: bytes of a data file at most, or text such as "2GB" (10^9 each) or "2GiB"; None for one file.
     resume: go on where an interrupted export of the same folder stopped, and can be gone on with itself.
     hard_link: share the data files of an ONNX decoder with its folder instead of copying them (see folder.bring).

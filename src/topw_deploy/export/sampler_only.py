@@ -10,18 +10,18 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, VerificationError
-from topw_deploy.export.describe import tensor_specs
-from topw_deploy.export.editor import GraphEditor
-from topw_deploy.export.embedding_table import embeddings_of_file, embeddings_of_folder
-from topw_deploy.export.folder import StagedFolder, check_free, require_space
-from topw_deploy.export.graft import add_sampler_node, install_function, sampler_inputs
-from topw_deploy.export.libraries import library_versions
-from topw_deploy.export.neighbour_bound import Measure, measure_for, no_bound
+from topw_deploy.export.graft.neighbour_bound import Measure, measure_for, no_bound
+from topw_deploy.export.graft.sampler_node import add_sampler_node, install_function, sampler_inputs
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.progress import Bar, Progress, no_bar
 from topw_deploy.export.request import DEFAULT_OPSET, ExportReport, check_bound
-from topw_deploy.export.source import Source, resolve
+from topw_deploy.export.source.embedding_table import embeddings_of_file, embeddings_of_folder
+from topw_deploy.export.source.resolve import Source, resolve
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TailSpec, plain_gather
-from topw_deploy.export.weights import weight_bytes, write_model
+from topw_deploy.export.write.libraries import library_versions
+from topw_deploy.export.write.manifest import tensor_specs
+from topw_deploy.export.write.staging import StagedFolder, check_free, require_space
+from topw_deploy.export.write.weights import weight_bytes, write_model
 from topw_deploy.manifest import Manifest, SamplerInfo, Verification, describe_files, save_manifest
 from topw_deploy.sampling import Geometry, as_float32
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
@@ -39,7 +39,7 @@ class SamplerRequest:
     [tokens, hidden]; neither for the `uniform` metric, which then needs vocab_size.
     vocab_size: width of the logits; by default the table's rows, of which it must have at least so many.
     options: baked; defaults: parameters of a request that names none; tail: form of the function's body; opset: 18-24.
-    neighbour_bound: measure how near each token's nearest other is, and store it (export/neighbour_bound.py).
+    neighbour_bound: measure how near each token's nearest other is, and store it (export/graft/neighbour_bound.py).
     verify: compare the written sampler with the reference before the folder appears.
     Raises ParameterError unless exactly one source of the vocabulary is named, for defaults that float32 cannot hold,
     and for a bound under `uniform`.

@@ -14,7 +14,7 @@ from topw_deploy.manifest.contents import MANIFEST_NAME, Manifest
 from topw_deploy.manifest.parts import FileEntry
 
 _MOST_BYTES = 16 << 20  # a manifest is a few KB; a larger file is not one, and must not fill memory
-_ENGINES = "engines"  # checked one by one where they are used (engines/find.py)
+_ENGINES = "engines"  # checked one by one where they are used (tensorrt/find.py)
 
 
 def load_manifest(folder: str | Path) -> Manifest:

@@ -31,7 +31,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderInfo:
-    """The decoder around the sampler, as the runtime must drive it (docs/graph.md, section 8).
+    """The decoder around the sampler, as the runtime must drive it (docs/contract/graph.md, section 8).
 
     kv_form: `concat`, past in and past + new tokens out; `static`, one buffer for both, with lengths per row; `shared`,
     such a buffer in another exporter's graph, which takes an attention_mask.

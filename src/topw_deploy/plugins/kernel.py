@@ -181,8 +181,8 @@ class KernelTable:
 
 @dataclass(frozen=True)
 class KernelSamples:
-    """What topw_sample answers, as docs/graph.md names it: [B] each, keep_mask [B, V]. mass and keep_mask are None
-    unless asked for; reports is a structured array of REPORT."""
+    """What topw_sample answers, as docs/contract/graph.md names it: [B] each, keep_mask [B, V]. mass and keep_mask are
+    None unless asked for; reports is a structured array of REPORT."""
 
     next_token: NDArray[np.int64]
     logprob: NDArray[np.float32]
@@ -258,8 +258,8 @@ class Kernel:
 
         columns: parameters by name and `uniform`, a number for all rows or [B] each; defaults where absent, uniform 0.
         table: None for the uniform metric. edits: (ids, penalty, bias), each [B, N]. mass, keep_mask: answer these too.
-        Rows that are invalid are answered as docs/graph.md, section 7, says. Raises ParameterError for shapes that do
-        not fit, unknown names and a missing table, MemoryError where the library runs out of memory.
+        Rows that are invalid are answered as docs/contract/graph.md, section 7, says. Raises ParameterError for shapes
+        that do not fit, unknown names and a missing table, MemoryError where the library runs out of memory.
         """
         call = self.prepare(logits, columns, options, table, edits, mass=mass, keep_mask=keep_mask)
         call()

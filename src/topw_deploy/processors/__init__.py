@@ -1,4 +1,4 @@
-"""Top-W inside transformers' own `generate`, without exporting anything (docs/transformers.md)."""
+"""Top-W inside transformers' own `generate`, without exporting anything (docs/guide/transformers.md)."""
 
 try:
     from topw_deploy.processors.processor import Choices, TopWLogitsProcessor

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.tensors import TensorGeometry
+from topw_deploy.sampling.torch import TensorGeometry
 
 Source = Any
 """A transformers model, its embedding module, a table [V, d], a `TensorGeometry`, or None for the uniform metric."""

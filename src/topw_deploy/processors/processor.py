@@ -22,7 +22,7 @@ from topw_deploy.sampling import (
     preset_parameters,
 )
 from topw_deploy.sampling.parameters import canonical_names
-from topw_deploy.sampling.tensors import TensorCrop, crop_rows
+from topw_deploy.sampling.torch import TensorCrop, crop_rows
 
 
 class Choices(TypedDict, total=False):
@@ -47,8 +47,8 @@ class TopWLogitsProcessor(LogitsProcessor):
         topw = TopWLogitsProcessor(model, lam=1.0, temperature=0.8)
         model.generate(**inputs, **topw.generate_arguments(), max_new_tokens=64)
 
-    Rows of a batch are independent and stay on their device; see docs/transformers.md for what else `generate` does
-    to the scores, before and after.
+    Rows of a batch are independent and stay on their device; see docs/guide/transformers.md for what else `generate`
+    does to the scores, before and after.
 
     parameters, options, geometry: what it works with. The parameters are rounded to float32, as an exported graph
     receives them. last: the `TensorCrop` of the last call (kept sizes, certificates, which stage settled a row), or
@@ -117,7 +117,7 @@ class TopWLogitsProcessor(LogitsProcessor):
         """The scores [B, V], of their type and on their device, with -inf for tokens that are not kept.
 
         Raises GenerationError naming a row whose scores hold NaN or +inf or nothing finite, and ParameterError where
-        `generate` would change the crop (docs/transformers.md) or the scores are wider than the embedding table.
+        `generate` would change the crop (docs/guide/transformers.md) or the scores are wider than the embedding table.
         """
         any_temperature = self._any_temperature or self.parameters.greedy
         check_company(self, None if any_temperature else self._temperature, caller())

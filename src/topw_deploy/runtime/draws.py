@@ -1,4 +1,4 @@
-"""Where the random numbers come from: docs/graph.md section 5, a block of steps at a time.
+"""Where the random numbers come from: docs/contract/graph.md section 5, a block of steps at a time.
 
 A row's number for a step depends on (seed, position, sample) and nothing else: not on the batch, not on history,
 not on how often the model ran before. Philox walks its counter, so one generator started at a position yields the
@@ -50,7 +50,7 @@ class Draws:
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed of prompt `index` (from 0) of a file that is run under `seed`, below 2**53 (docs/random.md).
+    """The seed of prompt `index` (from 0) of a file that is run under `seed`, below 2**53 (docs/contract/random.md).
 
     Made from the number that no draw uses: its sample index is the largest there is.
     """

@@ -1,4 +1,4 @@
-"""Penalties, biases and bans as the sparse logit edits that the graph takes (docs/graph.md section 6).
+"""Penalties, biases and bans as the sparse logit edits that the graph takes (docs/contract/graph.md section 6).
 
 The graph's three edit inputs are [batch, slots]. Every token that is edited in a row owns a slot of that row; what a
 step changes is written into its slot, so a step costs as much as it changes and not as much as it remembers.

@@ -39,7 +39,7 @@ class TopWModel:
 
     manifest: what the exporter wrote about the model. tokenizer: its tokenizer. provider: onnxruntime's name of the
     execution provider in use, or "tensorrt" for an engine. cpu_nodes: the nodes that it left to the CPU. sampler: what
-    chooses the tokens, "native", "plugin" or "graph" (docs/native.md), then `why_graph` says why. defaults: the
+    chooses the tokens, "native", "plugin" or "graph" (docs/guide/native.md), then `why_graph` says why. defaults: the
     parameters that the model's `generation_config.json` states.
     """
 
@@ -142,7 +142,7 @@ class TopWModel:
 
         A GenerationResult for one prompt; a list of them for a batch or when `num_return_sequences` is given,
         the sequences of one prompt side by side. Every parameter may be a list with one value per prompt. Their names
-        are in docs/runtime.md; unknown ones raise ParameterError.
+        are in docs/guide/runtime.md; unknown ones raise ParameterError.
 
         Raises ParameterError, PromptError, or GenerationError when the model itself gives nonsense. What a streamer or
         a stopping criterion raises comes out as it is.

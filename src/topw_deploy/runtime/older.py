@@ -1,4 +1,4 @@
-"""What onnxruntime before 1.24 does differently. JetPack 6 has 1.23 (docs/edge.md).
+"""What onnxruntime before 1.24 does differently. JetPack 6 has 1.23 (docs/guide/edge.md).
 
 Graphs that it would not know, or compute wrongly, are refused before they are opened. It does not report where nodes
 are either: that is read from the profile of one run.

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from topw_deploy.engines.find import has_engines
 from topw_deploy.errors import EngineError, ParameterError, ProviderError
 from topw_deploy.runtime import native, providers
 from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.session import GraphSession
 from topw_deploy.runtime.tensorrt.session import EngineSession
+from topw_deploy.tensorrt.find import has_engines
 
 ENGINE = "tensorrt"
 """The short name that means an engine first; `TensorrtExecutionProvider` always means onnxruntime's provider."""

@@ -30,14 +30,14 @@ class GenerationResult:
     token_ids: every token drawn, the end-of-sequence token and those of a stop string included.
     logprobs: per token, log-probability under the crop it was drawn from (renormalised, at `temperature`).
     kept: per token, how many tokens the crop kept.
-    certified: per token, whether the crop was proven without geometry (docs/graph.md section 4).
+    certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
     mass: per token, the crop's share of the full softmax; None unless the model was exported with it.
     seed, sample: what the draws were made from; the same pair, prompt and parameters give the same tokens.
     finish_reason: "stop", "criterion" (see `stop`) or "length" (the token limit or the context was reached).
     stop: what ended it: for "stop" the end-of-sequence token's id or the stop string, for "criterion" the name of the
         stopping criterion, for "length" None.
     prompt_tokens: how many tokens the prompt had.
-    sampler: what chose the tokens, "native", "plugin" or "graph" (docs/native.md).
+    sampler: what chose the tokens, "native", "plugin" or "graph" (docs/guide/native.md).
     """
 
     text: str

@@ -50,7 +50,7 @@ class TopWSampler:
     """Top-W over given logits, on a folder that `topw export-sampler` wrote. Open one with `from_pretrained`.
 
     provider: onnxruntime's name of the execution provider in use. sampler: "native" or "graph", what chooses the tokens
-    (docs/native.md); why_graph: why not the native one. cpu_nodes: what a device's provider left to the CPU.
+    (docs/guide/native.md); why_graph: why not the native one. cpu_nodes: what a device's provider left to the CPU.
     """
 
     def __init__(self, folder: ModelFolder, session: GraphSession) -> None:
@@ -107,11 +107,11 @@ class TopWSampler:
         """Draw one token from each row of `logits`, float [B, V] (or [V], taken as one row).
 
         The draw is either given (`uniform`, in [0, 1), per row or for all) or made from `seed` and `position`: the
-        number of tokens before the one to draw (docs/graph.md section 5); `sample` tells apart several draws for one
-        position. `edit_ids` int64 [B, N] (-1 is padding), `edit_penalty` and `edit_bias` float32 [B, N] are the logit
-        edits of docs/graph.md section 6. `parameters` are the Top-W parameters, each one number or one per row; those
-        left out have the values of `preset` (docs/lively.md), or the export's defaults. Logits of no rows give results
-        of no rows.
+        number of tokens before the one to draw (docs/contract/graph.md section 5); `sample` tells apart several draws
+        for one position. `edit_ids` int64 [B, N] (-1 is padding), `edit_penalty` and `edit_bias` float32 [B, N] are the
+        logit edits of docs/contract/graph.md section 6. `parameters` are the Top-W parameters, each one number or one
+        per row; those left out have the values of `preset` (docs/lab/lively.md), or the export's defaults. Logits of no
+        rows give results of no rows.
 
         Raises ParameterError for bad arguments, GenerationError naming the rows whose logits are invalid.
         """

@@ -2,7 +2,7 @@
 
 from topw_deploy.sampling.draw import Draw, draw, uniform_for
 from topw_deploy.sampling.edits import apply_edits
-from topw_deploy.sampling.fast import FastCrop, fast_crop
+from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
 from topw_deploy.sampling.geometry import Geometry, embedding_statistics
 from topw_deploy.sampling.parameters import (
     ALIASES,

@@ -1,4 +1,6 @@
-"""The draw: one token of the crop from one uniform number, and that number from a seed (docs/graph.md, section 5)."""
+"""The draw: one token of the crop from one uniform number, and that number from a seed (docs/contract/graph.md, section
+5).
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def draw(logits: ArrayLike, kept: ArrayLike, temperature: float, uniform: float)
 
 
 def uniform_for(seed: int, position: int, sample: int = 0) -> float:
-    """The uniform number in [0, 1) of one draw, a function of these three numbers alone (docs/random.md).
+    """The uniform number in [0, 1) of one draw, a function of these three numbers alone (docs/contract/random.md).
 
     seed: 0 <= seed < 2^64, the request's. position: number of real tokens before the one drawn. sample: which of the
     request's `n` answers. Philox 4x64-10 with key (seed, 0) and counter (position, sample, 0, 0) as numpy counts,

@@ -1,4 +1,4 @@
-"""Logit edits: penalties, biases and bans, before anything else sees the row (docs/graph.md, section 6)."""
+"""Logit edits: penalties, biases and bans, before anything else sees the row (docs/contract/graph.md, section 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Token geometry: how far two tokens are apart, from the model's input embeddings (docs/graph.md, section 2)."""
+"""Token geometry: how far two tokens are apart, from the model's input embeddings (docs/contract/graph.md, section
+2).
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_
 
 REQUEST_PRESETS: Mapping[str, str] = {
     "paper": "the paper's parameters, which keep few tokens and are nearly always certified",
-    "lively": "parameters at which token geometry decides most crops (docs/lively.md)",
+    "lively": "parameters at which token geometry decides most crops (docs/lab/lively.md)",
 }
 """Name -> what it is, in a line."""
 

@@ -1,4 +1,4 @@
-"""Top-W, literally: which tokens one row of logits keeps (docs/graph.md, section 3; the paper's Algorithm 1).
+"""Top-W, literally: which tokens one row of logits keeps (docs/contract/graph.md, section 3; the paper's Algorithm 1).
 
 This is the definition that every other implementation is compared with, in float64 and without shortcuts. It also
 measures how close the row came to another answer, so that a float32 implementation can be judged fairly.
@@ -55,7 +55,7 @@ class Ties:
 
 @dataclass(frozen=True, slots=True)
 class TieBounds:
-    """Leads within which rounding may decide (docs/graph.md, section 4)."""
+    """Leads within which rounding may decide (docs/contract/graph.md, section 4)."""
 
     objective: float
     nucleus: float

@@ -1,4 +1,4 @@
-"""One row from logits to token, with the numbers the graph sees (docs/graph.md, sections 3 to 7)."""
+"""One row from logits to token, with the numbers the graph sees (docs/contract/graph.md, sections 3 to 7)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
-from topw_deploy.sampling.fast import fast_crop
+from topw_deploy.sampling.fast.crop import fast_crop
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 Floats = NDArray[np.float64]
@@ -52,7 +52,8 @@ class Lens:
     def look(self, logits: NDArray[np.float32], parameters: TopWParameters) -> Step:
         """One row of edited logits [V], with parameters as the graph has them (float32)."""
         found = fast_crop(logits, parameters, self.options, self.geometry, self.neighbour_bound)
-        # A certified crop is the same at every scale (docs/theory.md, T2), so only the others can have changed.
+        # A certified crop is the same at every scale (docs/contract/theory.md, T2), so only the others can have
+        # changed.
         plain = found.kept if found.certified else self._without_distances(logits, parameters)
         selection = parameters.selection_temperature or parameters.temperature
         return Step(

@@ -17,13 +17,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from topw_deploy.errors import ManifestError, PromptError
-from topw_deploy.export.embedding_node import find_embedding
-from topw_deploy.export.graft import sampler_node
+from topw_deploy.export.graft.embedding_node import find_embedding
+from topw_deploy.export.graft.sampler_node import sampler_node
+from topw_deploy.export.graft.table import EmbeddingTable, stored_array
 from topw_deploy.export.progress import Bar, Progress, no_bar
-from topw_deploy.export.table import EmbeddingTable, stored_array
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
-from topw_deploy.export.weights import MODEL_FILE
+from topw_deploy.export.write.weights import MODEL_FILE
 from topw_deploy.manifest import Manifest
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel

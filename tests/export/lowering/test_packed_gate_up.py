@@ -11,13 +11,13 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from tiny_models import make_model
 
+from tests.support.tiny_models import make_model
 from topw_deploy.export import ExportRequest, export_model
-from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.packed_gate_up import pack_gates
-from topw_deploy.export.trace import TracedDecoder, trace
+from topw_deploy.export.trace.trace import TracedDecoder, trace
 
 HIDDEN, WIDTH = 5, 6
 GENERATOR = np.random.default_rng(0)

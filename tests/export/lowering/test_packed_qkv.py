@@ -7,7 +7,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.one_product import side_by_side
 from topw_deploy.export.lowering.packed_qkv import packed
 

@@ -10,15 +10,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from tiny_models import make_model
 from transformers import CohereConfig, Ernie4_5Config, GlmConfig, LlamaConfig, Olmo2Config, PhiConfig, PreTrainedConfig
 
-from topw_deploy.export.editor import GraphEditor
+from tests.support.tiny_models import make_model
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.narrow_rotary import narrow_rotary
 from topw_deploy.export.lowering.partial_rotary import fuse_partial_rotary
 from topw_deploy.export.lowering.rotary import fuse_rotary
-from topw_deploy.export.trace import trace
+from topw_deploy.export.trace.trace import trace
 
 HEADS, DIM = 2, 8
 FLOAT = ir.DataType.FLOAT

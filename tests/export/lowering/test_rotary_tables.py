@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
-from tiny_models import make_model
 from transformers import LlamaConfig
 
+from tests.support.tiny_models import make_model
 from topw_deploy.export.lowering import lower, rotary_tables
-from topw_deploy.export.trace import TracedDecoder, trace
+from topw_deploy.export.trace.trace import TracedDecoder, trace
 
 LENGTH = 48
 

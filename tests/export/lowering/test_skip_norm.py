@@ -7,7 +7,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.skip_norm import fuse_skip_norms
 
 HIDDEN = 8

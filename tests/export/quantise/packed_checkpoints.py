@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from tiny_models import make_model, write_tokenizer
 from torch import nn
+
+from tests.support.tiny_models import make_model, write_tokenizer
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 

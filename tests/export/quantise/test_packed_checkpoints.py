@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from packed_checkpoints import Rounded, write_packed
 
+from tests.export.quantise.packed_checkpoints import Rounded, write_packed
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
 from topw_deploy.export import ExportRequest, export_model
-from topw_deploy.export.checkpoint import load_checkpoint
-from topw_deploy.export.packed.checkpoint import PackedCheckpoint
-from topw_deploy.export.packed.formats import packed_format
 from topw_deploy.export.quantise.blocks import unpacked
+from topw_deploy.export.source.checkpoint import load_checkpoint
+from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.source.packed.formats import packed_format
 from topw_deploy.manifest import load_manifest
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}

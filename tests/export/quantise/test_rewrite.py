@@ -13,12 +13,12 @@ import onnxruntime as ort
 import pytest
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
-from topw_deploy.export.editor import GraphEditor
-from topw_deploy.export.embedding_node import find_embedding
-from topw_deploy.export.last_token import last_logits
+from topw_deploy.export.graft.embedding_node import find_embedding
+from topw_deploy.export.graft.last_token import last_logits
+from topw_deploy.export.graft.table import EmbeddingTable
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.quantise import Quantisation, quantise
 from topw_deploy.export.quantise import weight as weight_module
-from topw_deploy.export.table import EmbeddingTable
 
 VOCAB, HIDDEN, INNER = 40, 64, 96
 RNG = np.random.default_rng(0)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from tiny_models import write_checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from tests.support.tiny_models import write_checkpoint
 from topw_deploy.errors import ParameterError, VerificationError
 from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.quantise import Quantisation

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, feeds, graph, random_case, run
 
+from tests.support.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, feeds, graph, random_case, run
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
 

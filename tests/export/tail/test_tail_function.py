@@ -11,8 +11,8 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from benchmarks.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, graph, random_case
 
+from tests.support.tail_cases import FORMS, Scenario, Tally, compare, embedding_table, graph, random_case
 from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import (

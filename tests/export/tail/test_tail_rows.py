@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 import onnxruntime as ort
 import pytest
-from benchmarks.tail_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, random_case, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.tail_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, random_case, run
 from topw_deploy.sampling import Geometry, sample_row
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 

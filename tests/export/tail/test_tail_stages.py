@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import onnxruntime as ort
 import pytest
-from benchmarks.tail_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, run
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
+from tests.support.tail_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, run
 from topw_deploy.sampling import Geometry, crop, sample_row
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 

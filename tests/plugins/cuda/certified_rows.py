@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
-from benchmarks.emulated import EmulatedKernel
-from benchmarks.sampler_cases import Size, visits
-from benchmarks.tail_cases import Case, Scenario, random_case
-from tests.plugins.native_cases import columns, unexplained
 
+from tests.support.emulated import EmulatedKernel
+from tests.support.native_cases import columns, unexplained
+from tests.support.sampler_cases import Size, visits
+from tests.support.tail_cases import Case, Scenario, random_case
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import Geometry, TopWOptions, sample_row
@@ -47,7 +47,7 @@ def random_rows(cpu: Kernel, seed: int, vocab: int, rows: int, options: TopWOpti
 
 
 def differences_from_reference(found: KernelSamples, cases: list[Case], options: TopWOptions) -> list[str]:
-    """One line for each answer that the ties of docs/graph.md, section 4, do not explain."""
+    """One line for each answer that the ties of docs/contract/graph.md, section 4, do not explain."""
     lines = []
     for i, case in enumerate(cases):
         if np.isnan(case.logits).any() or np.isposinf(case.logits).any() or not np.isfinite(case.logits).any():

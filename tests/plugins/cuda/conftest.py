@@ -4,8 +4,8 @@ import ctypes
 from pathlib import Path
 
 import pytest
-from benchmarks.emulated import EmulatedKernel, built, compiled
 
+from tests.support.emulated import EmulatedKernel, built, compiled
 from topw_deploy.plugins import build
 
 

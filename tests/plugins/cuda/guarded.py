@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import benchmarks.emulated
 import numpy as np
-from benchmarks.emulated import EmulatedKernel
 
+import tests.support.emulated
+from tests.support.emulated import EmulatedKernel
 from topw_deploy.plugins.kernel import COLUMNS, STAGES, KernelTable
 from topw_deploy.sampling import TopWOptions
 
@@ -60,7 +60,7 @@ def edits_of(rng: np.random.Generator, rows: int, vocab: int) -> tuple[np.ndarra
 
 def main(path: Path) -> None:
     kernel, rng = Guarded(path), np.random.default_rng(3)
-    benchmarks.emulated._address = kernel.place
+    tests.support.emulated._address = kernel.place
     stages, number = set[int](), 0
     for vocab in (1, 63, 65, 130, 1001, 1003, 4099):
         for dtype in (np.float32, np.float16, np.uint16):

@@ -6,6 +6,7 @@ import ctypes
 
 import numpy as np
 import pytest
+
 from tests.plugins.cuda.test_emulator import address
 
 THREADS = (32, 64, 160, 256, 1024)

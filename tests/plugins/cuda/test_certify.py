@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmarks.emulated import EmulatedKernel
-from benchmarks.sampler_cases import SMALL, Size
+
 from tests.plugins.cuda.certified_rows import (
     built_rows,
     differences_from,
@@ -17,8 +16,9 @@ from tests.plugins.cuda.certified_rows import (
     same_bits,
     sampled,
 )
-from tests.plugins.native_cases import columns
-
+from tests.support.emulated import EmulatedKernel
+from tests.support.native_cases import columns
+from tests.support.sampler_cases import SMALL, Size
 from topw_deploy.plugins.kernel import STAGES, Kernel
 from topw_deploy.sampling import TopWOptions
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.emulated import EmulatedKernel
-from benchmarks.tail_cases import random_case
-from tests.plugins.cuda.certified_rows import differences_from, native_kernel, same_bits
 
+from tests.plugins.cuda.certified_rows import differences_from, native_kernel, same_bits
+from tests.support.emulated import EmulatedKernel
+from tests.support.tail_cases import random_case
 from topw_deploy.plugins.kernel import Kernel
 from topw_deploy.sampling import TopWOptions, apply_edits
 

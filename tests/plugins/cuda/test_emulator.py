@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.emulated import built
+
+from tests.support.emulated import built
 
 THREADS = 128
 

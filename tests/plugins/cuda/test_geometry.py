@@ -1,5 +1,6 @@
 """The second launch, emulated on a CPU: rows without a certificate are answered as the reference and the CPU's kernel
-do, outside the ties of docs/graph.md, section 4, for float32; and no bit of an answer depends on who works on it."""
+do, outside the ties of docs/contract/graph.md, section 4, for float32; and no bit of an answer depends on who works on
+it."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.emulated import EmulatedKernel
-from benchmarks.fuzz_cuda import fuzz
-from benchmarks.sampler_cases import SMALL, Size
-from benchmarks.tail_cases import Case, Scenario
-from tests.plugins.cuda.certified_rows import native_kernel, same_bits
-from tests.plugins.native_cases import columns, scenario_cases
-from tests.plugins.quantised_tables import Form, quantised_table
 
+from fuzz.cuda import fuzz
+from tests.plugins.cuda.certified_rows import native_kernel, same_bits
+from tests.support.emulated import EmulatedKernel
+from tests.support.native_cases import columns, scenario_cases
+from tests.support.quantised_tables import Form, quantised_table
+from tests.support.sampler_cases import SMALL, Size
+from tests.support.tail_cases import Case, Scenario
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.cuda_kernel import CudaShape
 from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable, _table

@@ -9,9 +9,9 @@ import ctypes
 
 import numpy as np
 import pytest
-from tests.plugins.cuda.test_emulator import address
-from tests.plugins.quantised_tables import FORMS, quantised_table
 
+from tests.plugins.cuda.test_emulator import address
+from tests.support.quantised_tables import FORMS, quantised_table
 from topw_deploy.plugins.kernel import KernelTable, _table
 from topw_deploy.sampling import Geometry
 

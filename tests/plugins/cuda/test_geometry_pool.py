@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.emulated import EmulatedKernel
 
+from tests.support.emulated import EmulatedKernel
 from topw_deploy.plugins.kernel import STAGES
 from topw_deploy.sampling import TopWOptions
 from topw_deploy.sampling.reference import pool

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.emulated import CUDA_SOURCES, EmulatedKernel
 
+from tests.support.emulated import CUDA_SOURCES, EmulatedKernel
 from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import TABLE_TYPES, _Blocks, _Inputs, _Outputs, _Table

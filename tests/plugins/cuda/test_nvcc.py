@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from benchmarks.tail_cases import feeds, random_case
 
+from tests.support.sampler_models import Wanted, open_model, run
+from tests.support.tail_cases import feeds, random_case
+from tests.support.toy_model import Toy, export
 from topw_deploy.plugins import build, cuda_build
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel, native
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export
 
-from ..sampler_models import Wanted, open_model, run
 from .tools import ARCHITECTURES, CUDA12, HERE, RuntimeCompiler, digest, home
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.emulated import CUDA_SOURCES, compiled
-from benchmarks.tail_cases import feeds, random_case
 
+from tests.support.emulated import CUDA_SOURCES, compiled
+from tests.support.sampler_models import Wanted, clear_rows, open_model, run
+from tests.support.tail_cases import feeds, random_case
 from topw_deploy.plugins import build
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
-
-from ..sampler_models import Wanted, clear_rows, open_model, run
 
 HERE = Path(__file__).parent
 OPERATOR = [build.SOURCES / f"ort_{name}.cpp" for name in ("call", "node", "operator")]

@@ -6,10 +6,11 @@ import ctypes
 
 import numpy as np
 import pytest
-from benchmarks.emulated import EmulatedKernel, built
-from benchmarks.fuzz_cuda import fuzz
-from benchmarks.sampler_cases import SMALL
+
+from fuzz.cuda import fuzz
 from tests.plugins.cuda.test_emulator import address
+from tests.support.emulated import EmulatedKernel, built
+from tests.support.sampler_cases import SMALL
 
 OF_LOG = 2.0**-45  # relative: a few roundings of a pair's 47 bits
 OF_EXPONENTIAL = 2.0**-42  # relative: those 16 times, by the squarings, and a little for the series

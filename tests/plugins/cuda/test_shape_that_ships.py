@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.emulated import EmulatedKernel
-from tests.plugins.cuda.certified_rows import same_bits
 
+from tests.plugins.cuda.certified_rows import same_bits
+from tests.support.emulated import EmulatedKernel
 from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, TopWParameters, sample_row
 

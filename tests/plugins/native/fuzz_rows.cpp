@@ -1,5 +1,5 @@
 // Fuzzing the native sampler: bytes become options, parameters, logits, edits and a table, and the answers must keep
-// what docs/graph.md promises of any input.
+// what docs/contract/graph.md promises of any input.
 //
 // With libFuzzer (clang++ -fsanitize=fuzzer,address,undefined) this file and the library's are all there is. Other
 // compilers add -DTOPW_FUZZ_MAIN for a driver of random bytes: `fuzz_rows SECONDS [SEED]`, or `fuzz_rows FILE` to

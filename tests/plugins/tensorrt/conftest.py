@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from tests.plugins.cuda.conftest import emulated_library  # noqa: F401  # a fixture
 
 PLUGIN = "topw_deploy.plugins.tensorrt.plugin"

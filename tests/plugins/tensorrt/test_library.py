@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.emulated import CUDA_SOURCES, FLAGS
 
+from tests.support.emulated import CUDA_SOURCES, FLAGS
 from topw_deploy.plugins import build, cuda_build
 from topw_deploy.plugins.tensorrt.build import SOURCE, find_headers
 

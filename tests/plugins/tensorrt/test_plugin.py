@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.plugins.native_cases import geometry_of
 
+from tests.support.native_cases import geometry_of
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import shared_library
 from topw_deploy.plugins import tensorrt as plugins

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tensorrt_double import TensorRT
-from tensorrt_machine import gpu, no_plugin, trt  # noqa: F401  # fixtures
-from topw_deploy.engines.build import build_engine
-from topw_deploy.engines.request import EngineRequest
+from tests.support.tensorrt_double import TensorRT
+from tests.support.tensorrt_machine import gpu, no_plugin, trt  # noqa: F401  # fixtures
+from tests.support.toy_model import Toy, export
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import TopWOptions
-from toy_model import Toy, export
+from topw_deploy.tensorrt.build import build_engine
+from topw_deploy.tensorrt.request import EngineRequest
 
 CACHE = 128
 Open = Callable[..., TopWModel]

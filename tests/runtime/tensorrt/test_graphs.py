@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from cuda_double import Gpu
-from runtime.tensorrt.conftest import Open
-from tensorrt_double import Context, Engine, TensorRT
+from tests.runtime.tensorrt.conftest import Open
+from tests.support.cuda_double import Gpu
+from tests.support.tensorrt_double import Context, Engine, TensorRT
 from topw_deploy.errors import EngineError, GenerationError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.tensorrt.cuda import Cuda, DeviceMemory

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda_double import Gpu
-from runtime.tensorrt.conftest import Open
-from tensorrt_double import TensorRT
-from topw_deploy.engines.build import build_engine
-from topw_deploy.engines.request import EngineRequest
+from tests.runtime.tensorrt.conftest import Open
+from tests.support.cuda_double import Gpu
+from tests.support.tensorrt_double import TensorRT
+from tests.support.toy_model import BOS, PAD, Toy, byte_ids, export
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult, TopWModel
-from toy_model import BOS, PAD, Toy, byte_ids, export
+from topw_deploy.tensorrt.build import build_engine
+from topw_deploy.tensorrt.request import EngineRequest
 
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
 PROMPTS = ["a", "some much longer prompt than the others are", "middle one", "b"]

@@ -1,6 +1,7 @@
 """Before anything is timed: does every implementation keep the set that the definition keeps?
 
-A fast answer that is wrong is no answer, so a difference that docs/graph.md section 4 does not allow ends the run.
+A fast answer that is wrong is no answer, so a difference that docs/contract/graph.md section 4 does not allow ends the
+run.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from topw_deploy.bench.sampler.problem import Case, Logits, Problem
 from topw_deploy.bench.sampler.side import Call
 from topw_deploy.sampling import draw
-from topw_deploy.sampling.fast import FastCrop, fast_crop
+from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
 
 
 class NumpySide:

@@ -99,7 +99,7 @@ def sampler_file(problem: Problem, form: str, *, with_keep_mask: bool) -> Path:
         return path
     import onnx_ir as ir
 
-    from topw_deploy.export.graft import BOUND_NAME
+    from topw_deploy.export.graft.sampler_node import BOUND_NAME
     from topw_deploy.export.sampler_only import sampler_model
     from topw_deploy.export.tail import TailSpec, plain_gather
 

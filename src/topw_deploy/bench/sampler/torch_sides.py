@@ -25,7 +25,7 @@ class TorchSide:
     """`crop_rows` on the CPU, all rows at once."""
 
     def __init__(self, problem: Problem) -> None:
-        from topw_deploy.sampling.tensors import TensorGeometry
+        from topw_deploy.sampling.torch import TensorGeometry
 
         self._options, bound = problem.options, problem.neighbour_bound
         self._bound = None if bound is None else torch.from_numpy(bound)
@@ -45,7 +45,7 @@ class TorchSide:
         return [np.flatnonzero(row) for row in mask.numpy()]
 
     def _crop(self, scores: torch.Tensor, case: Case) -> Any:
-        from topw_deploy.sampling.tensors import crop_rows
+        from topw_deploy.sampling.torch import crop_rows
 
         return crop_rows(scores, case.parameters, self._options, self._geometry, neighbour_bound=self._bound)
 

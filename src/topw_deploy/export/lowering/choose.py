@@ -12,7 +12,7 @@ from topw_deploy.export.lowering.norm_types import cast_rows_of_norms
 from topw_deploy.export.lowering.packed_gate_up import pack_gates
 from topw_deploy.export.lowering.partial_rotary import fuse_partial_rotary
 from topw_deploy.export.lowering.rotary import fuse_rotary
-from topw_deploy.export.trace import TracedDecoder
+from topw_deploy.export.trace.trace import TracedDecoder
 
 _MULTIPLE = 64  # tokens: what max_length is a multiple of
 _USUAL_LENGTH = 4096  # tokens of a cache whose length nobody chose: half a gigabyte or less in models of up to 3 B

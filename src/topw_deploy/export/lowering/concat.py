@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor, find_input
+from topw_deploy.export.graph.editor import GraphEditor, find_input
 from topw_deploy.export.lowering.layers import attention_layers
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
-from topw_deploy.export.trace import MARKER_DOMAIN, TracedDecoder
+from topw_deploy.export.trace.trace import MARKER_DOMAIN, TracedDecoder
 
 PREFIX = "topw.attention"
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.flat import flattened
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.packed_qkv import packed
 from topw_deploy.export.lowering.rotary_tables import RotaryTables
 from topw_deploy.export.lowering.skip_norm import fuse_skip_norms
 from topw_deploy.export.lowering.static import StaticInputs, finish, replace_present
-from topw_deploy.export.trace import TracedDecoder
+from topw_deploy.export.trace.trace import TracedDecoder
 
 PREFIX = "topw.attention"
 DOMAIN = "com.microsoft"

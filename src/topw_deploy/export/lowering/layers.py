@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from topw_deploy.export.trace import TracedDecoder, marker_nodes
+from topw_deploy.export.trace.trace import TracedDecoder, marker_nodes
 
 
 @dataclass(frozen=True)

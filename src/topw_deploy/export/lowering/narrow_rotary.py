@@ -11,7 +11,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor, rewrite_each
+from topw_deploy.export.graph.editor import GraphEditor, rewrite_each
 from topw_deploy.export.lowering.rotary import producer
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor
 
 
 def cast_rows_of_norms(model: ir.Model) -> int:

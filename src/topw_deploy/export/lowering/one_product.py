@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor
 
 
 def joined(editor: GraphEditor, parts: Sequence[ir.Value], label: str) -> ir.Value | None:

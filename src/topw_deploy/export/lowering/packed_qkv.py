@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.one_product import joined
 
 Parts = tuple[ir.Value, ir.Value | None, ir.Value | None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor, rewrite_each
+from topw_deploy.export.graph.editor import GraphEditor, rewrite_each
 from topw_deploy.export.lowering.rotary import on_last_axis, producer, slice_of
 
 

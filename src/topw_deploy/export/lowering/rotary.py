@@ -18,7 +18,7 @@ from itertools import permutations
 
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor, is_constant, rewrite_each
+from topw_deploy.export.graph.editor import GraphEditor, is_constant, rewrite_each
 
 
 def fuse_rotary(model: ir.Model) -> int:

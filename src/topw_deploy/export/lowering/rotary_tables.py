@@ -13,9 +13,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from topw_deploy.export.editor import GraphEditor, find_input
+from topw_deploy.export.graph.editor import GraphEditor, find_input
 from topw_deploy.export.lowering.flat import Flattened, rotary_kind
-from topw_deploy.export.trace import TracedDecoder
+from topw_deploy.export.trace.trace import TracedDecoder
 
 # Tables of a long context may take this share of the weights; above it, angles are computed as the trace does.
 _SHARE_OF_WEIGHTS = 1 / 16

@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering.flat import Flattened, flattened, rotary_kind
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
 from topw_deploy.export.lowering.packed_qkv import packed
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
 from topw_deploy.export.lowering.static import StaticInputs, finish, replace_present
-from topw_deploy.export.trace import TracedDecoder
+from topw_deploy.export.trace.trace import TracedDecoder
 
 PREFIX = "topw.attention"
 OPERATOR = "Attention"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from topw_deploy.export.editor import GraphEditor, is_constant
+from topw_deploy.export.graph.editor import GraphEditor, is_constant
 
 DOMAIN = "com.microsoft"
 _FUSED = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormalization": "SkipLayerNormalization"}

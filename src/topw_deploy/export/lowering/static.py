@@ -11,9 +11,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.editor import GraphEditor, find_input
+from topw_deploy.export.graph.editor import GraphEditor, find_input
 from topw_deploy.export.lowering.layers import AttentionLayer
-from topw_deploy.export.trace import MARKER_DOMAIN
+from topw_deploy.export.trace.trace import MARKER_DOMAIN
 
 
 class StaticInputs:

@@ -1,4 +1,4 @@
-"""Weight-only quantisation of decoders through onnxruntime's own tools (docs/quantisation.md)."""
+"""Weight-only quantisation of decoders through onnxruntime's own tools (docs/guide/quantisation.md)."""
 
 from topw_deploy.export.quantise.rewrite import quantise
 from topw_deploy.export.quantise.settings import ALGORITHMS, BLOCK_SIZES, DTYPE_BITS, Quantisation

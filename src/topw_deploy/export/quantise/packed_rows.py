@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.export.packed.checkpoint import PackedCheckpoint
-from topw_deploy.export.packed.formats import PackedMatrix
 from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, packed
+from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.source.packed.formats import PackedMatrix
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 

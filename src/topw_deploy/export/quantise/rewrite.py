@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.errors import ParameterError, UnsupportedModelError
-from topw_deploy.export.editor import GraphEditor
-from topw_deploy.export.embedding_node import EmbeddingNode, find_embedding
+from topw_deploy.export.graft.embedding_node import EmbeddingNode, find_embedding
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.quantise.packed_rows import Origin, PackedRows
 from topw_deploy.export.quantise.products import Product, find_products, is_stored
 from topw_deploy.export.quantise.settings import Quantisation

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.lazy_weight import LazyWeight
+from topw_deploy.export.graft.table import stored_array
+from topw_deploy.export.graph.lazy_weight import LazyWeight
 from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, ReadRows, quantise_weight
 from topw_deploy.export.quantise.settings import Quantisation
-from topw_deploy.export.table import stored_array
 
 _HELD_BYTES = 128 << 20  # of codes, scales and zero points: all of a small model's, the latest of a large one's
 

@@ -1,4 +1,4 @@
-"""The sampler as one ONNX function, `topw::TopWSample` (docs/graph.md, section 8)."""
+"""The sampler as one ONNX function, `topw::TopWSample` (docs/contract/graph.md, section 8)."""
 
 from topw_deploy.export.tail.build import build_tail
 from topw_deploy.export.tail.embedding import EmbeddingForm, plain_gather

@@ -1,4 +1,4 @@
-"""The alternation between crop and potential (docs/graph.md, section 3, step 4) with fixed shapes."""
+"""The alternation between crop and potential (docs/contract/graph.md, section 3, step 4) with fixed shapes."""
 
 from __future__ import annotations
 

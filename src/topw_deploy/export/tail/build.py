@@ -1,4 +1,4 @@
-"""The tail put together: one ONNX function in one of three forms (docs/graph.md, section 8)."""
+"""The tail put together: one ONNX function in one of three forms (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The certified path: a few candidates, one short scan, and the proof that they settle the row.
 
-Where the certificate of docs/graph.md, section 4 (T2) holds, the crop is the top K tokens of the probability order
-and no distance matters. These steps find K among the `CANDIDATES` largest logits and prove, without the pool, that
-nothing outside them could change it.
+Where the certificate of docs/contract/graph.md, section 4 (T2) holds, the crop is the top K tokens of the probability
+order and no distance matters. These steps find K among the `CANDIDATES` largest logits and prove, without the pool,
+that nothing outside them could change it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor)
 
 @step
 def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
-    """J over the prefixes of the candidates (docs/graph.md, section 3, step 4 with f = 0).
+    """J over the prefixes of the candidates (docs/contract/graph.md, section 3, step 4 with f = 0).
 
     drop: logits minus the largest, float32 [batch, width]. Logs come from logits, never from probabilities; -inf
     becomes a finite score with weight 0.

@@ -1,4 +1,4 @@
-"""Drawing one token from a crop (docs/graph.md, section 5)."""
+"""Drawing one token from a crop (docs/contract/graph.md, section 5)."""
 
 from __future__ import annotations
 

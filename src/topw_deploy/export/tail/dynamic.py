@@ -1,8 +1,8 @@
 """The literal path with dynamic shapes, for onnxruntime: only the rows, tokens and distances that can matter.
 
-Three reductions, none of which can change an answer (docs/graph.md, section 4): rows that are settled or certified
-leave before the next stage; the row test cuts the pool's tail off; distances of outsiders to the warm start come
-first, and all others only if the set did not shrink.
+Three reductions, none of which can change an answer (docs/contract/graph.md, section 4): rows that are settled or
+certified leave before the next stage; the row test cuts the pool's tail off; distances of outsiders to the warm start
+come first, and all others only if the set did not shrink.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Sparse edits of the logits (docs/graph.md, section 6), and the shape that the search for candidates wants."""
+"""Sparse edits of the logits (docs/contract/graph.md, section 6), and the shape that the search for candidates
+wants.
+"""
 
 from __future__ import annotations
 

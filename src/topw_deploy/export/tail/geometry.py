@@ -1,4 +1,4 @@
-"""Token geometry in the graph (docs/graph.md, section 2): features of tokens, and their distances to a set."""
+"""Token geometry in the graph (docs/contract/graph.md, section 2): features of tokens, and their distances to a set."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a tail is made for: the numbers and choices that an export fixes, and the node that they give.
 
-The contract is docs/graph.md, section 8.
+The contract is docs/contract/graph.md, section 8.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The first takes the pool and its certificate unless the candidates settle every row. The second takes distances unless
 every row has its answer by then. With a dynamic batch NVIDIA's builder refuses nested branches, and branches whose
-sides hand out different shapes (docs/graph.md, section 8). So they are not nested, and the second takes the pool from
-the logits again: little beside the distances, while handing it over would cost the fast path dummies of its size.
+sides hand out different shapes (docs/contract/graph.md, section 8). So they are not nested, and the second takes the
+pool from the logits again: little beside the distances, while handing it over would cost the fast path dummies of its
+size.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graft import sampler_node
-from topw_deploy.export.table import stored_array
+from topw_deploy.export.graft.sampler_node import sampler_node
+from topw_deploy.export.graft.table import stored_array
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
-from topw_deploy.export.weights import MODEL_FILE
+from topw_deploy.export.write.weights import MODEL_FILE
 from topw_deploy.manifest import Check
 from topw_deploy.sampling import Geometry
 

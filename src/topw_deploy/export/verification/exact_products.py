@@ -17,7 +17,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from topw_deploy.errors import VerificationError
-from topw_deploy.export.weights import MODEL_FILE
+from topw_deploy.export.write.weights import MODEL_FILE
 from topw_deploy.manifest import Manifest, describe_files, save_manifest
 
 _FLOAT32 = 1  # accuracy_level

@@ -15,7 +15,7 @@ from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.memory import StageMemory
 from topw_deploy.export.progress import Progress
 from topw_deploy.export.request import ExportRequest
-from topw_deploy.export.source import Source, resolve
+from topw_deploy.export.source.resolve import Source, resolve
 from topw_deploy.export.verification.names import LEFT_PADDED, RIGHT_PADDED
 from topw_deploy.manifest import Check, Manifest, Verification
 

@@ -14,11 +14,11 @@ import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from topw_deploy.errors import VerificationError
-from topw_deploy.export.editor import GraphEditor
-from topw_deploy.export.graft import NODE_NAME, sampler_node
+from topw_deploy.export.graft.sampler_node import NODE_NAME, sampler_node
+from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.export.verification.cache_drivers import cache_driver
-from topw_deploy.export.weights import MODEL_FILE, external_files
+from topw_deploy.export.write.weights import MODEL_FILE, external_files
 from topw_deploy.manifest import DecoderInfo
 
 LOGITS = "topw.probe.logits"

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.embedding_node import find_embedding
-from topw_deploy.export.table import EmbeddingTable
+from topw_deploy.export.graft.embedding_node import find_embedding
+from topw_deploy.export.graft.table import EmbeddingTable
 from topw_deploy.export.verification.probe import SamplerProbe
-from topw_deploy.export.weights import MODEL_FILE
+from topw_deploy.export.write.weights import MODEL_FILE
 from topw_deploy.manifest import Check, SamplerInfo
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, sample_row
 
@@ -58,8 +58,8 @@ def sampler_checks(
     """Kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab]; `title` begins their names.
 
     A crop is compared by its size and by drawing every one of its tokens (six of a large one), each with
-    the uniform number in the middle of its interval. Differences that rounding may cause (docs/graph.md, section 4)
-    are counted, not failed.
+    the uniform number in the middle of its interval. Differences that rounding may cause (docs/contract/graph.md,
+    section 4) are counted, not failed.
     """
     wrong = {"kept sets": 0, "tokens": 0, "certificates": 0}
     ties = uncertified = rows = 0

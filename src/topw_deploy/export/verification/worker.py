@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import TopWError
-from topw_deploy.export.decoder_onnx import text_part
+from topw_deploy.export.foreign.load import text_part
 from topw_deploy.export.memory import peak_bytes
-from topw_deploy.export.packed.checkpoint import PackedCheckpoint
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
 from topw_deploy.export.verification.bound_check import bound_check
 from topw_deploy.export.verification.decoder_checks import decoder_checks
 from topw_deploy.export.verification.evaluation_text import encoded, evaluation_text

@@ -1,5 +1,5 @@
 // The alternation for rows that no certificate settles, with as few distances as the theory allows; and the literal
-// rule for a negative geom_scale (docs/theory.md, sections 3 and 4). By a row's leading block, which publishes the distances
+// rule for a negative geom_scale (docs/contract/theory.md, sections 3 and 4). By a row's leading block, which publishes the distances
 // as jobs. The same steps as native/alternation.cpp.
 #ifndef TOPW_CUDA_ALTERNATION_H
 #define TOPW_CUDA_ALTERNATION_H

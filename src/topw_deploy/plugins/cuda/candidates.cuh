@@ -1,4 +1,4 @@
-// A crop and its certificate from a few candidates, without the pool (docs/theory.md, section 4), by one block: what
+// A crop and its certificate from a few candidates, without the pool (docs/contract/theory.md, section 4), by one block: what
 // native/candidates.cpp does, with the same slacks.
 #ifndef TOPW_CUDA_CANDIDATES_CUH
 #define TOPW_CUDA_CANDIDATES_CUH

@@ -1,4 +1,4 @@
-// Distances of pool tokens to a set of members, as items of jobs (docs/graph.md, section 2).
+// Distances of pool tokens to a set of members, as items of jobs (docs/contract/graph.md, section 2).
 //
 // Squares of differences are added up in float32, in one tree whoever adds up: 32 coordinates one after the other,
 // four such sums by pairs (a slice), four slices in order (a section), all sections in order. A point's coordinates are

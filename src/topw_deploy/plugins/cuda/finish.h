@@ -1,4 +1,4 @@
-// The end of every row: the draw from its crop, and its outputs (docs/graph.md, section 5).
+// The end of every row: the draw from its crop, and its outputs (docs/contract/graph.md, section 5).
 #ifndef TOPW_CUDA_FINISH_H
 #define TOPW_CUDA_FINISH_H
 

@@ -1,4 +1,4 @@
-// topw::TopWSample for onnxruntime's CUDA provider: the node of docs/graph.md, section 8, answered by topw_cuda_launch.
+// topw::TopWSample for onnxruntime's CUDA provider: the node of docs/contract/graph.md, section 8, answered by topw_cuda_launch.
 //
 // A call only launches: on the provider's own stream, from addresses that are the device's already, into a workspace
 // that the first call of its size allocated. So a step can be captured into a CUDA graph once it has run.

@@ -1,4 +1,4 @@
-// Rows of the embedding table as points of the metric, eight coordinates at a time (docs/graph.md, section 2).
+// Rows of the embedding table as points of the metric, eight coordinates at a time (docs/contract/graph.md, section 2).
 #ifndef TOPW_CUDA_POINTS_H
 #define TOPW_CUDA_POINTS_H
 

@@ -1,4 +1,4 @@
-// The pool of a row: its best finite logits, sorted (docs/graph.md, section 3). A leading block decides, all blocks read.
+// The pool of a row: its best finite logits, sorted (docs/contract/graph.md, section 3). A leading block decides, all blocks read.
 //
 // The maxima of the groups of 64 logits say which groups can hold such tokens: all tokens from the `wanted`-th largest
 // maximum up are at least `wanted`. Where there are fewer groups than that, or more tokens than can be sorted, the

@@ -1,4 +1,4 @@
-// J over the prefixes of an order, by one block (docs/theory.md, Notation). Sums and what decides in double.
+// J over the prefixes of an order, by one block (docs/contract/theory.md, Notation). Sums and what decides in double.
 #ifndef TOPW_CUDA_SCAN_H
 #define TOPW_CUDA_SCAN_H
 

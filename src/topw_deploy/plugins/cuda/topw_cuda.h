@@ -1,4 +1,4 @@
-/* Top-W for rows of logits on a CUDA device, as docs/graph.md defines it: topw.h's step, enqueued on a stream.
+/* Top-W for rows of logits on a CUDA device, as docs/contract/graph.md defines it: topw.h's step, enqueued on a stream.
  *
  * A C interface without a runtime around it. Launches only: no allocation, no copy, no synchronisation with the host,
  * so a step can be captured into a CUDA graph. Every address is the device's and is borrowed until the stream has

@@ -1,5 +1,5 @@
 // Stage C: the alternation for rows that no certificate settles, with as few distances as the theory allows; and the
-// literal rule for a negative geom_scale (docs/theory.md, sections 3 and 4).
+// literal rule for a negative geom_scale (docs/contract/theory.md, sections 3 and 4).
 #ifndef TOPW_ALTERNATION_H
 #define TOPW_ALTERNATION_H
 

@@ -1,4 +1,4 @@
-// Stage A: a crop and its certificate from a few candidates, without the pool (docs/theory.md, section 4).
+// Stage A: a crop and its certificate from a few candidates, without the pool (docs/contract/theory.md, section 4).
 #ifndef TOPW_CANDIDATES_H
 #define TOPW_CANDIDATES_H
 

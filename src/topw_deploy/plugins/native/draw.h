@@ -1,4 +1,4 @@
-// The draw from a crop, and the crop's share of the whole row (docs/graph.md, section 5).
+// The draw from a crop, and the crop's share of the whole row (docs/contract/graph.md, section 5).
 #ifndef TOPW_DRAW_H
 #define TOPW_DRAW_H
 

@@ -1,4 +1,4 @@
-// A row of logits as the sampler sees it: edited (docs/graph.md, section 6), in whole blocks, and hardly ever copied.
+// A row of logits as the sampler sees it: edited (docs/contract/graph.md, section 6), in whole blocks, and hardly ever copied.
 #ifndef TOPW_EDITED_ROW_H
 #define TOPW_EDITED_ROW_H
 

@@ -1,4 +1,4 @@
-// J over the prefixes of an order (docs/theory.md, Notation), in double and in the reference's order of operations.
+// J over the prefixes of an order (docs/contract/theory.md, Notation), in double and in the reference's order of operations.
 #ifndef TOPW_OBJECTIVE_H
 #define TOPW_OBJECTIVE_H
 

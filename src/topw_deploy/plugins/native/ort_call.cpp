@@ -49,7 +49,7 @@ Status *bind_inputs(const Api &api, const ort::KernelContext *context, topw_inpu
     const bool is_edit = index == kEditIds || index == kEditPenalty || index == kEditBias;
     if (!fits || tensor.shape.type != kInputTypes[index] ||
         (is_edit && tensor.shape.size[1] != found[kEditIds].shape.size[1]))
-      return refuse(api, ort::kInvalidArgument, "input %zu does not have the shape or type of docs/graph.md", index);
+      return refuse(api, ort::kInvalidArgument, "input %zu does not have the shape or type of docs/contract/graph.md", index);
   }
   topw_inputs &in = *inputs;
   in.batch = found[kLogits].shape.size[0];

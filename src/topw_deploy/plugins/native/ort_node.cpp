@@ -1,4 +1,4 @@
-// Reading the node of docs/graph.md, section 8: its attributes, and the types and sizes of what goes in and out.
+// Reading the node of docs/contract/graph.md, section 8: its attributes, and the types and sizes of what goes in and out.
 
 #include "ort_node.h"
 

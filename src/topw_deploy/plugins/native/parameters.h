@@ -1,4 +1,4 @@
-// What a row chose for itself, and what the export fixed (docs/graph.md, section 1).
+// What a row chose for itself, and what the export fixed (docs/contract/graph.md, section 1).
 #ifndef TOPW_PARAMETERS_H
 #define TOPW_PARAMETERS_H
 

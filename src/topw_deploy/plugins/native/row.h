@@ -1,4 +1,4 @@
-// One row from logits to token: the stages of docs/theory.md, each only where the one before could not settle the row.
+// One row from logits to token: the stages of docs/contract/theory.md, each only where the one before could not settle the row.
 #ifndef TOPW_ROW_H
 #define TOPW_ROW_H
 

@@ -1,4 +1,4 @@
-// dist(i, S) of pool tokens to a set that changes (docs/graph.md, section 2), in double, with few distances in double.
+// dist(i, S) of pool tokens to a set that changes (docs/contract/graph.md, section 2), in double, with few distances in double.
 //
 // Products of points in float32 say which members can be among a token's nearest, with a rigorous bound of their error;
 // those members' distances are then taken in double from the table's rows. A token remembers its nearest members, so in

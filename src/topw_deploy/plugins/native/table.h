@@ -1,4 +1,4 @@
-// The input embeddings, read row by row in whatever type they are stored (docs/graph.md, section 2).
+// The input embeddings, read row by row in whatever type they are stored (docs/contract/graph.md, section 2).
 #ifndef TOPW_TABLE_H
 #define TOPW_TABLE_H
 

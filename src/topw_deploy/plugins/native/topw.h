@@ -1,4 +1,4 @@
-/* Top-W for rows of logits on a CPU, as docs/graph.md defines it: the whole step from edits to the drawn token.
+/* Top-W for rows of logits on a CPU, as docs/contract/graph.md defines it: the whole step from edits to the drawn token.
  *
  * A C interface without a runtime around it: the onnxruntime operator, the Python binding and the fuzzers call this.
  * Every pointer is borrowed for the call; nothing is kept but the workspace's scratch memory.

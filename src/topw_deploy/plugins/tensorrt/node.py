@@ -1,5 +1,5 @@
-"""What a TensorRT graph says of one node: its attributes, and the types and sizes of its inputs (docs/graph.md, section
-8). Plain Python, so that it can be read and tested without TensorRT."""
+"""What a TensorRT graph says of one node: its attributes, and the types and sizes of its inputs
+(docs/contract/graph.md, section 8). Plain Python, so that it can be read and tested without TensorRT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// TensorRT's plugin for the node topw::TopWSample (docs/graph.md, section 8), for hosts in C++ and for trtexec.
+// TensorRT's plugin for the node topw::TopWSample (docs/contract/graph.md, section 8), for hosts in C++ and for trtexec.
 //
 // Compiled with the CUDA kernels and the CUDA runtime into one library, against the headers of the TensorRT that will
 // load it. Nothing of TensorRT is linked: its plugin registry opens the library and calls getCreators. plugin.py is the

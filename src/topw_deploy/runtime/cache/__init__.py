@@ -1,4 +1,5 @@
-"""Key-value caches in the forms that docs/graph.md section 8 names: how each takes prompts, and what a step adds.
+"""Key-value caches in the forms that docs/contract/graph.md section 8 names: how each takes prompts, and what a step
+adds.
 
 concat: onnxruntime makes a longer cache at every step. static and shared: one buffer, bound as past and present alike.
 """

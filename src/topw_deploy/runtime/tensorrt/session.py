@@ -8,10 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.engines import library, plugin
-from topw_deploy.engines.find import fitting, this_machine
-from topw_deploy.engines.profiles import preferred
-from topw_deploy.engines.stamp import EngineStamp
 from topw_deploy.errors import EngineError, GenerationError, ManifestError
 from topw_deploy.files import open_regular
 from topw_deploy.manifest import Manifest
@@ -21,6 +17,10 @@ from topw_deploy.runtime.placement import CpuNode
 from topw_deploy.runtime.tensorrt.binding import EngineBinding
 from topw_deploy.runtime.tensorrt.cuda import Cuda, DeviceMemory
 from topw_deploy.runtime.tensorrt.lane import Lane
+from topw_deploy.tensorrt import library, plugin
+from topw_deploy.tensorrt.find import fitting, this_machine
+from topw_deploy.tensorrt.profiles import preferred
+from topw_deploy.tensorrt.stamp import EngineStamp
 
 _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "bool": 1}
 

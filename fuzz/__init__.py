@@ -1,0 +1,1 @@
+"""Long random comparisons of every sampler with the reference."""

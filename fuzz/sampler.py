@@ -1,0 +1,205 @@
+"""Random and adversarial rows through the fast samplers, compared with the reference.
+
+    python -m fuzz.sampler [--rows 250000] [--seed 0] [--implementation fast torch native]
+
+The reference answers each row once, any number of implementations beside it. All of them decide in double, so a
+difference is allowed only at a tie of docs/contract/graph.md, section 4, with the bounds for float64; equal logits
+across the pool's cut are no excuse, since ids order them. Every other visit has bounds of the nearest neighbours, as an
+export may store them. Prints what was compared and each difference with its explanation; exits 1 if one has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.common import machine, table
+from benchmarks.rows import LOGPROB_BOUND, Case, explanation, reference
+from benchmarks.sampler_sides import ADAPTERS, Absent, Answer, Answerer
+from tests.support.sampler_cases import ALL, Size, Visit, visits
+from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TieBounds
+
+_MASS_BOUND = 1e-6  # relative: summed in double, answered in float32
+_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a repulsive crop may weigh less than float32 can say
+_BATCH_VALUES = 1 << 20  # logits per call of an implementation that takes batches
+_LARGEST_BOUNDED = 1100  # tokens: the bounds take all pairs
+_NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
+_STAGES = ("candidates", "pool", "geometry", "literal", "greedy", "invalid")
+
+Opener = Callable[[Visit, "np.ndarray | None"], Answerer]
+Bounding = Callable[[Geometry, int], np.ndarray]
+
+
+def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
+    """The bound of the nearest neighbours as an export stores it; the exporter is imported when it is asked for."""
+    from topw_deploy.export.graft.neighbour_bound import neighbour_bound
+
+    return neighbour_bound(geometry, tokens)
+
+
+@dataclass
+class Side:
+    """What one implementation answered, by regime. bounds: of the ties that excuse it."""
+
+    bounds: TieBounds = FLOAT64_TIES
+    stages: Counter[tuple[str, str]] = field(default_factory=Counter)
+    distances: Counter[str] = field(default_factory=Counter)
+    avoided: Counter[str] = field(default_factory=Counter)
+    explained: Counter[str] = field(default_factory=Counter)
+    unexplained: list[str] = field(default_factory=list)
+
+    def add(self, case: Case, wanted: Row, found: Answer, label: str) -> None:
+        """Compare one row and file the result."""
+        regime = _regime(case)
+        self.stages[regime, found.stage] += 1
+        self.distances[regime] += found.distances
+        self.avoided[regime] += found.distances_avoided
+        for difference in differences(wanted, found):
+            reason = explanation(difference, wanted, self.bounds, pool_cut=False)
+            if reason is None:
+                self.unexplained.append(f"{label}: {difference}; {case.regime}, {case.parameters}, wanted {wanted}, "
+                                        f"found {found}")  # fmt: skip
+            else:
+                self.explained[f"{difference}: {reason}"] += 1
+
+
+def differences(wanted: Row, found: Answer) -> Iterator[str]:
+    """Names of what differs: the certificate; the kept ids (with their order), or else the draw and its numbers."""
+    if found.certified != wanted.certified:
+        yield "certified"
+    ids = wanted.kept_ids if found.ordered else np.sort(wanted.kept_ids)
+    if not np.array_equal(found.kept, ids):
+        yield "kept set"
+        return
+    if found.next_token is not None and found.next_token != wanted.next_token:
+        yield "token"
+    elif found.logprob is not None and abs(found.logprob - wanted.logprob) > LOGPROB_BOUND * max(1, -wanted.logprob):
+        yield "logprob"
+    if found.mass is not None and abs(found.mass - wanted.mass) > max(_MASS_BOUND * wanted.mass, _SMALLEST_MASS):
+        yield "mass"
+
+
+@dataclass
+class Outcome:
+    """The reference's side of a run, and each implementation's. near: bounds of rows that are nearly tied."""
+
+    sides: dict[str, Side]
+    near: TieBounds = _NEARLY
+    rows: Counter[str] = field(default_factory=Counter)
+    certified: Counter[str] = field(default_factory=Counter)
+    tied: int = 0
+    nearly_tied: int = 0
+
+
+def fuzz(rows: int, seed: int, names: Sequence[str], sizes: Sequence[Size] = ALL) -> Outcome:
+    """Compare `rows` rows in each of the implementations `names`."""
+    from tqdm import tqdm
+
+    outcome = Outcome({name: Side() for name in names})
+    done = 0
+    with tqdm(total=rows, unit="row", file=sys.stderr, mininterval=1.0) as bar:
+        for number, visit in enumerate(visits(seed, sizes)):
+            cases = visit.cases[: rows - done]
+            compare(visit, cases, bool(number % 2), outcome)
+            done += len(cases)
+            bar.update(len(cases))
+            bar.set_postfix(unexplained=sum(len(side.unexplained) for side in outcome.sides.values()))
+            if done >= rows:
+                return outcome
+    raise AssertionError("visits are endless")
+
+
+def compare(
+    visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener] = ADAPTERS,
+    measure: Bounding = exported_bound,
+) -> None:  # fmt: skip
+    """One visit's rows in every implementation of the outcome, as `openers` open them.
+
+    bounded: pass the nearest neighbours' bound, as `measure` measures it, where the vocabulary is small enough."""
+    wanted = [reference(visit.scenario, visit.geometry, case) for case in cases]
+    for case, row in zip(cases, wanted, strict=True):
+        outcome.rows[_regime(case)] += 1
+        outcome.certified[_regime(case)] += row.certified
+        outcome.tied += any(_allowed(row, side.bounds) for side in outcome.sides.values())
+        outcome.nearly_tied += _allowed(row, outcome.near)
+    vocab = visit.scenario.vocab_size
+    has_bound = bounded and visit.scenario.options.metric != "uniform" and vocab <= _LARGEST_BOUNDED
+    bound = measure(visit.geometry, vocab) if has_bound else None
+    label = f"{visit.scenario.name}/{visit.scenario.table_kind}/{visit.scenario.seed}{'/bound' if has_bound else ''}"
+    for name, side in outcome.sides.items():
+        answerer = openers[name](visit, bound)
+        size = max(1, _BATCH_VALUES // vocab)
+        found = [row for start in range(0, len(cases), size) for row in answerer(cases[start : start + size])]
+        for case, row, answer in zip(cases, wanted, found, strict=True):
+            side.add(case, row, answer, f"{name} {label}")
+
+
+def _allowed(row: Row, bounds: TieBounds) -> bool:
+    return any(explanation(difference, row, bounds, pool_cut=False) for difference in ("kept set", "certified"))
+
+
+def _regime(case: Case) -> str:
+    return case.regime.split(",")[0]
+
+
+def available(names: Sequence[str]) -> list[str]:
+    """Those of the implementations that are installed; says why of each of the others."""
+    found = []
+    for name in names:
+        try:
+            ADAPTERS[name](next(visits(0)), None)
+            found.append(name)
+        except Absent as reason:
+            print(f"{name} is left out: {reason}\n")
+    return found
+
+
+def report(outcome: Outcome) -> str:
+    """Markdown tables: what each implementation did by regime, and differences by explanation."""
+    parts = [_regimes(name, side, outcome) for name, side in outcome.sides.items()]
+    reasons = sorted({reason for side in outcome.sides.values() for reason in side.explained})
+    lines: list[tuple[object, ...]] = [(r, *(side.explained[r] for side in outcome.sides.values())) for r in reasons]
+    lines.append(("unexplained", *(len(side.unexplained) for side in outcome.sides.values())))
+    near = outcome.nearly_tied - outcome.tied
+    ties = (
+        f"{outcome.tied} rows lie on a tie, where a difference is allowed, and {near} within "
+        f"{outcome.near.objective:g} of one, where none is. Differences:"
+    )
+    return "\n\n".join([*parts, ties, table(("difference", *outcome.sides), lines)])
+
+
+def _regimes(name: str, side: Side, outcome: Outcome) -> str:
+    lines = []
+    for regime in (*sorted(outcome.rows), "all"):
+        chosen = list(outcome.rows) if regime == "all" else [regime]
+        count = sum(outcome.rows[r] for r in chosen)
+        shares = (sum(side.stages[r, stage] for r in chosen) / count for stage in _STAGES)
+        computed, avoided = (sum(c[r] for r in chosen) for c in (side.distances, side.avoided))
+        saved = f"{avoided / (computed + avoided):.1%}" if computed + avoided else "none asked for"
+        certified = sum(outcome.certified[r] for r in chosen) / count
+        lines.append((regime, count, f"{certified:.1%}", *(f"{share:.1%}" for share in shares), saved))
+    return f"{name}:\n\n" + table(("regime", "rows", "certified", *_STAGES, "distances avoided"), lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=250_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--implementation", nargs="+", choices=tuple(ADAPTERS), default=list(ADAPTERS))
+    given = parser.parse_args()
+    print(machine() + "\n")
+    outcome = fuzz(given.rows, given.seed, available(given.implementation))
+    print(report(outcome))
+    unexplained = [line for side in outcome.sides.values() for line in side.unexplained]
+    for line in unexplained[:20]:
+        print(line)
+    return 1 if unexplained or not outcome.sides else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""`make fuzz`: random rows through all forms of the sampler's graph and the native operator where it was built,
+compared with the reference.
+
+Prints a table of rows, certified share and differences with their explanations; exits 1 if one has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.common import table
+from tests.support.tail_cases import (
+    FORMS,
+    NATIVE,
+    Scenario,
+    Tally,
+    compare,
+    embedding_table,
+    graph,
+    random_case,
+)
+from topw_deploy.plugins.shared_library import library_path, why_absent
+from topw_deploy.sampling import Geometry
+from topw_deploy.sampling.parameters import METRICS, TopWOptions
+
+# (vocabulary, pool size, rows per batch, batches per visit): small ones carry the numbers, large ones the sizes.
+_SIZES = (
+    (50, 1200, 64, 10), (53, 7, 64, 10), (97, 40, 64, 10), (1000, 1, 64, 3), (1000, 64, 64, 10), (257, 100, 64, 8),
+    (1021, 200, 48, 8), (5000, 90, 64, 8), (1000, 1200, 8, 1), (32000, 200, 32, 3), (151936, 120, 16, 2),
+    (151936, 1200, 4, 1),
+)  # fmt: skip
+_TABLES = ("plain", "duplicates", "near-duplicates", "clusters", "zeros")
+_POTENTIALS = (("nearest", 4), ("knn", 4), ("nearest", 4), ("knn", 2))
+
+
+def scenarios(seed: int) -> Iterator[tuple[Scenario, int, int]]:
+    """Endless (scenario, rows per batch, batches): every metric, potential, preset, size and kind of table in turn."""
+    rng = np.random.default_rng(seed)
+    for number in itertools.count():
+        vocab, top_m, batch, batches = _SIZES[number % len(_SIZES)]
+        metric = METRICS[(number // len(_SIZES) + number) % len(METRICS)]
+        potential, neighbours = _POTENTIALS[int(rng.integers(len(_POTENTIALS)))]
+        options = TopWOptions(
+            top_m=top_m, alt_iters=int(rng.choice([1, 3, 3, 9])), metric=metric, potential=potential, knn_k=neighbours
+        )
+        hidden = int(rng.choice([3, 16, 48]))
+        yield Scenario(options, vocab, hidden, str(rng.choice(_TABLES)), int(rng.integers(1 << 31))), batch, batches
+
+
+def fuzz(rows: int, seed: int, forms: tuple[str, ...]) -> dict[str, Tally]:
+    """Compare at least `rows` random rows in each of `forms`."""
+    tallies = {form: Tally() for form in forms}
+    done = 0
+    with tqdm(total=rows, unit="row", file=sys.stderr) as bar:
+        for scenario, batch, batches in scenarios(seed):
+            rng = np.random.default_rng(scenario.seed + 1)
+            embeddings = embedding_table(scenario)
+            metric = scenario.options.metric
+            geometry = Geometry.uniform() if metric == "uniform" else Geometry.from_embeddings(embeddings, metric)
+            sessions = {form: graph(scenario, form, embeddings, geometry) for form in forms}
+            for _ in range(batches):
+                known = {form: len(tally.unexplained) for form, tally in tallies.items()}
+                cases = [random_case(rng, scenario.vocab_size) for _ in range(batch)]
+                compare(scenario, sessions, geometry, cases, tallies)
+                for form, tally in tallies.items():
+                    for line in tally.unexplained[known[form] :]:
+                        tqdm.write(line, file=sys.stderr)
+                done += batch
+                bar.update(batch)
+                if done >= rows:
+                    return tallies
+            bar.set_postfix(unexplained=sum(len(tally.unexplained) for tally in tallies.values()))
+    raise AssertionError("scenarios are endless")
+
+
+def report(tallies: dict[str, Tally]) -> str:
+    """Markdown tables: rows and certified share by regime, and differences by explanation."""
+    first = next(iter(tallies.values()))
+    regimes = [(name, count, f"{first.certified[name] / count:.1%}") for name, count in sorted(first.rows.items())]
+    total = sum(first.rows.values())
+    regimes.append(("all", total, f"{sum(first.certified.values()) / total:.1%}"))
+    reasons = sorted({reason for tally in tallies.values() for reason in tally.explained})
+    lines = [(reason, *(tally.explained[reason] for tally in tallies.values())) for reason in reasons]
+    lines.append(("unexplained", *(len(tally.unexplained) for tally in tallies.values())))
+    return (
+        "Draws compared per form (each row is drawn from twice):\n\n"
+        + table(("parameters", "draws", "certified"), regimes)
+        + "\n\nDifferences:\n\n"
+        + table(("difference", *tallies), lines)
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--form", choices=(*FORMS, NATIVE), action="append", help="only this one (default: all)")
+    given = parser.parse_args()
+    forms = tuple(given.form) if given.form else (*FORMS, NATIVE) if library_path() else FORMS
+    if NATIVE in forms and not library_path():
+        parser.error(f"there is no native sampler: {why_absent()}")
+    tallies = fuzz(given.rows, given.seed, forms)
+    print(report(tallies))
+    unexplained = [line for tally in tallies.values() for line in tally.unexplained]
+    for line in unexplained[:20]:
+        print(line)
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Setting the sampler onto a decoder."""

@@ -1,0 +1,143 @@
+"""Reading the embedding table that a graph holds, a block of rows at a time.
+
+The rows are those the graph itself would look up: straight from the stored array where the lookup is a plain Gather
+of it (or of its transpose), otherwise by running the decoder's own nodes in onnxruntime. So statistics and reference
+see a quantised table exactly as the sampler does, and a table of gigabytes never lies in memory whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from topw_deploy.export.graft.embedding_node import EmbeddingNode
+from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
+
+
+class EmbeddingTable:
+    """Rows of a graph's table like those of an array [rows, hidden]: `shape`, `dtype`, indexing by slice or ids."""
+
+    def __init__(self, embedding: EmbeddingNode, rows: int | None = None) -> None:
+        """rows: how many of the table's rows there are to see; None for all."""
+        self.shape = (embedding.rows if rows is None else rows, embedding.hidden)
+        self.dtype = np.dtype(np.float32)
+        self._read = _stored_rows(embedding) or _looked_up_rows(embedding)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """float32 [n, hidden] for a slice or an integer array [n]."""
+        ids = np.arange(self.shape[0])[index] if isinstance(index, slice) else np.asarray(index, dtype=np.int64)
+        return self._read(ids)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The whole table [rows, hidden], for what cannot read it in blocks."""
+        return self[:].astype(dtype or self.dtype)
+
+
+def _stored_rows(embedding: EmbeddingNode) -> Any:
+    """Reader of a plain table or of a transposed one; None for other forms."""
+    if embedding.node.op_type != "Gather":
+        return None
+    value, producer = embedding.data[0], embedding.data[0].producer()
+    transposed = producer is not None and producer.op_type == "Transpose"
+    if transposed and producer is not None and producer.inputs[0] is not None:
+        value = producer.inputs[0]
+    elif producer is not None:
+        return None
+    tensor = value.const_value
+    if tensor is None:
+        return None
+    if isinstance(tensor, ir.ExternalTensor):
+        return _mapped_rows(tensor, transposed)
+    if isinstance(tensor, LazyWeight) and tensor.read is not None:
+        return _lazy_rows(tensor.read, transposed)
+    array = tensor.numpy().T if transposed else tensor.numpy()
+    return lambda ids: np.asarray(array[ids]).astype(np.float32)
+
+
+def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
+    """The tensor's values; those in a data file are mapped, also where that file has a second name (a hard link)."""
+    whole_bytes = tensor.dtype.itemsize >= 1
+    if not isinstance(tensor, ir.ExternalTensor) or not whole_bytes:
+        return tensor.numpy()
+    shape = tuple(int(size) for size in tensor.shape)
+    return np.memmap(tensor.path, dtype=tensor.dtype.numpy(), mode="r", offset=tensor.offset or 0, shape=shape)
+
+
+def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> Any:
+    """Each read maps the file anew, so the pages of one block are given back before the next."""
+
+    def read(ids: np.ndarray) -> np.ndarray:
+        array = stored_array(tensor)
+        rows = array.T if transposed else array
+        consecutive = len(ids) > 0 and ids[-1] - ids[0] == len(ids) - 1 and bool((np.diff(ids) == 1).all())
+        return np.asarray(rows[ids[0] : ids[-1] + 1] if consecutive else rows[ids]).astype(np.float32)
+
+    return read
+
+
+def _lazy_rows(read: Read, transposed: bool) -> Any:
+    if transposed:
+        return lambda ids: read((slice(None), ids)).T.astype(np.float32)
+    return lambda ids: read(ids).astype(np.float32)
+
+
+def _looked_up_rows(embedding: EmbeddingNode) -> Any:
+    """Reader that runs the lookup, and the constant nodes before it, in onnxruntime."""
+    import onnxruntime
+
+    model, feeds = _lookup_model(embedding)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return lambda ids: session.run(["rows"], {"ids": ids.astype(np.int64), **feeds})[0].astype(np.float32)
+
+
+def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:
+    """A model of the lookup alone, the initializers it uses being graph inputs, and the arrays to feed them with."""
+    source = embedding.node.graph
+    assert source is not None
+    graph = ir.Graph([], [], nodes=[], opset_imports=dict(source.opset_imports), name="embedding")
+    editor = GraphEditor(graph, "lookup")
+    feeds: dict[str, np.ndarray] = {}
+    copies: dict[int, ir.Value] = {}
+
+    def copied(value: ir.Value | None) -> ir.Value | None:
+        if value is None:
+            return None
+        if id(value) not in copies:
+            producer = value.producer()
+            if producer is None:
+                tensor = value.const_value
+                assert tensor is not None
+                assert value.name is not None
+                feeds[value.name] = stored_array(tensor)
+                copies[id(value)] = editor.input(value.name, tensor.dtype, [int(size) for size in tensor.shape])
+            else:
+                inputs = [copied(source) for source in producer.inputs]
+                attributes = {name: attribute.value for name, attribute in producer.attributes.items()}
+                copies[id(value)] = editor.op(producer.op_type, inputs, domain=producer.domain, **attributes)
+        return copies[id(value)]
+
+    data = [copied(value) for value in embedding.data]
+    ids = editor.input("ids", ir.DataType.INT64, ["n"])
+    at = embedding.form.indices_position
+    attributes: dict[str, Any] = dict(embedding.form.attributes)
+    rows = editor.op(
+        embedding.node.op_type,
+        [*data[:at], ids, *data[at:]],
+        domain=embedding.node.domain,
+        name="row_values",
+        **attributes,
+    )
+    graph.outputs.append(
+        editor.op(
+            "Cast", [rows], to=ir.DataType.FLOAT, dtype=ir.DataType.FLOAT, shape=["n", embedding.hidden], name="rows"
+        )
+    )
+    editor.finish()
+    return ir.Model(graph, ir_version=10), feeds

@@ -1,0 +1,1 @@
+"""Editing onnx_ir graphs and the weights in them."""

@@ -1,0 +1,1 @@
+"""Where a model comes from: the hub, a folder, safetensors files, GPTQ and AWQ codes, embedding tables."""

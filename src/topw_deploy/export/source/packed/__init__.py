@@ -1,0 +1,1 @@
+"""GPTQ and AWQ checkpoints of Hugging Face, read as they are (docs/guide/quantisation.md)."""

@@ -1,0 +1,1 @@
+"""From a transformers model to an ONNX graph, without its weights."""

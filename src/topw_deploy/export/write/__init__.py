@@ -1,0 +1,1 @@
+"""Writing the exported folder: staging, weights, configuration, tokenizer, manifest."""

@@ -1,0 +1,75 @@
+"""config.json and generation_config.json of the exported folder, and its maker's genai_config.json."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.export.foreign.load import read_json, text_part
+from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.write.weights import MODEL_FILE
+
+_GENAI = "genai_config.json"
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def write_configuration(source: Source, tokenizer_folder: Path, output: Path, num_hidden_layers: int | None) -> None:
+    """Both files, from the model's folder, else the tokenizer's, else from onnxruntime-genai's configuration.
+
+    A generation_config.json that the model lacks is written from what its configuration says of special tokens.
+    """
+    folders = (source.folder, tokenizer_folder)
+    genai: dict[str, Any] = next(
+        (data["model"] for f in folders if isinstance((data := read_json(f / _GENAI)).get("model"), dict)),
+        {},
+    )
+    config = next((data for folder in folders if (data := read_json(folder / "config.json"))), None)
+    if config is None:
+        config = {
+            "model_type": genai.get("type", "unknown"),
+            **{k: genai[k] for k in ("vocab_size", *_SPECIAL) if k in genai},
+        }
+    if num_hidden_layers is not None:
+        config = _with_layers(config, num_hidden_layers)
+    _write_json(output / "config.json", config)
+    for folder in folders:
+        if (folder / "generation_config.json").is_file():
+            read_json(folder / "generation_config.json")
+            shutil.copyfile(folder / "generation_config.json", output / "generation_config.json")
+            return
+    text = text_part(config)
+    known = {name: value for name in _SPECIAL if (value := text.get(name, genai.get(name))) is not None}
+    _write_json(output / "generation_config.json", known)
+
+
+def bring_genai_configuration(source: Source, output: Path, with_logits: bool) -> list[str]:
+    """Copy the genai_config.json of a decoder by onnxruntime-genai's builder, byte for byte, so that its own loop runs
+    the graft; returns what the user should know.
+
+    That loop samples from `logits`: without that output the file would only mislead.
+    """
+    file = source.folder / _GENAI
+    if source.onnx is None or not file.is_file():
+        return []
+    if not with_logits:
+        return ["onnxruntime-genai cannot run this export, which has no output logits; --with-logits keeps it"]
+    if source.onnx.name != MODEL_FILE:
+        return [f"{_GENAI} names {source.onnx.name}, which is {MODEL_FILE} in the export, so it was left out"]
+    shutil.copyfile(file, output / _GENAI)
+    return []
+
+
+def _with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    if isinstance(config.get("text_config"), dict):
+        return {**config, "text_config": _with_layers(config["text_config"], layers)}
+    name = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    changed = {**config, name: layers}
+    if isinstance(config.get("layer_types"), list):
+        changed["layer_types"] = config["layer_types"][:layers]
+    return changed
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,183 @@
+"""The data files beside a graph: where each weight will lie, and writing them so that an interrupted one can go on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import onnx_ir as ir
+
+from topw_deploy.export.graph.lazy_weight import PART, parts
+
+Advance = Callable[[int], object]
+
+DATA_FILE = "model.onnx_data"
+_OTHER_DATA_FILE = "model.topw.onnx_data"  # where a decoder of another exporter has a file of the first name
+_INLINE_BELOW = 1024  # bytes: shapes, axes and scalars stay in the graph, where shape inference looks for them
+_PAGE = 4096  # mapped tensors start on one ...
+_ALIGNED_ABOVE = 1 << 20  # ... if they are larger than this, like onnx_ir's
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One weight in a data file: bytes `offset` to `offset + length` of `file`."""
+
+    value: ir.Value
+    file: str
+    offset: int
+    length: int
+
+    @property
+    def tensor(self) -> ir.TensorProtocol:
+        assert self.value.const_value is not None
+        return self.value.const_value
+
+    @property
+    def name(self) -> str:
+        assert self.value.name is not None
+        return self.value.name
+
+
+class Log(Protocol):
+    """What is written already, as `write_data` asks for it and tells it."""
+
+    def written(self, file: str, layout: str, /) -> list[tuple[str, str]]:
+        """Names and SHA-256 of the weights at the start of `file`, if it was written with this layout."""
+
+    def began(self, file: str, layout: str, kept: list[tuple[str, str]], /) -> None:
+        """`file` is being written with this layout, and starts with the weights of `kept`."""
+
+    def wrote(self, file: str, name: str, digest: str, /) -> None:
+        """The next weight of `file` is written."""
+
+    def finished(self, file: str, digest: str, /) -> None:
+        """All of `file` is written; the SHA-256 of it."""
+
+
+class NoLog:
+    """A Log of a writing that cannot go on."""
+
+    def written(self, _file: str, _layout: str) -> list[tuple[str, str]]:
+        return []
+
+    def began(self, _file: str, _layout: str, _kept: list[tuple[str, str]]) -> None: ...
+
+    def wrote(self, _file: str, _name: str, _digest: str) -> None: ...
+
+    def finished(self, _file: str, _digest: str) -> None: ...
+
+
+def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_size: int | None = None) -> list[Slot]:
+    """Slots for the large ones of `values` in their order; small ones stay in the graph.
+
+    taken: data files that the graph refers to already. max_shard_size: bytes of a file at most (more only for a single
+    weight that is larger); None for one file. Several are called model-00001-of-00003.onnx_data.
+    """
+    slots: list[tuple[ir.Value, int, int, int]] = []
+    shard = end = 0
+    for value in values:
+        tensor = value.const_value
+        assert tensor is not None
+        if tensor.nbytes < _INLINE_BELOW:
+            continue
+        offset = _aligned(end, tensor.nbytes)
+        if max_shard_size is not None and end > 0 and offset + tensor.nbytes > max_shard_size:
+            shard, offset = shard + 1, 0
+        end = offset + tensor.nbytes
+        slots.append((value, shard, offset, tensor.nbytes))
+    one = DATA_FILE if DATA_FILE not in taken else _OTHER_DATA_FILE
+    names = [one] if shard == 0 else [_shard_name(one, index, shard + 1) for index in range(shard + 1)]
+    return [Slot(value, names[index], offset, length) for value, index, offset, length in slots]
+
+
+def file_sizes(slots: Iterable[Slot]) -> dict[str, int]:
+    """File name -> bytes."""
+    sizes: dict[str, int] = {}
+    for slot in slots:
+        sizes[slot.file] = slot.offset + slot.length
+    return sizes
+
+
+def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
+    """The weight of `slot` as the graph refers to it."""
+    tensor = slot.tensor
+    shape = ir.Shape([int(size) for size in tensor.shape])
+    return ir.ExternalTensor(
+        slot.file, slot.offset, slot.length, tensor.dtype, shape=shape, name=slot.name, base_dir=folder
+    )
+
+
+def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> None:
+    """Write every slot into its file in `folder`, in parts of at most `PART` bytes where a weight can be read so.
+
+    What `log` says to be there already is read back, compared by its hash, and kept. advance: called with the bytes of
+    each part. Raises OSError as writing does; then the files end where it stopped, and `log` knows how far they are.
+    """
+    for file in dict.fromkeys(slot.file for slot in slots):
+        _write_file(folder / file, [slot for slot in slots if slot.file == file], log, advance)
+
+
+def _write_file(path: Path, slots: list[Slot], log: Log, advance: Advance) -> None:
+    layout = _layout_digest(slots)
+    if path.is_file() and path.stat().st_nlink > 1:
+        path.unlink()  # an earlier attempt's hard link: writing here would write into the file that it shares
+    before = log.written(path.name, layout) if path.is_file() else []
+    with path.open("r+b" if before else "w+b") as stream:
+        kept, whole = _kept(stream, slots, before, advance)
+        stream.truncate()
+        log.began(path.name, layout, before[:kept])
+        for slot in slots[kept:]:
+            gap = bytes(slot.offset - stream.tell())
+            stream.write(gap)
+            whole.update(gap)
+            log.wrote(path.name, slot.name, _write_weight(stream, slot, whole, advance))
+    log.finished(path.name, whole.hexdigest())
+
+
+def _write_weight(stream: BinaryIO, slot: Slot, whole: Any, advance: Advance) -> str:
+    own = hashlib.sha256()
+    for part in parts(slot.tensor):
+        stream.write(part)
+        whole.update(part)
+        own.update(part)
+        advance(len(part))
+    if stream.tell() != slot.offset + slot.length:
+        raise ValueError(f"{slot.name} made {stream.tell() - slot.offset} bytes instead of {slot.length}")
+    stream.flush()
+    return own.hexdigest()
+
+
+def _kept(stream: BinaryIO, slots: list[Slot], before: list[tuple[str, str]], advance: Advance) -> tuple[int, Any]:
+    """How many weights at the start of the file are as they were written, and the hash of the file so far; the stream
+    stands behind them."""
+    kept, whole = 0, hashlib.sha256()
+    for slot, (name, digest) in zip(slots, before, strict=False):
+        start, own, after, left = stream.tell(), hashlib.sha256(), whole.copy(), slot.length
+        after.update(stream.read(slot.offset - start))
+        while left and (part := stream.read(min(PART, left))):
+            own.update(part)
+            after.update(part)
+            left -= len(part)
+        if left or name != slot.name or own.hexdigest() != digest:
+            stream.seek(start)
+            break
+        kept, whole = kept + 1, after
+        advance(slot.length)
+    return kept, whole
+
+
+def _aligned(end: int, size: int) -> int:
+    return -(-end // _PAGE) * _PAGE if size > _ALIGNED_ABOVE else end
+
+
+def _shard_name(name: str, index: int, count: int) -> str:
+    stem, _, suffix = name.partition(".")
+    return f"{stem}-{index + 1:05d}-of-{count:05d}.{suffix}"
+
+
+def _layout_digest(slots: list[Slot]) -> str:
+    lines = (f"{s.name} {s.offset} {s.length} {s.tensor.dtype.name} {list(s.tensor.shape)}\n" for s in slots)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,0 +1,206 @@
+"""How weights lie in the exported file: each once, in the layout onnxruntime computes with, outside it when large."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+
+from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.graph.lazy_weight import PART, LazyWeight, transposed
+from topw_deploy.export.write.data_files import Log, NoLog, Slot, external, file_sizes, lay_out, write_data
+
+MODEL_FILE = "model.onnx"
+# Up to here one file is handier to copy and diff. Above it, weights in a file of their own are mapped by the runtime
+# instead of parsed, which holds them once more (35 MB of 4-bit weights take 59 MB of memory, inside the graph 89), and
+# the graph can be inspected and edited without reading them. Protobuf itself ends at 2 GiB.
+EXTERNAL_ABOVE = 16 << 20
+
+_PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
+
+
+def tidy(model: ir.Model, table: ir.Value | None) -> None:
+    """Clean what this package itself traced; the graphs of others stay as they are.
+
+    table: the embedding table's initializer, which a tied output layer must share.
+    """
+    graph = model.graph
+    if table is not None:
+        _share_tied_head(graph, table)
+    _store_transposed(graph)
+    CommonSubexpressionEliminationPass()(model)
+    RemoveUnusedNodesPass()(model)
+    graph.sort()
+
+
+def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
+    """hidden @ table^T as Gemm over the table itself, where the tracer wrote a transpose or a transposed copy of it."""
+    for node in list(graph):
+        if node.op_type != "MatMul" or node.domain or _rank(node.inputs[0]) != 2:
+            continue
+        weights = node.inputs[1]
+        if weights is None or not _is_transpose_of(weights, table):
+            continue
+        editor = GraphEditor(graph, "topw.head")
+        product = editor.op("Gemm", [node.inputs[0], table], transB=1, dtype=node.outputs[0].dtype)
+        product.shape = node.outputs[0].shape
+        ir.convenience.replace_all_uses_with(node.outputs[0], product, replace_graph_outputs=True)
+        if node.outputs[0].name is not None and node.outputs[0].name == "logits":
+            node.outputs[0].name, product.name = None, "logits"
+        graph.remove(node, safe=True)
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
+    producer = value.producer()
+    if producer is not None:
+        return producer.op_type == "Transpose" and producer.inputs[0] is table
+    copy, original = value.const_value, table.const_value
+    if copy is None or original is None or tuple(copy.shape) != tuple(original.shape)[::-1]:
+        return False
+    if isinstance(copy, LazyWeight) and isinstance(original, LazyWeight) and copy.key == (original.key, (1, 0)):
+        return True
+    return _equal_rows(copy, original)
+
+
+def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
+    """Whether `copy` is the transpose of `original`, a block of rows at a time where they can be read so."""
+    if not all(isinstance(tensor, LazyWeight) and tensor.read is not None for tensor in (copy, original)):
+        return bool(np.array_equal(copy.numpy().T, original.numpy()))
+    rows = int(original.shape[0])
+    step = max(1, PART // max(1, original.nbytes // max(1, rows)))
+    blocks = (slice(start, start + step) for start in range(0, rows, step))
+    return all(np.array_equal(copy.read((slice(None), block)).T, original.read(block)) for block in blocks)  # type: ignore[attr-defined]
+
+
+def _store_transposed(graph: ir.Graph) -> None:
+    """Linear layers as the tracer leaves them transpose their weight at every load; store it transposed instead."""
+    for node in list(graph):
+        source = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
+        if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_input():
+            continue
+        permutation = (
+            node.attributes["perm"].as_ints() if "perm" in node.attributes else range(_rank(source) or 0)[::-1]
+        )
+        tensor = transposed(source.const_value, tuple(permutation))
+        weight = ir.Value(
+            name=f"{source.name}.transposed", type=source.type, shape=ir.Shape(tensor.shape), const_value=tensor
+        )
+        graph.register_initializer(weight)
+        ir.convenience.replace_all_uses_with(node.outputs[0], weight)
+        graph.remove(node, safe=True)
+        if source.name is not None:
+            graph.initializers.pop(source.name)
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Size of all initializers in bytes, whether in the file or beside it."""
+    return sum(tensor.nbytes for tensor in tensors_of(model))
+
+
+def parameter_count(model: ir.Model) -> int:
+    """Numbers that the initializers hold, about; the codes of block-quantised weights count each."""
+    per_byte = {"int4": 2.0, "int8": 1.0, "uint8": 1.0, "float16": 0.5, "bfloat16": 0.5, "float": 0.25}
+    return round(sum(per_byte.get(name, 0.25) * size for name, size in bytes_by_type(model).items()))
+
+
+def bytes_by_type(model: ir.Model) -> dict[str, int]:
+    """Bytes of all initializers by element type, largest first; codes and zero points of block-quantised weights, which
+    are stored as uint8, count as int4 or int8."""
+    found: dict[str, int] = {}
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                name = quantised_type(value) or value.const_value.dtype.name.lower()
+                found[name] = found.get(name, 0) + int(value.const_value.nbytes)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def quantised_type(value: ir.Value) -> str | None:
+    """int4 or int8 for the codes and zero points of a block-quantised weight, None for others."""
+    for node, _ in value.uses():
+        if node.op_type in ("MatMulNBits", "GatherBlockQuantized") and value.const_value is not None:
+            bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
+            return f"int{bits}" if value.const_value.dtype in (ir.DataType.UINT8, *_PACKED) else None
+    return None
+
+
+def external_files(model: ir.Model) -> dict[str, Path]:
+    """The data files that initializers lie in already: location as the graph names it -> path."""
+    files: dict[str, Path] = {}
+    for tensor in tensors_of(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            files[str(tensor.location)] = Path(tensor.path)
+    return files
+
+
+def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]:
+    """Where the weights that are still to be written will lie beside the graph: nowhere for a small model.
+
+    Initializers that lie in data files already keep pointing there. max_shard_size: see lay_out.
+    """
+    ours = [
+        value
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
+    ]
+    inside = EXTERNAL_ABOVE if max_shard_size is None else min(EXTERNAL_ABOVE, max_shard_size)
+    if sum(value.const_value.nbytes for value in ours) <= inside:  # type: ignore[union-attr]
+        return []
+    return lay_out(ours, external_files(model), max_shard_size)
+
+
+def written_sizes(model: ir.Model, slots: list[Slot]) -> dict[str, int]:
+    """Name -> bytes of model.onnx and of the data files that `write_model` makes, whose weights are not read for it."""
+    with _referring(slots, Path()):
+        return {MODEL_FILE: ir.to_proto(model).ByteSize(), **file_sizes(slots)}
+
+
+def write_model(
+    model: ir.Model,
+    folder: Path,
+    progress: Callable[[int], object] = lambda _bytes: None,
+    slots: list[Slot] | None = None,
+    log: Log | None = None,
+) -> None:
+    """Write `model` into `folder` as model.onnx, with data files beside it for its `slots` (those of data_slots).
+
+    Initializers that lie in data files already keep pointing there by their relative names: bringing those files
+    along is the caller's task. progress: called with the bytes of each part written. log: lets an interrupted writing
+    go on (see write_data).
+    """
+    slots = data_slots(model) if slots is None else slots
+    write_data(slots, folder, log or NoLog(), progress)
+    with _referring(slots, folder):
+        ir.save(model, folder / MODEL_FILE)
+
+
+@contextlib.contextmanager
+def _referring(slots: list[Slot], folder: Path) -> Iterator[None]:
+    """Within the block the initializers of `slots` refer to their data files."""
+    before = [slot.tensor for slot in slots]
+    for slot in slots:
+        slot.value.const_value = external(slot, folder)
+    try:
+        yield
+    finally:
+        for slot, tensor in zip(slots, before, strict=True):
+            slot.value.const_value = tensor
+
+
+def tensors_of(model: ir.Model) -> list[ir.TensorProtocol]:
+    """All initializers, those of subgraphs too."""
+    return [
+        value.const_value
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None
+    ]

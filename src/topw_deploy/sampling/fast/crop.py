@@ -1,0 +1,222 @@
+"""Top-W without the work that proofs make unnecessary: the same kept sets as `reference.crop`, far sooner.
+
+What may be left out, and why, is in docs/contract/theory.md, sections 3, 4 and 7; each step here names its statement.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.fast.alternation import Alternation
+from topw_deploy.sampling.fast.candidates import Blocks, Logits, gap, in_pool_order
+from topw_deploy.sampling.fast.distances import SetDistances
+from topw_deploy.sampling.geometry import Floats, Geometry, Ids
+from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+from topw_deploy.sampling.reference import (
+    SMALLEST_LOG_WEIGHT,
+    checked_row,
+    crop,
+    first_maximiser,
+    geometry_for,
+    objective,
+    warm_start,
+)
+
+_DEFAULT_OPTIONS = TopWOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class FastCrop:
+    """What one row keeps, and what finding it took.
+
+    kept: token ids, int64, by (logit descending, id ascending), as `reference.Crop.kept`.
+    certified: as `reference.Crop.certified`, a property of the row and not of the path taken.
+    stage: what settled the row: "greedy"; "candidates", a few logits and no pool; "pool", the pool's mass and no
+        distance; "geometry", the alternation; "literal", the reference itself, for a negative geom_scale.
+    candidates: tokens whose weights were looked at after the pass over the row: 0 for a greedy row and for
+        beta <= lam, which need the largest alone.
+    steps: alternations taken; 0 where no set had to be followed, whatever the reference takes to confirm it.
+    distances: ordered pairs (pool token, member of a set) whose distance was computed. The uniform metric and
+        geom_scale = 0 need none.
+    distances_avoided: such pairs that the literal algorithm computes beyond these (`reference.Crop.distances` less
+        `distances`): |C| for every token that was in one of the sets S(t) it took distances to. 0 for the stages
+        "greedy" and "literal", where it avoids none; 0 also for "candidates", where neither the pool nor the warm
+        start is known, and so not how many were avoided.
+    """
+
+    kept: Ids
+    certified: bool
+    stage: str
+    candidates: int
+    steps: int
+    distances: int
+    distances_avoided: int
+
+
+def fast_crop(
+    logits: ArrayLike,
+    parameters: TopWParameters,
+    options: TopWOptions | None = None,
+    geometry: Geometry | None = None,
+    neighbour_bound: ArrayLike | None = None,
+) -> FastCrop:
+    """The kept set of one row of (edited) logits [V]; the answer of `reference.crop` wherever rounding decides nothing.
+
+    logits: float32 ones are searched as they are, others in float64; -inf bans a token. options: default
+    `TopWOptions()`. geometry: of `options.metric`; may be left out when that is `uniform`. neighbour_bound: float32
+    [V] or longer, for each token a number that its distance to any other token is not below; it saves distances and
+    never changes the answer. Arithmetic that decides is float64 in the reference's order.
+    Raises ParameterError as `reference.crop` does, and for a neighbour bound that is too short or NaN at a pool token.
+    """
+    options = _DEFAULT_OPTIONS if options is None else options
+    geometry = geometry_for(options, geometry)
+    row = np.asarray(logits)
+    if row.ndim != 1 or row.dtype not in (np.float32, np.float64):
+        row = checked_row(row)
+    bound = None if neighbour_bound is None else _long_enough(neighbour_bound, len(row))
+    if parameters.geom_scale < 0 and not parameters.greedy:  # nothing is proven for it
+        return _literal(row, parameters, options, geometry)
+    return _Row(row, parameters, options, geometry, bound).settle()
+
+
+class _Row:
+    """One row on its way through the stages, geom_scale >= 0."""
+
+    def __init__(
+        self,
+        row: Logits,
+        parameters: TopWParameters,
+        options: TopWOptions,
+        geometry: Geometry,
+        neighbour_bound: np.ndarray | None,
+    ) -> None:
+        if len(row) == 0:
+            checked_row(row)
+        self.row, self.parameters, self.options, self.geometry = row, parameters, options, geometry
+        self.neighbour_bound = neighbour_bound
+        self.c = parameters.beta - parameters.lam
+        self.selection = parameters.selection_temperature or parameters.temperature
+        table = geometry.table
+        # Only then may a pool token lack an embedding, which is an error even where no distance is needed.
+        self.every_token_embedded = table is None or table.shape[0] >= len(row)
+
+    def settle(self) -> FastCrop:
+        if self.parameters.greedy or (self.c <= 0 and self.every_token_embedded):  # singleton collapse
+            return self._largest()
+        self.blocks = Blocks(self.row)
+        self._check(self.blocks.largest)
+        candidates = self._candidates()
+        if candidates is not None and len(candidates) <= self.options.top_m and self.every_token_embedded:
+            found = self._by_candidates(candidates)
+            if found is not None:
+                return found
+        return self._by_pool(candidates)
+
+    def _check(self, largest: float) -> None:
+        if not math.isfinite(largest):  # the maximum of a row with NaN is NaN; and the reference knows what to say
+            checked_row(self.row)
+
+    def _largest(self) -> FastCrop:
+        best = int(self.row.argmax())  # the first NaN, if there is one
+        self._check(float(self.row[best]))
+        stage = "greedy" if self.parameters.greedy else "candidates"
+        return FastCrop(np.array([best], dtype=np.int64), True, stage, 0, 0, 0, 0)
+
+    def _candidates(self) -> Ids | None:
+        """All tokens within the gap, which every kept token is; None where there are too many to be worth a look."""
+        lam, top_m = self.parameters.lam, self.options.top_m
+        reach = gap(lam, self.c, min(top_m, len(self.row)))  # no token weighs more than the largest
+        ids = self.blocks.at_least(self.blocks.largest - self.selection * reach, most=top_m)
+        while ids is not None and len(ids) > top_m:
+            below = self._log_weights(ids)
+            reach = gap(lam, self.c, float(np.exp(below).sum()) * (1.0 + 1e-12))
+            inside = below >= -reach
+            if inside.all():
+                return ids
+            ids = ids[inside]
+        return ids
+
+    def _log_weights(self, ids: Ids) -> Floats:
+        """log p in units of the largest: no constant changes the answer (F0)."""
+        return (self.row[ids].astype(np.float64) - self.blocks.largest) / self.selection
+
+    def _by_candidates(self, ids: Ids) -> FastCrop | None:
+        """The certificate without the pool: the candidates are its head, and weigh no more than it."""
+        lam, share = self.parameters.lam, self.parameters.init_top_p
+        ordered = in_pool_order(self.row, ids)
+        log_p = self._log_weights(ordered)
+        p = _weights(log_p)
+        K = first_maximiser(objective(p, lam * log_p, self.c), self.c)
+        if K > 1 and share < 1.0:
+            G = p.cumsum()
+            if not G[K - 2] < share * G[-1]:
+                return None
+        return FastCrop(ordered[:K], True, "candidates", len(ids), 0, 0, 0)
+
+    def _by_pool(self, candidates: Ids | None) -> FastCrop:
+        """The pool's own mass decides the certificate (T2); where it fails, the alternation."""
+        size = self.options.top_m
+        if candidates is None or len(candidates) < size:
+            candidates = self.blocks.holding_the_largest(size)
+        C = in_pool_order(self.row, candidates)[:size]
+        if not self.every_token_embedded:
+            self.geometry.features(C.max(keepdims=True))  # raises if that token has none
+        log_p = self._log_weights(C)
+        p = _weights(log_p)
+        scores = self.parameters.lam * log_p
+        k0, _ = warm_start(p, self.parameters.init_top_p)
+        K = first_maximiser(objective(p, scores, self.c), self.c)
+        if k0 >= K:
+            return FastCrop(C[:K], True, "pool", len(C), 0, 0, len(C) * k0)
+        return self._by_geometry(C, p, scores, k0)
+
+    def _by_geometry(self, C: Ids, p: Floats, scores: Floats, k0: int) -> FastCrop:
+        scale, neighbours = self.parameters.geom_scale, self.options.neighbours
+        measured = self.options.metric != "uniform" and scale > 0
+        distances = SetDistances(self.geometry, C, neighbours) if measured else None
+        alternation = Alternation(
+            p=p,
+            scores=scores,
+            c=self.c,
+            unit=max(1.0, self.parameters.lam, self.parameters.beta),
+            penalty=scale,
+            distance_to=distances,
+            bound=self._bounds(C) if measured else 1.0,
+            settled_at=max(1, neighbours),
+        )
+        S, seen, steps = alternation.run(np.arange(len(C)) < k0, self.options.alt_iters)
+        computed = distances.computed if distances else 0
+        return FastCrop(C[S], False, "geometry", len(C), steps, computed, len(C) * int(seen.sum()) - computed)
+
+    def _bounds(self, C: Ids) -> Floats | float:
+        if self.neighbour_bound is None:
+            return 0.0
+        bounds = self.neighbour_bound[C].astype(np.float64)
+        if np.isnan(bounds).any():
+            token = int(C[np.argmax(np.isnan(bounds))])
+            raise ParameterError(f"the neighbour bound of token {token} is NaN, but must be a number; make it again.")
+        return np.maximum(bounds, 0.0)
+
+
+def _weights(log_p: Floats) -> Floats:
+    return np.exp(np.maximum(log_p, SMALLEST_LOG_WEIGHT))
+
+
+def _long_enough(neighbour_bound: ArrayLike, vocab: int) -> np.ndarray:
+    bound = np.asarray(neighbour_bound)
+    if bound.ndim != 1 or len(bound) < vocab:
+        raise ParameterError(
+            f"the neighbour bound has shape {bound.shape}, but must hold a number for each of the {vocab} tokens."
+        )
+    return bound
+
+
+def _literal(row: Logits, parameters: TopWParameters, options: TopWOptions, geometry: Geometry) -> FastCrop:
+    found = crop(row, parameters, options, geometry)
+    looked_at = min(options.top_m, int(np.isfinite(row).sum()))
+    return FastCrop(found.kept, False, "literal", looked_at, found.steps, found.distances, 0)

@@ -1,0 +1,247 @@
+"""Top-W for a batch of rows on any device: candidates, then the pool, then geometry, each only for the rows left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.parameters import TopWOptions
+from topw_deploy.sampling.torch.alternation import Alternation, SetDistances, literal
+from topw_deploy.sampling.torch.candidates import Candidates, settle_by_candidates
+from topw_deploy.sampling.torch.geometry import TensorGeometry
+from topw_deploy.sampling.torch.pool import Pool, take_pool
+from topw_deploy.sampling.torch.rows import Rows, TensorParameters, read_parameters
+
+
+class Stage(IntEnum):
+    """What settled a row: nothing, as it is invalid; the largest logit; a few candidates and no pool (A); the pool's
+    mass and no distance (B); the alternation (C); the rule without shortcuts, for a negative geom_scale."""
+
+    INVALID = -1
+    GREEDY = 0
+    CANDIDATES = 1
+    POOL = 2
+    GEOMETRY = 3
+    LITERAL = 4
+
+
+@dataclass(frozen=True)
+class TensorCrop:
+    """What each row keeps, on the logits' device.
+
+    ids: int64 [B, n], the first `kept` of a row are its tokens, by (logit descending, id ascending); kept: int32 [B];
+    certified: bool [B], a property of the row, as `reference.Crop.certified`; invalid: bool [B], rows with NaN, +inf,
+    nothing finite or a parameter out of range: they keep nothing; stage: int8 [B], see `Stage`; distances: int64 [B],
+    token pairs whose distance was computed; distances_avoided: int64 [B], pairs that the literal algorithm computes
+    beyond these, 0 where the pool was not looked at and the number is therefore unknown. vocab: V. any_invalid: known
+    without waiting for the device.
+    """
+
+    ids: Tensor
+    kept: Tensor
+    certified: Tensor
+    invalid: Tensor
+    stage: Tensor
+    distances: Tensor
+    distances_avoided: Tensor
+    vocab: int
+    any_invalid: bool = False
+
+    @property
+    def certified_share(self) -> float:
+        """The share of rows that are certified; waits for the device."""
+        return float(self.certified.float().mean())
+
+    @cached_property
+    def keep_mask(self) -> Tensor:
+        """bool [B, V]: which tokens are kept."""
+        mask = torch.zeros(len(self.kept), self.vocab, dtype=torch.bool, device=self.ids.device)
+        return mask.scatter_(1, self._kept_ids, ~self.invalid[:, None].expand_as(self.ids))
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """The logits [B, V], of their own type, with -inf for every token that is not kept."""
+        chosen = logits.gather(1, self._kept_ids).masked_fill_(self.invalid[:, None], -torch.inf)
+        return torch.full_like(logits, -torch.inf).scatter_(1, self._kept_ids, chosen)
+
+    @cached_property
+    def _kept_ids(self) -> Tensor:
+        """The ids, with the first one of each row in the places of those that are not kept."""
+        place = torch.arange(self.ids.shape[1], device=self.ids.device)
+        return torch.where(place < self.kept[:, None], self.ids, self.ids[:, :1])
+
+
+@torch.no_grad()
+def crop_rows(
+    logits: Tensor,
+    parameters: TensorParameters,
+    options: TopWOptions | None = None,
+    geometry: TensorGeometry | None = None,
+    neighbour_bound: Tensor | None = None,
+) -> TensorCrop:
+    """The kept sets of a batch of (edited) logits [B, V], any floating type, cast to float32; -inf bans a token.
+
+    parameters: numbers for all rows, or tensors [B] by name. options: default `TopWOptions()`. geometry: of
+    `options.metric`; may be left out when that is `uniform`. neighbour_bound: [V], for each token a number that its
+    distance to any other token is not below; it saves distances and never changes the answer.
+    Equal to `reference.crop` wherever rounding decides nothing, and no row depends on another. Where candidates settle
+    every row, the device is waited for once, for one truth value; no logits are copied to the host in any case.
+    Raises ParameterError for shapes, for numbers out of range, for a geometry of another metric or of fewer tokens
+    than the logits have, and for a NaN bound where one is needed.
+    """
+    options = TopWOptions() if options is None else options
+    geometry = _geometry_for(options, geometry)
+    if logits.ndim != 2 or 0 in logits.shape or not logits.is_floating_point():
+        kind = f"{str(logits.dtype).removeprefix('torch.')} {tuple(logits.shape)}"
+        raise ParameterError(f"logits are {kind}, but must be floating point [B, V], both >= 1.")
+    if geometry.table is not None and len(geometry.table) < logits.shape[1]:
+        raise ParameterError(
+            f"the logits are {logits.shape[1]} wide, but the embedding table has {len(geometry.table)} rows and every "
+            "token needs one; cut the logits, or give the table that belongs to them."
+        )
+    if neighbour_bound is not None:
+        _check_bound(neighbour_bound, logits.shape[1])
+    row_logits = logits.to(torch.float32)
+    rows = read_parameters(parameters, len(logits), logits.device)
+    first = settle_by_candidates(row_logits, rows, options.top_m)
+    crop = _by_candidates(first, rows, logits.shape[1])
+    if bool(first.settled.all()):  # the one value that is waited for
+        return crop
+    left = (first.valid & ~first.settled)[:, 0].nonzero()[:, 0]
+    return _finish(crop, left, row_logits[left], rows.at(left), options, geometry, neighbour_bound)
+
+
+def _by_candidates(first: Candidates, rows: Rows, vocab: int) -> TensorCrop:
+    settled = first.settled[:, 0]
+    none = torch.zeros_like(settled, dtype=torch.int64)
+    by_what = Stage.CANDIDATES - rows.greedy.to(torch.int8)  # GREEDY is the one before
+    stage = torch.where(first.valid, by_what, int(Stage.INVALID))
+    return TensorCrop(
+        ids=first.found.ids,
+        kept=(first.K * first.settled)[:, 0].to(torch.int32),
+        certified=settled,
+        invalid=~first.valid[:, 0],
+        stage=stage[:, 0],
+        distances=none,
+        distances_avoided=none,
+        vocab=vocab,
+    )
+
+
+def _finish(
+    crop: TensorCrop, left: Tensor, logits: Tensor, rows: Rows, options: TopWOptions, geometry: TensorGeometry,
+    neighbour_bound: Tensor | None,
+) -> TensorCrop:  # fmt: skip
+    """`crop` with the rows of these indices `left` [R] and `logits` [R, V] taken through the pool and the geometry."""
+    crop = replace(crop, any_invalid=bool(crop.invalid.any()))
+    if not len(left):
+        return crop
+    pool = take_pool(logits, rows, options.top_m)
+    answer = _Answer.of(pool, geometry, rows)
+    for row in (~pool.certified[:, 0]).nonzero()[:, 0].tolist():
+        _PoolRow(pool, rows, row, geometry, options, neighbour_bound).answer_into(answer)
+    width = pool.found.ids.shape[1]
+    ids = torch.nn.functional.pad(crop.ids, (0, width - crop.ids.shape[1]))
+
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        return old.index_copy(0, left, new.to(old.dtype))
+
+    return replace(
+        crop,
+        ids=put(ids, answer.ids),
+        kept=put(crop.kept, answer.kept),
+        certified=put(crop.certified, pool.certified[:, 0]),
+        stage=put(crop.stage, answer.stage),
+        distances=put(crop.distances, answer.distances),
+        distances_avoided=put(crop.distances_avoided, answer.avoided),
+    )
+
+
+@dataclass
+class _Answer:
+    """What the pool's rows are answered with; rows that need geometry are filled in one by one."""
+
+    ids: Tensor
+    kept: Tensor
+    stage: Tensor
+    distances: Tensor
+    avoided: Tensor
+
+    @classmethod
+    def of(cls, pool: Pool, geometry: TensorGeometry, rows: Rows) -> _Answer:
+        measures = geometry.metric != "uniform"
+        avoided = (pool.size * pool.k0 * ~rows.greedy)[:, 0] if measures else torch.zeros_like(pool.size[:, 0])
+        stage = torch.full_like(avoided, int(Stage.POOL))
+        return cls(pool.found.ids.clone(), pool.scan.K[:, 0].clone(), stage, torch.zeros_like(avoided), avoided)
+
+
+class _PoolRow:
+    """One row that the certificate does not cover, on its way through the alternation."""
+
+    def __init__(
+        self, pool: Pool, rows: Rows, row: int, geometry: TensorGeometry, options: TopWOptions,
+        neighbour_bound: Tensor | None,
+    ) -> None:  # fmt: skip
+        size = int(pool.size[row])
+        own = rows.at(torch.tensor([row], device=rows.lam.device))
+        self.row, self.geometry, self.options, self.neighbour_bound = row, geometry, options, neighbour_bound
+        self.C, self.p, self.log_p = pool.found.ids[row, :size], pool.scan.p[row, :size], pool.scan.log_p[row, :size]
+        self.k0 = int(pool.k0[row])
+        self.lam, self.c = float(own.lam), float(own.reward)
+        self.scale, self.unit = float(own.geom_scale), float(own.unit)
+
+    def answer_into(self, answer: _Answer) -> None:
+        S, seen, computed = self._literally() if self.scale < 0 else self._alternate()
+        kept = self.C[S]
+        answer.ids[self.row, : len(kept)] = kept
+        answer.kept[self.row] = len(kept)
+        answer.stage[self.row] = int(Stage.LITERAL if self.scale < 0 else Stage.GEOMETRY)
+        answer.distances[self.row] = computed
+        answer.avoided[self.row] = 0 if self.geometry.metric == "uniform" else len(self.C) * seen - computed
+
+    def _literally(self) -> tuple[Tensor, int, int]:
+        S, computed = literal(
+            self.C, self.p, self.log_p, self.k0, self.lam, self.c, self.scale, self.options.alt_iters,
+            self.options.neighbours, self.geometry,
+        )  # fmt: skip
+        return S, computed // len(self.C), computed
+
+    def _alternate(self) -> tuple[Tensor, int, int]:
+        measured = self.geometry.metric != "uniform" and self.scale > 0
+        distances = SetDistances(self.geometry, self.C, self.options.neighbours) if measured else None
+        bound: Tensor | float = 0.0 if measured else 1.0
+        if measured and self.neighbour_bound is not None:
+            bound = self.neighbour_bound.to(self.C.device)[self.C].to(self.p.dtype).clamp(min=0.0)
+            if bool(bound.isnan().any()):
+                raise ParameterError("the neighbour bound holds NaN, but must hold numbers; compute it again.")
+        rule = Alternation(
+            p=self.p, scores=self.lam * self.log_p, c=self.c, unit=self.unit, scale=self.scale, distances=distances,
+            bound=bound, settled_at=max(1, self.options.neighbours),
+        )  # fmt: skip
+        warm = torch.arange(len(self.C), device=self.C.device) < self.k0
+        S, seen = rule.run(warm, self.options.alt_iters)
+        return S, int(seen.sum()), distances.computed if distances else 0
+
+
+def _check_bound(neighbour_bound: object, vocab: int) -> None:
+    if not isinstance(neighbour_bound, Tensor):
+        kind = type(neighbour_bound).__name__
+        raise ParameterError(f"the neighbour bound is of type {kind}, but must be a tensor; see torch.as_tensor.")
+    if neighbour_bound.ndim != 1 or len(neighbour_bound) < vocab:
+        shape = tuple(neighbour_bound.shape)
+        raise ParameterError(
+            f"the neighbour bound has shape {shape}, but must hold a number for each of the {vocab} tokens."
+        )
+
+
+def _geometry_for(options: TopWOptions, geometry: TensorGeometry | None) -> TensorGeometry:
+    if geometry is None and options.metric == "uniform":
+        return TensorGeometry.uniform()
+    if geometry is None or geometry.metric != options.metric:
+        given = "no geometry" if geometry is None else f"a {geometry.metric} geometry"
+        raise ParameterError(f"the options ask for the metric {options.metric}, but {given} was given; pass its own.")
+    return geometry

@@ -1,0 +1,102 @@
+"""The parameters of a batch as columns, one value per row or one for all (docs/contract/graph.md, section 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling.parameters import GREEDY_BELOW, PARAMETER_NAMES, TopWParameters, canonical_names
+
+TensorParameters = TopWParameters | Mapping[str, "float | Tensor"]
+"""One set of numbers for all rows, or names to numbers and tensors [B]; names left out have their defaults."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the algorithm reads of the parameters: tensors [B, 1], or [1, 1] where all rows share them.
+
+    selection: the temperature that chooses the crop, 1 for greedy rows; reward: beta - lam; unit: max(1, lam, beta),
+    the scale of differences in J; scanned: int64, 1 where prefixes are compared, 0 where one token is kept whatever
+    they say (greedy, or beta <= lam); usable: every number is inside its interval.
+    """
+
+    lam: Tensor
+    reward: Tensor
+    unit: Tensor
+    selection: Tensor
+    init_top_p: Tensor
+    geom_scale: Tensor
+    greedy: Tensor
+    scanned: Tensor
+    usable: Tensor
+
+    def at(self, rows: Tensor) -> Rows:
+        """The parameters of the rows with these indices [R]."""
+        columns = (getattr(self, f.name) for f in fields(self))
+        return Rows(*(column if len(column) == 1 else column[rows] for column in columns))
+
+
+def working_dtype(device: torch.device) -> torch.dtype:
+    """float64, in which everything is decided; float32 on Apple's GPUs, which have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def read_parameters(parameters: TensorParameters, batch: int, device: torch.device) -> Rows:
+    """The columns of a batch.
+
+    Raises ParameterError for unknown names, numbers out of range, and tensors that are not [batch]. Values of tensors
+    are not looked at, which would wait for the device: a row with one out of range is not `usable`.
+    """
+    if isinstance(parameters, TopWParameters):
+        return _shared(parameters, device)
+    given = canonical_names(parameters)
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    shared = TopWParameters(**{name: value for name, value in given.items() if name not in tensors})
+    if not tensors:
+        return _shared(shared, device)
+    columns = {}
+    for name in PARAMETER_NAMES:
+        value = tensors.get(name)
+        if value is not None and value.shape != (batch,):
+            raise ParameterError(f"{name} has shape {tuple(value.shape)}, but must be a number or [{batch}].")
+        dtype = working_dtype(device)
+        columns[name] = (
+            value.to(device=device, dtype=dtype)[:, None]
+            if value is not None
+            else torch.full((1, 1), getattr(shared, name), dtype=dtype, device=device)
+        )
+    return _derived(columns)
+
+
+@lru_cache(maxsize=64)
+def _shared(parameters: TopWParameters, device: torch.device) -> Rows:
+    """Kept, because a decoding loop asks again for the same numbers at every step."""
+    values = [getattr(parameters, name) for name in PARAMETER_NAMES]
+    packed = torch.tensor(values, dtype=working_dtype(device), device=device)[:, None, None]
+    return _derived(dict(zip(PARAMETER_NAMES, packed, strict=True)))
+
+
+def _derived(given: Mapping[str, Tensor]) -> Rows:
+    lam, beta, share, scale = given["lam"], given["beta"], given["init_top_p"], given["geom_scale"]
+    temperature, selection = given["temperature"], given["selection_temperature"]
+    greedy = temperature < GREEDY_BELOW
+    usable = scale.isfinite() & (share > 0) & (share <= 1)
+    for value in (lam, beta, temperature, selection):
+        usable = usable & (value >= 0) & value.isfinite()
+    chosen = torch.where(selection > 0, selection, temperature)
+    return Rows(
+        lam=lam,
+        reward=beta - lam,
+        unit=torch.maximum(lam, beta).clamp(min=1.0),
+        selection=torch.where(greedy, 1.0, chosen),
+        init_top_p=share,
+        geom_scale=scale,
+        greedy=greedy,
+        scanned=((beta > lam) & ~greedy).to(torch.int64),
+        usable=usable,
+    )

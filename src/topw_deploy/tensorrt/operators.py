@@ -1,0 +1,174 @@
+"""Which nodes TensorRT's parser and builder take: what NVIDIA says of 10.15 to 11, and what its own parser answered
+(TensorRT-RTX 1.7.1). A table of facts; `topw check` reads a graph by it, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from topw_deploy.tensorrt.onnx_file import Constant, Node
+
+NEWEST_OPSET = 25
+LARGEST_K = 3840
+"""Of TopK."""
+FUSED_HEADS = range(16, 257, 8)
+"""Of Attention: how many numbers a head may have where several tokens are read at once."""
+
+_NATIVE = """
+Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization
+BlackmanWindow Cast CastLike Ceil Celu Clip Concat Constant ConstantOfShape Conv ConvTranspose Cos Cosh CumSum
+DeformConv DepthToSpace DequantizeLinear Div Dropout Einsum Elu Equal Erf Exp Expand EyeLike Flatten Floor GRU
+Gather GatherElements GatherND Gelu Gemm GlobalAveragePool GlobalLpPool GlobalMaxPool Greater GreaterOrEqual
+GridSample GroupNormalization HammingWindow HannWindow HardSigmoid HardSwish Hardmax Identity If ImageScaler
+InstanceNormalization IsInf IsNaN LRN LSTM LayerNormalization LeakyRelu Less LessOrEqual Log LogSoftmax Loop
+LpNormalization LpPool MatMul Max MaxPool Mean MeanVarianceNormalization Min Mish Mod Mul Neg NonMaxSuppression
+NonZero Not OneHot Or PRelu Pad ParametricSoftplus Pow QuantizeLinear RMSNormalization RNN RandomNormal
+RandomNormalLike RandomUniform RandomUniformLike Range Reciprocal ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp
+ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Relu Reshape Resize ReverseSequence RoiAlign
+RotaryEmbedding Round STFT ScaledTanh Scan Scatter ScatterElements ScatterND Selu Shape Shrink Sigmoid Sign Sin
+Sinh Size Slice Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Sum Swish Tan Tanh TensorScatter
+ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Upsample Where Xor
+"""
+NATIVE = frozenset(_NATIVE.split())
+"""Standard operators that the parser knows."""
+
+SINCE: Mapping[str, tuple[int, ...]] = {
+    "Attention": (10, 14),
+    "RMSNormalization": (10, 15),
+    "RotaryEmbedding": (10, 15),
+    "TensorScatter": (10, 15),
+    "Swish": (11, 0),
+}
+"""The first TensorRT for operators that the oldest with the plugin's interface, 10.3, does not know."""
+
+_TYPES = {"float32", "float16", "bfloat16", "float64", "int32", "int64", "bool"}  # double is computed as float32
+_QUANTISED = {"int8", "uint8", "int4", "float8e4m3fn", "float4e2m1"}  # for QuantizeLinear and DequantizeLinear
+_REDUCTIONS = {"L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare"}
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a node stands. constants, types, shapes: what is known of values by name, outer graphs included.
+    within: operators of the nodes in whose branches or bodies it stands, the outermost first."""
+
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    within: tuple[str, ...] = ()
+
+
+def refusal(node: Node, scope: Scope) -> str | None:
+    """Why TensorRT does not take `node`, as a clause; None if nothing known stands against it."""
+    if node.domain not in ("", "ai.onnx"):
+        return f"TensorRT's list has no operators of {node.domain}"
+    if node.op_type not in NATIVE:
+        return "TensorRT has no such operator"
+    return next(filter(None, _reasons(node, scope)), None)
+
+
+def _reasons(node: Node, scope: Scope) -> Iterator[str | None]:
+    yield _unknown_type(node, scope)
+    if node.op_type.removeprefix("Reduce") in _REDUCTIONS and node.op_type.startswith("Reduce"):
+        yield _constant_input(node, scope, 1, "axes")
+    rule = _RULES.get(node.op_type)
+    if rule is not None:
+        yield rule(node, scope)
+
+
+def _unknown_type(node: Node, scope: Scope) -> str | None:
+    quantises = node.op_type in ("QuantizeLinear", "DequantizeLinear")
+    for name in node.inputs:
+        dtype = scope.types.get(name)
+        if dtype is not None and dtype not in _TYPES and not (quantises and dtype in _QUANTISED):
+            return f"it reads {dtype}, which TensorRT has not for this operator"
+    return None
+
+
+def _constant_input(node: Node, scope: Scope, place: int, what: str) -> str | None:
+    if len(node.inputs) <= place or not node.inputs[place] or node.inputs[place] in scope.constants:
+        return None
+    return f"its {what} must be stored in the file, and are computed"
+
+
+def _present(names: Iterable[str]) -> int:
+    return sum(1 for name in names if name)
+
+
+def _attention(node: Node, scope: Scope) -> str | None:
+    if _present(node.outputs) > 1:
+        return "TensorRT takes Attention with one output only"
+    if _present(node.inputs[4:6]):
+        return "TensorRT takes Attention without past keys and values"
+    if _present(node.inputs[6:7]):
+        return "TensorRT ignores the input nonpad_kv_seqlen; it needs a mask"
+    if node.attributes.get("softcap"):
+        return "TensorRT has no softcap"
+    shape = scope.shapes.get(node.inputs[0], (0, 0, 0, 64))
+    if len(shape) != 4:
+        return "TensorRT wants heads in an axis of their own"
+    if scope.types.get(node.inputs[0]) == "float32":
+        return "TensorRT has this operator in half precision only"
+    if isinstance(shape[3], int) and shape[3] not in FUSED_HEADS:
+        return f"TensorRT has this operator for heads of 16 to 256 numbers by eights, and these have {shape[3]}"
+    return None
+
+
+def _tensor_scatter(node: Node, scope: Scope) -> str | None:
+    cache = scope.shapes.get(node.inputs[0])
+    if node.attributes.get("mode", "linear") != "linear":
+        return "TensorRT writes caches from front to back only"
+    if cache is None:
+        return None
+    if len(cache) != 4 or node.attributes.get("axis", -2) not in (-2, 2):
+        return "TensorRT writes along the next to last of four axes only"
+    if not isinstance(cache[2], int):
+        return f"TensorRT wants the cache's length as a number, and it is {cache[2]!r}"
+    return None
+
+
+def _top_k(node: Node, scope: Scope) -> str | None:
+    constant = scope.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
+    if constant is not None and constant.numbers and constant.numbers[0] > LARGEST_K:
+        return f"it selects {constant.numbers[0]}, and TensorRT at most {LARGEST_K}"
+    return None  # it sorts what it selects even where `sorted` is 0, which asks for no order
+
+
+def _reduction(node: Node, scope: Scope) -> str | None:
+    how = node.attributes.get("reduction", "none")
+    return None if how == "none" else f"TensorRT scatters without reductions, and this is {how!r}"
+
+
+def _one_output(node: Node, scope: Scope) -> str | None:
+    return None if _present(node.outputs) < 2 else f"TensorRT takes {node.op_type} with one output only"
+
+
+def _if(node: Node, scope: Scope) -> str | None:
+    return "TensorRT does not build an If inside another for a batch of any size" if "If" in scope.within else None
+
+
+def _loop(node: Node, scope: Scope) -> str | None:
+    return f"TensorRT does not take a {node.op_type} inside an If" if "If" in scope.within else None
+
+
+def _non_zero(node: Node, scope: Scope) -> str | None:
+    return "how much it finds depends on values, which NVIDIA's parser gives to a plugin"
+
+
+def _cumulative_sum(node: Node, scope: Scope) -> str | None:
+    return _constant_input(node, scope, 1, "axis")
+
+
+_RULES: Mapping[str, Callable[[Node, Scope], str | None]] = {
+    "Attention": _attention,
+    "CumSum": _cumulative_sum,
+    "If": _if,
+    "LayerNormalization": _one_output,
+    "Loop": _loop,
+    "MaxPool": _one_output,
+    "NonZero": _non_zero,
+    "Scan": _loop,
+    "ScatterElements": _reduction,
+    "ScatterND": _reduction,
+    "TensorScatter": _tensor_scatter,
+    "TopK": _top_k,
+}

@@ -1,0 +1,91 @@
+"""What `topw build-engine` is asked for, checked before TensorRT is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from topw_deploy.errors import EngineError, ParameterError
+from topw_deploy.manifest import DecoderInfo, Manifest, load_manifest
+from topw_deploy.tensorrt.profiles import KINDS, Profile, profiles
+
+DEFAULT_SEQUENCE = 1024  # new tokens of a row in one run: longer pieces take more memory and are no faster
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """out: a folder exported for TensorRT. max_batch: most rows of a run. max_sequence: most tokens of a row that one
+    run takes; None for 1,024, or the cache's length where that is less. max_edits: most logit edits of a row; None for
+    the cache's length, which penalties of every token of a sequence need. profile: one of profiles.KINDS.
+    fp16: let TensorRT compute a float32 decoder in half precision. workspace: most bytes of scratch memory that the
+    engine may use; None for TensorRT's choice. timing_cache: a file to read timings from and write them to.
+    plugin: "auto", "python", "none", or the path of the plugin's library.
+
+    Raises ParameterError for bounds out of range, a timing cache in no folder, and fp16 without a plugin.
+    """
+
+    out: Path
+    max_batch: int = 1
+    max_sequence: int | None = None
+    max_edits: int | None = None
+    profile: str = "both"
+    fp16: bool = False
+    workspace: int | None = None
+    timing_cache: Path | None = None
+    plugin: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.profile not in KINDS:
+            raise ParameterError(f"profile is {self.profile!r}, but must be one of {', '.join(KINDS)}.", "profile")
+        if self.workspace is not None and self.workspace < 1:
+            raise ParameterError(f"workspace is {self.workspace}, but must be at least 1 byte.", "workspace")
+        if self.timing_cache is not None and not self.timing_cache.parent.is_dir():
+            raise ParameterError(
+                f"timing_cache is {self.timing_cache}, but {self.timing_cache.parent} is no folder.", "timing_cache"
+            )
+        if self.fp16 and self.plugin == "none":
+            raise ParameterError(
+                "fp16 would compute the sampler's function in half precision, too; build with the plugin, or export "
+                "with --dtype fp16, which leaves the sampler as it is.",
+                "fp16",
+            )
+
+    def profiles(self, cache_length: int) -> tuple[Profile, ...]:
+        """The optimisation profiles for a cache of so many tokens. Raises ParameterError for a longer sequence."""
+        sequence = self.max_sequence or min(DEFAULT_SEQUENCE, cache_length)
+        if sequence > cache_length:
+            raise ParameterError(
+                f"max_sequence is {sequence}, but the cache of this export holds {cache_length} tokens; give at most "
+                "that, or export with a larger --max-length.",
+                "max_sequence",
+            )
+        return profiles(
+            self.profile,
+            max_batch=self.max_batch,
+            max_sequence=sequence,
+            max_edits=cache_length if self.max_edits is None else self.max_edits,
+        )
+
+
+def exported(out: Path) -> tuple[Manifest, DecoderInfo, int]:
+    """The manifest of `out`, its decoder, and the cache's length in tokens. Raises ManifestError for no whole export,
+    EngineError for one that no engine can be built of."""
+    manifest = load_manifest(out)
+    decoder = manifest.decoder
+    if manifest.verification.status == "provisional":
+        raise EngineError(f"{out} is an export whose verification never ended; export the model again.")
+    if decoder is None:
+        raise EngineError(
+            f"{out} holds a sampler alone, which trtexec and other programs build; this command builds decoders."
+        )
+    if decoder.target != "tensorrt" or decoder.kv_form != "static" or not decoder.ragged_chunks:
+        raise EngineError(
+            f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "
+            "--kv static --max-length N."
+        )
+    caches = [spec.shape for spec in manifest.inputs if spec.name.startswith("past_key_values.")]
+    length = {shape[2] if len(shape) == 4 else None for shape in caches}
+    numbers = [size for size in length if isinstance(size, int)]
+    if len(length) != 1 or not numbers:
+        raise EngineError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")
+    return manifest, decoder, numbers[0]

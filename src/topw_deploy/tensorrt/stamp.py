@@ -1,0 +1,165 @@
+"""The stamp beside a built engine: what it was built from, with and for, and proof that the file is whole.
+
+An engine is a program for one model of GPU and one version of TensorRT, so it is deserialised only where its stamp
+fits. The stamp is written last: an engine without one was never finished.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import EngineError
+from topw_deploy.files import NotRegularError, open_regular, replacing
+from topw_deploy.manifest import MANIFEST_NAME, sha256_of
+from topw_deploy.manifest.checks import decoded
+from topw_deploy.tensorrt.profiles import Profile, Range
+
+FOLDER = "engines"
+FORMAT_VERSION = 1
+ENGINE_SUFFIX, STAMP_SUFFIX = ".engine", ".json"
+PLUGINS, PRECISIONS = ("python", "library", "none"), ("as exported", "fp16")
+_MAX_BYTES = 1 << 20  # a stamp is 2 KB; a larger file is not one, and must not fill memory
+_INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.engine")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStamp:
+    """engine: file name in engines/, with its size in bytes and SHA-256. manifest: SHA-256 of the manifest it was built
+    from. gpu: its name; sm: its architecture, as 87 for sm_87. plugin: what answers the sampler's node, "python",
+    "library" or "none" (the function in the file), and its version. precision: "as exported" or "fp16". cache_length:
+    tokens of the cache. workspace: bytes allowed for building, None for the GPU's memory. topw_deploy: who built it."""
+
+    engine: str
+    size: int
+    sha256: str
+    manifest: str
+    tensorrt: str
+    gpu: str
+    sm: int
+    plugin: str
+    plugin_version: str
+    precision: str
+    cache_length: int
+    profiles: tuple[Profile, ...]
+    workspace: int | None
+    topw_deploy: str
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def most_batch(self) -> int:
+        return max(profile.batch.most for profile in self.profiles)
+
+    @property
+    def most_sequence(self) -> int:
+        return max(profile.sequence.most for profile in self.profiles)
+
+    @property
+    def most_edits(self) -> int:
+        return max(profile.edits.most for profile in self.profiles)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+
+def read(path: Path) -> EngineStamp:
+    """The stamp in `path`, every field checked. Raises EngineError for one that is unreadable or malformed."""
+    try:
+        with open_regular(path) as stream:
+            raw = stream.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
+        return _parse(_object("it", _decoded(raw)))
+    except NotRegularError:
+        raise EngineError(f"{path} is no stamp of an engine (it is no file of the folder).") from None
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except KeyError as error:
+        raise EngineError(f"{path} is no stamp of an engine (field {error} is missing).") from None
+    except ValueError as error:
+        raise EngineError(f"{path} is no stamp of an engine ({error}).") from None
+
+
+def write(folder: Path, stamp: EngineStamp) -> Path:
+    """Put the stamp beside its engine by an atomic replace; `folder` is the one that holds both."""
+    path = (folder / stamp.engine).with_suffix(STAMP_SUFFIX)
+    with replacing(path) as stream:
+        stream.write(stamp.to_json().encode("utf-8"))
+    return path
+
+
+def manifest_hash(out: Path) -> str:
+    """SHA-256 of the folder's manifest, which names every other file with its own. Raises EngineError."""
+    try:
+        return sha256_of(out / MANIFEST_NAME)
+    except OSError as error:
+        raise EngineError(f"{out / MANIFEST_NAME} cannot be read: {error.strerror or error}.") from None
+
+
+def _decoded(raw: bytes) -> Any:
+    try:
+        return decoded(raw.decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON: changed or cut short") from None
+
+
+def _parse(data: dict[str, Any]) -> EngineStamp:
+    version = data["format_version"]
+    if type(version) is not int or version != FORMAT_VERSION:  # true and 1.0 equal it
+        raise ValueError(f"it has format version {version!r:.60}, not {FORMAT_VERSION}")
+    unknown = sorted(data.keys() - EngineStamp.__dataclass_fields__.keys())
+    if unknown:
+        raise ValueError(f"it has a field {unknown[0]!r:.60}, of which this topw_deploy knows nothing")
+    if not _NAME.fullmatch(_text(data, "engine")):
+        raise ValueError(f"engine is {data['engine']!r}, not the name of an .engine file in the same folder")
+    for name in ("sha256", "manifest"):
+        if not _SHA256.fullmatch(_text(data, name)):
+            raise ValueError(f"{name} is {data[name]!r:.80}, not a SHA-256 in hexadecimal")
+    for name in ("tensorrt", "gpu", "plugin_version", "topw_deploy"):
+        _text(data, name)
+    for name, known in (("plugin", PLUGINS), ("precision", PRECISIONS)):
+        if _text(data, name) not in known:
+            raise ValueError(f"{name} is {data[name]!r:.60}, not one of {', '.join(known)}")
+    for name, most in (("size", _INT64), ("sm", _INT32), ("cache_length", _INT32)):
+        _whole(name, data[name], 1, most)
+    if data["workspace"] is not None:
+        _whole("workspace", data["workspace"], 1, _INT64)
+    if not isinstance(data["profiles"], list):
+        raise ValueError(f"profiles is {data['profiles']!r:.60}, not a list")
+    profiles = tuple(
+        Profile(_text(p, "name"), *(_range(name, p[name]) for name in ("batch", "sequence", "edits")))
+        for p in (_object("a profile", each) for each in data["profiles"])
+    )
+    if not profiles:
+        raise ValueError("it has no profiles")
+    return EngineStamp(**{**data, "profiles": profiles})
+
+
+def _range(name: str, data: object) -> Range:
+    least, usual, most = (_whole(name, _object(name, data)[key], 0, _INT32) for key in ("least", "usual", "most"))
+    if not least <= usual <= most:
+        raise ValueError(f"{name} is {least}, {usual}, {most}, which do not rise")
+    return Range(least, usual, most)
+
+
+def _object(what: str, data: object) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} is {data!r:.60}, not an object of JSON")
+    return data
+
+
+def _text(data: dict[str, Any], name: str) -> str:
+    if not isinstance(data[name], str) or not data[name].isprintable():
+        raise ValueError(f"{name} is {data[name]!r:.60}, not a text of one line")
+    return str(data[name])
+
+
+def _whole(name: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r:.60}, not an integer >= {least} and <= {most}")
+    return value

@@ -1,0 +1,116 @@
+"""Which row the logits are taken from, and where in the graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from topw_deploy.export.graft.last_token import last_logits
+from topw_deploy.export.graph.editor import GraphEditor
+
+HIDDEN, VOCAB = 4, 7
+TABLE = np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype(np.float32)
+
+
+def decoder(after: str = "nothing", weights: str = "constant") -> ir.Graph:
+    """input_ids -> rows of a table -> vocabulary matmul -> what `after` says -> logits [batch, sequence, vocab]."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
+    editor = GraphEditor(graph, "toy")
+    ids = editor.input("input_ids", ir.DataType.INT64, ["batch", "sequence"])
+    editor.input("attention_mask", ir.DataType.INT64, ["batch", "total"])
+    hidden = editor.op("Gather", [editor.constant(TABLE, "table"), ids], axis=0, dtype=ir.DataType.FLOAT)
+    head = editor.constant(TABLE.T.copy(), "head")
+    if weights == "computed":
+        head = editor.op("Mul", [head, editor.op("ReduceMax", [editor.op("Cast", [ids], to=1)], keepdims=0)])
+    logits = editor.op("MatMul", [hidden, head])
+    if after == "cap":
+        logits = editor.op("Mul", [editor.op("Tanh", [logits]), editor.constant(np.float32(5))])
+    elif after == "bias":
+        logits = editor.op("Add", [logits, editor.constant(np.arange(VOCAB, dtype=np.float32))])
+    elif after == "mixing":
+        logits = editor.op("CumSum", [logits, editor.constant(np.int64(1))])
+    logits = editor.op("Identity", [logits], dtype=ir.DataType.FLOAT, shape=["batch", "sequence", VOCAB], name="logits")
+    graph.outputs.append(logits)
+    return graph
+
+
+def run(graph: ir.Graph, ids: np.ndarray, mask: np.ndarray, *names: str) -> list[np.ndarray]:
+    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    return ort.InferenceSession(model).run(list(names), {"input_ids": ids, "attention_mask": mask})
+
+
+def matmuls_of_one_row(graph: ir.Graph) -> int:
+    return sum(node.op_type == "MatMul" and node.inputs[0].producer().op_type == "GatherND" for node in graph)
+
+
+@pytest.mark.parametrize("after", ["nothing", "cap", "bias", "mixing"])
+@pytest.mark.parametrize(
+    ("mask", "columns"),
+    [
+        ([[1, 1, 1], [0, 0, 1]], [2, 2]),  # padded on the left
+        ([[1, 1, 1], [1, 0, 0]], [2, 0]),  # on the right
+        ([[0, 1, 1, 1], [1, 1, 1, 0]], [2, 1]),  # behind a cache of one token
+        ([[0, 0, 0], [1, 1, 0]], [0, 1]),  # a row that is all padding has some row, not a failure
+    ],
+)
+def test_each_row_answers_at_its_last_attended_position(after: str, mask: list[list[int]], columns: list[int]) -> None:
+    graph = decoder(after)
+    last = last_logits(graph)
+    graph.outputs.append(last)
+    ids = np.array([[1, 2, 3], [4, 5, 6]])
+    whole, picked = run(graph, ids, np.array(mask), "logits", last.name)
+    np.testing.assert_allclose(picked, whole[[0, 1], columns], rtol=1e-6)
+
+
+@pytest.mark.parametrize("after", ["nothing", "mixing"])
+def test_each_row_answers_at_its_length_where_the_graph_is_given_one(after: str) -> None:
+    graph = decoder(after)
+    graph.inputs.pop()  # attention_mask
+    GraphEditor(graph, "toy").input("row_lengths", ir.DataType.INT64, ["batch"])
+    last = last_logits(graph)
+    graph.outputs.append(last)
+    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    feeds = {"input_ids": np.array([[1, 2, 3], [4, 5, 6], [2, 2, 2]]), "row_lengths": np.array([3, 1, 2])}
+    whole, picked = ort.InferenceSession(model).run(["logits", last.name], feeds)
+    np.testing.assert_allclose(picked, whole[[0, 1, 2], [2, 0, 1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("after", "before_matmul"), [("nothing", 1), ("cap", 1), ("bias", 1), ("mixing", 0)])
+def test_rows_are_picked_before_the_matmul_only_where_that_is_provable(after: str, before_matmul: int) -> None:
+    graph = decoder(after)
+    last_logits(graph)
+    assert matmuls_of_one_row(graph) == before_matmul
+
+
+def test_weights_computed_from_the_ids_keep_the_rows_together() -> None:
+    graph = decoder(weights="computed")
+    last_logits(graph)
+    assert matmuls_of_one_row(graph) == 0
+
+
+def test_the_makers_logits_can_be_left_whole() -> None:
+    graph = decoder()
+    last_logits(graph, before_matmul=False)
+    assert matmuls_of_one_row(graph) == 0
+
+
+def test_logits_that_the_maker_cut_already_are_taken_as_they_are() -> None:
+    graph = decoder()
+    graph.outputs[0].shape = ir.Shape(["batch", 1, VOCAB])
+    last = last_logits(graph, before_matmul=False)
+    assert last.producer().op_type == "Squeeze"
+
+
+def test_half_precision_logits_become_float32() -> None:
+    graph = decoder()
+    editor = GraphEditor(graph, "half")
+    old = graph.outputs[0]
+    old.name = "full"
+    graph.outputs[0] = editor.op(
+        "Cast", [old], to=10, dtype=ir.DataType.FLOAT16, shape=["batch", "sequence", VOCAB], name="logits"
+    )
+    last = last_logits(graph)
+    assert last.dtype == ir.DataType.FLOAT
+    assert last.producer().op_type == "Cast"

@@ -1,0 +1,258 @@
+"""The neighbour bound: never above a distance, tight where distances are ordinary, the same whatever the blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.tiny_models import VOCAB
+from topw_deploy.errors import ParameterError, VerificationError
+from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.graft import neighbour_bound as module
+from topw_deploy.export.graft.neighbour_bound import neighbour_bound
+from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.verification.bound_check import bound_check, nearest_distances, stored_bound
+from topw_deploy.manifest import load_manifest
+from topw_deploy.sampling import Geometry
+from topw_deploy.sampling.parameters import TopWOptions
+
+METRICS = ("mahalanobis", "unit", "cosine")
+
+
+def random_table(rows: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+
+
+def truth(table: np.ndarray, metric: str) -> np.ndarray:
+    """float64 [V]: the distance to the nearest other token, pair by pair from the definition."""
+    points = Geometry.from_embeddings(table, metric).features(np.arange(len(table)))
+    nearest = np.full(len(table), np.inf)
+    for i, x in enumerate(points):
+        for j, y in enumerate(points):
+            if i != j:
+                cosine = 1.0 - min(max(float(x @ y), -1.0), 1.0)
+                nearest[i] = min(nearest[i], cosine if metric == "cosine" else float(np.linalg.norm(x - y)))
+    return nearest
+
+
+def measured(table: np.ndarray, metric: str) -> np.ndarray:
+    return neighbour_bound(Geometry.from_embeddings(table, metric), len(table))
+
+
+def test_four_points_on_two_axes_have_the_distances_one_can_see() -> None:
+    """Rows (+-1, 0) and (0, +-1): mean 0, variance 1/2, so the points are (+-s, 0), (0, +-s) with s = sqrt 2."""
+    table = np.array([[1, 0], [-1, 0], [0, 1], [0, -1]], np.float32)
+    assert measured(table, "mahalanobis") == pytest.approx([2.0] * 4, rel=1e-4)
+    assert measured(table, "unit") == pytest.approx([2**0.5] * 4, rel=1e-4)
+    assert measured(table, "cosine") == pytest.approx([1.0] * 4, rel=1e-4)
+    assert (measured(table, "mahalanobis") <= 2.0).all()
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_the_bound_is_under_the_distance_and_close_to_it(metric: str) -> None:
+    table = random_table(300, 48)
+    bound, nearest = measured(table, metric), truth(table, metric)
+    assert bound.dtype == np.float32
+    assert (bound <= nearest).all()
+    # Of the squared distance, or 1 - cosine, 4 (d + 2) 2^-24 (|x|^2 + |y|^2) and 2^-16 are given up: far under 1e-3.
+    assert (bound >= 0.999 * nearest).all()
+
+
+@pytest.mark.parametrize("metric", ["mahalanobis", "unit"])
+def test_duplicates_are_at_zero_and_near_duplicates_not_above_their_distance(metric: str) -> None:
+    table = random_table(60, 32)
+    table[7] = table[3]
+    table[20] = table[21]
+    table[20, 0] += 1e-5
+    bound, nearest = measured(table, metric), truth(table, metric)
+    assert (bound[[3, 7]] == 0).all()
+    assert 0 < nearest[20] < 1e-3
+    assert (bound[[20, 21]] <= nearest[20]).all()
+    assert (bound[30:] > 0).all()
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> np.ndarray:
+    """Small tables of any scale and type with duplicates, near-duplicates, zero rows and rows of another size."""
+    rows, width = draw(st.integers(2, 24)), draw(st.integers(1, 12))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    table = random.standard_normal((rows, width)) * 10.0 ** draw(st.integers(-18, 18))
+    table += random.standard_normal(width) * 10.0 ** draw(st.integers(-18, 4))
+    for _ in range(draw(st.integers(0, 4))):
+        i, j = random.integers(0, rows, 2)
+        kind = draw(st.sampled_from(["duplicate", "near", "zero", "huge", "tiny", "opposite"]))
+        if kind == "near":
+            table[i] = table[j] * (1 + random.standard_normal(width) * 10.0 ** draw(st.integers(-9, -2)))
+        else:
+            table[i] = {"duplicate": 1, "zero": 0, "huge": 1e15, "tiny": 1e-15, "opposite": -1}[kind] * table[j]
+    dtype = draw(st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16]))
+    table = table / max(1.0, np.abs(table).max() / (6e4 if dtype is np.float16 else 1e38))
+    return np.asarray(table, dtype=dtype)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tables(), st.sampled_from(METRICS), st.booleans())
+def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, rounded: bool) -> None:
+    """Under float64 statistics, and under their float32 roundings, which a graph hands to its kernel."""
+    geometry = Geometry.from_embeddings(table, metric)
+    bound = neighbour_bound(geometry, len(table))
+    assert geometry.mean is not None
+    assert geometry.inverse_std is not None
+    if rounded:
+        statistics = (geometry.mean.astype(np.float32), geometry.inverse_std.astype(np.float32))
+        geometry = Geometry.from_embeddings(table, metric, statistics)
+    nearest = nearest_distances(geometry, np.arange(len(table)), len(table))
+    assert np.isfinite(bound).all()
+    assert (bound >= 0).all()
+    assert (bound <= nearest).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables(), st.sampled_from(METRICS), st.integers(1, 7), st.integers(1, 3))
+def test_blocks_of_any_size_give_the_same_bound(table: np.ndarray, metric: str, block: int, held: int) -> None:
+    """The float32 sums may be taken in another order, so within rounding: no block, row or column is left out."""
+    geometry = Geometry.from_embeddings(table, metric)
+    whole = neighbour_bound(geometry, len(table))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_BLOCK", block)
+        patch.setattr(module, "_HELD_VALUES", held * block * (table.shape[1] + 2))
+        parts = neighbour_bound(geometry, len(table))
+    size = np.linalg.norm(geometry.features(np.arange(len(table))), axis=1).max() ** 2
+    square = (lambda x: x) if metric == "cosine" else np.square
+    assert square(parts) == pytest.approx(square(whole), abs=1e-5 * max(size, 1.0))
+
+
+def test_every_pair_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK", 7)
+    monkeypatch.setattr(module, "_HELD_VALUES", 14 * 6)
+    told: list[int] = []
+
+    @contextlib.contextmanager
+    def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
+        assert (total, unit) == (45 * 44 // 2, "pairs")
+        yield told.append
+
+    neighbour_bound(Geometry.from_embeddings(random_table(45, 4), "unit"), 45, bar)
+    assert sum(told) == 45 * 44 // 2
+
+
+def test_rows_beyond_the_vocabulary_are_nobodys_neighbours() -> None:
+    table = random_table(50, 8)
+    table[45:] = table[:5]
+    geometry = Geometry.from_embeddings(table, "mahalanobis")
+    assert (neighbour_bound(geometry, 50)[:5] == 0).all()
+    bound = neighbour_bound(geometry, 45)
+    assert bound.shape == (45,)
+    assert (bound[:5] > 0).all()
+
+
+def test_a_token_without_another_has_the_bound_zero() -> None:
+    assert measured(random_table(1, 4), "mahalanobis").tolist() == [0.0]
+
+
+def test_the_uniform_metric_has_no_bound(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="uniform metric needs no neighbour bound"):
+        neighbour_bound(Geometry.uniform(), 4)
+    options = TopWOptions(metric="uniform")
+    with pytest.raises(ParameterError, match="leave --neighbour-bound out"):
+        ExportRequest(model="demo", output=tmp_path / "out", options=options, neighbour_bound=True)
+    with pytest.raises(ParameterError, match="leave --neighbour-bound out"):
+        SamplerRequest(output=tmp_path / "out", vocab_size=9, options=options, neighbour_bound=True)
+
+
+@pytest.mark.parametrize("tail", ["portable", "onnxruntime", "static"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_every_form_runs_with_a_stored_bound_and_is_verified(tail: str, metric: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "table.npy", random_table(90, 6))
+    options = TopWOptions(top_m=25, metric=metric)
+    request = SamplerRequest(
+        output=tmp_path / "out",
+        embeddings=tmp_path / "table.npy",
+        vocab_size=80,
+        options=options,
+        tail=tail,
+        neighbour_bound=True,
+    )
+    export_sampler(request)
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.sampler.neighbour_bound
+    assert "neighbour bound" in [check.name for check in manifest.verification.checks]
+    assert manifest.verification.status == "passed"
+    assert np.array_equal(stored_bound(tmp_path / "out"), measured(random_table(90, 6)[:80], metric))
+    inputs = [value.name for value in ort.InferenceSession(str(tmp_path / "out" / "model.onnx")).get_inputs()]
+    assert "topw.neighbour_bound" not in inputs
+
+
+def test_without_the_option_the_place_of_the_bound_stays_empty(tmp_path: Path) -> None:
+    np.save(tmp_path / "table.npy", random_table(9, 3))
+    export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=tmp_path / "table.npy"))
+    assert stored_bound(tmp_path / "out").shape == (0,)
+    assert not load_manifest(tmp_path / "out").sampler.neighbour_bound
+    check = bound_check(tmp_path / "out", Geometry.from_embeddings(random_table(9, 3), "mahalanobis"), 9)
+    assert not check.passed
+    assert "shape (0,)" in check.detail
+
+
+def test_a_decoder_gets_the_bound_of_its_own_table(tmp_path: Path, foreign_decoder: Path) -> None:
+    request = ExportRequest(model=str(foreign_decoder), output=tmp_path / "out", neighbour_bound=True)
+    lines: list[str] = []
+    export_model(request, lines.append)
+    manifest = load_manifest(tmp_path / "out")
+    tokens = manifest.sampler.vocab_size
+    assert f"Measuring how near each of {tokens} tokens has its nearest other" in lines
+    assert stored_bound(tmp_path / "out").shape == (tokens,)
+    assert "neighbour bound" in [check.name for check in manifest.verification.checks]
+
+
+def test_a_dry_run_measures_nothing_and_counts_its_bytes(
+    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "neighbour_bound", lambda *_: pytest.fail("a dry run measured"))
+    plain, bound = (
+        export_model(
+            ExportRequest(model=str(foreign_decoder), output=tmp_path / "out", dry_run=True, neighbour_bound=wanted)
+        )
+        for wanted in (False, True)
+    )
+    assert bound.weight_bytes - plain.weight_bytes == 4 * VOCAB
+
+
+def test_a_bound_that_is_too_large_fails_the_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "table.npy", random_table(90, 6))
+    monkeypatch.setattr(module, "neighbour_bound", lambda geometry, tokens, bar: neighbour_bound(geometry, tokens) + 1)
+    request = SamplerRequest(output=tmp_path / "out", embeddings=tmp_path / "table.npy", neighbour_bound=True)
+    with pytest.raises(VerificationError, match="neighbour bound"):
+        export_sampler(request)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
+    np.save(tmp_path / "table.npy", random_table(40_000, 256))
+    arguments = ["export-sampler", "--embeddings", "table.npy", "out", "--neighbour-bound"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "topw_deploy", *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    seen = ""
+    while "nearest other" not in seen:
+        line = process.stderr.readline()
+        assert line, f"ended early: {seen}"
+        seen += line
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, seen + rest
+    assert "Traceback" not in rest
+    assert [path.name for path in tmp_path.iterdir()] == ["table.npy"]

@@ -1,0 +1,54 @@
+"""What a configuration says about the context, and models whose positions change with length."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, Phi3Config, PreTrainedConfig
+
+from topw_deploy.errors import UnsupportedModelError
+from topw_deploy.export.source.checkpoint import context_length, switching_rope
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (GPT2Config(n_positions=77), 77),
+        (LlamaConfig(max_position_embeddings=300), 300),
+        (LlamaConfig(max_position_embeddings=300, rope_parameters=LLAMA3), 300),  # one set of frequencies for all
+        (
+            Phi3Config(
+                hidden_size=32,
+                num_attention_heads=4,
+                max_position_embeddings=300,
+                original_max_position_embeddings=64,
+                rope_parameters=LONG,
+            ),
+            64,  # beyond, the model would use other frequencies than the graph holds
+        ),
+    ],
+    ids=["gpt2", "plain", "llama3", "longrope"],
+)
+def test_the_context_ends_where_the_graph_stops_being_the_model(config: PreTrainedConfig, length: int) -> None:
+    assert context_length(config) == length
+    assert (switching_rope(config) is not None) is (length == 64)
+
+
+def test_a_configuration_without_a_context_length_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="names no max_position_embeddings"):
+        context_length(PreTrainedConfig())

@@ -1,0 +1,201 @@
+"""Where a model comes from, and what is said when it cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from topw_deploy.demo import demo_model_path
+from topw_deploy.errors import SourceError
+from topw_deploy.export.source.resolve import resolve
+from topw_deploy.manifest import MANIFEST_NAME
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test asks the network, or reads the cache of whoever runs it."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+def touch(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+def hub_cache(cache: Path, *names: str) -> str:
+    """A model in the hub's cache layout: snapshots of links into blobs. Returns the commit."""
+    commit = "a" * 40
+    home = cache / "models--me--tiny"
+    touch(home / "blobs", *(name.replace("/", "_") for name in names))
+    touch(home / "refs", "main")
+    (home / "refs" / "main").write_text(commit)
+    for name in names:
+        link = home / "snapshots" / commit / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(home / "blobs" / name.replace("/", "_"))
+    return commit
+
+
+def test_demo_is_the_bundled_model() -> None:
+    source = resolve("demo")
+    assert source.folder == demo_model_path()
+    assert (source.route, source.revision) == ("trace", "bundled")
+
+
+def test_a_folder_with_weights_is_traced(tmp_path: Path) -> None:
+    source = resolve(str(touch(tmp_path, "config.json", "model.safetensors")))
+    assert (source.route, source.folder) == ("trace", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "anything.onnx", "onnx/model.onnx"])
+def test_a_folder_with_a_graph_is_grafted_onto(tmp_path: Path, name: str) -> None:
+    source = resolve(str(touch(tmp_path, "config.json", name)))
+    assert (source.route, source.onnx, source.folder) == ("graft", tmp_path / name, tmp_path)
+
+
+def test_a_graph_can_be_named_itself(tmp_path: Path) -> None:
+    source = resolve(str(touch(tmp_path, "a.onnx", "b.onnx") / "b.onnx"))
+    assert source.onnx == tmp_path / "b.onnx"
+
+
+def test_the_graph_that_genai_names_is_taken(tmp_path: Path) -> None:
+    touch(tmp_path, "a.onnx", "b.onnx")
+    (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": "b.onnx"}}}))
+    assert resolve(str(tmp_path)).onnx == tmp_path / "b.onnx"
+
+
+def test_a_graph_that_genai_names_outside_the_folder_is_not_taken(tmp_path: Path) -> None:
+    folder = touch(tmp_path / "model", "a.onnx")
+    touch(tmp_path, "b.onnx")
+    (folder / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": "../b.onnx"}}}))
+    assert resolve(str(folder)).onnx == folder / "a.onnx"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["readme.json"], "neither Hugging Face weights"),
+        (["a.onnx", "b.onnx"], "2 ONNX files.*name the decoder's file itself"),
+        (["model.safetensors"], "no config.json"),
+        ([MANIFEST_NAME, "model.onnx"], "already an export"),
+    ],
+)
+def test_a_folder_that_holds_no_single_model_says_so(tmp_path: Path, files: list[str], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        resolve(str(touch(tmp_path, *files)))
+
+
+def test_a_file_that_is_no_graph_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"not an \.onnx file"):
+        resolve(str(touch(tmp_path, "weights.bin") / "weights.bin"))
+
+
+def test_a_path_that_does_not_exist_is_no_hub_id_either() -> None:
+    with pytest.raises(SourceError, match="does not exist, and is not a hub id"):
+        resolve("./nowhere/model")
+
+
+@pytest.mark.parametrize("name", ["decoder.onnx", "models/decoder.onnx", "/tmp/nowhere", "~/nowhere", "a/b/c"])
+def test_the_hub_is_not_asked_for_what_can_only_be_a_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(SourceError, match="does not exist, and is not a hub id"):
+        resolve(name)
+
+
+def test_a_name_that_could_be_both_is_looked_for_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError) as refusal:
+        resolve("models/nope", cache_dir=tmp_path / "cache", local_files_only=True)
+    assert str(refusal.value).startswith(
+        f"models/nope is neither a local path (the folder models holds no nope) nor whole in the hub's cache "
+        f"{tmp_path / 'cache'}, and the hub was not asked or did not answer; check the path, or download the model"
+    )
+
+
+def test_a_path_that_may_not_be_looked_at_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(_path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(SourceError, match="locked/model cannot be read: Permission denied; check its permissions"):
+        resolve("locked/model")
+
+
+def test_a_hub_model_in_the_cache_is_found_without_the_network(tmp_path: Path) -> None:
+    commit = hub_cache(tmp_path, "config.json", "model.safetensors", "tokenizer.json")
+    source = resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)
+    assert (source.revision, source.route) == (commit, "trace")
+
+
+def test_a_graph_in_the_hubs_cache_is_found_behind_its_links(tmp_path: Path) -> None:
+    hub_cache(tmp_path, "config.json", "onnx/model.onnx", "onnx/model.onnx_data")
+    source = resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)
+    assert source.onnx is not None
+    assert source.onnx.is_symlink()
+    assert source.folder.name == "a" * 40
+
+
+def test_a_hub_model_without_any_weights_is_named(tmp_path: Path) -> None:
+    hub_cache(tmp_path, "config.json")
+    with pytest.raises(SourceError, match="neither safetensors"):
+        resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)
+
+
+@pytest.mark.parametrize("given", [{"local_files_only": True}, {}], ids=["asked", "HF_HUB_OFFLINE"])
+def test_a_hub_model_that_is_not_here_says_how_to_get_it(tmp_path: Path, given: dict[str, bool]) -> None:
+    with pytest.raises(SourceError, match=r"nor whole in the hub's cache .*HF_HUB_OFFLINE unset"):
+        resolve("me/missing", cache_dir=tmp_path, **given)
+
+
+def answer(status: int) -> Any:
+    """As much of an HTTP answer as the hub's errors look at."""
+    return SimpleNamespace(status_code=status, headers={}, request=SimpleNamespace(method="GET", url="https://hub"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.GatedRepoError("gated", response=answer(403)), r"gated; accept its licence.*HF_TOKEN"),
+        (errors.RepositoryNotFoundError("no", response=answer(404)), "neither a local path nor a model on the hub"),
+        (errors.RevisionNotFoundError("no", response=answer(404)), "has no revision 'v9'"),
+        (PermissionError(errno.EACCES, "Permission denied"), r"cache .* cannot be written.*--cache-dir"),
+        (OSError(errno.EROFS, "Read-only file system"), r"cache .* cannot be written"),
+        (OSError(errno.ENOSPC, "No space left on device"), "disk of the hub's cache is full"),
+        (ConnectionError("connection reset"), "could not be downloaded"),
+    ],
+)
+def test_every_way_a_download_fails_has_its_sentence(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(SourceError, match=message):
+        resolve("me/tiny", revision="v9")
+
+
+def test_what_the_user_gave_reaches_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[dict[str, object]] = []
+
+    def download(_model: str, **options: object) -> str:
+        asked.append(options)
+        return str(touch(tmp_path / ("b" * 40), "config.json", "model.safetensors"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve("me/tiny", revision="v1", cache_dir=tmp_path, token="secret")
+    assert asked[0]["revision"] == "v1"
+    assert asked[0]["token"] == "secret"
+    assert asked[0]["cache_dir"] == tmp_path
+    assert not any(pattern.endswith(".py") for pattern in asked[0]["allow_patterns"])  # type: ignore[attr-defined]

@@ -1,0 +1,242 @@
+"""A model put together from tensors that are not read is the model that transformers loads."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeConfig, LlamaConfig
+
+from tests.support.tiny_models import FAMILIES, make_model
+from topw_deploy.errors import SourceError
+from topw_deploy.export.graph.lazy_weight import LazyWeight, parts, transposed
+from topw_deploy.export.memory import StageMemory, resident_bytes
+from topw_deploy.export.source.checkpoint import load_checkpoint, load_unread
+from topw_deploy.export.source.safetensors_files import stored_tensors
+from topw_deploy.export.source.streamed import streamed, widen
+from topw_deploy.export.source.unread_tensor import UnreadTensor
+from topw_deploy.export.trace.shapes_only import shapes_only, weight_tensor
+from topw_deploy.export.trace.trace import trace
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def twins(model: torch.nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same."""
+    named = parameters(model)
+    return [[other for other in named if named[other] is named[name]] for name in named]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_and_buffer_is_what_loading_gives(
+    checkpoint: Callable[[str], Path], family: str, dtype: str
+) -> None:
+    read, unread = (load_checkpoint(checkpoint(family), dtype, unread=flag) for flag in (False, True))
+    wanted, found = parameters(read), parameters(unread)
+    assert wanted.keys() == found.keys()
+    for name, parameter in found.items():
+        assert isinstance(parameter, UnreadTensor)
+        assert parameter.dtype == wanted[name].dtype
+        assert torch.equal(parameter.values(), wanted[name].detach()), name
+    assert twins(read) == twins(unread)
+    buffers = dict(unread.named_buffers())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in read.named_buffers())
+
+
+def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]) -> None:
+    """transformers stacks the experts of a checkpoint into one parameter; that happens when it is asked for."""
+    model = load_checkpoint(checkpoint("qwen3_moe"), "float32", unread=True)
+    merged = parameters(model)["model.layers.0.mlp.experts.gate_up_proj"]
+    assert isinstance(merged, UnreadTensor)
+    assert merged.file is None
+    assert merged.values().shape == merged.shape == (4, 32, 32)
+
+
+def test_buffers_of_a_checkpoint_are_read_since_models_compute_with_them(tmp_path: Path) -> None:
+    """Routers of many mixtures of experts add such a buffer to their scores, and write into what comes of it."""
+    config = Glm4MoeConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        first_k_dense_replace=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )
+    model = make_model(config)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.arange(4.0))
+    model.save_pretrained(tmp_path)
+    unread = load_checkpoint(tmp_path, "float32", unread=True)
+    buffers = dict(unread.named_buffers())
+    assert torch.equal(buffers["model.layers.1.mlp.gate.e_score_correction_bias"], torch.arange(4.0))
+    assert not any(isinstance(buffer, UnreadTensor) for buffer in buffers.values())
+    assert len(trace(unread).head_dim) == 2
+
+
+def test_a_checkpoint_of_the_base_model_gets_its_prefix(tmp_path: Path) -> None:
+    model = make_model("gpt2")
+    model.config.save_pretrained(tmp_path)
+    tensors = {name: tensor.contiguous() for name, tensor in model.transformer.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    unread = load_checkpoint(tmp_path, "float32", unread=True)
+    assert torch.equal(parameters(unread)["transformer.wte.weight"].values(), tensors["wte.weight"])  # type: ignore[attr-defined]
+
+
+def test_pickled_weights_are_read_whole_and_the_reason_is_given(tmp_path: Path) -> None:
+    model = make_model("llama_tied")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    loaded, reason = load_unread(tmp_path, "float32")
+    assert reason is not None
+    assert "holds no model.safetensors" in reason
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("family", ["llama_untied", "gpt2", "qwen3_moe"])
+def test_the_trace_of_an_unread_model_is_that_of_the_read_one_to_the_byte(
+    checkpoint: Callable[[str], Path], family: str
+) -> None:
+    graphs = [
+        ir.to_proto(trace(load_checkpoint(checkpoint(family), "float16", unread=flag)).model) for flag in (False, True)
+    ]
+    assert graphs[0].SerializeToString() == graphs[1].SerializeToString()
+
+
+def test_a_model_is_itself_again_after_its_trace() -> None:
+    model = make_model("llama_tied")
+    before = parameters(model)
+    with shapes_only(model) as shapes:
+        assert parameters(model)["lm_head.weight"] is parameters(model)["model.embed_tokens.weight"]
+        assert all(parameters(model)[name] is not weight for name, weight in before.items())
+        assert shapes.weights["lm_head.weight"].data_ptr() == before["lm_head.weight"].data_ptr()
+    assert all(parameters(model)[name] is weight for name, weight in before.items())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+def test_a_streamed_model_computes_what_the_loaded_one_does(checkpoint: Callable[[str], Path], family: str) -> None:
+    ids = torch.arange(12)[None]
+    read, unread = (load_checkpoint(checkpoint(family), "float16", unread=flag) for flag in (False, True))
+    widen(unread)
+    read.float()
+    with torch.no_grad():
+        wanted = read(input_ids=ids).logits
+        with streamed(unread):
+            assert torch.equal(unread(input_ids=ids).logits, wanted)
+    assert all(isinstance(parameter, UnreadTensor) for parameter in unread.parameters())
+
+
+def stored(tmp_path: Path, tensor: torch.Tensor) -> UnreadTensor:
+    save_file({"w": tensor}, tmp_path / "model.safetensors")
+    return UnreadTensor.of(stored_tensors(tmp_path)["w"])
+
+
+def test_operations_are_remembered_and_values_made_anew(tmp_path: Path) -> None:
+    tensor = torch.randn(6, 4)
+    unread = stored(tmp_path, tensor)
+    first, second = torch.chunk(torch.stack([unread, unread.half().float()]).transpose(1, 2), 2, dim=2)
+    assert isinstance(second, UnreadTensor)
+    assert first.shape == (2, 4, 3)
+    assert torch.equal(second.values()[0], tensor.T[:, 3:])
+    assert second.values().data_ptr() != second.values().data_ptr()
+    assert torch.equal(unread, unread.clone())  # a question that values alone answer
+
+
+def test_only_one_cast_still_counts_as_lying_in_the_file(tmp_path: Path) -> None:
+    def file(tensor: torch.Tensor) -> object:
+        assert isinstance(tensor, UnreadTensor)
+        return tensor.file
+
+    unread = stored(tmp_path, torch.randn(3, 2))
+    assert file(unread.half()) == file(unread.detach()) == unread.file
+    assert file(unread.half().float()) is None  # rounded on the way: the file's values are others
+    assert file(unread.t()) is None
+
+
+def test_nothing_writes_to_a_tensor_that_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="weights that are not read"):
+        stored(tmp_path, torch.zeros(2)).add_(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_weight_is_written_in_parts_as_it_would_be_whole(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.randn(7, 5)
+    model = torch.nn.Linear(5, 7, bias=False)
+    model.weight = torch.nn.Parameter(stored(tmp_path, tensor).to(dtype), requires_grad=False)
+    value = ir.Value(name="weight", shape=ir.Shape([7, 5]))
+    with shapes_only(model) as shapes:
+        value.const_value = ir.tensor_adapters.TorchTensor(model.weight, name="weight")
+        graph = ir.Graph([], [], nodes=[], initializers=[value])
+        shapes.attach(ir.Model(graph, ir_version=10))
+    weight = value.const_value
+    assert isinstance(weight, LazyWeight)
+    for lazy, wanted in ((weight, tensor.to(dtype)), (transposed(weight, (1, 0)), tensor.to(dtype).T.contiguous())):
+        blocks = [bytes(block) for block in parts(lazy, 25)]
+        assert len(blocks) > 2
+        assert b"".join(blocks) == lazy.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
+    ids = np.array([6, 0, 6])
+    assert weight.read is not None
+    assert np.array_equal(weight.read(ids).astype(np.float32), tensor.to(dtype)[ids].float().numpy())
+
+
+def test_weights_that_are_not_read_take_no_memory_and_written_ones_a_part_at_a_time(tmp_path: Path) -> None:
+    """A table of 48 MiB in float16: in memory when loaded, a few MiB at most when left in its file and taken out."""
+    config = LlamaConfig(
+        vocab_size=3 << 17,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    make_model(config).save_pretrained(tmp_path)
+    load_checkpoint(tmp_path, "float16", unread=True)  # the imports
+    gc.collect()
+    memory, before = StageMemory(), resident_bytes()
+    with memory.stage("unread"):
+        unread = load_checkpoint(tmp_path, "float16", unread=True)
+    with memory.stage("written"):
+        weight = weight_tensor(parameters(unread)["lm_head.weight"], "lm_head.weight")
+        assert sum(len(part) for part in parts(weight, 1 << 20)) == 48 << 20
+    with memory.stage("read"):
+        load_checkpoint(tmp_path, "float16")
+    assert memory.peaks["read"] - before > 40 << 20
+    assert memory.peaks["unread"] - before < 16 << 20
+    assert memory.peaks["written"] - before < 16 << 20
+
+
+@pytest.mark.parametrize("damage", ["cut", "shape", "type", "index"])
+def test_files_that_do_not_hold_what_they_say_are_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(64)}, path)
+    raw = path.read_bytes()
+    if damage == "cut":
+        path.write_bytes(raw[:-1])
+    elif damage == "index":
+        path.rename(tmp_path / "part.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"w": "part.safetensors", "v": "part.safetensors"}}'
+        )
+    else:
+        path.write_bytes(raw.replace(b"[64]", b"[65]") if damage == "shape" else raw.replace(b'"F32"', b'"F31"'))
+    with pytest.raises(SourceError, match=r"is damaged|lacks the tensor v"):
+        stored_tensors(tmp_path)
+
+
+def test_the_single_file_is_taken_before_the_index_as_transformers_does(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"other": "gone.safetensors"}}')
+    assert set(stored_tensors(tmp_path)) == set(load_file(tmp_path / "model.safetensors"))

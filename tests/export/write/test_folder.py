@@ -1,0 +1,274 @@
+"""A folder is there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from topw_deploy.errors import ExportError
+from topw_deploy.export.write import staging as folder_module
+from topw_deploy.export.write.staging import StagedFolder, bring, check_free, require_space
+from topw_deploy.manifest import MANIFEST_NAME
+
+
+def write_and_raise(staged: StagedFolder, error: BaseException) -> None:
+    """What an export that fails looks like from the outside."""
+    with staged:
+        (staged.path / "file").write_text("x")
+        raise error
+
+
+def leftovers(parent: Path) -> list[str]:
+    return sorted(path.name for path in parent.iterdir() if path.name.startswith("."))
+
+
+def test_commit_puts_the_folder_in_place_and_leaves_nothing_else(tmp_path: Path) -> None:
+    with StagedFolder(tmp_path / "a" / "out") as staged:
+        (staged.path / "file").write_text("x")
+        assert not (tmp_path / "a" / "out").exists()
+        staged.commit()
+    assert (tmp_path / "a" / "out" / "file").read_text() == "x"
+    assert leftovers(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_whatever_goes_wrong_nothing_stays(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        write_and_raise(StagedFolder(tmp_path / "out"), error())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_folder_is_kept_under_another_name_on_request(tmp_path: Path) -> None:
+    for name in ("out.failed", "out.failed-2"):
+        staged = StagedFolder(tmp_path / "out", keep_failed=True)
+        with pytest.raises(ValueError, match="wrong"):
+            write_and_raise(staged, ValueError("wrong"))
+        assert staged.kept == tmp_path / name
+        assert (tmp_path / name / "file").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_earlier_export_is_replaced_at_the_very_end_only(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MANIFEST_NAME).write_text("old")
+    with pytest.raises(ValueError, match="stop"), StagedFolder(out, overwrite=True) as staged:
+        raise ValueError("stop")
+    assert (out / MANIFEST_NAME).read_text() == "old"
+    with StagedFolder(out, overwrite=True) as staged:
+        (staged.path / MANIFEST_NAME).write_text("new")
+        assert (out / MANIFEST_NAME).read_text() == "old"
+        staged.commit()
+    assert (out / MANIFEST_NAME).read_text() == "new"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_rename_that_fails_brings_the_earlier_export_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MANIFEST_NAME).write_text("old")
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if ".topw-partial-" in str(self.parent):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(ExportError, match="Input/output error"), StagedFolder(out, overwrite=True) as staged:
+        staged.commit()
+    assert (out / MANIFEST_NAME).read_text() == "old"
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ExportError, match=r"is not empty.*--overwrite"):
+        check_free(tmp_path, overwrite=False)
+    with pytest.raises(ExportError, match="not an export of this tool"):
+        check_free(tmp_path, overwrite=True)
+    with pytest.raises(ExportError, match="not a folder"):
+        check_free(tmp_path / "file", overwrite=True)
+
+
+def test_an_empty_folder_is_free(tmp_path: Path) -> None:
+    with StagedFolder(tmp_path / "out") as staged:
+        (tmp_path / "out").mkdir()
+        (staged.path / "file").write_text("x")
+        staged.commit()
+    assert (tmp_path / "out" / "file").exists()
+
+
+def test_a_place_where_one_may_not_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_arguments: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(folder_module.tempfile, "mkdtemp", refuse)
+    with pytest.raises(ExportError, match=r"cannot be written.*Permission denied"), StagedFolder(tmp_path / "out"):
+        pass
+
+
+def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 5, 1_000_000))
+    with pytest.raises(ExportError, match=r"1\.00 MB free, but the export needs 3\.02 GB"):
+        require_space(tmp_path, 3_000_000_000)
+
+
+def test_a_disk_that_fills_up_while_writing_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="disk is full"), StagedFolder(tmp_path / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_data_files_are_copied_whole_and_links_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool
+) -> None:
+    if not kernel:
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
+    (tmp_path / "blob").write_bytes(bytes(range(256)) * 1000)
+    (tmp_path / "link").symlink_to(tmp_path / "blob")
+    parts: list[int] = []
+    bring(tmp_path / "link", tmp_path / "sub" / "copy", progress=parts.append)
+    copy = tmp_path / "sub" / "copy"
+    assert copy.read_bytes() == (tmp_path / "blob").read_bytes()
+    assert not copy.is_symlink()
+    assert copy.stat().st_nlink == 1
+    assert sum(parts) == 256_000
+
+
+def test_a_hard_link_is_made_on_request_and_a_copy_where_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "blob").write_bytes(b"weights")
+    bring(tmp_path / "blob", tmp_path / "linked", hard_link=True)
+    assert (tmp_path / "linked").stat().st_ino == (tmp_path / "blob").stat().st_ino
+
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    bring(tmp_path / "blob", tmp_path / "copied", hard_link=True)
+    assert (tmp_path / "copied").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_terminated_process_cleans_up(tmp_path: Path, number: int) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom topw_deploy.export.write.staging import StagedFolder\n"
+        f"with StagedFolder(Path({str(tmp_path / 'out')!r})) as staged:\n"
+        "    (staged.path / 'file').write_text('x')\n    print('ready', flush=True)\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(number)
+    assert process.wait(timeout=30) != 0
+    process.stdout.close()
+    deadline = time.monotonic() + 5
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_stays_the_same_folder(tmp_path: Path) -> None:
+    """Somebody's shell may stand in it, or it may be a mount point, which no rename can replace."""
+    out = tmp_path / "out"
+    out.mkdir()
+    before = out.stat().st_ino
+    with StagedFolder(out) as staged:
+        (staged.path / MANIFEST_NAME).write_text("new")
+        (staged.path / "sub").mkdir()
+        (staged.path / "sub" / "file").write_text("x")
+        staged.commit()
+    assert out.stat().st_ino == before
+    assert (out / "sub" / "file").read_text() == "x"
+    assert leftovers(tmp_path) == leftovers(out) == []
+
+
+def test_filling_an_empty_folder_moves_the_manifest_last_and_back_what_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    rename, there = Path.rename, []
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == MANIFEST_NAME:
+            there.extend(path.name for path in out.iterdir())
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with StagedFolder(out) as staged:
+        for name in ("a", MANIFEST_NAME, "z"):
+            (staged.path / name).write_text("x")
+        with pytest.raises(ExportError, match="Input/output error"):
+            staged.commit()
+    assert sorted(there) == ["a", "z"]
+    assert list(tmp_path.rglob("*")) == [out]
+
+
+def test_a_mounted_folder_is_written_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
+    with StagedFolder(out) as staged:
+        assert staged.path.parent.parent == out
+        (staged.path / MANIFEST_NAME).write_text("x")
+        staged.commit()
+    assert [path.name for path in out.iterdir()] == [MANIFEST_NAME]
+    with pytest.raises(ExportError, match="is a mount point"):
+        check_free(out, overwrite=True)
+
+
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / MANIFEST_NAME).write_text("old")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ExportError, match="is the current folder"):
+        check_free(Path("."), overwrite=True)
+
+
+def test_the_slower_of_two_exports_does_not_replace_the_faster_one(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    fast, slow = StagedFolder(out), StagedFolder(out)
+    with fast, slow:
+        (fast.path / MANIFEST_NAME).write_text("fast")
+        fast.commit()
+        with pytest.raises(ExportError, match="is not empty"):
+            slow.commit()
+    assert (out / MANIFEST_NAME).read_text() == "fast"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_folder_that_cannot_step_aside_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MANIFEST_NAME).write_text("old")
+
+    def busy(_self: Path, _target: Path) -> Path:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", busy)
+    with pytest.raises(ExportError, match="busy"), StagedFolder(out, overwrite=True) as staged:
+        staged.commit()
+    assert (out / MANIFEST_NAME).read_text() == "old"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ExportError, match=r"file is not a folder"):
+        check_free(tmp_path / "file" / "a" / "out", overwrite=False)
+    with pytest.raises(ExportError, match="name too long"):
+        check_free(tmp_path / ("a" * 300), overwrite=False)
+    monkeypatch.setattr(os, "access", lambda *_arguments: False)
+    with pytest.raises(ExportError, match=r"cannot be written.*Permission denied"):
+        check_free(tmp_path / "out", overwrite=False)

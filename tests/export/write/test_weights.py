@@ -1,0 +1,89 @@
+"""Every weight once, and outside the graph when large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+
+from tests.support.tiny_models import make_model
+from topw_deploy.demo import demo_model_path
+from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.graft.embedding_node import find_embedding
+from topw_deploy.export.trace.trace import trace
+from topw_deploy.export.write import weights
+from topw_deploy.export.write.weights import external_files, weight_bytes
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gemma2", "gpt2"])
+def test_a_tied_head_computes_with_the_embedding_table_itself(exported: Callable[[str], Path], family: str) -> None:
+    graph = ir.load(exported(family) / "model.onnx").graph
+    table = find_embedding(graph).data[0]
+    heads = [node for node in graph if node.op_type == "Gemm" and node.inputs[1] is table]
+    assert len(heads) == 1
+    assert sum(320 in list(value.shape or ()) for value in graph.initializers.values()) == 1
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gemma2"])
+def test_the_file_passes_onnx_own_check(exported: Callable[[str], Path], family: str) -> None:
+    onnx.checker.check_model(exported(family) / "model.onnx", full_check=True)
+
+
+def test_the_file_is_the_parameters_and_little_more(demo_export: Path) -> None:
+    """The bundled model: initializers within 1 % of its float16 parameters in float32, so no table is there twice."""
+    halves = sum(file.stat().st_size for file in demo_model_path().glob("*.safetensors"))
+    model = ir.load(demo_export / "model.onnx")
+    assert abs(weight_bytes(model) / (2 * halves) - 1) < 0.01
+    assert abs((demo_export / "model.onnx").stat().st_size / (2 * halves) - 1) < 0.02  # the sampler's nodes too
+
+
+def test_an_untied_head_is_stored_as_it_is_multiplied_with(exported: Callable[[str], Path]) -> None:
+    graph = ir.load(exported("llama_untied") / "model.onnx").graph
+    assert not [n for n in graph if n.op_type == "Transpose" and n.inputs[0].const_value is not None]
+    assert find_embedding(graph).data[0].uses()
+
+
+def test_equal_but_separate_tables_are_not_tied() -> None:
+    """A head with other weights than the table must not be replaced by it."""
+    model = make_model("llama_untied")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        model.lm_head.weight[5, 5] += 1
+    traced = trace(model)
+    table = find_embedding(traced.model.graph).data[0]
+    from topw_deploy.export.graft.last_token import last_logits
+    from topw_deploy.export.lowering.concat import lower
+
+    lower(traced)
+    last_logits(traced.model.graph)
+    weights.tidy(traced.model, table)
+    assert not [n for n in traced.model.graph if n.op_type == "Gemm" and n.inputs[1] is table]
+
+
+def test_large_weights_lie_in_one_file_beside_the_graph(
+    tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "EXTERNAL_ABOVE", 10_000)
+    export_model(ExportRequest(model=str(checkpoint("llama_tied")), output=tmp_path / "out", verify=False))
+    model = ir.load(tmp_path / "out" / "model.onnx")
+    assert set(external_files(model)) == {"model.onnx_data"}
+    inline = [v for v in model.graph.initializers.values() if not isinstance(v.const_value, ir.ExternalTensor)]
+    assert all(v.const_value is not None and v.const_value.nbytes < 1024 for v in inline)
+    ort.InferenceSession(str(tmp_path / "out" / "model.onnx"))
+
+
+def test_writing_leaves_the_model_in_memory_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "EXTERNAL_ABOVE", 0)
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
+    array = np.arange(2048, dtype=np.float32)
+    value = ir.Value(name="w", const_value=ir.tensor(array, name="w"), shape=ir.Shape([2048]))
+    graph.register_initializer(value)
+    weights.write_model(ir.Model(graph, ir_version=10), tmp_path)
+    (tmp_path / "model.onnx_data").unlink()
+    np.testing.assert_array_equal(value.const_value.numpy(), array)

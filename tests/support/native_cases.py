@@ -1,0 +1,114 @@
+"""What the tests of the native sampler share: the library, its instruction sets, and the reference beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.tail_cases import Case, Scenario, embedding_table, random_case
+from topw_deploy.errors import ParameterError
+from topw_deploy.plugins import build
+from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
+from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TopWOptions, sample_row
+
+LOGPROB_BOUND = 2e-7  # relative above 1: computed in float64, answered in float32
+MASS_BOUND = 5e-7  # relative: the exponentials' 3e-7, and the rounding to float32
+
+
+def opened(folder: Path) -> Kernel:
+    """The packaged library, or else one compiled into `folder`; skips with the reason where neither can be had."""
+    path = library_path()
+    if path is None:
+        path = folder / build.LIBRARY_NAME
+        try:
+            build.build(path)
+        except build.NotBuiltError as reason:
+            pytest.skip(f"no native sampler: {library.why_absent()}, and {reason}")
+    return Kernel(path)
+
+
+def instruction_sets(kernel: Kernel) -> list[str]:
+    """Those that this processor has, the best first. Leaves the best in use."""
+    found = []
+    for name in ("generic", "avx2", "avx512"):
+        try:
+            kernel.use_instruction_set(name)
+        except ParameterError:
+            continue
+        found.append(kernel.instruction_set)
+    return found[::-1]
+
+
+def geometry_of(options: TopWOptions, embeddings: np.ndarray) -> Geometry:
+    """The reference's geometry with the float32 statistics that a graph carries."""
+    if options.metric == "uniform":
+        return Geometry.uniform()
+    exact = Geometry.from_embeddings(embeddings, options.metric)
+    rounded = [np.float32(statistic) for statistic in (exact.mean, exact.inverse_std)]
+    return Geometry.from_embeddings(embeddings, options.metric, (rounded[0], rounded[1]))
+
+
+def columns(cases: list[Case]) -> dict[str, list[float]]:
+    """The parameters of all rows and their uniform numbers, by name."""
+    named = {name: [case.parameters[name] for case in cases] for name in cases[0].parameters}
+    return named | {"uniform": [case.uniform for case in cases]}
+
+
+def sampled(kernel: Kernel, cases: list[Case], options: TopWOptions, table: KernelTable | None) -> KernelSamples:
+    logits = np.stack([case.logits for case in cases])
+    return kernel.sample(logits, columns(cases), options, table, mass=True, keep_mask=True)
+
+
+def scenario_cases(scenario: Scenario, rows: int) -> tuple[np.ndarray, Geometry, list[Case]]:
+    rng = np.random.default_rng(scenario.seed + 1)
+    embeddings = embedding_table(scenario)
+    cases = [random_case(rng, scenario.vocab_size) for _ in range(rows)]
+    return embeddings, geometry_of(scenario.options, embeddings), cases
+
+
+def unexplained(wanted: Row, found: KernelSamples, row: int) -> Iterator[str]:
+    """What differs from the reference's answer beyond the ties of docs/contract/graph.md, section 4."""
+    assert found.keep_mask is not None
+    assert found.mass is not None
+    ids = np.flatnonzero(found.keep_mask[row])
+    if found.certified[row] != wanted.certified and not wanted.ties.allow_certified(FLOAT64_TIES):
+        yield "certified"
+    if found.kept[row] != len(ids) or not np.array_equal(ids, np.sort(wanted.kept_ids)):
+        if not wanted.ties.allow(FLOAT64_TIES):
+            yield "kept set"
+        return
+    if found.next_token[row] != wanted.next_token and wanted.draw_margin > FLOAT64_TIES.draw:
+        yield "token"
+    elif abs(found.logprob[row] - wanted.logprob) > LOGPROB_BOUND * max(1.0, abs(wanted.logprob)):
+        yield "logprob"
+    if abs(found.mass[row] - wanted.mass) > MASS_BOUND * wanted.mass:
+        yield "mass"
+
+
+def differences(
+    kernel: Kernel, cases: list[Case], options: TopWOptions, geometry: Geometry, table: KernelTable | None
+) -> list[str]:
+    """One line for each unexplained difference of these rows."""
+    found = sampled(kernel, cases, options, table)
+    lines = []
+    for i, case in enumerate(cases):
+        wanted = _wanted(case, options, geometry)
+        lines += [f"{what}: {case.regime}, {case.parameters}, {wanted.ties}" for what in unexplained(wanted, found, i)]
+    return lines
+
+
+_answers: dict[tuple[bytes, str, TopWOptions, int], Row] = {}
+
+
+def _wanted(case: Case, options: TopWOptions, geometry: Geometry) -> Row:
+    """The reference's answer, computed once for all instruction sets."""
+    table = 0 if geometry.table is None else hash(geometry.table.tobytes())
+    key = (case.logits.tobytes(), f"{case.parameters} {case.uniform}", options, table)
+    if key not in _answers:
+        _answers[key] = sample_row(case.logits, case.parameters, options, geometry, case.uniform)
+    return _answers[key]

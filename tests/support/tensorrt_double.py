@@ -1,0 +1,358 @@
+"""A stand-in for `tensorrt` whose engines are onnxruntime's sessions on the CPU over the same ONNX file.
+
+A serialised engine is a line of JSON: the file, the profiles and what the builder was told. Everything that a caller of
+TensorRT has to do is checked here: shapes inside the profile, an address for every tensor, the same one for a cache and
+its update, scratch memory of the right size, and no run of a graph whose context was touched after it was captured.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import IntEnum, IntFlag
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from tests.support.cuda_double import Gpu
+from topw_deploy.runtime.session import ELEMENT_TYPES
+
+SCRATCH = (1000, 5000)  # bytes, of profile 0 and 1
+
+
+class Registry:
+    """The plugins' registry. libraries: what was loaded into it; those with "topw" in their names have the plugin."""
+
+    def __init__(self) -> None:
+        self.all_creators: list[Any] = []
+        self.libraries: list[str] = []
+
+    def register_creator(self, creator: Any, namespace: str) -> bool:
+        self.all_creators.append(creator)
+        return True
+
+    def load_library(self, path: str) -> object:
+        self.libraries.append(path)
+        if "topw" in Path(path).name:
+            self.add_plugin()
+        return object()
+
+    def add_plugin(self) -> None:
+        self.all_creators.append(
+            SimpleNamespace(name="TopWSample", plugin_version="1", plugin_namespace="topw"),
+        )
+
+
+class TensorRT:
+    """The module as `module`, on the GPU of `gpu`.
+
+    What a test sets: `refuses` (the parser's words), `fails` (the builder's), `branches` (an engine with an If, which
+    cannot be captured), `pruned` (inputs that engines do not have, and what they are for every row instead). What it
+    reads: `networks`, `configs`, `contexts`.
+    """
+
+    def __init__(self, gpu: Gpu, version: str = "10.16.1.11") -> None:
+        self.gpu = gpu
+        self.refuses = self.fails = ""
+        self.branches = False
+        self.pruned: dict[str, float] = {}
+        self.registry = Registry()
+        self.configs: list[Config] = []
+        self.networks: list[Network] = []
+        self.contexts: list[Context] = []
+        self.module = self._module(version)
+
+    def _module(self, version: str) -> Any:
+        module: Any = ModuleType("tensorrt")
+        module.__version__ = version
+        module.ILogger = _Logger
+        module.IProgressMonitor = _Base
+        module.IStreamWriter = _Base
+        module.BuilderFlag = IntEnum("BuilderFlag", {"FP16": 0, "TF32": 7})
+        module.MemoryPoolType = IntEnum("MemoryPoolType", {"WORKSPACE": 0})
+        module.NetworkDefinitionCreationFlag = IntEnum("NetworkDefinitionCreationFlag", {"STRONGLY_TYPED": 1})
+        strategies = ("STATIC", "ON_PROFILE_CHANGE", "USER_MANAGED")
+        module.ExecutionContextAllocationStrategy = IntEnum(
+            "ExecutionContextAllocationStrategy", {name: i for i, name in enumerate(strategies)}
+        )
+        module.TensorLocation = IntEnum("TensorLocation", {"DEVICE": 0, "HOST": 1})
+        module.Builder = lambda logger: Builder(self, logger)
+        module.OnnxParser = lambda network, logger: Parser(self, network)
+        module.Runtime = lambda logger: Runtime(self, logger)
+        module.get_plugin_registry = lambda: self.registry
+        return module
+
+
+class _Base:
+    def __init__(self) -> None:
+        self.ready = True  # a subclass that forgets to call this would crash TensorRT
+
+
+class _Logger(_Base):
+    Severity = IntFlag("Severity", {"INTERNAL_ERROR": 1, "ERROR": 2, "WARNING": 4})
+
+
+class Network:
+    """What the parser fills: the file, and whether types are those of the graph."""
+
+    def __init__(self, flags: int) -> None:
+        self.flags, self.path = flags, ""
+
+
+class Parser:
+    """Takes files, not bytes: weights must not go through Python."""
+
+    def __init__(self, trt: TensorRT, network: Network) -> None:
+        self._trt, self._network = trt, network
+        self.num_errors = 0
+
+    def parse_from_file(self, path: str) -> bool:
+        assert Path(path).is_file()
+        self._network.path = path
+        self.num_errors = int(bool(self._trt.refuses))
+        return not self._trt.refuses
+
+    def get_error(self, index: int) -> Any:
+        return SimpleNamespace(desc=lambda: self._trt.refuses)
+
+
+class Profile:
+    """Shapes by input."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, list[list[int]]] = {}
+
+    def set_shape(self, name: str, least: list[int], usual: list[int], most: list[int]) -> None:
+        self.shapes[name] = [least, usual, most]
+
+
+class TimingCache:
+    """Bytes that begin with the module's version."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def serialize(self) -> bytes:
+        return self.data
+
+
+class Config:
+    """What the builder is told, by TensorRT's own names."""
+
+    def __init__(self, trt: TensorRT) -> None:
+        self._trt = trt
+        self.flags = {trt.module.BuilderFlag.TF32}
+        self.limits: dict[Any, int] = {}
+        self.profiles: list[Profile] = []
+        self.progress_monitor: Any = None
+        self._timings: TimingCache | None = None
+
+    def set_flag(self, flag: Any) -> None:
+        self.flags.add(flag)
+
+    def clear_flag(self, flag: Any) -> None:
+        self.flags.discard(flag)
+
+    def set_memory_pool_limit(self, pool: Any, size: int) -> None:
+        self.limits[pool] = size
+
+    def add_optimization_profile(self, profile: Profile) -> int:
+        self.profiles.append(profile)
+        return len(self.profiles) - 1
+
+    def create_timing_cache(self, data: bytes) -> TimingCache:
+        return TimingCache(data or self._trt.module.__version__.encode())
+
+    def set_timing_cache(self, cache: TimingCache, ignore_mismatch: bool) -> bool:
+        self._timings = cache
+        return ignore_mismatch or cache.data.startswith(self._trt.module.__version__.encode())
+
+    def get_timing_cache(self) -> TimingCache:
+        assert self._timings is not None
+        return self._timings
+
+
+class Builder:
+    """Builds the JSON."""
+
+    def __init__(self, trt: TensorRT, logger: Any) -> None:
+        self._trt, self._logger = trt, logger
+
+    def create_network(self, flags: int) -> Network:
+        self._trt.networks.append(Network(flags))
+        return self._trt.networks[-1]
+
+    def create_builder_config(self) -> Config:
+        self._trt.configs.append(Config(self._trt))
+        return self._trt.configs[-1]
+
+    def create_optimization_profile(self) -> Profile:
+        return Profile()
+
+    def build_serialized_network_to_stream(self, network: Network, config: Config, writer: Any) -> bool:
+        assert writer.ready
+        plan = self._plan(network, config)
+        if plan is None:
+            return False
+        half = len(plan) // 2
+        return all(writer.write(part) == len(part) for part in (plan[:half], plan[half:]))
+
+    def build_serialized_network(self, network: Network, config: Config) -> bytes | None:
+        return self._plan(network, config)
+
+    def _plan(self, network: Network, config: Config) -> bytes | None:
+        if not self._advance(config.progress_monitor):
+            return None
+        if self._trt.fails:
+            self._logger.log(self._trt.module.ILogger.Severity.ERROR, self._trt.fails)
+            return None
+        profiles = [profile.shapes for profile in config.profiles]
+        return json.dumps({"path": network.path, "profiles": profiles}).encode()
+
+    def _advance(self, monitor: Any) -> bool:
+        """Two steps of building, the first with three steps inside. Whether the monitor let it go on."""
+        assert monitor.ready
+        monitor.phase_start("building", None, 2)
+        monitor.phase_start("timing", "building", 3)
+        going_on = all(monitor.step_complete("timing", step) for step in range(3))
+        monitor.phase_finish("timing")
+        going_on = going_on and all(monitor.step_complete("building", step) for step in range(2))
+        monitor.phase_finish("building")
+        return going_on
+
+
+class Runtime:
+    """Opens the JSON from any buffer, and keeps none of it."""
+
+    def __init__(self, trt: TensorRT, logger: Any) -> None:
+        self._trt, self._logger = trt, logger
+
+    def deserialize_cuda_engine(self, buffer: Any) -> Engine | None:
+        assert not isinstance(buffer, bytes), "the engine was read into memory"
+        try:
+            return Engine(self._trt, **json.loads(bytes(buffer)))
+        except ValueError:
+            self._logger.log(self._trt.module.ILogger.Severity.ERROR, "the plan is no plan")
+            return None
+
+
+class Engine:
+    """An onnxruntime session, and the profiles."""
+
+    def __init__(self, trt: TensorRT, path: str, profiles: list[dict[str, list[list[int]]]]) -> None:
+        self.trt, self.profiles = trt, profiles
+        graph = onnx.load(path, load_external_data=False).graph
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 3
+        self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.inputs = {
+            value.name: value.type.tensor_type.elem_type for value in graph.input if value.name not in trt.pruned
+        }
+        self.outputs = {
+            value.name: (value.type.tensor_type.elem_type, [d.dim_value for d in value.type.tensor_type.shape.dim])
+            for value in graph.output
+        }
+        self.num_io_tensors = len(self.inputs) + len(self.outputs)
+        self.num_optimization_profiles = len(profiles)
+
+    def get_tensor_name(self, index: int) -> str:
+        return [*self.inputs, *self.outputs][index]
+
+    def get_tensor_location(self, name: str) -> Any:
+        return self.trt.module.TensorLocation.DEVICE
+
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return SCRATCH[profile]
+
+    def create_execution_context(self, strategy: Any) -> Context:
+        assert strategy == self.trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
+        self.trt.contexts.append(Context(self))
+        return self.trt.contexts[-1]
+
+
+class Context:
+    """runs: how often the engine really ran, whoever enqueued it. touched: how often shapes or addresses changed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.profile = -1
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self.touched = self.runs = self.sets = 0
+        self._scratch = 0
+
+    def set_device_memory(self, pointer: int, size: int) -> None:
+        self._engine.trt.gpu.at(pointer, size)
+        self._scratch = size
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        assert stream in self._engine.trt.gpu.streams
+        self.profile = profile
+        return profile < len(self._engine.profiles)
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        least, _, most = self._engine.profiles[self.profile][name]
+        self.touched += 1
+        self.shapes[name] = tuple(shape)
+        return len(shape) == len(least) and all(a <= b <= c for a, b, c in zip(least, shape, most, strict=True))
+
+    def set_tensor_address(self, name: str, pointer: int) -> bool:
+        self.touched += 1
+        self.addresses[name] = pointer
+        return pointer % 256 == 0
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self._engine.inputs if name not in self.shapes]
+
+    def execute_async_v3(self, handle: int) -> bool:
+        """Put a run with today's shapes and addresses into the stream; captured, it may run as long as nothing
+        touches the context."""
+        trt, stream = self._engine.trt, self._engine.trt.gpu.streams[handle]
+        assert self._scratch >= SCRATCH[self.profile]
+        assert not self.infer_shapes()
+        assert set(self.addresses) == {*self._engine.inputs, *self._engine.outputs}
+        if trt.branches and stream.captured is not None:
+            stream.spoiled = True
+            return False
+        state = self.touched, dict(self.shapes), dict(self.addresses)
+        captured = stream.captured is not None
+
+        def work() -> None:
+            assert not captured or state[0] == self.touched, "the graph's context was touched after it was captured"
+            self.runs += 1
+            self._run(state[1], state[2])
+
+        stream.put(work)
+        return True
+
+    def _run(self, shapes: dict[str, tuple[int, ...]], addresses: dict[str, int]) -> None:
+        engine, gpu = self._engine, self._engine.trt.gpu
+        binding = engine.session.io_binding()
+        for name, kind in engine.inputs.items():
+            gpu.at(addresses[name], _bytes(kind, shapes[name]))
+            binding.bind_input(name, "cpu", 0, kind, shapes[name], addresses[name])
+        batch = shapes["input_ids"][0]
+        for name, value in engine.trt.pruned.items():
+            binding.bind_cpu_input(name, np.full(batch, value, np.float32))
+        for name, (kind, sizes) in engine.outputs.items():
+            if name.startswith("present."):
+                past = name.replace("present", "past_key_values", 1)
+                assert addresses[name] == addresses[past], "a cache is updated where it lies"
+            shape = (batch, *sizes[1:])
+            gpu.at(addresses[name], _bytes(kind, shape))
+            binding.bind_output(name, "cpu", 0, kind, shape, addresses[name])
+        engine.session.run_with_iobinding(binding)
+
+
+_SIZES = {1: 4, 6: 4, 7: 8, 9: 1, 10: 2, 16: 2}  # bytes by ONNX element type
+
+
+def _bytes(kind: int, shape: tuple[int, ...]) -> int:
+    assert kind in ELEMENT_TYPES.values()
+    size = _SIZES[kind]
+    for dimension in shape:
+        size *= dimension
+    return size

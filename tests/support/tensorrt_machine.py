@@ -1,0 +1,51 @@
+"""A machine with TensorRT and a GPU, both doubles, for as long as a test runs."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support.cuda_double import Gpu
+from tests.support.tensorrt_double import TensorRT
+from topw_deploy.errors import PluginError
+from topw_deploy.plugins import driver
+from topw_deploy.plugins import tensorrt as plugins
+
+
+def install(patch: pytest.MonkeyPatch, gpu: Gpu, trt: TensorRT) -> None:
+    """Have `tensorrt`, `cuda.bindings.runtime` and the driver be these doubles."""
+    package: Any = ModuleType("cuda")
+    bindings: Any = ModuleType("cuda.bindings")
+    package.bindings, bindings.runtime = bindings, gpu.module
+    for name, module in (("cuda", package), ("cuda.bindings", bindings), ("cuda.bindings.runtime", gpu.module)):
+        patch.setitem(sys.modules, name, module)
+    patch.setitem(sys.modules, "tensorrt", trt.module)
+    patch.setattr(driver, "look", gpu.look)
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    return Gpu()
+
+
+@pytest.fixture
+def trt(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
+    """TensorRT, with the sampler's plugin in its registry."""
+    double = TensorRT(gpu)
+    double.registry.add_plugin()
+    install(monkeypatch, gpu, double)
+    return double
+
+
+@pytest.fixture
+def no_plugin(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the registry, and nothing to put there."""
+
+    def absent() -> None:
+        raise PluginError("the CUDA library is absent.")
+
+    trt.registry.all_creators.clear()
+    monkeypatch.setattr(plugins, "register", absent)

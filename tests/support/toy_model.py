@@ -1,0 +1,325 @@
+"""A decoder small enough to be computed by hand, exported with the real sampler: what the runtime's tests run.
+
+Its logits are integers times one factor, so they come out bit for bit the same in numpy and in any batch:
+
+    logits(t_1 .. t_n) = factor * (follow[t_n] + place[n - 1] + sum over t_i of features[t_i] @ mix)
+
+`place` is read by position, like learned position embeddings: a position outside the context is an error. The sum
+goes through the key-value cache of two layers with different shapes, so a mixed-up cache gives other logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import TensorProto, helper, numpy_helper
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from tests.support.toy_graph import HEAD_DIMS, OPSETS, decoder_graph
+from topw_deploy.export.tail import (
+    DOMAIN,
+    OP_TYPE,
+    TailSpec,
+    build_tail,
+    plain_gather,
+    tail_attributes,
+    tail_inputs,
+    tail_outputs,
+)
+from topw_deploy.manifest import (
+    DecoderInfo,
+    Manifest,
+    SamplerInfo,
+    TensorSpec,
+    Verification,
+    describe_files,
+    save_manifest,
+)
+from topw_deploy.runtime import TopWModel
+from topw_deploy.sampling import (
+    Geometry,
+    Row,
+    TopWOptions,
+    TopWParameters,
+    apply_edits,
+    embedding_statistics,
+    sample_row,
+    uniform_for,
+)
+
+BOS, EOS, PAD = 0, 1, 2
+SPECIAL = ("<s>", "</s>", "<pad>")
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+VOCAB = len(SPECIAL) + len(BYTES)  # 259
+FEATURES = 4
+CONTEXT = 96
+
+Load = Callable[..., TopWModel]
+"""The fixture `load`: (toy, **settings of `export`) -> the toy exported and opened."""
+
+
+def byte_tokenizer(bos: bool = False) -> Tokenizer:
+    """One token per byte, byte-level like GPT-2's; with `bos`, every encoded text starts with <s>."""
+    vocab = {token: i for i, token in enumerate([*SPECIAL, *BYTES])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+        )
+    return tokenizer
+
+
+def byte_ids(data: str | bytes) -> list[int]:
+    """Token ids of a text or of raw bytes under `byte_tokenizer`."""
+    data = data.encode() if isinstance(data, str) else data
+    by_byte = _byte_characters()
+    return [len(SPECIAL) + BYTES.index(by_byte[byte]) for byte in data]
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """The numbers of one toy decoder; see the module's formula. `embeddings` only serve the sampler's geometry."""
+
+    follow: np.ndarray
+    place: np.ndarray
+    features: np.ndarray
+    mix: np.ndarray
+    embeddings: np.ndarray
+    factor: float = 0.25
+    options: TopWOptions = field(default_factory=lambda: TopWOptions(top_m=64, metric="uniform"))
+
+    @classmethod
+    def random(cls, seed: int = 0, **changes: Any) -> Toy:
+        rng = np.random.default_rng(seed)
+        toy = cls(
+            follow=rng.integers(-12, 12, (VOCAB, VOCAB)).astype(np.float32),
+            place=rng.integers(-6, 6, (CONTEXT, VOCAB)).astype(np.float32),
+            features=rng.integers(-2, 3, (VOCAB, FEATURES)).astype(np.float32),
+            mix=rng.integers(-2, 3, (FEATURES, VOCAB)).astype(np.float32),
+            embeddings=rng.standard_normal((VOCAB, 8)).astype(np.float32),
+        )
+        toy.follow[:, [BOS, EOS, PAD]] = -200  # special tokens appear only where a test wants them
+        return replace(toy, **changes)
+
+    @classmethod
+    def script(cls, tokens: Sequence[int], prompt_tokens: int, seed: int = 0) -> Toy:
+        """A decoder that continues any prompt of that length with `tokens`, whatever is drawn."""
+        toy = cls.random(seed)
+        for step, token in enumerate(tokens):
+            toy.place[prompt_tokens - 1 + step, token] = 4000
+        return toy
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """float32 [V] after `tokens`."""
+        total = self.features[list(tokens)].sum(axis=0) @ self.mix
+        return np.float32(self.factor) * (self.follow[tokens[-1]] + self.place[len(tokens) - 1] + total)
+
+    def expect(
+        self,
+        prompt: Sequence[int],
+        steps: int,
+        parameters: TopWParameters | None = None,
+        seed: int = 0,
+        sample: int = 0,
+        edits: Any = None,
+    ) -> list[Row]:
+        """What the reference draws; `edits(tokens so far)` gives (ids, penalties, biases) or None."""
+        geometry = Geometry.uniform()
+        if self.options.metric != "uniform":
+            geometry = Geometry.from_embeddings(self.embeddings, self.options.metric)
+        tokens, rows = list(prompt), []
+        for _ in range(steps):
+            given = edits(tokens) if edits else None
+            row = sample_row(
+                self.logits(tokens),
+                parameters or TopWParameters(),
+                self.options,
+                geometry,
+                uniform_for(seed, len(tokens), sample),
+                given,
+            )
+            rows.append(row)
+            tokens.append(row.next_token)
+            if row.next_token == EOS:
+                break
+        return rows
+
+    def softmax(self, tokens: Sequence[int], edits: Any = None) -> np.ndarray:
+        logits = self.logits(tokens) if edits is None else apply_edits(self.logits(tokens), *edits)
+        weights = np.exp(logits.astype(np.float64) - logits.max())
+        return weights / weights.sum()
+
+
+def export(
+    folder: Path,
+    toy: Toy,
+    *,
+    padding: bool = True,
+    with_mass: bool = False,
+    defaults: TopWParameters | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    context_length: int = CONTEXT,
+    form: str = "concat",
+    buffer_step: int = 0,
+    max_length: int | None = None,
+) -> Path:
+    """Write `folder` as the exporter would and return it.
+
+    form: as in toy_graph.py. padding: whether rows of a batch may have different lengths. max_length: as --target
+    tensorrt writes it, with a cache ("scatter") of so many slots.
+    """
+    folder.mkdir(parents=True)
+    spec = TailSpec(
+        options=toy.options,
+        vocab_size=VOCAB,
+        embedding=None if toy.options.metric == "uniform" else plain_gather(*toy.embeddings.shape),
+        hidden_size=None if toy.options.metric == "uniform" else toy.embeddings.shape[1],
+        opset=OPSETS[form],
+        with_mass=with_mass,
+    )
+    model = _decoder_model(toy, spec, form, max_length)
+    onnx.save(model, folder / "model.onnx")
+    (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config or {"eos_token": "</s>", "pad_token": "<pad>"})
+    _write_json(folder / "config.json", {"model_type": "toy", "eos_token_id": EOS})
+    if generation_config is not None:
+        _write_json(folder / "generation_config.json", generation_config)
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    decoder = DecoderInfo(
+        model_type="toy",
+        kv_form=form if form in ("concat", "shared") else "static",
+        num_layers=2,
+        num_kv_heads=(1, 1),
+        head_dim=HEAD_DIMS[form],
+        kv_dtype="float",
+        context_length=context_length,
+        left_padding=padding and form != "shared",
+        right_padding=padding and form == "shared",
+        ragged_chunks=form in ("concat", "scatter"),
+        buffer_step=max_length or buffer_step,
+        buffer_least=max_length or 0,
+        target="tensorrt" if max_length else "onnxruntime",
+    )
+    write_manifest(folder, model, spec, decoder, defaults or TopWParameters())
+    return folder
+
+
+def export_sampler(folder: Path, toy: Toy, with_mass: bool = False, with_keep_mask: bool = False) -> Path:
+    """Write a sampler-only folder over the toy's vocabulary (uniform metric)."""
+    folder.mkdir(parents=True)
+    spec = TailSpec(
+        options=toy.options,
+        vocab_size=VOCAB,
+        opset=OPSETS["concat"],
+        with_mass=with_mass,
+        with_keep_mask=with_keep_mask,
+    )
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", VOCAB])
+    model = _finish([], [logits], [], [], spec)
+    onnx.save(model, folder / "model.onnx")
+    write_manifest(folder, model, spec, None, TopWParameters())
+    return folder
+
+
+def write_manifest(
+    folder: Path, model: onnx.ModelProto, spec: TailSpec, decoder: DecoderInfo | None, defaults: TopWParameters
+) -> None:
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    save_manifest(
+        folder,
+        Manifest(
+            kind="sampler" if decoder is None else "decoder",
+            source={"id": "toy", "revision": "", "route": "test"},
+            libraries={"topw_deploy": "test"},
+            opset={"": spec.opset},
+            inputs=_specs(model.graph.input),
+            outputs=_specs(model.graph.output),
+            sampler=SamplerInfo(
+                tail=spec.form,
+                vocab_size=VOCAB,
+                hidden_size=spec.hidden_size,
+                table_form=str(tail_attributes(spec)["table_form"]),
+                options=spec.options,
+                outputs=tail_outputs(spec),
+            ),
+            defaults=defaults,
+            decoder=decoder,
+            verification=Verification(status="skipped"),
+            files=describe_files(folder, [name for name in names if name != "topw_manifest.json"]),
+        ),
+    )
+
+
+def _specs(values: Sequence[onnx.ValueInfoProto]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(
+            value.name,
+            TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower(),
+            tuple(dim.dim_value or dim.dim_param for dim in value.type.tensor_type.shape.dim),
+        )
+        for value in values
+    )
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None) -> onnx.ModelProto:
+    nodes, inputs, outputs, constants = decoder_graph(toy, form, max_length)
+    if spec.has_geometry:
+        mean, inverse = embedding_statistics(toy.embeddings, spec.options.metric)
+        geometry = {
+            "mean": mean.astype(np.float32),
+            "inverse_std": inverse.astype(np.float32),
+            "neighbour_bound": np.zeros(0, np.float32),
+            "embedding_0": toy.embeddings,
+        }
+        constants += [numpy_helper.from_array(value, name) for name, value in geometry.items()]
+    return _finish(nodes, inputs, outputs, constants, spec)
+
+
+def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: TailSpec) -> onnx.ModelProto:
+    """Add the sampler's inputs, node, function and outputs."""
+    edit_types = {"edit_ids": TensorProto.INT64, "edit_penalty": TensorProto.FLOAT, "edit_bias": TensorProto.FLOAT}
+    for name in tail_inputs(spec)[1:11]:
+        shape = ["batch", "edits"] if name in edit_types else ["batch"]
+        inputs = [*inputs, helper.make_tensor_value_info(name, edit_types.get(name, TensorProto.FLOAT), shape)]
+    types = {"next_token": TensorProto.INT64, "kept": TensorProto.INT32, "certified": TensorProto.BOOL}
+    results = [
+        helper.make_tensor_value_info(
+            name,
+            types.get(name, TensorProto.BOOL if name == "keep_mask" else TensorProto.FLOAT),
+            ["batch", VOCAB] if name == "keep_mask" else ["batch"],
+        )
+        for name in tail_outputs(spec)
+    ]
+    sampler = helper.make_node(
+        OP_TYPE, list(tail_inputs(spec)), list(tail_outputs(spec)), domain=DOMAIN, **tail_attributes(spec)
+    )
+    graph = helper.make_graph([*nodes, sampler], "toy", inputs, [*results, *outputs], constants)
+    function = ir.serde.serialize_function(build_tail(spec))
+    opsets = {"": spec.opset, DOMAIN: 1, "com.microsoft": 1}
+    imports = [helper.make_opsetid(domain, version) for domain, version in opsets.items()]
+    return helper.make_model(graph, functions=[function], opset_imports=imports, ir_version=10)

@@ -1,0 +1,387 @@
+"""Building: what TensorRT is told, what is written, and what is left when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cuda_double import Gpu
+from tests.support.special_files import SPECIAL, no_hang
+from tests.support.tensorrt_double import Config, TensorRT
+from tests.support.toy_model import Toy, export, export_sampler
+from topw_deploy.errors import EngineError, ManifestError, ParameterError
+from topw_deploy.manifest import Verification, load_manifest, save_manifest
+from topw_deploy.plugins import driver
+from topw_deploy.plugins.tensorrt.module import BUILT_WITH
+from topw_deploy.tensorrt import plugin
+from topw_deploy.tensorrt.build import build_engine
+from topw_deploy.tensorrt.request import EngineRequest
+from topw_deploy.tensorrt.stamp import read
+
+CACHE = 128
+
+
+def build(out: Path, **settings: Any) -> Any:
+    return build_engine(EngineRequest(out=out, **settings))
+
+
+def written(out: Path) -> list[str]:
+    folder = out / "engines"
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def test_an_engine_lies_beside_a_stamp_that_says_what_it_is(trt: TensorRT, out: Path) -> None:
+    built = build(out, max_batch=4, max_sequence=32, max_edits=64, workspace=1 << 20)
+    stamp = read(built.path.with_suffix(".json"))
+    assert stamp == built.stamp
+    data = built.path.read_bytes()
+    assert (stamp.size, stamp.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert stamp.manifest == hashlib.sha256((out / "topw_manifest.json").read_bytes()).hexdigest()
+    assert (stamp.tensorrt, stamp.gpu, stamp.sm) == ("10.16.1.11", "Double GPU", 90)
+    assert (stamp.plugin, stamp.plugin_version, stamp.precision) == ("python", BUILT_WITH, "as exported")
+    assert (stamp.cache_length, stamp.workspace) == (CACHE, 1 << 20)
+    assert (stamp.most_batch, stamp.most_sequence, stamp.most_edits) == (4, 32, 64)
+    assert written(out) == [f"double-gpu-sm90-tensorrt10.16.1.11.{end}" for end in ("engine", "json")]
+
+
+def test_profiles_reach_tensorrt_with_every_input_and_the_caches_length(trt: TensorRT, out: Path) -> None:
+    build(out, max_batch=4, max_sequence=32, max_edits=64)
+    decode, prefill = (profile.shapes for profile in trt.configs[0].profiles)
+    names = {spec["name"] for spec in json.loads((out / "topw_manifest.json").read_text())["inputs"]}
+    assert set(decode) == set(prefill) == names
+    assert decode["input_ids"] == [[1, 1], [4, 1], [4, 1]]
+    assert prefill["input_ids"] == [[1, 1], [4, 32], [4, 32]]
+    assert decode["edit_ids"] == prefill["edit_bias"] == [[1, 0], [4, 16], [4, 64]]
+    assert decode["uniform"] == [[1], [4], [4]]
+    assert decode["past_key_values.0.key"] == [[1, 1, CACHE, 4], [4, 1, CACHE, 4], [4, 1, CACHE, 4]]
+
+
+@pytest.mark.parametrize(("kind", "sequences"), [("decode", [1]), ("prefill", [CACHE]), ("both", [1, CACHE])])
+def test_the_kinds_of_profile(trt: TensorRT, out: Path, kind: str, sequences: list[int]) -> None:
+    stamp = build(out, profile=kind).stamp
+    assert [profile.sequence.most for profile in stamp.profiles] == sequences
+    assert {profile.edits.most for profile in stamp.profiles} == {CACHE}
+
+
+def test_types_are_the_graphs_and_float32_is_not_rounded_unless_half_precision_is_asked_for(
+    trt: TensorRT, out: Path
+) -> None:
+    build(out)
+    assert (trt.networks[0].flags, trt.configs[0].flags) == (1 << 1, set())
+    assert build(out, fp16=True).stamp.precision == "fp16"
+    assert (trt.networks[1].flags, trt.configs[1].flags) == (0, {trt.module.BuilderFlag.FP16})
+
+
+def test_a_tensorrt_without_weak_types_says_what_to_do_instead_of_fp16(trt: TensorRT, out: Path) -> None:
+    del trt.module.BuilderFlag
+    trt.module.BuilderFlag = type("BuilderFlag", (), {"TF32": 7})
+    with pytest.raises(EngineError, match=r"types of the graph alone; export with --dtype fp16"):
+        build(out, fp16=True)
+
+
+def test_half_precision_without_the_plugin_is_refused(trt: TensorRT, out: Path, request: pytest.FixtureRequest) -> None:
+    with pytest.raises(ParameterError, match="compute the sampler's function in half precision"):
+        build(out, fp16=True, plugin="none")
+    request.getfixturevalue("no_plugin")
+    with pytest.raises(EngineError, match=r"--fp16 needs the sampler's plugin, and .*; or export with --dtype fp16"):
+        build(out, fp16=True)
+
+
+def test_half_precision_is_not_asked_for_twice(out: Path) -> None:
+    manifest = load_manifest(out)
+    assert manifest.decoder is not None
+    save_manifest(out, replace(manifest, decoder=replace(manifest.decoder, weights_dtype="float16")))
+    with pytest.raises(EngineError, match=r"--fp16 is for float32, and the weights of .* are float16; leave it out"):
+        build(out, fp16=True)
+
+
+def test_the_workspace_is_tensorrts_unless_it_is_given(trt: TensorRT, out: Path) -> None:
+    build(out)
+    build(out, workspace=3 << 20)
+    assert [config.limits for config in trt.configs] == [{}, {trt.module.MemoryPoolType.WORKSPACE: 3 << 20}]
+
+
+def test_timings_are_read_and_written(trt: TensorRT, out: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "timings"
+    build(out, timing_cache=cache)
+    assert cache.read_bytes() == b"10.16.1.11"
+    cache.write_bytes(b"10.16.1.11 and more")
+    build(out, timing_cache=cache)
+    assert cache.read_bytes() == b"10.16.1.11 and more"
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002], ids=lambda mask: f"{mask:03o}")
+def test_engine_stamp_and_timings_have_the_permissions_that_the_umask_leaves(
+    trt: TensorRT, out: Path, tmp_path: Path, mask: int
+) -> None:
+    before = os.umask(mask)
+    try:
+        built = build(out, timing_cache=tmp_path / "timings")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(built.path.parent.stat().st_mode) == 0o777 & ~mask
+    for path in (built.path, built.path.with_suffix(".json"), tmp_path / "timings"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a link to a device", "a link to a pipe"])
+def test_timings_are_read_from_a_regular_file_only(trt: TensorRT, out: Path, tmp_path: Path, kind: str) -> None:
+    SPECIAL[kind](tmp_path / "timings")
+    with no_hang(), pytest.raises(EngineError, match=r"timings cannot be read: it is a .*, not a regular file"):
+        build(out, timing_cache=tmp_path / "timings")
+
+
+def test_an_engine_is_not_built_into_a_folder_that_is_a_link(trt: TensorRT, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (out / "engines").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(EngineError, match="engines is a symbolic link, and engines must lie in the folder itself"):
+        build(out)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_timings_of_another_machine_are_refused(trt: TensorRT, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "timings").write_bytes(b"10.15.0.1")
+    with pytest.raises(EngineError, match=r"timings is of another GPU or another TensorRT; delete it"):
+        build(out, timing_cache=tmp_path / "timings")
+    with pytest.raises(EngineError, match="cannot be read: Is a directory"):
+        build(out, timing_cache=tmp_path)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_bytes_are_the_same_whether_tensorrt_gives_them_piecewise_or_at_once(
+    trt: TensorRT, out: Path, streams: bool
+) -> None:
+    if not streams:
+        del trt.module.IStreamWriter
+    built = build(out)
+    assert json.loads(built.path.read_bytes())["path"] == str(out / "model.onnx")
+    assert hashlib.sha256(built.path.read_bytes()).hexdigest() == built.stamp.sha256
+
+
+@pytest.mark.parametrize(("asked", "kind"), [("auto", "python"), ("python", "python"), ("none", "none")])
+def test_what_samples_is_stamped(trt: TensorRT, out: Path, asked: str, kind: str) -> None:
+    if asked == "none":
+        with pytest.raises(EngineError, match="has registered the sampler's plugin already"):
+            build(out, plugin=asked)
+        trt.registry.all_creators.clear()
+    stamp = build(out, plugin=asked).stamp
+    assert (stamp.plugin, stamp.plugin_version) == (kind, "" if kind == "none" else BUILT_WITH)
+
+
+@pytest.mark.usefixtures("no_plugin")
+def test_auto_goes_on_with_the_function_and_python_does_not(trt: TensorRT, out: Path) -> None:
+    lines: list[str] = []
+    built = build_engine(EngineRequest(out=out), lines.append)
+    assert built.stamp.plugin == "none"
+    assert lines[0].endswith("the sampler as a function: the CUDA library is absent")
+    with pytest.raises(EngineError, match="the plugin cannot be had: the CUDA library is absent"):
+        build(out, plugin="python")
+
+
+def test_a_plugins_library_is_loaded_and_must_hold_the_plugin(trt: TensorRT, out: Path, tmp_path: Path) -> None:
+    trt.registry.all_creators.clear()
+    good, other = tmp_path / "libtopw_tensorrt.so", tmp_path / "libother.so"
+    for path in (good, other):
+        path.touch()
+    with pytest.raises(EngineError, match=r"libother.so has no plugin for the sampler's node; .*--tensorrt-root"):
+        build(out, plugin=str(other))
+    assert build(out, plugin=str(good)).stamp.plugin == "library"
+    assert trt.registry.libraries == [str(other), str(good)]
+    with pytest.raises(EngineError, match=r"absent\.so is no file; `topw plugins build --tensorrt-root` makes one"):
+        build(out, plugin=str(tmp_path / "absent.so"))
+
+
+@pytest.mark.usefixtures("no_plugin")
+def test_the_installed_library_serves_where_python_cannot(
+    trt: TensorRT, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "libtopw_tensorrt.so"
+    path.touch()
+    monkeypatch.setenv("TOPW_TENSORRT_LIBRARY", str(path))
+    built = build(out)
+    assert (built.stamp.plugin, trt.registry.libraries) == ("library", [str(path)])
+    trt.registry.all_creators.clear()
+    plugin.prepare("python", BUILT_WITH, trt.module)  # what either built, either runs
+    assert trt.registry.libraries == [str(path)] * 2
+
+
+def test_a_tensorrt_that_does_not_start_is_one_sentence(trt: TensorRT, out: Path) -> None:
+    def broken(logger: Any) -> None:
+        logger.log(trt.module.ILogger.Severity.ERROR, "CUDA initialization failure with error: 35")
+        raise TypeError("pybind11::init(): factory function returned nullptr")
+
+    trt.module.Builder = broken
+    with pytest.raises(EngineError, match=r"does not start here \(CUDA initialization failure with error: 35\)"):
+        build(out)
+
+
+def test_progress_grows_to_a_hundred(trt: TensorRT, out: Path) -> None:
+    shown: list[int] = []
+
+    @contextlib.contextmanager
+    def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
+        assert (total, unit) == (100, "%")
+        yield shown.append
+
+    build_engine(EngineRequest(out=out), bar=bar)
+    assert shown == [16, 17, 17, 50]  # three steps within the first of two, then that one is done, then the second
+
+
+def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, out: Path) -> None:
+    before = build(out).path.read_bytes()
+
+    @contextlib.contextmanager
+    def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
+        def interrupt(part: int) -> None:
+            raise KeyboardInterrupt
+
+        yield interrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(EngineRequest(out=out, max_batch=2), bar=bar)
+    (engine,) = out.glob("engines/*.engine")
+    assert engine.read_bytes() == before
+    assert len(written(out)) == 2
+    assert read(engine.with_suffix(".json")).most_batch == 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_build_that_fails_says_why_and_leaves_nothing(trt: TensorRT, out: Path, streams: bool) -> None:
+    if not streams:
+        del trt.module.IStreamWriter
+    trt.fails = "no tactic\n  for node 7"
+    with pytest.raises(EngineError, match=r"could not build an engine \(no tactic for node 7\); give smaller bounds"):
+        build(out)
+    assert written(out) == []
+
+
+def test_a_graph_that_is_not_taken_is_an_error_with_the_parsers_words(trt: TensorRT, out: Path) -> None:
+    trt.refuses = "no importer for Foo"
+    with pytest.raises(EngineError, match=r"does not take .*model.onnx \(no importer for Foo\); `topw check .*out"):
+        build(out)
+    assert written(out) == []
+
+
+def test_a_new_engine_takes_the_place_of_the_old_one_of_the_same_machine(trt: TensorRT, gpu: Gpu, out: Path) -> None:
+    build(out)
+    assert build(out, max_batch=8).stamp.most_batch == 8
+    assert len(written(out)) == 2
+    gpu.name = "Another GPU"
+    build(out)
+    assert len(written(out)) == 4
+
+
+def test_profiles_that_are_not_taken_are_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Config, "add_optimization_profile", lambda self, profile: -1)
+    with pytest.raises(EngineError, match=r"does not take the profile .*decode.*; give smaller bounds"):
+        build(out)
+
+
+def test_a_stamp_that_cannot_be_written_leaves_no_part_of_it(
+    trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_ = os.replace
+
+    def refuse_stamps(source: Any, target: Any) -> None:
+        if str(target).endswith(".json"):
+            raise OSError(28, "No space left on device")
+        replace_(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse_stamps)
+    with pytest.raises(EngineError, match="No space left on device"):
+        build(out)
+    assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # which nobody uses without its stamp
+
+
+def test_a_closed_terminal_is_no_full_disk(trt: TensorRT, out: Path) -> None:
+    @contextlib.contextmanager
+    def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
+        def closed(part: int) -> None:
+            raise BrokenPipeError
+
+        yield closed
+
+    with pytest.raises(BrokenPipeError):
+        build_engine(EngineRequest(out=out), bar=bar)
+    assert written(out) == []
+
+
+def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from topw_deploy.tensorrt import build as module
+
+    def full(self: Any, data: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module._Sink, "__call__", full)
+    with pytest.raises(EngineError, match=r"engines cannot be written: No space left on device; make room"):
+        build(out)
+    assert written(out) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_batch": 0}, "max_batch is 0, but must be an integer >= 1"),
+        ({"max_sequence": CACHE + 1}, "max_sequence is 129, but the cache of this export holds 128 tokens"),
+        ({"max_edits": 0}, "max_edits is 0, but must be an integer >= 1"),
+        ({"profile": "all"}, "profile is 'all', but must be one of both, decode, prefill"),
+        ({"workspace": 0}, "workspace is 0, but must be at least 1 byte"),
+        ({"timing_cache": Path("/absent/timings")}, "timing_cache is /absent/timings, but /absent is no folder"),
+    ],
+)
+def test_bounds_are_checked_before_tensorrt_is_asked(out: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        build(out, **settings)
+
+
+def test_folders_that_no_engine_can_be_built_of(tmp_path: Path) -> None:
+    toy = Toy.random(1)
+    for name, settings, message in (
+        ("concat", {}, "exported for onnxruntime with a concat cache; export with --target tensorrt"),
+        ("scatter", {"form": "scatter"}, "exported for onnxruntime with a static cache"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            build(export(tmp_path / name, toy, **settings))
+    with pytest.raises(EngineError, match="holds a sampler alone"):
+        build(export_sampler(tmp_path / "sampler", toy))
+    with pytest.raises(ManifestError, match=r"has no topw_manifest\.json"):
+        build(tmp_path)
+
+
+def test_exports_that_are_unfinished_or_leave_the_caches_length_open(out: Path) -> None:
+    manifest = load_manifest(out)
+    save_manifest(out, replace(manifest, verification=Verification(status="provisional")))
+    with pytest.raises(EngineError, match="verification never ended; export the model again"):
+        build(out)
+    inputs = [
+        replace(i, shape=(*i.shape[:2], "max_length", i.shape[3])) if len(i.shape) == 4 else i for i in manifest.inputs
+    ]
+    save_manifest(out, replace(manifest, inputs=tuple(inputs)))
+    with pytest.raises(EngineError, match="has no fixed length; export for TensorRT without --max-length 0"):
+        build(out)
+
+
+def test_what_is_missing_on_the_machine_is_named(trt: TensorRT, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "look", lambda: driver.Driver("13.0", (), "the NVIDIA driver sees no GPU"))
+    with pytest.raises(EngineError, match="no engine can be built or run here: the NVIDIA driver sees no GPU"):
+        build(out)
+    trt.module.__version__ = "10.14.1"
+    with pytest.raises(EngineError, match=r"TensorRT 10.14.1, and a cache .* needs 10.15 or later"):
+        build(out)
+
+
+def test_without_tensorrt_the_command_to_install_it_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorrt", "tensorrt_bindings"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(EngineError, match=r" install .*\[tensorrt\]'"):
+        build(out)

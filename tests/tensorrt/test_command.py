@@ -1,0 +1,81 @@
+"""`topw build-engine` as people call it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.tensorrt_double import TensorRT
+from topw_deploy.cli.main import run, topw
+
+
+def call(*arguments: str) -> int:
+    return run(topw, "topw", "TOPW", ["build-engine", *arguments])
+
+
+def test_the_engines_path_is_printed_and_its_stamp_as_json(
+    trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(str(out), "--max-batch", "2", "--workspace", "2MiB") == 0
+    printed = capsys.readouterr()
+    path = Path(printed.out.strip())
+    assert path.parent == out / "engines"
+    assert "TensorRT 10.16.1.11, Double GPU (sm_90), the sampler as a plugin" in printed.err
+    assert call(str(out), "--max-batch", "3", "--json", "-q", "--profile", "decode") == 0
+    printed = capsys.readouterr()
+    stamp = json.loads(printed.out)
+    assert (stamp["path"], stamp["profiles"][0]["batch"]["most"], len(stamp["profiles"])) == (str(path), 3, 1)
+    assert printed.err == ""
+
+
+def test_every_option_reaches_the_builder(trt: TensorRT, out: Path, tmp_path: Path) -> None:
+    options = ["--max-sequence", "16", "--max-edits", "4", "--fp16", "--timing-cache", str(tmp_path / "timings")]
+    assert call(str(out), *options, "--plugin", "python", "--workspace", "1GB", "-q") == 0
+    config = trt.configs[0]
+    assert config.profiles[1].shapes["input_ids"][2] == [1, 16]
+    assert config.profiles[1].shapes["edit_ids"][2] == [1, 4]
+    assert config.flags == {trt.module.BuilderFlag.FP16}
+    assert list(config.limits.values()) == [10**9]
+    assert (tmp_path / "timings").exists()
+
+
+def test_inspect_lists_engines_and_stamps_that_are_none(
+    trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(topw, "topw", "TOPW", ["inspect", str(out)]) == 0
+    assert "engines" not in capsys.readouterr().out
+    assert call(str(out), "--max-batch", "2", "--max-sequence", "16", "-q") == 0
+    (out / "engines" / "other.json").write_text("{}")
+    (out / "engines" / "half.engine").write_bytes(b"...")
+    capsys.readouterr()
+    assert run(topw, "topw", "TOPW", ["inspect", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "for decode and prefill: 2 rows, 16 tokens and 128 edits of each; sampled by the plugin" in shown
+    assert "other.json" in shown
+    assert "is no stamp of an engine" in shown
+    assert "has no stamp, as when its build was cut short: not used" in shown
+
+
+def test_generate_runs_the_engine(trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(str(out), "-q") == 0
+    capsys.readouterr()
+    options = ["--provider", "tensorrt", "--max-new-tokens", "5", "--seed", "3", "--ignore-eos", "--json"]
+    assert run(topw, "topw", "TOPW", ["generate", str(out), "abc", *options]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["sampler"], len(result["token_ids"])) == ("plugin", 5)
+    assert sum(context.runs for context in trt.contexts) == 5
+
+
+def test_failures_are_one_sentence_and_a_code(
+    trt: TensorRT, out: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert call(str(tmp_path / "absent")) == 1
+    assert capsys.readouterr().err.startswith("Error: ")
+    trt.fails = "no memory"
+    assert call(str(out), "-q") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Error: TensorRT 10.16.1.11 could not build an engine (no memory)")
+    assert error.count("\n") == 1
+    assert call(str(out), "--workspace", "much") == 2

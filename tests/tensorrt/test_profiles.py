@@ -1,0 +1,45 @@
+"""Profiles: which shapes they hold, and which of them a run takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from topw_deploy.errors import EngineError
+from topw_deploy.manifest import TensorSpec
+from topw_deploy.tensorrt.profiles import Profile, Range, preferred, profiles
+
+BOTH = profiles("both", max_batch=4, max_sequence=32, max_edits=8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((1, 1, 0), "decode"),
+        ((4, 1, 8), "decode"),
+        ((4, 2, 8), "prefill"),
+        ((1, 32, 0), "prefill"),
+        ((5, 1, 0), None),
+        ((1, 33, 0), None),
+        ((1, 1, 9), None),
+    ],
+)
+def test_a_run_takes_the_first_profile_that_holds_it(shape: tuple[int, int, int], name: str | None) -> None:
+    found = preferred(BOTH, *shape)
+    assert (None if found is None else BOTH[found].name) == name
+
+
+def test_an_engine_for_prompts_decodes_too_and_one_for_decoding_takes_one_token() -> None:
+    (prefill,) = profiles("prefill", max_batch=1, max_sequence=32, max_edits=8)
+    (decode,) = profiles("decode", max_batch=1, max_sequence=32, max_edits=8)
+    assert prefill.holds(1, 1, 0)
+    assert not decode.holds(1, 2, 0)
+
+
+def test_a_small_bound_on_edits_is_what_is_tuned_for() -> None:
+    assert BOTH[0].edits == Range(0, 8, 8)
+
+
+def test_a_dimension_that_no_engine_can_have_open_is_named() -> None:
+    profile = Profile("decode", *[Range(1, 1, 1)] * 3)
+    with pytest.raises(EngineError, match=r"past_key_values\.0\.key has the open dimension 'max_length'"):
+        profile.shapes(TensorSpec("past_key_values.0.key", "float", ("batch", 2, "max_length", 64)))
