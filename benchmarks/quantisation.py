@@ -75,7 +75,7 @@ def errors() -> str:
 
 
 def perplexity(folder: Path, every: int) -> str:
-    """That of the checkpoint in `folder`, with weights rounded and not."""
+    """The perplexity of the checkpoint in `folder`, with and without rounded weights."""
     rows = held_out_rows(folder)[::every]
     model = torch_model(folder)
     exact = torch_losses(model, rows)

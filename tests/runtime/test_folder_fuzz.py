@@ -49,7 +49,7 @@ SMALL_TOKENIZER = {
 
 
 def fuzz(folder: Path, name: str, within: str = "") -> dict[str, Any]:
-    """What the worker says of the file `name` of `folder`, wrong in places whose names begin with `within`."""
+    """The worker's report after mutating file `name` of `folder` in fields whose paths begin with `within`."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     command = [sys.executable, str(WORKER), str(folder), name, within]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})

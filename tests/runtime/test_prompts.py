@@ -101,7 +101,7 @@ def test_prompts_and_masks_that_do_not_fit_are_errors(
 
 
 class OnADevice:
-    """What the runtime needs of a tensor whose data is not on the host."""
+    """A stand-in for a tensor in device memory, with the methods that the runtime uses."""
 
     dtype, ndim = "int64", 2
 

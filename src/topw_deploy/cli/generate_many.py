@@ -14,6 +14,7 @@ import click
 
 from topw_deploy.cli.answer_lines import AnswerFile, Kept, check_answers, kept_of
 from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
+from topw_deploy.cli.sources import read_source
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
 from topw_deploy.reports import counted
@@ -109,7 +110,7 @@ def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
     if path is not None:
         check_answers(path, resume=files.resume, overwrite=files.overwrite)
     parameters = {name: value for name, value in asked.given.items() if name != "seed"}
-    prompts = prompt_lines(*_read(files.source), parameters, chat=asked.chat, system=asked.system)
+    prompts = prompt_lines(*read_source(files.source), parameters, chat=asked.chat, system=asked.system)
     with open_model() as model:
         job = _Job(model, prompts, asked)
         kept = job.resume(path) if files.resume and path is not None else Kept()
@@ -204,18 +205,6 @@ class _Job:
             f"{counted(self._sequences, 'sequence')}, {counted(self._tokens, 'token')} in {seconds:.1f} s{share}; "
             f"{self._model.sampler} sampler, run seed {self._run_seed}"
         )
-
-
-def _read(source: Path) -> tuple[bytes, str]:
-    """The file's bytes and its name for messages."""
-    if str(source) == "-":
-        if sys.stdin is None:  # it was closed
-            raise click.UsageError("standard input is closed; give a file.")
-        return sys.stdin.buffer.read(), "standard input"
-    try:
-        return source.read_bytes(), str(source)
-    except OSError as error:
-        raise PromptError(f"{source} cannot be read: {error.strerror or error}.") from None
 
 
 def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:

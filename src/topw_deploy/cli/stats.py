@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,9 @@ import click
 from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT, NEEDS_EXPORT, check_order, given, parameter_options, preset_option
 from topw_deploy.cli.outputs import check_output, check_picture
+from topw_deploy.cli.sources import read_source
 from topw_deploy.cli.terminal import say, say_json
-from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.errors import ParameterError
 from topw_deploy.printable import json_text
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
@@ -105,22 +105,10 @@ def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None
     if sum(sources) != 1:
         raise click.UsageError("give prompts in one way: PROMPT, --prompt-file or --prompts-jsonl.")
     if lines is not None:
-        return prompts_of_lines(*_read(lines))
+        return prompts_of_lines(*read_source(lines))
     if json_lines is not None:
-        return prompts_of_json_lines(*_read(json_lines))
+        return prompts_of_json_lines(*read_source(json_lines))
     return [Prompt(text, f"prompt {number}") for number, text in enumerate(given, 1)]
-
-
-def _read(path: Path) -> tuple[bytes, str]:
-    """A file's bytes and what to call it."""
-    if str(path) == "-":
-        if sys.stdin is None:  # it was closed
-            raise click.UsageError("standard input is closed; give a file.")
-        return sys.stdin.buffer.read(), "standard input"
-    try:
-        return path.read_bytes(), str(path)
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
 def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_file: Path | None) -> None:

@@ -185,7 +185,7 @@ def _check(index: int, data: object) -> Check:
 
 
 def _safe_name(name: str) -> str:
-    """A plain file name in the folder or in a subfolder of it: no way out by `..`, an absolute path or a drive."""
+    """A file name relative to the folder and inside it. Refuses `..`, absolute paths and drives."""
     parts = name.split("/")
     if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ManifestError(
