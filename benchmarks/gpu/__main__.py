@@ -41,7 +41,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="when to stop")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--again", action="store_true", help="repeat finished steps")
-    parser.add_argument("--library", type=Path, help="kernels that are built; default: built here, for this GPU")
+    parser.add_argument(
+        "--library", dest="kernels", type=Path, help="kernels that are built; default: built here, for this GPU"
+    )
     parser.add_argument(
         "--pack",
         nargs="+",
@@ -76,8 +78,8 @@ def main() -> int:
     given = arguments().parse_args()
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
-    if given.library is not None and not given.library.is_file():
-        raise SystemExit(f"{given.library} is no file; name a library with --library, or leave it out.")
+    if given.kernels is not None and not given.kernels.is_file():
+        raise SystemExit(f"{given.kernels} is no file; name a library with --library, or leave it out.")
     out = (given.out or ROOT / "out" / ("rehearsal" if given.rehearse else "gpu")).absolute()
     machine = machines.look()
     try:
@@ -90,9 +92,9 @@ def main() -> int:
     elif not machine.gpu:
         say(f"NOTHING WAS RUN: there is no CUDA GPU here ({machine.why_none}); --rehearse runs the command on a CPU.")
         return 1
-    kernels = digest_of_kernels(given.library)
+    kernels = digest_of_kernels(given.kernels)
     kind = "emulated" if given.rehearse else "cuda"
-    library = (given.library or out / f"libtopw_{kind}-{kernels}.so").absolute()
+    library = (given.kernels or out / f"libtopw_{kind}-{kernels}.so").absolute()
     try:
         missing = unpack.unpack(given.pack, out / "packed") if given.pack else []
     except BenchmarkError as error:
@@ -101,7 +103,7 @@ def main() -> int:
         say(f"NOT UNPACKED {sentence}")
     job = Job(
         out, library, given.rehearse, given.rows, given.seed, given.rounds,
-        [str(folder.absolute()) for folder in given.folder], machine.architecture, given.library is not None,
+        [str(folder.absolute()) for folder in given.folder], machine.architecture, given.kernels is not None,
     )  # fmt: skip
     base = "\0".join([kernels, machine.versions.get("torch", ""), machine.gpu, str(given.rehearse)])
     parts = [part for part in PARTS if part in given.only or (part == "build" and not library.is_file())]

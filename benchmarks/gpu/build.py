@@ -25,7 +25,7 @@ def steps(job: Job) -> list[Step]:
 
 def for_the_gpu(job: Job) -> Path:
     """The library that nvcc made; in a rehearsal the one that the steps run is another."""
-    return job.out / "libtopw_nvcc.so" if job.rehearse else job.library
+    return job.out / "libtopw_nvcc.so" if job.rehearse else job.kernel_file
 
 
 def kernels(job: Job) -> Result:
@@ -53,9 +53,10 @@ def emulated(job: Job) -> Result:
 
     started = time.perf_counter()
     made = built(job.folder("emulated"))
-    shutil.copyfile(made, job.library)
+    shutil.copyfile(made, job.kernel_file)
     seconds = time.perf_counter() - started
-    return Result({"seconds": seconds, "bytes": job.library.stat().st_size}, f"emulation compiled in {seconds:.0f} s")
+    size = job.kernel_file.stat().st_size
+    return Result({"seconds": seconds, "bytes": size}, f"emulation compiled in {seconds:.0f} s")
 
 
 def resources(job: Job) -> Result:

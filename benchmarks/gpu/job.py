@@ -65,7 +65,7 @@ class Step:
 class Job:
     """What steps are given; it travels to the child process as JSON.
 
-    out: the folder of results. library: the kernels, of `build` or of --library; `Job.kernels` for the path.
+    out: the folder of results. kernel_file: the kernels, of `build` or of --library; `Job.kernels` for the path.
     rehearse: stand-ins on the CPU and small sizes. rows, seed: of the random rows. rounds: of measurements.
     folders: exported models to run in the place of the packed ones.
     architecture: of the GPU, 90 is sm_90; 0 in a rehearsal without one. built: the library was given, not built here.
@@ -74,7 +74,7 @@ class Job:
     """
 
     out: Path
-    library: Path
+    kernel_file: Path
     rehearse: bool = False
     rows: int = 100_000
     seed: int = 0
@@ -104,9 +104,9 @@ class Job:
 
     def kernels(self) -> Path:
         """The library with the kernels. Raises MissingError where there is none."""
-        if not self.library.is_file():
-            raise MissingError(f"there is no library of kernels at {self.library}; the part `build` makes it.")
-        return self.library
+        if not self.kernel_file.is_file():
+            raise MissingError(f"there is no library of kernels at {self.kernel_file}; the part `build` makes it.")
+        return self.kernel_file
 
     def as_json(self) -> str:
         plain = {name: value for name, value in vars(self).items() if name not in ("keep", "earlier", "end")}
@@ -115,7 +115,7 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         given = json.loads(text)
-        paths = {name: Path(given[name]) for name in ("out", "library")}
+        paths = {name: Path(given[name]) for name in ("out", "kernel_file")}
         return cls(**(given | paths))
 
 
