@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from topw_deploy.bench.decode.argmax import share_weights
 from topw_deploy.export.tail import OP_TYPE
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import DecoderManifest, Manifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Caches
@@ -83,7 +83,7 @@ class TopW:
 
     def __init__(self, export: Path, session: Either) -> None:
         self.session = session
-        self.model = TopWModel(ModelFolder(export, "decoder"), session, time.perf_counter())
+        self.model = TopWModel(ModelFolder(export, DecoderManifest), session, time.perf_counter())
         self.choice = np.array(False)
         self.certified: list[bool] = []
 

@@ -14,9 +14,8 @@ from topw_deploy.errors import ManifestError
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 
-def a_manifest(**changes: object) -> m.Manifest:
-    base = m.Manifest(
-        kind="decoder",
+def a_manifest(**changes: object) -> m.DecoderManifest:
+    base = m.DecoderManifest(
         source={"id": "demo", "revision": "", "route": "trace"},
         libraries={"topw_deploy": "0.1.0"},
         opset={"": 23, "topw": 1},
@@ -131,9 +130,11 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format_version": 3}, "format version 3"),
+        ({"format_version": 2}, "format version 2"),
         ({"format_version": "1"}, "format version '1'"),
-        ({"kind": "sampler"}, "does not fit"),
+        ({"kind": "sampler"}, "there is a decoder"),
+        ({"kind": "both"}, "kind is 'both'"),
+        ({"decoder": None}, "decoder is None"),
         ({"sampler__options__metric": "euclid"}, "metric is 'euclid'"),
         ({"sampler__vocab_size": "4096"}, "vocab_size is '4096'"),
         ({"defaults__temperature": -1}, "temperature is -1"),
@@ -161,18 +162,6 @@ def test_a_wrong_field_is_refused_by_name(folder: Path, changes: dict[str, objec
     edit(folder, **changes)
     with pytest.raises(ManifestError, match=reason):
         m.load_manifest(folder)
-
-
-def test_a_manifest_of_format_1_loads_with_the_defaults_of_what_came_later(folder: Path) -> None:
-    data = json.loads((folder / m.MANIFEST_NAME).read_text())
-    data["format_version"] = 1
-    for name in ("attention", "ragged_chunks", "buffer_step", "buffer_least", "target", "weights"):
-        del data["decoder"][name]
-    (folder / m.MANIFEST_NAME).write_text(json.dumps(data))
-    decoder = m.load_manifest(folder).decoder
-    assert decoder is not None
-    later = (decoder.attention, decoder.ragged_chunks, decoder.buffer_step, decoder.target, decoder.weights)
-    assert later == ("", True, 0, "onnxruntime", {})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"format_version": 1}', "[" * 100_000])

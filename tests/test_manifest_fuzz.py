@@ -12,13 +12,12 @@ from tests.support.mutations import mutations
 from tests.test_manifest import a_manifest
 from topw_deploy.cli.inspect import command
 from topw_deploy.errors import ManifestError, TopWError
-from topw_deploy.manifest import MANIFEST_NAME, FileEntry, Manifest, describe_files
+from topw_deploy.manifest import MANIFEST_NAME, FileEntry, Manifest, describe_files, manifest_from_json
 
 
 def whole_manifest() -> Manifest:
     """One with something in every field."""
     manifest = a_manifest(files={"model.onnx": FileEntry("0" * 64, 5)})
-    assert manifest.decoder is not None
     told = {"algorithm": "default", "block_size": 32, "symmetric": True, "exclude": ["lm_head"]}
     decoder = replace(manifest.decoder, weights={"float": 12}, quantisation=told, attention="Attention")
     return replace(manifest, decoder=decoder)
@@ -28,8 +27,8 @@ def test_whatever_a_field_says_a_manifest_is_read_or_refused_with_a_manifest_err
     wrong, read = [], 0
     for what, text in mutations(json.loads(whole_manifest().to_json())):
         try:
-            manifest = Manifest.from_json(text)
-            assert Manifest.from_json(manifest.to_json()) == manifest
+            manifest = manifest_from_json(text)
+            assert manifest_from_json(manifest.to_json()) == manifest
             read += 1
         except ManifestError as error:
             if len(str(error)) > 600:
@@ -47,7 +46,7 @@ def test_inspect_shows_whatever_manifest_is_read(tmp_path) -> None:  # type: ign
     for what, text in mutations(json.loads(manifest.to_json())):
         (tmp_path / MANIFEST_NAME).write_text(text, "utf-8")
         try:
-            Manifest.from_json(text)
+            manifest_from_json(text)
         except TopWError:
             continue
         for arguments in ([str(tmp_path)], [str(tmp_path), "--json"]):
@@ -57,11 +56,11 @@ def test_inspect_shows_whatever_manifest_is_read(tmp_path) -> None:  # type: ign
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("version", ["true", "2.0", "1.0", "[2]", '"2"', "null", "0", "3", "-2"])
+@pytest.mark.parametrize("version", ["true", "2.0", "1.0", "[1]", '"1"', "null", "0", "2", "-1"])
 def test_a_format_version_is_one_of_the_known_integers(version: str) -> None:
-    text = whole_manifest().to_json().replace('"format_version": 2', f'"format_version": {version}')
-    with pytest.raises(ManifestError, match=r"has format version .*, this topw_deploy reads 1 and 2"):
-        Manifest.from_json(text)
+    text = whole_manifest().to_json().replace('"format_version": 1', f'"format_version": {version}')
+    with pytest.raises(ManifestError, match=r"has format version .*, this topw_deploy reads 1"):
+        manifest_from_json(text)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +79,16 @@ def test_a_field_out_of_range_is_named_with_its_value_and_bound(field: str, valu
     data = json.loads(whole_manifest().to_json())
     data["decoder"][field] = "the place"
     with pytest.raises(ManifestError, match=reason):
-        Manifest.from_json(json.dumps(data).replace('"the place"', value))
+        manifest_from_json(json.dumps(data).replace('"the place"', value))
 
 
 def test_a_name_that_is_given_twice_is_refused() -> None:
     text = whole_manifest().to_json().replace('"kind": "decoder"', '"kind": "sampler", "kind": "decoder"')
     with pytest.raises(ManifestError, match="the name 'kind' is given twice"):
-        Manifest.from_json(text)
+        manifest_from_json(text)
 
 
 def test_an_opset_that_is_infinite_is_refused() -> None:
     text = whole_manifest().to_json().replace('"topw": 1', '"topw": Infinity')
     with pytest.raises(ManifestError, match="Infinity is no number of JSON"):
-        Manifest.from_json(text)
+        manifest_from_json(text)

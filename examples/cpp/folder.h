@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 constexpr const char *kManifest = "topw_manifest.json";
 constexpr const char *kGenerationConfig = "generation_config.json";
-constexpr int kFormatVersion = 2;
+constexpr int kFormatVersion = 1;
 
 using ElementType = ONNXTensorElementDataType;
 inline const std::map<std::string, ElementType> kElementTypes{  // by the manifest's names

@@ -86,3 +86,8 @@ class MissingPackageError(TopWError, ModuleNotFoundError):
 
 class BenchmarkError(TopWError):
     """A measurement cannot be taken: a side is absent though named, died, or does not answer as the others do."""
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """The message of another library's `error` as one line of at most `most` characters, or its class's name."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

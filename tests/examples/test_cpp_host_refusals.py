@@ -46,8 +46,8 @@ def test_a_manifest_that_is_not_json_is_refused(text: str, host: Host, folder: P
 @pytest.mark.parametrize(
     ("keys", "value", "words"),
     [
-        (["format_version"], 1, "format_version is 1, but must be 2"),
-        (["format_version"], 3, "format_version is 3, but must be 2"),
+        (["format_version"], 0, "format_version is 0, but must be 1"),
+        (["format_version"], 2, "format_version is 2, but must be 1"),
         (["format_version"], "2", "format_version is '2', but must be an integer"),
         (["kind"], "engine", "kind is 'engine'"),
         (["decoder"], None, "has no decoder"),

@@ -18,7 +18,15 @@ from tests.support.sampler_models import Wanted, node_of, open_model, set_attrib
 from tests.support.tail_cases import feeds, random_case
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError
-from topw_deploy.manifest import MANIFEST_NAME, Manifest, describe_files, load_manifest, save_manifest
+from topw_deploy.manifest import (
+    MANIFEST_NAME,
+    DecoderManifest,
+    Manifest,
+    describe_files,
+    load_manifest,
+    manifest_from_json,
+    save_manifest,
+)
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel, TopWSampler, native, session
 from topw_deploy.runtime.folder import ModelFolder
@@ -136,7 +144,7 @@ def change_graph(folder: Path, change: Any) -> None:
 
 def load_manifest_of(folder: Path) -> Manifest:
     """The manifest with the graph's size as it is now."""
-    manifest = Manifest.from_json((folder / MANIFEST_NAME).read_text())
+    manifest = manifest_from_json((folder / MANIFEST_NAME).read_text())
     return replace(manifest, files={**manifest.files, **describe_files(folder, ["model.onnx"])})
 
 
@@ -145,7 +153,7 @@ def test_a_node_that_the_operator_refuses_is_opened_again_with_the_function(
 ) -> None:
     folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
     change_graph(folder, lambda model: set_attribute(model, "table_form", "com.example.Lookup(bits=3)"))
-    opened = session.GraphSession(ModelFolder(folder, "decoder"), provider="cpu")
+    opened = session.GraphSession(ModelFolder(folder, DecoderManifest), provider="cpu")
     assert opened.sampler == "graph"
     assert "the table form 'com.example.Lookup(bits=3)' is not known" in opened.why_graph
     assert tokens(load(folder)) == tokens(load(toy_folder, sampler="graph"))

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.support.mutations import VALUES, mutations
 from topw_deploy.errors import TopWError
-from topw_deploy.manifest import MANIFEST_NAME, Manifest
+from topw_deploy.manifest import MANIFEST_NAME, manifest_from_json
 from topw_deploy.runtime import TopWModel
 
 MEMORY = 8 << 30  # bytes of address space: numpy's MemoryError comes on every machine
@@ -63,12 +63,12 @@ def _use(model: TopWModel) -> None:
 
 def _manifests(folder: Path, original: str, within: str) -> Iterator[tuple[str, Any]]:
     """Manifests that can be read and say something else than the original in a place whose name begins `within`."""
-    seen = {Manifest.from_json(original).to_json()}
+    seen = {manifest_from_json(original).to_json()}
     for what, text in mutations(json.loads(original), _VALUES):
         if what.startswith(_NOT_RUN) or not what.startswith(within):
             continue
         try:
-            says = Manifest.from_json(text).to_json()
+            says = manifest_from_json(text).to_json()
         except TopWError:
             continue
         if says not in seen:

@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import GenerationError
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import TopWModel, device_binding, turns
 from topw_deploy.runtime.device_binding import Area, DeviceBinding, Lanes
 from topw_deploy.runtime.folder import ModelFolder
@@ -105,7 +106,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Open:
     monkeypatch.setattr(device_binding, "Area", FarArea)
 
     def open_(path: Path, *, graphs: bool) -> tuple[TopWModel, Capturing]:
-        folder = ModelFolder(path, "decoder")
+        folder = ModelFolder(path, DecoderManifest)
         session = GraphSession(folder, provider="cpu", intra_op_num_threads=1)
         capturing = Capturing(session.raw._sess)
         session.raw = SimpleNamespace(_sess=capturing)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.mutations import mutations
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import TopWError
-from topw_deploy.manifest import describe_files
+from topw_deploy.manifest import DecoderManifest, describe_files
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.tokenizer import Tokenizer
 
@@ -104,7 +104,7 @@ def test_whatever_a_tokenizer_says_only_typed_errors_leave_it(toy: Toy, tmp_path
         manifest["files"]["tokenizer.json"] = {"sha256": entry.sha256, "size": entry.size}
         (folder / "topw_manifest.json").write_text(json.dumps(manifest), "utf-8")
         try:
-            tokenizer = Tokenizer(ModelFolder(folder, "decoder"))
+            tokenizer = Tokenizer(ModelFolder(folder, DecoderManifest))
             tokenizer.decode([*tokenizer.encode("ab"), 0, 1, 2, 3, 999])
             used += 1
         except TopWError:

@@ -12,7 +12,7 @@ from onnx import helper
 
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import GenerationError, ManifestError, ProviderError
-from topw_deploy.manifest import load_manifest, save_manifest
+from topw_deploy.manifest import DecoderManifest, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler, loop, older, placement, session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.sampling import TopWOptions
@@ -43,7 +43,7 @@ def test_attention_windows_are_found_in_the_graph(window: int | None, refused: b
 
 
 def test_a_graph_with_windows_is_refused_by_the_old_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ModelFolder(folder, "decoder")
+    found = ModelFolder(folder, DecoderManifest)
     older.check_graph(found)
     monkeypatch.setattr(ort, "__version__", "1.23.2")
     older.check_graph(found)
@@ -140,5 +140,5 @@ def test_an_optimisation_that_ends_the_process_is_switched_off_for_devices(
     asked: list[Any] = []
     monkeypatch.setattr(ort, "InferenceSession", lambda *_, **settings: asked.append(settings["disabled_optimizers"]))
     for provider in ("CPUExecutionProvider", "CUDAExecutionProvider"):
-        session._new_session(ModelFolder(folder, "decoder"), [(provider, {})], ort.SessionOptions())
+        session._new_session(ModelFolder(folder, DecoderManifest), [(provider, {})], ort.SessionOptions())
     assert asked == [None, ["GroupQueryAttentionFusion"]]

@@ -16,7 +16,7 @@ from topw_deploy.cli.check import command as check
 from topw_deploy.cli.inspect import command as inspect
 from topw_deploy.cli.verify import command as verify
 from topw_deploy.errors import EngineError, ManifestError, TopWError
-from topw_deploy.manifest import MANIFEST_NAME, check_hashes, load_manifest
+from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, check_hashes, load_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.tensorrt.find import stamps
@@ -117,7 +117,7 @@ def test_commands_refuse_what_is_no_regular_file(
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_file_that_is_swapped_after_the_manifest_was_read_is_not_waited_for(folder: Path, kind: str) -> None:
-    opened = ModelFolder(folder, "decoder")
+    opened = ModelFolder(folder, DecoderManifest)
     for name in ("tokenizer.json", "model.onnx"):
         put(kind, folder / name)
     with no_hang(), pytest.raises(ManifestError):

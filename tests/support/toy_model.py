@@ -35,10 +35,10 @@ from topw_deploy.export.tail import (
 )
 from topw_deploy.manifest import (
     DecoderInfo,
-    Manifest,
+    DecoderManifest,
     SamplerInfo,
+    SamplerManifest,
     TensorSpec,
-    Verification,
     describe_files,
     save_manifest,
 )
@@ -246,29 +246,24 @@ def write_manifest(
     folder: Path, model: onnx.ModelProto, spec: TailSpec, decoder: DecoderInfo | None, defaults: TopWParameters
 ) -> None:
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    save_manifest(
-        folder,
-        Manifest(
-            kind="sampler" if decoder is None else "decoder",
-            source={"id": "toy", "revision": "", "route": "test"},
-            libraries={"topw_deploy": "test"},
-            opset={"": spec.opset},
-            inputs=_specs(model.graph.input),
-            outputs=_specs(model.graph.output),
-            sampler=SamplerInfo(
-                tail=spec.form,
-                vocab_size=VOCAB,
-                hidden_size=spec.hidden_size,
-                table_form=str(tail_attributes(spec)["table_form"]),
-                options=spec.options,
-                outputs=tail_outputs(spec),
-            ),
-            defaults=defaults,
-            decoder=decoder,
-            verification=Verification(status="skipped"),
-            files=describe_files(folder, [name for name in names if name != "topw_manifest.json"]),
+    shared: dict[str, Any] = {
+        "source": {"id": "toy", "revision": "", "route": "test"},
+        "libraries": {"topw_deploy": "test"},
+        "opset": {"": spec.opset},
+        "inputs": _specs(model.graph.input),
+        "outputs": _specs(model.graph.output),
+        "sampler": SamplerInfo(
+            tail=spec.form,
+            vocab_size=VOCAB,
+            hidden_size=spec.hidden_size,
+            table_form=str(tail_attributes(spec)["table_form"]),
+            options=spec.options,
+            outputs=tail_outputs(spec),
         ),
-    )
+        "defaults": defaults,
+        "files": describe_files(folder, [name for name in names if name != "topw_manifest.json"]),
+    }
+    save_manifest(folder, SamplerManifest(**shared) if decoder is None else DecoderManifest(decoder=decoder, **shared))
 
 
 def _specs(values: Sequence[onnx.ValueInfoProto]) -> tuple[TensorSpec, ...]:

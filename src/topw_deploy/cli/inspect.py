@@ -12,7 +12,7 @@ from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import EngineError
-from topw_deploy.manifest import Check, DecoderInfo, Manifest, TensorSpec, load_manifest
+from topw_deploy.manifest import Check, DecoderInfo, DecoderManifest, Manifest, TensorSpec, load_manifest
 from topw_deploy.tensorrt.find import misplaced, stamps, unfinished
 from topw_deploy.tensorrt.stamp import FOLDER, read
 
@@ -40,10 +40,10 @@ def command(folder: Path, as_json: bool) -> None:
 
 
 def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
-    sampler, decoder = manifest.sampler, manifest.decoder
+    sampler = manifest.sampler
     yield from _section("model", [("kind", manifest.kind), *manifest.source.items()])
-    if decoder is not None:
-        yield from _section("decoder", _decoder(decoder))
+    if isinstance(manifest, DecoderManifest):
+        yield from _section("decoder", _decoder(manifest.decoder))
     yield from _section(
         "sampler",
         [

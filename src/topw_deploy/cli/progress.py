@@ -1,12 +1,13 @@
-"""How far a long command is, on stderr."""
+"""Progress of a command, on stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from topw_deploy.cli.terminal import tell
+from topw_deploy.progress import SILENT, Advance, Progress
 
 
 def phase(line: str) -> None:
@@ -15,9 +16,14 @@ def phase(line: str) -> None:
 
 
 @contextlib.contextmanager
-def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
-    """A bar with its rate, where stderr is a terminal; gives the function to call with the number of each part."""
+def bar(total: int, unit: str) -> Iterator[Advance]:
+    """A bar with its rate, where stderr is a terminal."""
     from tqdm import tqdm
 
     with tqdm(total=total, unit=unit, unit_scale=True, file=sys.stderr, disable=None, leave=False) as shown:
         yield shown.update
+
+
+def progress(quiet: bool) -> Progress:
+    """The progress of a command with or without `--quiet`."""
+    return SILENT if quiet else Progress(phase, bar)

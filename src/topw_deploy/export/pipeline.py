@@ -24,7 +24,7 @@ from topw_deploy.export.write.manifest import manifest_of, report_of, sizes_in
 from topw_deploy.export.write.staging import StagedFolder, bring, check_free, require_space
 from topw_deploy.export.write.tokenizer_files import bring_tokenizer, check_tokenizer
 from topw_deploy.export.write.weights import bytes_by_type, write_model
-from topw_deploy.manifest import Manifest, Verification, save_manifest
+from topw_deploy.manifest import DecoderManifest, Verification, save_manifest
 from topw_deploy.sizes import decimal_size
 
 
@@ -101,7 +101,7 @@ def _write(
     stages: Stages,
     progress: Progress,
     bar: Bar,
-) -> Manifest:
+) -> DecoderManifest:
     """All files of the export, under a provisional manifest, which does not load."""
     plan = plan_of(built, source, tokenizer_folder, folder, request)
     stages.clear(folder, plan.files)
@@ -144,7 +144,7 @@ def _verify(
     built: Built,
     request: ExportRequest,
     source: Source,
-    manifest: Manifest,
+    manifest: DecoderManifest,
     folder: Path,
     stages: Stages,
     memory: StageMemory,

@@ -22,7 +22,7 @@ from topw_deploy.export.write.libraries import library_versions
 from topw_deploy.export.write.manifest import tensor_specs
 from topw_deploy.export.write.staging import StagedFolder, check_free, require_space
 from topw_deploy.export.write.weights import weight_bytes, write_model
-from topw_deploy.manifest import Manifest, SamplerInfo, Verification, describe_files, save_manifest
+from topw_deploy.manifest import SamplerInfo, SamplerManifest, Verification, describe_files, save_manifest
 from topw_deploy.sampling import Geometry, as_float32
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sizes import decimal_size
@@ -189,11 +189,12 @@ def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
     return (table.astype(np.float32) if table.dtype == np.float64 else table), source
 
 
-def _manifest(request: SamplerRequest, source: Source, spec: TailSpec, model: ir.Model, folder: Path) -> Manifest:
+def _manifest(
+    request: SamplerRequest, source: Source, spec: TailSpec, model: ir.Model, folder: Path
+) -> SamplerManifest:
     graph = model.graph
     outputs = tensor_specs(graph.outputs)
-    return Manifest(
-        kind="sampler",
+    return SamplerManifest(
         source={"id": source.id, "revision": source.revision, "route": "sampler"},
         libraries=library_versions(),
         opset={str(domain): int(version) for domain, version in model.opset_imports.items()},
@@ -214,7 +215,7 @@ def _manifest(request: SamplerRequest, source: Source, spec: TailSpec, model: ir
     )
 
 
-def _verify(folder: Path, manifest: Manifest, geometry: Geometry) -> Verification:
+def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Verification:
     """Compare what was written with the reference on random logits; VerificationError names what differs."""
     from topw_deploy.export.verification.bound_check import bound_check
     from topw_deploy.export.verification.probe import SamplerProbe

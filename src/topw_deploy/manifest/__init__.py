@@ -4,10 +4,18 @@ The manifest is written last, so a folder without a valid one was never finished
 is the first thing the runtime does with a folder, hence this module needs nothing but the standard library.
 """
 
-from topw_deploy.manifest.contents import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from topw_deploy.manifest.contents import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    DecoderManifest,
+    Manifest,
+    SamplerManifest,
+    manifest_from_json,
+)
 from topw_deploy.manifest.folder import (
     check_hashes,
     describe_files,
+    load_decoder_manifest,
     load_manifest,
     open_listed,
     save_manifest,
@@ -36,14 +44,18 @@ __all__ = [
     "TARGETS",
     "Check",
     "DecoderInfo",
+    "DecoderManifest",
     "FileEntry",
     "Manifest",
     "SamplerInfo",
+    "SamplerManifest",
     "TensorSpec",
     "Verification",
     "check_hashes",
     "describe_files",
+    "load_decoder_manifest",
     "load_manifest",
+    "manifest_from_json",
     "open_listed",
     "save_manifest",
     "sha256_of",

@@ -108,23 +108,23 @@ class Fields:
             raise ValueError(f"field {name!r} of {self._name} is missing")
         return found
 
-    def inner(self, name: str, default: Any = _REQUIRED) -> Fields:
-        return Fields(self._full(name), self.value(name, default))
+    def inner(self, name: str) -> Fields:
+        return Fields(self._full(name), self.value(name))
 
-    def whole(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> int:
-        return whole(self._full(name), self.value(name, default), least, most)
+    def whole(self, name: str, least: int, most: int) -> int:
+        return whole(self._full(name), self.value(name), least, most)
 
     def real(self, name: str) -> float:
         return real(self._full(name), self.value(name))
 
-    def flag(self, name: str, default: Any = _REQUIRED) -> bool:
-        return flag(self._full(name), self.value(name, default))
+    def flag(self, name: str) -> bool:
+        return flag(self._full(name), self.value(name))
 
-    def text(self, name: str, default: Any = _REQUIRED) -> str:
-        return text(self._full(name), self.value(name, default))
+    def text(self, name: str) -> str:
+        return text(self._full(name), self.value(name))
 
-    def one_of(self, name: str, known: Collection[str], default: Any = _REQUIRED) -> str:
-        found = self.value(name, default)
+    def one_of(self, name: str, known: Collection[str]) -> str:
+        found = self.value(name)
         if not isinstance(found, str) or found not in known:
             raise ValueError(f"{self._full(name)} is {shown(found)}, not one of {', '.join(known)}")
         return found
@@ -136,8 +136,8 @@ class Fields:
         """A list of texts."""
         return tuple(text(f"an item of {self._full(name)}", item) for item in self.listing(name))
 
-    def mapping(self, name: str, default: Any = _REQUIRED) -> dict[str, Any]:
-        return mapping(self._full(name), self.value(name, default))
+    def mapping(self, name: str) -> dict[str, Any]:
+        return mapping(self._full(name), self.value(name))
 
     def _full(self, name: str) -> str:
         return f"{self._name}.{name}" if self._name else name

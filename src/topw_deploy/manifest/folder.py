@@ -10,14 +10,20 @@ from typing import BinaryIO
 
 from topw_deploy.errors import ManifestError
 from topw_deploy.files import NotRegularError, open_inside, open_regular, replacing, special_files
-from topw_deploy.manifest.contents import MANIFEST_NAME, Manifest
+from topw_deploy.manifest.contents import (
+    MANIFEST_NAME,
+    DecoderManifest,
+    Manifest,
+    SamplerManifest,
+    manifest_from_json,
+)
 from topw_deploy.manifest.parts import FileEntry
 
 _MOST_BYTES = 16 << 20  # a manifest is a few KB; a larger file is not one, and must not fill memory
 _ENGINES = "engines"  # checked one by one where they are used (tensorrt/find.py)
 
 
-def load_manifest(folder: str | Path) -> Manifest:
+def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
     """Read the manifest of `folder`, which may be a link to one, and check that every file it lists is there with its
     size.
 
@@ -47,13 +53,21 @@ def load_manifest(folder: str | Path) -> Manifest:
             f"{path} is larger than {_MOST_BYTES} bytes, so it is not a manifest; export the model again."
         )
     try:
-        manifest = Manifest.from_json(raw.decode("utf-8"))
+        manifest = manifest_from_json(raw.decode("utf-8"))
     except UnicodeDecodeError:
         raise ManifestError(f"{path} is not UTF-8; export the model again.") from None
     for name, entry in manifest.files.items():
         with open_listed(folder, name, entry):
             pass
     _refuse_special_files(folder)
+    return manifest
+
+
+def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
+    """Like `load_manifest`, for a decoder. Raises ManifestError for a sampler alone, too."""
+    manifest = load_manifest(folder)
+    if not isinstance(manifest, DecoderManifest):
+        raise ManifestError(f"{folder} holds a sampler without a decoder; give the folder of a whole model.")
     return manifest
 
 

@@ -77,7 +77,7 @@ def sampler(data: Fields) -> SamplerInfo:
         table_form=data.text("table_form"),
         options=_options(data.inner("options")),
         outputs=data.texts("outputs"),
-        neighbour_bound=data.flag("neighbour_bound", False),
+        neighbour_bound=data.flag("neighbour_bound"),
     )
 
 
@@ -101,7 +101,7 @@ def decoder(data: Fields) -> DecoderInfo:
     dims = tuple(whole("decoder.head_dim", n, 1, MOST_HEAD_DIM) for n in data.listing("head_dim"))
     if not len(heads) == len(dims) == layers:
         raise ValueError(f"decoder has {layers} layers but {len(heads)} head counts and {len(dims)} head sizes")
-    weights = data.mapping("weights", {})
+    weights = data.mapping("weights")
     return DecoderInfo(
         model_type=data.text("model_type"),
         kv_form=data.text("kv_form"),
@@ -111,15 +111,15 @@ def decoder(data: Fields) -> DecoderInfo:
         kv_dtype=data.text("kv_dtype"),
         context_length=data.whole("context_length", 1, MOST_TOKENS),
         left_padding=data.flag("left_padding"),
-        weights_dtype=data.text("weights_dtype", "float"),
-        attention=data.text("attention", ""),
-        right_padding=data.flag("right_padding", False),
-        ragged_chunks=data.flag("ragged_chunks", True),
-        buffer_step=data.whole("buffer_step", 0, MOST_BUFFER, 0),
-        buffer_least=data.whole("buffer_least", 0, MOST_BUFFER, 0),
-        target=data.one_of("target", TARGETS, TARGETS[0]),
+        weights_dtype=data.text("weights_dtype"),
+        attention=data.text("attention"),
+        right_padding=data.flag("right_padding"),
+        ragged_chunks=data.flag("ragged_chunks"),
+        buffer_step=data.whole("buffer_step", 0, MOST_BUFFER),
+        buffer_least=data.whole("buffer_least", 0, MOST_BUFFER),
+        target=data.one_of("target", TARGETS),
         weights={kind: whole(f"weights {kind}", count, 0, _INT64) for kind, count in weights.items()},
-        quantisation=_quantisation(data.mapping("quantisation", {})),
+        quantisation=_quantisation(data.mapping("quantisation")),
     )
 
 
@@ -178,7 +178,7 @@ def _check(index: int, data: object) -> Check:
             passed=given.flag("passed"),
             difference=given.real("difference"),
             bound=given.real("bound"),
-            detail=given.text("detail", ""),
+            detail=given.text("detail"),
         )
     except ValueError as error:
         raise ValueError(f"a check has a value of the wrong type: {error}") from None

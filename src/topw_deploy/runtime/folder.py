@@ -5,32 +5,36 @@ from __future__ import annotations
 import json
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest import MANIFEST_NAME, Manifest, load_manifest, open_listed
+from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, Manifest, load_manifest, open_listed
 
 MODEL_NAME = "model.onnx"
 
+M_co = TypeVar("M_co", bound=Manifest, covariant=True)
 
-class ModelFolder:
+
+class ModelFolder(Generic[M_co]):
     """`path` checked against its manifest. Only files listed there are opened, regular ones and not through links, so
     nothing that was slipped into the folder later is read.
 
-    Raises ManifestError when the folder is missing, unfinished, changed, or not of the wanted `kind`.
+    Raises ManifestError when the folder is missing, unfinished, changed, or not of the kind `wanted`.
     """
 
-    def __init__(self, path: str | Path, kind: str, *, unfinished: bool = False) -> None:
+    def __init__(self, path: str | Path, wanted: type[M_co], *, unfinished: bool = False) -> None:
         """unfinished: open an export that is still being verified, as only its verification may."""
         self.path = Path(path)
         if not self.path.exists():
             raise ManifestError(f"{self.path} does not exist; give the folder that topw-export wrote.")
         if not self.path.is_dir():
             raise ManifestError(f"{self.path} is a file; give the folder around it, which holds {MANIFEST_NAME}.")
-        self.manifest: Manifest = load_manifest(self.path)
-        if self.manifest.kind != kind:
-            other = "TopWSampler (a sampler-only model)" if kind == "decoder" else "TopWModel (a whole decoder)"
-            raise ManifestError(f"{self.path} holds a {self.manifest.kind!r} model; load it with {other}.")
+        manifest = load_manifest(self.path)
+        if not isinstance(manifest, wanted):
+            is_decoder = isinstance(manifest, DecoderManifest)
+            other = "TopWModel (a whole decoder)" if is_decoder else "TopWSampler (a sampler-only model)"
+            raise ManifestError(f"{self.path} holds a {manifest.kind!r} model; load it with {other}.")
+        self.manifest: M_co = manifest
         if self.manifest.verification.status == "provisional" and not unfinished:
             raise ManifestError(f"{self.path} is an export whose verification never ended; export the model again.")
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 from topw_deploy.errors import GenerationError, ParameterError, PromptError, TokenizerError
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import cache, loop
 from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.chat import load_template
@@ -106,7 +106,7 @@ class TopWModel:
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an option out of its bounds.
         """
         started = time.perf_counter()
-        folder = ModelFolder(path, "decoder")
+        folder = ModelFolder(path, DecoderManifest)
         session = open_session(
             folder,
             provider=provider,
@@ -285,9 +285,8 @@ class TopWModel:
         ).pieces()
 
 
-def _limits(manifest: Manifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:
+def _limits(manifest: DecoderManifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:
     """What the model bounds and what it was opened for."""
-    assert manifest.decoder is not None
     context = manifest.decoder.context_length
     _check_size("max_length", max_length)
     _check_size("max_batch", max_batch)

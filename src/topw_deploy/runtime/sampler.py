@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from topw_deploy.errors import GenerationError, ParameterError
+from topw_deploy.manifest import SamplerManifest
 from topw_deploy.runtime.draws import SEED_BITS, uniforms
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.parameters import show
@@ -77,7 +78,7 @@ class TopWSampler:
         sampler: str = "auto",
     ) -> TopWSampler:
         """Open a sampler-only folder; options as for `TopWModel`. Raises ManifestError, ProviderError."""
-        folder = ModelFolder(path, "sampler")
+        folder = ModelFolder(path, SamplerManifest)
         session = GraphSession(
             folder,
             provider=provider,

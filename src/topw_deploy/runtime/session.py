@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 from topw_deploy.errors import GenerationError, ManifestError, ParameterError, ProviderError
-from topw_deploy.manifest import TensorSpec
+from topw_deploy.manifest import DecoderManifest, TensorSpec
 from topw_deploy.runtime import lookups, native, older, placement, providers
 from topw_deploy.runtime.binding import Binding
 from topw_deploy.runtime.device_binding import DeviceBinding, Lanes
@@ -214,9 +214,10 @@ def _wants_graphs(folder: ModelFolder, provider: str, provider_options: Mapping[
     """Whether steps are to be captured into CUDA graphs. Raises ParameterError where they cannot be."""
     if provider != providers.CUDA or not _asks_for_graphs(provider_options):
         return False
-    decoder = folder.manifest.decoder
-    if decoder is None or decoder.kv_form != "static":
-        what = "a sampler alone" if decoder is None else f"a cache of the form {decoder.kv_form!r}"
+    manifest = folder.manifest
+    form = manifest.decoder.kv_form if isinstance(manifest, DecoderManifest) else None
+    if form != "static":
+        what = "a sampler alone" if form is None else f"a cache of the form {form!r}"
         raise ParameterError(
             f"enable_cuda_graph needs steps of one shape, and {folder.path} has {what}; leave it out, or export a "
             "model with --kv static."

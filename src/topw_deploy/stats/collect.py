@@ -24,7 +24,7 @@ from topw_deploy.export.progress import Bar, Progress, no_bar
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.write.weights import MODEL_FILE
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import Edits
@@ -91,7 +91,6 @@ def collect(
                 written.append(_generate(model, ids, batches, parameters, advance))
         manifest, tokenizer = model.manifest, model.tokenizer
     progress("Looking at every step")
-    assert manifest.decoder is not None
     probe, lens = LogitsProbe(folder, manifest.decoder), lens_of(folder, manifest)
     total = sum(len(one.result.token_ids) for run in written for one in run)
     runs = []
@@ -103,7 +102,7 @@ def collect(
     return Collected(runs, {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(moved)})
 
 
-def lens_of(folder: Path, manifest: Manifest) -> Lens:
+def lens_of(folder: Path, manifest: DecoderManifest) -> Lens:
     """What the steps of the exported model are looked at with: the node's own table, statistics and bound."""
     sampler = manifest.sampler
     if sampler.options.metric == "uniform" or sampler.hidden_size is None:
@@ -126,7 +125,6 @@ def _stored(value: ir.Value | None) -> NDArray[np.float32]:
 
 def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
     """The prompt's tokens as `generate` makes them; PromptError naming its place if there are too many."""
-    assert model.manifest.decoder is not None
     most = model.manifest.decoder.context_length
     check_text(prompt.text, model.tokenizer, Limits(most, model.manifest.sampler.vocab_size), prompt.where)
     ids = model.tokenizer.encode(prompt.text)
@@ -145,7 +143,6 @@ def _generate(
     parameters: Mapping[str, Any],
     advance: Callable[[int], object],
 ) -> list[Generated]:
-    assert model.manifest.decoder is not None
     limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
     geometry = model.manifest.sampler.geometry
     requests = resolve(ids, parameters, model.defaults, model.manifest.defaults, limits, geometry=geometry)

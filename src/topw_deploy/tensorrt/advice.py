@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import DecoderManifest, Manifest
 
 
 class Sorted(Protocol):
@@ -26,7 +26,7 @@ def next_step(
 ) -> str:
     """passed, needs_plugin: as the report says. nodes: its verdicts."""
     if target == "onnxruntime":
-        if passed and manifest.decoder is None:
+        if passed and not isinstance(manifest, DecoderManifest):
             return "open the folder with topw_deploy.runtime.TopWSampler, or give model.onnx to onnxruntime"
         return f"topw generate {_quoted(out)} PROMPT" if passed else "export the model again for onnxruntime"
     refused = {node.operator for node in nodes if node.verdict == "unsupported"}
@@ -36,7 +36,7 @@ def next_step(
         return "install a newer TensorRT, or run the folder with onnxruntime"
     if needs_plugin:
         return "topw plugins build --cuda (for Python) or --tensorrt-root DIR (for C++): the function cannot stand in"
-    if manifest.decoder is None:
+    if not isinstance(manifest, DecoderManifest):
         return "give model.onnx to TensorRT's parser, for a profile of your batches and edits"
     if manifest.decoder.kv_form != "static" or manifest.decoder.target != "tensorrt":
         return (
@@ -48,7 +48,7 @@ def next_step(
 
 
 def _export_again(refused: set[str], manifest: Manifest) -> str:
-    if manifest.decoder is None:
+    if not isinstance(manifest, DecoderManifest):
         return f"export the sampler again with --tail portable or static, and --top-m at most 3840 ({_told(refused)})"
     if manifest.source.get("route") == "graft":
         return (

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from topw_deploy.errors import EngineError
 from topw_deploy.files import replacing
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.tensorrt import library, network, plugin
 from topw_deploy.tensorrt.find import Machine, misplaced, this_machine
 from topw_deploy.tensorrt.profiles import Profile
@@ -83,7 +83,7 @@ class _Job:
 
     trt: Any
     request: EngineRequest
-    manifest: Manifest
+    manifest: DecoderManifest
     profiles: tuple[Profile, ...]
     cache_length: int
     machine: Machine
@@ -126,7 +126,7 @@ def _write(job: _Job, bar: Bar) -> tuple[Path, EngineStamp]:
 def serialize(
     trt: Any,
     request: EngineRequest,
-    manifest: Manifest,
+    manifest: DecoderManifest,
     profiles: tuple[Profile, ...],
     sink: Callable[[bytes | memoryview], object],
     bar: Bar = no_bar,

@@ -8,7 +8,7 @@ from typing import Any
 
 from topw_deploy.errors import EngineError
 from topw_deploy.files import open_regular
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.plugins.tensorrt.module import version_of
 from topw_deploy.tensorrt import library
 from topw_deploy.tensorrt.profiles import Profile
@@ -45,7 +45,9 @@ def parse(trt: Any, logger: Any, builder: Any, model: Path, *, fp16: bool) -> An
     )
 
 
-def configure(trt: Any, builder: Any, request: EngineRequest, manifest: Manifest, profiles: Sequence[Profile]) -> Any:
+def configure(
+    trt: Any, builder: Any, request: EngineRequest, manifest: DecoderManifest, profiles: Sequence[Profile]
+) -> Any:
     """The builder's configuration: types, memory, timings and profiles as the request says."""
     config = builder.create_builder_config()
     # TensorRT would round the factors of float32 products to 10 bits; the graph was verified without that.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import EngineError, ParameterError
-from topw_deploy.manifest import DecoderInfo, Manifest, load_manifest
+from topw_deploy.manifest import DecoderInfo, DecoderManifest, load_manifest
 from topw_deploy.tensorrt.profiles import KINDS, Profile, profiles
 
 DEFAULT_SEQUENCE = 1024  # new tokens of a row in one run: longer pieces take more memory and are no faster
@@ -67,17 +67,17 @@ class EngineRequest:
         )
 
 
-def exported(out: Path) -> tuple[Manifest, DecoderInfo, int]:
+def exported(out: Path) -> tuple[DecoderManifest, DecoderInfo, int]:
     """The manifest of `out`, its decoder, and the cache's length in tokens. Raises ManifestError for no whole export,
     EngineError for one that no engine can be built of."""
     manifest = load_manifest(out)
-    decoder = manifest.decoder
     if manifest.verification.status == "provisional":
         raise EngineError(f"{out} is an export whose verification never ended; export the model again.")
-    if decoder is None:
+    if not isinstance(manifest, DecoderManifest):
         raise EngineError(
             f"{out} holds a sampler alone, which trtexec and other programs build; this command builds decoders."
         )
+    decoder = manifest.decoder
     if decoder.target != "tensorrt" or decoder.kv_form != "static" or not decoder.ragged_chunks:
         raise EngineError(
             f"{out} was exported for {decoder.target} with a {decoder.kv_form} cache; export with --target tensorrt "

@@ -20,7 +20,7 @@ from topw_deploy.bench.process import Worker
 from topw_deploy.bench.progress import Progress, Tick, no_progress
 from topw_deploy.bench.timing import interleave
 from topw_deploy.errors import ManifestError, ParameterError
-from topw_deploy.manifest import Manifest, load_manifest
+from topw_deploy.manifest import DecoderManifest, Manifest, load_manifest
 from topw_deploy.reports import counted
 
 _WARMUP = 1
@@ -81,7 +81,7 @@ def _workers(chosen: Sequence[Side], threads: int, progress: Progress) -> Iterat
 
 def _prompt(settings: DecodeSettings, manifest: Manifest) -> list[int]:
     """Random ids that every side takes."""
-    if manifest.decoder is None:
+    if not isinstance(manifest, DecoderManifest):
         raise ManifestError(f"{settings.folder} is a sampler without a decoder; use `topw bench sampler` for it.")
     needed = settings.prompt_tokens + settings.new_tokens
     if needed > manifest.decoder.context_length:

@@ -39,10 +39,9 @@ def argmax(settings: dict[str, Any]) -> Run:
     import onnxruntime as ort
 
     from topw_deploy.bench.decode.argmax import ArgMaxLoop
-    from topw_deploy.manifest import load_manifest
+    from topw_deploy.manifest import load_decoder_manifest
 
-    decoder = load_manifest(settings["folder"]).decoder
-    assert decoder is not None  # the run has looked
+    decoder = load_decoder_manifest(settings["folder"]).decoder
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings["threads"]
     options.log_severity_level = 3

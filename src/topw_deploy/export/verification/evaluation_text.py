@@ -10,7 +10,7 @@ import numpy as np
 
 from topw_deploy.errors import TokenizerError
 from topw_deploy.export.verification.quantised_checks import Text
-from topw_deploy.manifest import Manifest, open_listed
+from topw_deploy.manifest import DecoderManifest, Manifest, open_listed
 
 _COLUMNS = 256  # tokens in a row
 _MOST, _FEWEST = 8192, 1024  # tokens of text
@@ -38,10 +38,8 @@ step is zero or negative.
 """
 
 
-def evaluation_text(folder: Path, manifest: Manifest, parameters: int) -> Text | None:
+def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) -> Text | None:
     """Rows for the export in `folder` of a model with so many parameters; None if its tokenizer cannot be read here."""
-    if manifest.decoder is None:
-        return None
     is_demo = manifest.source.get("id") == "demo"
     text, name = (_held_out(), "the demo's held-out text") if is_demo else _general()
     found = _encoding(folder, manifest, text)

@@ -18,19 +18,18 @@ import onnx_ir as ir
 
 from topw_deploy.errors import VerificationError
 from topw_deploy.export.write.weights import MODEL_FILE
-from topw_deploy.manifest import Manifest, describe_files, save_manifest
+from topw_deploy.manifest import DecoderManifest, describe_files, save_manifest
 
 _FLOAT32 = 1  # accuracy_level
 
 
 @contextlib.contextmanager
-def exact_products(folder: Path, manifest: Manifest) -> Iterator[Path]:
+def exact_products(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
     """A folder like `folder` whose MatMulNBits nodes compute in float32; `folder` itself where they do already.
 
     Its data files are second names of the export's, or copies where there can be none.
     Raises VerificationError if it cannot be made beside `folder`.
     """
-    assert manifest.decoder is not None
     if manifest.decoder.quantisation.get("accuracy_level", 0) in (0, _FLOAT32):
         yield folder
         return

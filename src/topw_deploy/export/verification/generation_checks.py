@@ -13,7 +13,7 @@ import numpy as np
 
 from topw_deploy.export.verification.decoder_checks import BOUNDS
 from topw_deploy.export.verification.reference import Reference
-from topw_deploy.manifest import Check, Manifest
+from topw_deploy.manifest import Check, DecoderManifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.session import GraphSession
@@ -41,11 +41,11 @@ _NO_EDITS = {
 
 
 def generation_checks(
-    folder: Path, manifest: Manifest, reference: Reference, geometry: Geometry, prompt: np.ndarray
+    folder: Path, manifest: DecoderManifest, reference: Reference, geometry: Geometry, prompt: np.ndarray
 ) -> Iterator[Check]:
     """Same prompt, same seed, token by token. Where the decoders' own rounding may turn a draw (their difference is
     bounded by the decoder checks), the comparison ends there and says so."""
-    opened = ModelFolder(folder, "decoder", unfinished=True)
+    opened = ModelFolder(folder, DecoderManifest, unfinished=True)
     with TopWModel(opened, GraphSession(opened, provider="cpu", sampler="graph"), 0.0) as model:
         for name, setting in _SETTINGS:
             parameters = TopWParameters(**{**asdict(manifest.defaults), **setting})
@@ -60,14 +60,13 @@ def generation_checks(
 
 def _compare(
     tokens: list[int],
-    manifest: Manifest,
+    manifest: DecoderManifest,
     reference: Reference,
     geometry: Geometry,
     prompt: np.ndarray,
     parameters: TopWParameters,
 ) -> tuple[int, str]:
     """How many tokens agree, and why the comparison ended early where it may (else "")."""
-    assert manifest.decoder is not None
     error = BOUNDS[manifest.decoder.kv_dtype]
     sequence = list(prompt)
     for count, token in enumerate(tokens):

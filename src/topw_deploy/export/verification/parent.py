@@ -17,7 +17,7 @@ from topw_deploy.export.progress import Progress
 from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.source.resolve import Source, resolve
 from topw_deploy.export.verification.names import LEFT_PADDED, RIGHT_PADDED
-from topw_deploy.manifest import Check, Manifest, Verification
+from topw_deploy.manifest import Check, DecoderManifest, Manifest, Verification
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def recheck(
 
     Nothing is downloaded: a hub model is used if it lies in the cache. A sampler-only folder has no decoder to compare.
     """
-    if manifest.decoder is None:
+    if not isinstance(manifest, DecoderManifest):
         reason = "this is a sampler-only model"
         return VerifyOutcome((), (("decoder logits", reason), ("generation", reason)))
     task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code, "native": True}

@@ -15,7 +15,7 @@ import numpy as np
 
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.verification.reference import Reference
-from topw_deploy.manifest import Check, Manifest
+from topw_deploy.manifest import Check, DecoderManifest
 from topw_deploy.sampling import Geometry, sample_row, uniform_for
 
 # Nats per token that the text may become less probable by. Five times what the worst choice of options costs the
@@ -63,13 +63,16 @@ class Loss:
 
 
 def quantised_checks(
-    probe: LogitsProbe, reference: Reference, text: Text, manifest: Manifest, geometries: tuple[Geometry, Geometry]
+    probe: LogitsProbe,
+    reference: Reference,
+    text: Text,
+    manifest: DecoderManifest,
+    geometries: tuple[Geometry, Geometry],
 ) -> Iterator[Check]:
     """Perplexity, kept sets and drawn tokens of `probe`, the graph as shipped, beside the float32 model `reference`.
 
     geometries: over the graph's table, over the float model's.
     """
-    assert manifest.decoder is not None
     counted = text.rows.shape[1] - 1
     places = {divmod(int(place), counted) for place in np.linspace(0, len(text.rows) * counted - 1, _CROPS)}
     exact, quantised, agreements = [], [], []
@@ -95,9 +98,8 @@ def quantised_checks(
         yield Check(f"{what} unlike float32's", True, share, 1.0, detail)
 
 
-def perplexity_check(loss: Loss, manifest: Manifest, text: Text) -> Check:
+def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check:
     """Whether the text became less probable by more than the bound, beyond chance."""
-    assert manifest.decoder is not None
     trained = loss.exact < math.log(manifest.sampler.vocab_size)
     bound = PERPLEXITY_BOUNDS[manifest.decoder.weights_dtype] if trained else UNTRAINED_BOUND
     tokens = len(text.rows) * (text.rows.shape[1] - max(1, text.prefix))
@@ -134,7 +136,11 @@ def _losses(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _agreement(
-    logits: np.ndarray, float_logits: np.ndarray, place: int, manifest: Manifest, geometries: tuple[Geometry, Geometry]
+    logits: np.ndarray,
+    float_logits: np.ndarray,
+    place: int,
+    manifest: DecoderManifest,
+    geometries: tuple[Geometry, Geometry],
 ) -> tuple[bool, bool]:
     uniform = uniform_for(_SEED, place)
     rows = [

@@ -28,7 +28,7 @@ from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
 from topw_deploy.export.verification.quantised_checks import quantised_checks
 from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
 from topw_deploy.export.verification.sampler_checks import graph_geometry, sampler_checks
-from topw_deploy.manifest import Check, Manifest, load_manifest, open_listed
+from topw_deploy.manifest import Check, DecoderManifest, load_decoder_manifest, open_listed
 from topw_deploy.runtime.native import operator_library
 from topw_deploy.sampling import Geometry
 
@@ -57,8 +57,7 @@ def main(argument: str) -> int:
 def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
     """All checks that can be made here of the folder that `task` names (see parent.py for its keys)."""
     folder = Path(task["folder"])
-    manifest = load_manifest(folder)
-    assert manifest.decoder is not None
+    manifest = load_decoder_manifest(folder)
     reference = _reference(task, manifest)
     if manifest.decoder.quantisation and isinstance(reference, TorchReference):
         yield from _cost_of_quantisation(task, folder, manifest, reference)
@@ -67,7 +66,7 @@ def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
 
 
 def _checks(
-    task: dict[str, Any], folder: Path, manifest: Manifest, reference: Reference | None
+    task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: Reference | None
 ) -> Iterator[Check | dict[str, str]]:
     """The graph in `folder` against `reference`."""
     decoder = manifest.decoder
@@ -102,7 +101,7 @@ def _checks(
 
 
 def _cost_of_quantisation(
-    task: dict[str, Any], folder: Path, manifest: Manifest, reference: TorchReference
+    task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: TorchReference
 ) -> Iterator[Check | dict[str, str]]:
     """The graph as shipped beside the float model; then the weights of `reference` become those of the graph."""
     from topw_deploy.export.verification.dequantised import dequantise_model
@@ -116,10 +115,8 @@ def _cost_of_quantisation(
             graph_geometry(folder, sampler.options, sampler.vocab_size),
             reference.geometry(sampler.options.metric, sampler.vocab_size),
         )
-        assert manifest.decoder is not None
         probe = LogitsProbe(folder, manifest.decoder)
         yield from quantised_checks(probe, reference, text, manifest, geometries)
-    assert manifest.decoder is not None
     packed = PackedCheckpoint.of(Path(task["checkpoint"]))
     rows = PackedRows(packed) if packed is not None else None
     dequantise_model(reference.model, folder, Quantisation.from_dict(manifest.decoder.quantisation), rows)
@@ -127,7 +124,7 @@ def _cost_of_quantisation(
 
 
 def _native(
-    folder: Path, manifest: Manifest, geometry: Geometry, logits: np.ndarray
+    folder: Path, manifest: DecoderManifest, geometry: Geometry, logits: np.ndarray
 ) -> Iterator[Check | dict[str, str]]:
     """The same checks of this machine's native sampler on the file's node. It belongs to the installation and not to
     the file: `topw verify` asks for it, an export does not, and no manifest tells of it."""
@@ -139,8 +136,7 @@ def _native(
     yield from sampler_checks(probe, manifest.sampler, manifest.defaults, geometry, logits, "native sampler")
 
 
-def _reference(task: dict[str, Any], manifest: Manifest) -> Reference | None:
-    assert manifest.decoder is not None
+def _reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | None:
     if task.get("onnx"):
         return MakersReference(Path(task["onnx"]), manifest.decoder)
     if task.get("checkpoint"):
@@ -151,12 +147,11 @@ def _reference(task: dict[str, Any], manifest: Manifest) -> Reference | None:
     return None
 
 
-def _sequences(folder: Path, manifest: Manifest) -> list[np.ndarray]:
+def _sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]:
     """Four sequences of very different lengths, longest first: text where the tokenizer gives it, then any ids.
 
     The longest goes past the sliding window, where there is one of a testable size.
     """
-    assert manifest.decoder is not None
     longest = _LONGEST
     window = _window(folder, manifest)
     if window is not None and window <= _LONGEST_WINDOW:
@@ -174,7 +169,7 @@ def _sequences(folder: Path, manifest: Manifest) -> list[np.ndarray]:
     )
 
 
-def _window(folder: Path, manifest: Manifest) -> int | None:
+def _window(folder: Path, manifest: DecoderManifest) -> int | None:
     try:
         with open_listed(folder, "config.json", manifest.files["config.json"]) as stream:
             window = text_part(json.loads(stream.read().decode("utf-8"))).get("sliding_window")
@@ -183,7 +178,7 @@ def _window(folder: Path, manifest: Manifest) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def _text_ids(folder: Path, manifest: Manifest) -> np.ndarray:
+def _text_ids(folder: Path, manifest: DecoderManifest) -> np.ndarray:
     vocab = manifest.sampler.vocab_size
     ids = encoded(folder, manifest, _TEXT)
     return np.asarray([token for token in ids or () if token < vocab], dtype=np.int64)

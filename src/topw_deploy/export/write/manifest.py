@@ -11,12 +11,19 @@ from topw_deploy.export.request import ExportReport, ExportRequest
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.write.libraries import library_versions
 from topw_deploy.export.write.weights import weight_bytes
-from topw_deploy.manifest import Manifest, SamplerInfo, TensorSpec, Verification, describe_files
+from topw_deploy.manifest import (
+    DecoderManifest,
+    SamplerInfo,
+    TensorSpec,
+    Verification,
+    describe_files,
+    manifest_from_json,
+)
 
 
 def manifest_of(
     built: Built, request: ExportRequest, source: Source, folder: Path, known: dict[str, str] | None = None
-) -> Manifest:
+) -> DecoderManifest:
     """The manifest of what lies in `folder`, its verification still to come. known: SHA-256 by name, of files whose
     hash was taken as they were written.
 
@@ -25,8 +32,7 @@ def manifest_of(
     decoder, spec = built.decoder, built.spec
     graph = decoder.model.graph
     inputs, outputs = tensor_specs(graph.inputs), tensor_specs(graph.outputs)
-    manifest = Manifest(
-        kind="decoder",
+    manifest = DecoderManifest(
         source={"id": source.id, "revision": source.revision, "route": source.route},
         libraries=library_versions(),
         opset={str(domain): int(version) for domain, version in decoder.model.opset_imports.items()},
@@ -47,7 +53,7 @@ def manifest_of(
         files=describe_files(folder, [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()], known),
     )
     try:
-        Manifest.from_json(manifest.to_json())
+        manifest_from_json(manifest.to_json())
     except ManifestError as error:
         raise UnsupportedModelError(
             f"the export of {source.id} would not load ({str(error).partition(';')[0]}); correct the model's "

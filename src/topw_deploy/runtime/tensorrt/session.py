@@ -10,7 +10,7 @@ from typing import Any
 
 from topw_deploy.errors import EngineError, GenerationError, ManifestError
 from topw_deploy.files import open_regular
-from topw_deploy.manifest import Manifest
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime.face import Sampler
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.placement import CpuNode
@@ -134,7 +134,7 @@ class EngineSession:
         return Lane(self._trt, self._engine, self.cuda, self._logger)
 
 
-def _check_manifest(manifest: Manifest) -> None:
+def _check_manifest(manifest: DecoderManifest) -> None:
     """Raises ManifestError for a manifest that buffers and slots cannot be taken from."""
     slots = [spec.shape for spec in manifest.inputs if spec.name == "edit_ids"]
     if not slots or len(slots[0]) != 2:
