@@ -23,6 +23,7 @@ ALLOWED = {
     "files": set(),
     "progress": set(),
     "dtypes": set(),
+    "memory": set(),
     "telemetry": set(),
     "printable": set(),
     "plain_text": {"errors"},
@@ -36,7 +37,7 @@ ALLOWED = {
     "runtime": BASE | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
     "processors": {"errors", "sampling"},
     "demo": {"errors"},
-    "export": BASE | {"install", "sizes", "runtime", "demo"},
+    "export": BASE | {"memory", "install", "sizes", "runtime", "demo"},
     "stats": BASE | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
     "bench": BASE | {"install", "printable", "reports", "plugins", "runtime", "export", "processors"},
     "cli": BASE

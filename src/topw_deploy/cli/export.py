@@ -21,7 +21,7 @@ from topw_deploy.cli.options import (
     quantisation_options,
     tail_option,
 )
-from topw_deploy.cli.progress import bar, phase
+from topw_deploy.cli.progress import progress
 from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
@@ -106,25 +106,15 @@ def command(
     # Imported late: --help and usage errors must not wait for torch.
     install.require("exporting", "export")
     from topw_deploy.export.pipeline import export_model
-    from topw_deploy.export.request import DTYPE_ALIASES, ExportRequest, with_preset
+    from topw_deploy.export.request import DTYPE_ALIASES, export_request, with_preset
 
-    as_json, quiet = values.pop("as_json"), values.pop("quiet")
+    as_json, quiet, verify = values.pop("as_json"), values.pop("quiet"), not values.pop("no_verify")
+    values["dtype"] = DTYPE_ALIASES.get(values["dtype"], values["dtype"])
+    parameters, baked = given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
+    defaults, options = with_preset(values.pop("preset"), parameters, baked)
     try:
-        defaults, options = with_preset(
-            values.pop("preset"), given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
-        )
-        dtype = values.pop("dtype")
-        rest = {name: value for name, value in values.items() if name not in (*PARAMETER_NAMES, *OPTION_NAMES)}
-        request = ExportRequest(
-            model=model,
-            output=out,
-            dtype=DTYPE_ALIASES.get(dtype, dtype),
-            options=options,
-            defaults=defaults,
-            verify=not rest.pop("no_verify"),
-            **rest,
-        )
-        report = export_model(request, *(() if quiet else (phase, bar)))
+        request = export_request(model=model, output=out, options=options, defaults=defaults, verify=verify, **values)
+        report = export_model(request, progress(quiet))
     except KeyboardInterrupt:
         if values["resume"]:
             tell(f"What is finished stays beside {out}; the same command goes on from there.")

@@ -19,7 +19,7 @@ from topw_deploy.cli.options import (
     parameter_options,
     tail_option,
 )
-from topw_deploy.cli.progress import bar, phase
+from topw_deploy.cli.progress import progress
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
@@ -59,20 +59,21 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
     # Imported late: --help and usage errors must not wait for onnx.
     install.require("exporting", "export")
     from topw_deploy.export.request import DEFAULT_OPSET, with_preset
-    from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+    from topw_deploy.export.sampler_only import export_sampler, sampler_request
 
-    defaults, options = with_preset(values.pop("preset"), given(values, PARAMETER_NAMES), given(values, OPTION_NAMES))
-    rest = {name: value for name, value in values.items() if name not in (*PARAMETER_NAMES, *OPTION_NAMES)}
-    request = SamplerRequest(
+    parameters, baked = given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
+    defaults, options = with_preset(values.pop("preset"), parameters, baked)
+    opset, verify = values.pop("opset") or DEFAULT_OPSET, not values.pop("no_verify")
+    request = sampler_request(
         output=out,
         model=model,
         options=options,
         defaults=defaults,
-        opset=rest.pop("opset") or DEFAULT_OPSET,
-        verify=not rest.pop("no_verify"),
-        **rest,
+        opset=opset,
+        verify=verify,
+        **values,
     )
-    report = export_sampler(request, *(() if quiet else (phase, bar)))
+    report = export_sampler(request, progress(quiet))
     for notice in report.notices:
         tell(f"Note: {notice}.")
     if as_json:

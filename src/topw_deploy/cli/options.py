@@ -191,5 +191,6 @@ def check_order(folder: Path, others: Iterable[str]) -> None:
 
 
 def given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of `names` that the user gave."""
-    return {name: values[name] for name in names if values.get(name) is not None}
+    """Remove `names` from `values`; returns those that the user gave."""
+    removed = {name: values.pop(name, None) for name in names}
+    return {name: value for name, value in removed.items() if value is not None}
