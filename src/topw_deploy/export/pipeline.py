@@ -15,20 +15,20 @@ from topw_deploy.export.graft.embedding_node import find_embedding
 from topw_deploy.export.graft.neighbour_bound import measure_for
 from topw_deploy.export.graft.sampler_node import graft
 from topw_deploy.export.job import Job
-from topw_deploy.export.plan import brought_files, plan_of
+from topw_deploy.export.plan import onnx_data_files, plan_of
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.request import ExportReport, ExportRequest
 from topw_deploy.export.resume.finished import FinishedStages, stamp_of_source
 from topw_deploy.export.resume.journal import Journal
-from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.source.packed import PackedCheckpoint
 from topw_deploy.export.source.resolve import Source, refuse_special_files, resolve
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.verification.first_layers import layers_to_verify, verification_bytes
-from topw_deploy.export.write.configuration import bring_genai_configuration, write_configuration
+from topw_deploy.export.write.configuration import copy_genai_configuration, write_configuration
 from topw_deploy.export.write.manifest import decoder_manifest, decoder_report, sizes_in
-from topw_deploy.export.write.staging import StagedFolder, bring, check_free, require_space
-from topw_deploy.export.write.tokenizer_files import bring_tokenizer, check_tokenizer
+from topw_deploy.export.write.staging import StagedFolder, check_free, copy_file, require_space
+from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
 from topw_deploy.export.write.weights import bytes_by_type, tidy, write_model
 from topw_deploy.manifest import DecoderManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
@@ -50,7 +50,7 @@ def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportR
     with StagedFolder(
         request.output, overwrite=request.overwrite, keep_failed=request.keep_failed, resume=request.resume
     ) as staged:
-        finished = FinishedStages(Journal(staged.workshop, progress.say), request, stamp_of_source(source))
+        finished = FinishedStages(Journal(staged.workspace, progress.say), request, stamp_of_source(source))
         job = Job(request, source, finished, progress, started=started)
         decoder, manifest = _make(job, staged.path)
         decoder, verification = _verify(job, decoder, manifest, staged)
@@ -155,19 +155,19 @@ def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple
     log = finished.data_log()
     progress.say(f"Writing {decimal_size(sum(plan.files.values()))}")
     with progress.bar(plan.data, "B") as advance:
-        _bring_data(job, decoder, folder, advance)
+        _copy_data(job, decoder, folder, advance)
         try:
             write_model(decoder.model, folder, advance, plan.slots, log)
         except (MemoryError, ValueError) as error:
             raise ExportError(f"the graph cannot be written ({error}); report this model.") from error
-    progress.say("Bringing tokenizer and configuration")
+    progress.say("Copying tokenizer and configuration")
     tokenizer = job.tokenizer_folder
     remote_code = request.hub.trust_remote_code
     notices = finished.tokenizer_files(
-        tokenizer, folder, partial(bring_tokenizer, tokenizer, folder, trust_remote_code=remote_code)
+        tokenizer, folder, partial(write_tokenizer, tokenizer, folder, trust_remote_code=remote_code)
     )
     write_configuration(job.source, tokenizer, folder, request.graph.num_hidden_layers)
-    notices = [*notices, *bring_genai_configuration(job.source, folder, request.sampler.with_logits)]
+    notices = [*notices, *copy_genai_configuration(job.source, folder, request.sampler.with_logits)]
     info = replace(decoder.info, weights=bytes_by_type(decoder.model))
     decoder = replace(decoder, info=info).noting(*notices)
     manifest = decoder_manifest(job, decoder, sampler, folder, log.hashes)
@@ -175,12 +175,12 @@ def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple
     return decoder, manifest
 
 
-def _bring_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int], object]) -> None:
+def _copy_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int], object]) -> None:
     """Copy or hard-link the data files of an ONNX decoder."""
     hard_link = job.request.weights.hard_link
-    for location, path in brought_files(job, decoder).items():
+    for location, path in onnx_data_files(job, decoder).items():
         target = folder / location
-        copy = partial(bring, path, target, hard_link=hard_link, progress=advance)
+        copy = partial(copy_file, path, target, hard_link=hard_link, progress=advance)
         if not job.finished.copied(path, target, copy, hard_link):
             advance(target.stat().st_size)
 
@@ -203,7 +203,7 @@ def _verify(
                 f"{decimal_size(verification_bytes(decoder))}: the first {layers} were exported alone and verified"
             )
             job.progress.say(f"Verifying the first {layers} layers")
-            verify = partial(_verify_first_layers, job, layers, staged.workshop / "first-layers")
+            verify = partial(_verify_first_layers, job, layers, staged.workspace / "first-layers")
         verification, may_pad = job.finished.verified(manifest, verify)
     info = decoder.info
     if (info.left_padding or info.right_padding) and not may_pad:

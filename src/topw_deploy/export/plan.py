@@ -54,7 +54,7 @@ def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
     slots = data_slots(decoder.model, job.request.weights.shard_bytes)
     files = written_sizes(decoder.model, slots)
     shared = 0
-    for location, path in brought_files(job, decoder).items():
+    for location, path in onnx_data_files(job, decoder).items():
         files[location] = path.resolve().stat().st_size
         if job.request.weights.hard_link and linkable(path, _existing(folder)):
             shared += files[location]
@@ -69,7 +69,7 @@ def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
     return Plan(files, shared, beside, slots, memory)
 
 
-def brought_files(job: Job, decoder: Decoder) -> dict[str, Path]:
+def onnx_data_files(job: Job, decoder: Decoder) -> dict[str, Path]:
     """The data files of an ONNX decoder: location in its graph -> path."""
     if job.source.onnx is None:
         return {}

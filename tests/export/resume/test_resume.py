@@ -176,7 +176,7 @@ def test_a_large_file_that_is_written_to_gets_another_stamp(tmp_path: Path) -> N
 def test_the_folder_of_a_living_export_is_left_alone(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom topw_deploy.export.write.staging import StagedFolder\n"
-        f"with StagedFolder(Path({str(tmp_path / 'out')!r})) as staged:\n    print(staged.workshop, flush=True)\n"
+        f"with StagedFolder(Path({str(tmp_path / 'out')!r})) as staged:\n    print(staged.workspace, flush=True)\n"
         "    sys.stdin.read()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -184,7 +184,7 @@ def test_the_folder_of_a_living_export_is_left_alone(tmp_path: Path) -> None:
     living = Path(process.stdout.readline().strip())
     for resume in (False, True):
         with StagedFolder(tmp_path / "out", resume=resume) as staged:
-            assert staged.workshop != living
+            assert staged.workspace != living
     assert living.is_dir()
     process.communicate("")
     assert not living.exists()
@@ -202,7 +202,7 @@ def test_an_interruption_leaves_the_work_only_where_it_may_be_gone_on_with(
         assert "disk is full" in str(caught.value)
         assert "--resume" in str(caught.value)
     with StagedFolder(tmp_path / "out", resume=True) as staged:
-        assert [path.name for path in tmp_path.iterdir()] == [staged.workshop.name]
+        assert [path.name for path in tmp_path.iterdir()] == [staged.workspace.name]
 
 
 def test_a_disk_that_fills_up_midway_is_gone_on_with_after_making_room(
@@ -291,9 +291,9 @@ def test_going_on_with_another_model_writes_into_no_file_that_is_hard_linked(mod
     decoder = onnx.load(source / "model.onnx")
     onnx.save(decoder, source / "model.onnx", save_as_external_data=True, location=data_files.DATA_FILE)
     before = contents(source)
-    interrupted(source, tmp_path / "out", "Bringing", hard_link=True)
+    interrupted(source, tmp_path / "out", "Copying tokenizer", hard_link=True)
     assert (source / data_files.DATA_FILE).stat().st_nlink == 2
-    interrupted(model, tmp_path / "out", "Bringing")
+    interrupted(model, tmp_path / "out", "Copying tokenizer")
     assert (source / data_files.DATA_FILE).stat().st_nlink == 1
     assert contents(source) == before
 
@@ -312,7 +312,7 @@ def test_a_table_that_changed_in_a_folder_below_is_measured_anew(tmp_path: Path)
 
 
 def test_a_hard_link_is_no_copy(foreign_decoder: Path, tmp_path: Path) -> None:
-    interrupted(foreign_decoder, tmp_path / "out", "Bringing", hard_link=True)
+    interrupted(foreign_decoder, tmp_path / "out", "Copying tokenizer", hard_link=True)
     export(foreign_decoder, tmp_path / "out", resume=True)
     assert (tmp_path / "out" / "model.onnx.data").stat().st_nlink == 1
 

@@ -15,7 +15,7 @@ import pytest
 
 from topw_deploy.errors import ExportError
 from topw_deploy.export.write import staging as folder_module
-from topw_deploy.export.write.staging import StagedFolder, bring, check_free, require_space
+from topw_deploy.export.write.staging import StagedFolder, check_free, copy_file, require_space
 from topw_deploy.manifest import MANIFEST_NAME
 
 
@@ -136,7 +136,7 @@ def test_data_files_are_copied_whole_and_links_followed(
     (tmp_path / "blob").write_bytes(bytes(range(256)) * 1000)
     (tmp_path / "link").symlink_to(tmp_path / "blob")
     parts: list[int] = []
-    bring(tmp_path / "link", tmp_path / "sub" / "copy", progress=parts.append)
+    copy_file(tmp_path / "link", tmp_path / "sub" / "copy", progress=parts.append)
     copy = tmp_path / "sub" / "copy"
     assert copy.read_bytes() == (tmp_path / "blob").read_bytes()
     assert not copy.is_symlink()
@@ -148,14 +148,14 @@ def test_a_hard_link_is_made_on_request_and_a_copy_where_it_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "blob").write_bytes(b"weights")
-    bring(tmp_path / "blob", tmp_path / "linked", hard_link=True)
+    copy_file(tmp_path / "blob", tmp_path / "linked", hard_link=True)
     assert (tmp_path / "linked").stat().st_ino == (tmp_path / "blob").stat().st_ino
 
     def refuse(*_arguments: object) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    bring(tmp_path / "blob", tmp_path / "copied", hard_link=True)
+    copy_file(tmp_path / "blob", tmp_path / "copied", hard_link=True)
     assert (tmp_path / "copied").read_bytes() == b"weights"
 
 
