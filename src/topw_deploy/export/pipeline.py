@@ -36,10 +36,10 @@ from topw_deploy.sizes import decimal_size
 
 
 def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportReport:
-    """Write the folder that `request` asks for, verified and in one rename; on an error `output` stays as it was.
+    """Write the folder that `request` describes, verified and in one rename; an error leaves `output` unchanged.
 
-    Raises SourceError, UnsupportedModelError, TokenizerError and ParameterError before anything is written, ExportError
-    if writing fails, and VerificationError if the graph disagrees with its source.
+    Raises SourceError, UnsupportedModelError, TokenizerError or ParameterError before anything is written, ExportError
+    if writing fails, VerificationError if the graph disagrees with its source.
     """
     started = time.monotonic()
     check_free(request.output, request.overwrite)
@@ -62,7 +62,6 @@ def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportR
 
 
 def _find_source(request: ExportRequest, progress: Progress) -> Source:
-    """The model on this machine, with a tokenizer that can be exported."""
     progress.say(f"Finding {request.model}")
     source = resolve(request.model, request.hub)
     if request.tokenizer is not None and request.tokenizer.is_dir():
@@ -72,7 +71,7 @@ def _find_source(request: ExportRequest, progress: Progress) -> Source:
 
 
 def _dry_run(job: Job) -> ExportReport:
-    """Report on the export without writing it; its graph is made, for the sizes."""
+    """Report on the export without writing it."""
     with job.memory.stage("graph"):
         decoder, _ = _make_graph(job)
     plan = plan_of(job, decoder, job.request.output)
@@ -80,7 +79,7 @@ def _dry_run(job: Job) -> ExportReport:
 
 
 def _make(job: Job, folder: Path) -> tuple[Decoder, DecoderManifest]:
-    """Make the graph and write all files of the export into `folder`."""
+    """Make the graph and write all files into `folder`."""
     with job.memory.stage("graph"):
         decoder, sampler = _make_graph(job)
     with job.memory.stage("writing"):
@@ -88,7 +87,7 @@ def _make(job: Job, folder: Path) -> tuple[Decoder, DecoderManifest]:
 
 
 def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
-    """The decoder with its sampler, its weights still in the source's files."""
+    """The decoder with its sampler; the weights are not read yet."""
     request, progress = job.request, job.progress
     decoder = _read_decoder(job, job.source.onnx) if job.source.onnx is not None else _trace_decoder(job)
     sampler = request.sampler
@@ -108,7 +107,6 @@ def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
 
 
 def _read_decoder(job: Job, file: Path) -> Decoder:
-    """The existing ONNX decoder in `file`."""
     from topw_deploy.export.foreign.load import load_decoder
 
     job.request.check_for_onnx(file.name)
@@ -117,7 +115,7 @@ def _read_decoder(job: Job, file: Path) -> Decoder:
 
 
 def _trace_decoder(job: Job) -> Decoder:
-    """The decoder traced from a checkpoint, lowered and, if requested, quantised."""
+    """Trace, lower and, if requested, quantise a checkpoint."""
     weights = job.request.weights
     if weights.hard_link:
         raise ParameterError(
@@ -146,7 +144,7 @@ def _trace_decoder(job: Job) -> Decoder:
 
 
 def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple[Decoder, DecoderManifest]:
-    """Write all files of the export, with a provisional manifest, which the runtime refuses to load."""
+    """Write all files, with a provisional manifest, which the runtime refuses to load."""
     request, finished, progress = job.request, job.finished, job.progress
     plan = plan_of(job, decoder, folder)
     finished.clear(folder, plan.files)
@@ -188,7 +186,7 @@ def _copy_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int]
 def _verify(
     job: Job, decoder: Decoder, manifest: DecoderManifest, staged: StagedFolder
 ) -> tuple[Decoder, Verification]:
-    """Compare the written folder with its source; the decoder comes back without what it got wrong."""
+    """Compare the written folder with its source; drops padding from the decoder's abilities where it fails."""
     verification, may_pad = Verification(status="skipped"), not decoder.foreign
     if job.request.verify:
         from topw_deploy.export.verification import verify_in_subprocess
@@ -216,9 +214,9 @@ def _verify(
 
 
 def _verify_first_layers(job: Job, layers: int, folder: Path) -> tuple[Verification, bool]:
-    """Export the first `layers` into `folder` in the same way and verify those.
+    """Export the first `layers` into `folder` and verify those.
 
-    The status is "partial": the whole graph was not run. Each check names the layers.
+    The status is "partial", and each check names the layers.
     """
     from topw_deploy.export.verification import verify_in_subprocess
 

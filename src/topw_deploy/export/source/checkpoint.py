@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint into torch and check that this exporter supports it."""
+"""Load a Hugging Face checkpoint into torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def load_checkpoint(
 
     dtype: torch's name of the weights' type.
     num_hidden_layers: keep only the first layers.
-    unread: leave the weights in their safetensors files; each parameter is an `UnreadTensor`.
-    Raises UnsupportedModelError for an unknown architecture, SourceError for weights that are damaged or missing.
+    unread: leave the weights in their files, as `UnreadTensor`s.
+    Raises UnsupportedModelError for an unknown architecture, SourceError for damaged or missing weights.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     if num_hidden_layers is not None:
@@ -62,9 +62,9 @@ def load_checkpoint(
 def load_unread(
     folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """Load a checkpoint with unread weights, or, where that is impossible, with weights read; returns the reason too.
+    """Load with unread weights or, where that is impossible, with read ones and the reason.
 
-    Raises what load_checkpoint raises.
+    Raises as load_checkpoint.
     """
     wanted = {"num_hidden_layers": num_hidden_layers, "trust_remote_code": trust_remote_code}
     try:
@@ -78,10 +78,7 @@ def load_unread(
 def _unread_model(
     folder: Path, config: Any, settings: dict[str, Any], packed: PackedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load through transformers from unread tensors, which it accepts only without a folder's name.
-
-    unread: whether the result keeps them unread; packed layers are unpacked when read.
-    """
+    """Load from unread tensors, which transformers accepts only without a folder. unread: keep them unread."""
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
     if packed is not None:
@@ -100,7 +97,7 @@ def _unread_model(
 
 
 def _read_buffers(model: torch.nn.Module) -> None:
-    """Read the buffers: they are small (a router's bias), and models modify them in place."""
+    """Read the buffers: they are small, and models modify them in place."""
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
     for module in model.modules():
@@ -137,7 +134,7 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def context_length(config: Any) -> int:
-    """Maximum tokens of a sequence, from the configuration; for switching RoPE forms, the length trained on."""
+    """Maximum tokens of a sequence; for switching RoPE forms, the length trained on."""
     config = config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
@@ -150,7 +147,7 @@ def context_length(config: Any) -> int:
 
 
 def switching_rope(config: Any) -> int | None:
-    """The length up to which a switching RoPE form keeps its first frequencies; None for other forms."""
+    """The length up to which a switching RoPE form keeps its first frequencies; else None."""
     config = config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -165,7 +162,7 @@ def switching_rope(config: Any) -> int | None:
 
 
 def overflowing_modules(model: PreTrainedModel, batches: list[torch.Tensor]) -> list[str]:
-    """Names of the modules with an infinity or NaN in their output for token ids `batches` [batch, sequence]."""
+    """Names of the modules that return infinity or NaN for token ids `batches` [batch, sequence]."""
     found: dict[str, None] = {}
 
     def watch(name: str) -> Any:
@@ -203,7 +200,6 @@ def _cut_layers(config: Any, layers: int) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' messages and progress bars, which are about training and downloads."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

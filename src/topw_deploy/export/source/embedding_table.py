@@ -1,4 +1,4 @@
-"""The input embedding table of a Hugging Face folder or a NumPy file, memory-mapped without loading the model."""
+"""The input embedding table of a Hugging Face folder or a NumPy file, memory-mapped."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _TYPES = ("F64", "F32", "F16", "BF16")
 def embeddings_of_folder(folder: Path) -> np.ndarray:
     """The input embeddings [rows, hidden] of the checkpoint in `folder`, mapped read-only.
 
-    Raises SourceError for a folder without safetensors or with damaged ones, UnsupportedModelError unless exactly one
-    tensor has the name and type of an input embedding table.
+    Raises SourceError for missing or damaged safetensors, UnsupportedModelError unless exactly one tensor is a table by
+    name and type.
     """
     places = tensor_files(folder)
     found = sorted(name for name in places if name.endswith(_NAMES))
@@ -39,10 +39,7 @@ def embeddings_of_folder(folder: Path) -> np.ndarray:
 
 
 def embeddings_of_file(path: Path) -> np.ndarray:
-    """The table [rows, hidden] of a .npy file, mapped read-only: float16, float32 or float64.
-
-    Raises SourceError for a file that holds no such table.
-    """
+    """The table [rows, hidden] of a .npy file, mapped read-only. Raises SourceError for another file."""
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:

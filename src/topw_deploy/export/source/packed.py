@@ -68,9 +68,8 @@ class PackedMatrix:
 
 
 class PackedCheckpoint:
-    """The packed layers of a folder.
+    """The packed layers of a folder. layers: prefix -> names of its tensors, of PARTS.
 
-    layers: prefix -> names of its tensors, of PARTS.
     Raises SourceError for tensors that are missing or of the wrong type.
     """
 
@@ -85,7 +84,7 @@ class PackedCheckpoint:
 
     @classmethod
     def of(cls, folder: Path) -> PackedCheckpoint | None:
-        """The packed checkpoint in `folder`, None for an ordinary one. Raises what packed_format raises."""
+        """The packed checkpoint in `folder`; None for an ordinary one."""
         kind = packed_format(folder)
         return cls(folder, kind) if kind is not None else None
 
@@ -97,7 +96,7 @@ class PackedCheckpoint:
             yield prefix, self.matrix(prefix)
 
     def unread(self) -> dict[str, Any]:
-        """Every tensor that transformers expects as an UnreadTensor, packed layers as `weight` in float32."""
+        """Every tensor that transformers expects, packed layers as `weight` in float32."""
         import torch
 
         from topw_deploy.export.source.unread_tensor import UnreadTensor
@@ -123,7 +122,7 @@ class PackedCheckpoint:
 
 
 def packed_format(folder: Path) -> PackedFormat | None:
-    """How the checkpoint in `folder` is packed, according to its config.json; None for ordinary weights.
+    """How the checkpoint in `folder` is packed; None for ordinary weights.
 
     Raises UnsupportedModelError for an unsupported quantisation, SourceError for a damaged configuration.
     """
@@ -150,10 +149,7 @@ def packed_format(folder: Path) -> PackedFormat | None:
 
 
 def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> PackedMatrix:
-    """Unpack the tensors `parts` (keys in PARTS) of one layer.
-
-    Raises SourceError for inconsistent sizes and for groups out of range.
-    """
+    """Unpack the tensors `parts` (keys in PARTS) of a layer. Raises SourceError for inconsistent sizes or groups."""
     try:
         words, scales = parts["qweight"], parts["scales"].astype(np.float32).T
         if kind.method == "gptq":
@@ -189,7 +185,7 @@ def _interleaved(words: np.ndarray) -> np.ndarray:
 
 
 def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
-    """Prefix of every packed layer among the tensor `names` -> its PARTS."""
+    """Prefix of every packed layer -> its PARTS."""
     found: dict[str, set[str]] = {}
     for name in names:
         prefix, _, part = name.rpartition(".")

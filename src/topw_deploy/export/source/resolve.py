@@ -1,4 +1,4 @@
-"""Find the model: from a name as users write it to files on this machine."""
+"""Find the model that a user names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Source:
 
     id: the name that the user gave.
     revision: the hub's commit, or "local" or "bundled".
-    folder: with the configuration and tokenizer.
+    folder: with configuration and tokenizer.
     onnx: the decoder's file; None for a Hugging Face checkpoint.
     """
 
@@ -38,14 +38,13 @@ class Source:
 
     @property
     def route(self) -> str:
-        """`trace` for a torch checkpoint, `graft` for an ONNX file."""
         return "trace" if self.onnx is None else "graft"
 
 
 def resolve(model: str, hub: HubOptions = _DEFAULT_HUB) -> Source:
-    """The source that `model` names: `demo`, a folder, an ONNX file, or a hub id (downloaded into the hub's cache).
+    """The source named `model`: `demo`, a folder, an ONNX file, or a hub id, which is downloaded.
 
-    Raises SourceError for a model that is missing, gated, unreadable or not a model.
+    Raises SourceError for a model that is missing, gated or unreadable.
     """
     if model == "demo":
         from topw_deploy.demo import demo_model_path
@@ -88,7 +87,8 @@ def _local(model: str, path: Path, revision: str) -> Source:
 
 def refuse_special_files(folder: Path) -> None:
     """Raises SourceError for a pipe, socket or device, or a link to one, among the model's files: reading it could
-    block or never end. Links to regular files are allowed, because the hub's cache consists of them."""
+    block forever. Links to regular files are allowed: the hub's cache consists of them.
+    """
     try:
         for path, kind in special_files(folder):
             if path.suffix in _ENDINGS:
@@ -131,7 +131,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _named_by_genai(folder: Path) -> Path | None:
-    """The file that onnxruntime-genai's configuration names, if it is directly in the folder."""
+    """The file that genai_config.json names, if it is directly in the folder."""
     try:
         with open_regular(folder / "genai_config.json", follow=True) as stream:
             name = json.loads(stream.read().decode("utf-8"))["model"]["decoder"]["filename"]
@@ -141,7 +141,7 @@ def _named_by_genai(folder: Path) -> Path | None:
 
 
 def _download(model: str, hub: HubOptions) -> Path:
-    """Download small files and safetensors, else pickled weights, else ONNX files; returns the snapshot folder."""
+    """Download small files with safetensors, else pickled weights, else ONNX files; returns the snapshot folder."""
     from huggingface_hub import snapshot_download
 
     small = [*_SMALL_FILES, "*.py"] if hub.trust_remote_code else _SMALL_FILES
@@ -166,7 +166,6 @@ def _download(model: str, hub: HubOptions) -> Path:
 
 
 def _nearest(model: str) -> str:
-    """For a name such as `models/x` whose folder exists: a remark that it has no `x`; else empty."""
     folder = Path(model).expanduser().parent
     return f" (the folder {folder} holds no {Path(model).name})" if folder.name and folder.is_dir() else ""
 

@@ -1,4 +1,4 @@
-"""The tensors in the safetensors files of a Hugging Face folder, located without reading them."""
+"""Locate the tensors in the safetensors files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor: bytes `offset` to `offset + nbytes` of the file `path`. dtype: a key of NUMPY_TYPES."""
+    """Bytes `offset` to `offset + nbytes` of the file `path`. dtype: a key of NUMPY_TYPES."""
 
     path: Path
     offset: int
@@ -46,7 +46,7 @@ class StoredTensor:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> its safetensors file in `folder`. As in transformers, a single file precedes an index.
+    """Tensor name -> its file in `folder`. As in transformers, a single file precedes an index.
 
     Raises SourceError for a damaged index, and for a folder without safetensors.
     """
@@ -65,10 +65,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in `folder`.
-
-    Raises SourceError for a folder without safetensors, and for a file that is damaged or truncated.
-    """
+    """Every tensor of the checkpoint in `folder`. Raises SourceError for missing, damaged or truncated files."""
     files = tensor_files(folder)
     found: dict[str, StoredTensor] = {}
     for path in sorted(set(files.values())):
@@ -77,10 +74,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
-    """The tensors `names` of one safetensors file.
-
-    Raises SourceError for a file that is damaged or truncated, and for a tensor that it lacks.
-    """
+    """The tensors `names` of one file. Raises SourceError for a damaged or truncated file, or a missing tensor."""
     header, start = _header(path)
     missing = sorted(names - header.keys())
     if missing:

@@ -1,8 +1,7 @@
 """Torch tensors that load their data from the checkpoint's files on demand.
 
-transformers loads a checkpoint by renaming, stacking, splitting, transposing and casting tensors. Applied to these
-tensors, each operation returns another unread tensor that records it. So transformers' own rules assemble a model
-without reading weights, and each parameter is read, converted and dropped when it is written.
+transformers renames, stacks, splits, transposes and casts tensors when it loads a checkpoint. Each such operation on an
+unread tensor returns another one that records it, so a model is assembled without reading weights.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTenso
 class UnreadTensor(torch.Tensor):
     """A CPU tensor that loads its data on demand and does not cache it.
 
-    file: the stored tensor with the same elements in the same order, apart from a cast; None if there is none.
+    file: the stored tensor with the same elements in the same order, apart from a cast; else None.
     """
 
     _like: torch.Tensor
@@ -36,17 +35,16 @@ class UnreadTensor(torch.Tensor):
         return made
 
     def __init__(self, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | None) -> None:
-        """like: a tensor on the meta device with this one's shape and dtype. make: reads and converts the data."""
+        """like: a meta tensor of this shape and dtype. make: reads and converts the data."""
         self._like, self._make, self.file = like, make, file
 
     @classmethod
     def of(cls, stored: StoredTensor) -> UnreadTensor:
-        """The tensor as stored in its file."""
         like = torch.empty(stored.shape, dtype=_torch_type(stored), device="meta")
         return cls(like, lambda: _mapped(stored), stored)
 
     def values(self) -> torch.Tensor:
-        """An ordinary tensor: a memory map of the file, copied on write, or the result of the recorded operations."""
+        """An ordinary tensor: a copy-on-write map of the file, or the result of the recorded operations."""
         return self._make()
 
     def __repr__(self, **_settings: Any) -> str:  # type: ignore[override]
@@ -74,7 +72,7 @@ class UnreadTensor(torch.Tensor):
 
 @contextlib.contextmanager
 def streamed(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block, each module of `model` reads its unread parameters when called and drops them afterwards."""
+    """Within the block, each module reads its unread parameters when called and drops them afterwards."""
     handles = []
     for module in model.modules():
         unread = {name: value for name, value in module._parameters.items() if isinstance(value, UnreadTensor)}
@@ -122,7 +120,6 @@ def _is_unread(value: object) -> bool:
 
 
 def _shape_of(value: Any) -> Any:
-    """`value` as an argument of an operation on the meta device."""
     if isinstance(value, UnreadTensor):
         return value._like
     if isinstance(value, torch.device):
@@ -138,7 +135,7 @@ _SAME_VALUES = {"aten::alias", "aten::detach", "aten::_to_copy", "aten::clone"}
 
 
 def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result has the first argument's elements in their order, cast at most once from the stored ones."""
+    """Whether the result has the first argument's elements in order, cast at most once from the stored ones."""
     first = args[0]
     if func._schema.name not in _SAME_VALUES or not _is_unread(first) or tree_any(_is_unread, (args[1:], kwargs)):
         return False

@@ -44,16 +44,16 @@ class Log(Protocol):
     """A record of written weights, which `write_data` reads and extends."""
 
     def written(self, file: str, layout: str, /) -> list[tuple[str, str]]:
-        """Names and SHA-256 of the weights written to `file` so far with this layout."""
+        """Names and SHA-256 of the weights in `file`, if written with this layout."""
 
     def began(self, file: str, layout: str, kept: list[tuple[str, str]], /) -> None:
-        """Record that `file` is begun with this layout and starts with the weights `kept`."""
+        """Record that `file` is begun and starts with the weights `kept`."""
 
     def wrote(self, file: str, name: str, digest: str, /) -> None:
-        """Record the next weight of `file`."""
+        """Record the next weight."""
 
     def finished(self, file: str, digest: str, /) -> None:
-        """Record the SHA-256 of the complete `file`."""
+        """Record a complete file."""
 
 
 class NoLog:
@@ -72,9 +72,8 @@ class NoLog:
 def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_size: int | None = None) -> list[Slot]:
     """Slots for the large ones of `values`, in order; small ones stay in the graph.
 
-    taken: names of data files that the graph already refers to.
-    max_shard_size: maximum bytes of a file, exceeded only by a single larger weight; None for one file. Several files
-        are named model-00001-of-00003.onnx_data.
+    taken: names of existing data files.
+    max_shard_size: maximum bytes of a file, exceeded only by a single larger weight; None for one file.
     """
     slots: list[tuple[ir.Value, int, int, int]] = []
     shard = end = 0
@@ -102,7 +101,6 @@ def file_sizes(slots: Iterable[Slot]) -> dict[str, int]:
 
 
 def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
-    """The graph's reference to the weight of `slot`."""
     tensor = slot.tensor
     shape = ir.Shape([int(size) for size in tensor.shape])
     return ir.ExternalTensor(
@@ -111,11 +109,10 @@ def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
 
 
 def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> None:
-    """Write every slot into its file in `folder`, in parts of at most `PART` bytes where a weight supports that.
+    """Write every slot into its file in `folder`, in parts of at most `PART` bytes where possible.
 
-    Weights that `log` has recorded are kept if their hash is unchanged.
+    log: weights in it are kept if their hash is unchanged, so a call after an OSError continues.
     advance: called with the bytes of each part.
-    Raises OSError; a later call with the same `log` then continues.
     """
     for file in dict.fromkeys(slot.file for slot in slots):
         _write_file(folder / file, [slot for slot in slots if slot.file == file], log, advance)
@@ -152,7 +149,7 @@ def _write_weight(stream: BinaryIO, slot: Slot, whole: Any, advance: Advance) ->
 
 
 def _kept(stream: BinaryIO, slots: list[Slot], before: list[tuple[str, str]], advance: Advance) -> tuple[int, Any]:
-    """The number of intact weights at the start of the file and the hash up to there, where `stream` is left."""
+    """The number of intact weights at the start of `stream`, and the hash up to there, where it is left."""
     kept, whole = 0, hashlib.sha256()
     for slot, (name, digest) in zip(slots, before, strict=False):
         start, own, after, left = stream.tell(), hashlib.sha256(), whole.copy(), slot.length

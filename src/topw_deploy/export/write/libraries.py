@@ -10,7 +10,7 @@ _LIBRARIES = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "
 
 
 def library_versions() -> dict[str, str]:
-    """Name -> version of this package and of those of its libraries that are installed."""
+    """Name -> version of this package and its installed libraries."""
     versions = {"topw_deploy": topw_deploy.__version__}
     for name in _LIBRARIES:
         try:

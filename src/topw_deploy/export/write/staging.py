@@ -1,8 +1,7 @@
 """Write a folder completely or not at all.
 
-Everything is written into a hidden sibling of OUT and renamed at the very end. After an error, an interrupt or a kill,
-OUT is unchanged. The writing process locks the hidden folder; the next export to OUT removes or resumes an unlocked
-one, whose process died.
+All files go into a hidden sibling of OUT, locked by the writing process and renamed at the very end. The next export to
+OUT removes or resumes an unlocked one, whose process died.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ _INTERRUPTIONS = (KeyboardInterrupt, SystemExit, OSError, MemoryError, ExportErr
 class StagedFolder:
     """A context manager: write into `path`, then call `commit()`; leaving without it removes the files.
 
-    output: the folder to make.
-    overwrite: replace an earlier export there, at the end.
+    overwrite: replace an earlier export in `output`, at the end.
     keep_failed: rename the files to `OUT.failed` instead of removing them.
-    resume: continue in the hidden folder of an interrupted export, if there is one, and keep it if interrupted.
-    workspace: the hidden folder around `path`, for files that do not become part of OUT.
-    Raises ExportError on entering if OUT is not free or cannot be written.
+    resume: continue in the hidden folder of an interrupted export, and keep it if interrupted again.
+    workspace: the hidden folder around `path`.
+    Raises ExportError on entering if `output` is not free or cannot be written.
     """
 
     def __init__(
@@ -96,8 +94,9 @@ class StagedFolder:
         return found
 
     def commit(self) -> None:
-        """Flush everything to disk and rename the folder to OUT. An existing empty folder is kept, as it may be a
-        working directory or a mount point, and filled, the manifest last."""
+        """Flush everything to disk and rename the folder to OUT. An existing empty folder is filled instead, the
+        manifest last: it may be a working directory or a mount point.
+        """
         check_free(self.output, self._overwrite)  # again: another process may have written it
         try:
             for file in sorted(self.path.rglob("*")):
@@ -127,12 +126,12 @@ class StagedFolder:
 
 
 def _place(output: Path) -> Path:
-    """The parent of the hidden folders: that of `output`, or a mount point `output` itself, so that renames work."""
+    """The parent of the hidden folders; a mount point `output` itself, so that renames work."""
     return output if os.path.ismount(output) else output.parent
 
 
 def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
-    """Hidden folders of `output` whose process has ended, newest first, each locked for the caller."""
+    """Hidden folders whose process has ended, newest first, each locked for the caller."""
     prefix = f".{output.name}{_PARTIAL}"
     found = [path for path in _place(output).iterdir() if path.name.startswith(prefix) and path.is_dir()]
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -149,7 +148,7 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
 
 
 def _lock(workspace: Path) -> int | None:
-    """Lock `workspace` until this process ends. Raises BlockingIOError if another process holds the lock."""
+    """Lock `workspace` until this process ends. Raises BlockingIOError if it is in use."""
     if _locks is None:
         return None
     handle = os.open(workspace / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -162,8 +161,7 @@ def _lock(workspace: Path) -> int | None:
 
 
 def _permit_as_new(folder: Path) -> None:
-    """Give `folder` and its files, left by an interrupted export, the permissions of new ones: the umask may have
-    changed. Hard-linked files keep theirs."""
+    """Give an interrupted export the permissions of a new one: the umask may differ. Hard-linked files keep theirs."""
     sample = folder.with_name(f".{folder.name}.topw-mode")
     sample.mkdir()
     try:
@@ -208,7 +206,7 @@ def check_free(output: Path, overwrite: bool) -> None:
 
 
 def _is_taken(output: Path) -> bool:
-    """Whether `output` has entries. Raises ExportError if it is not a folder or cannot be created."""
+    """Whether `output` has entries. Raises ExportError if it cannot be a folder."""
     if not output.exists() and not output.is_symlink():
         above = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
         if not above.is_dir():
@@ -232,11 +230,10 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: Progress = lambda _bytes: None) -> None:
-    """Copy `source` to `target`, following a symbolic link in `source` (the hub's cache).
+    """Copy `source`, following symbolic links, to `target`; clones it where the file system can.
 
-    The copy shares blocks with the source where the file system supports it. With `hard_link` it is a hard link where
-    the file system allows one. That takes no time or space, but onnx and onnx_ir refuse hard-linked data files as an
-    attack; onnxruntime accepts them. onnxruntime refuses symbolic links, so none is made.
+    hard_link: make a hard link where the file system can. It takes no time or space, but onnx and onnx_ir refuse such
+        data files as an attack; onnxruntime accepts them. onnxruntime refuses symbolic links.
     progress: called with the bytes of each finished part.
     """
     real = source.resolve(strict=True)
@@ -261,7 +258,7 @@ def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: 
 
 
 def _copy_in_kernel(read: int, write: int, size: int, progress: Progress) -> int:
-    """Copy with copy_file_range, which clones where supported; returns the number of bytes copied."""
+    """Copy with copy_file_range, which clones where supported; returns the bytes copied."""
     done = 0
     while hasattr(os, "copy_file_range") and done < size:
         try:
@@ -278,12 +275,11 @@ def _copy_in_kernel(read: int, write: int, size: int, progress: Progress) -> int
 
 
 def linkable(source: Path, folder: Path) -> bool:
-    """Whether `source` can be hard-linked into `folder`: both are on one device."""
     return source.resolve().stat().st_dev == folder.stat().st_dev
 
 
 def write_error(output: Path, error: OSError, stays: bool = False) -> ExportError:
-    """An operating system error while writing `output`, for the user. stays: the files are kept for --resume."""
+    """An operating system error as a sentence for the user. stays: --resume can continue."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         rest = "make room and export again with --resume" if stays else "nothing was kept, make room and export again"
         return ExportError(f"the disk is full while writing {output}; {rest}.")
@@ -294,7 +290,7 @@ def write_error(output: Path, error: OSError, stays: bool = False) -> ExportErro
 
 
 def _replace(staged: Path, output: Path) -> None:
-    """Rename `staged` to `output`. An earlier export is moved away first, and back if that fails."""
+    """Rename `staged` to `output`. An earlier export is moved away, and back if that fails."""
     if not output.exists():
         staged.rename(output)
         return
@@ -314,7 +310,7 @@ def _replace(staged: Path, output: Path) -> None:
 
 
 def _fill(output: Path, staged: Path) -> None:
-    """Move the entries of `staged` into the empty folder `output`, the manifest last; all of them or none."""
+    """Move all entries of `staged` into the empty folder `output`, the manifest last, or none."""
     entries = sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST_NAME)
     try:
         for entry in entries:

@@ -20,7 +20,7 @@ _CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "v
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises TokenizerError if `folder` has no tokenizer that can be exported, or an unreadable `tokenizer.json`."""
+    """Raises TokenizerError if `folder` has no tokenizer that can be exported."""
     if (folder / "tokenizer.json").is_file():
         _check_readable(folder / "tokenizer.json")
     if not any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE)):
@@ -40,11 +40,10 @@ def _check_readable(file: Path) -> None:
 
 
 def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
-    """Write the tokenizer of `folder` into `output`; returns notices for the user.
+    """Write the tokenizer of `folder` into `output`; returns notices.
 
-    `tokenizer.json` is copied; transformers converts other forms (SentencePiece, BPE or WordPiece vocabularies). A chat
-    template inside tokenizer_config.json is also written as chat_template.jinja.
-    Raises TokenizerError if the conversion fails.
+    `tokenizer.json` is copied, other forms are converted by transformers. A chat template in tokenizer_config.json
+    becomes chat_template.jinja. Raises TokenizerError if the conversion fails.
     """
     notices = []
     if (folder / "tokenizer.json").is_file():

@@ -38,7 +38,7 @@ def tidy(model: ir.Model, table: ir.Value | None) -> None:
 
 
 def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
-    """Write hidden @ table^T as a Gemm on the table, where the tracer uses a transpose or a transposed copy of it."""
+    """Write hidden @ table^T as a Gemm on the table itself, not on a transposed copy."""
     for node in list(graph):
         if node.op_type != "MatMul" or node.domain or _rank(node.inputs[0]) != 2:
             continue
@@ -71,7 +71,7 @@ def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
 
 
 def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
-    """Whether `copy` is the transpose of `original`; compares blocks of rows where possible."""
+    """Whether `copy` is the transpose of `original`, compared in blocks of rows where possible."""
     if not all(isinstance(tensor, LazyWeight) and tensor.read is not None for tensor in (copy, original)):
         return bool(np.array_equal(copy.numpy().T, original.numpy()))
     rows = int(original.shape[0])
@@ -81,7 +81,7 @@ def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
 
 
 def _store_transposed(graph: ir.Graph) -> None:
-    """Store weights of linear layers transposed, instead of a Transpose node for each."""
+    """Store weights transposed instead of transposing them in the graph."""
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
         if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_input():
@@ -101,19 +101,18 @@ def _store_transposed(graph: ir.Graph) -> None:
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Total bytes of all initializers, in the graph and in data files."""
+    """Total bytes of all initializers."""
     return sum(tensor.nbytes for tensor in tensors_of(model))
 
 
 def parameter_count(model: ir.Model) -> int:
-    """Approximate number of elements in the initializers; each code of a block-quantised weight counts."""
+    """Approximate number of elements in the initializers."""
     per_byte = {"int4": 2.0, "int8": 1.0, "uint8": 1.0, "float16": 0.5, "bfloat16": 0.5, "float": 0.25}
     return round(sum(per_byte.get(name, 0.25) * size for name, size in bytes_by_type(model).items()))
 
 
 def bytes_by_type(model: ir.Model) -> dict[str, int]:
-    """Element type -> bytes of all initializers, largest first. Codes and zero points of block-quantised weights, which
-    are stored as uint8, count as int4 or int8."""
+    """Element type -> bytes of all initializers, largest first; see quantised_type."""
     found: dict[str, int] = {}
     for graph in model.graphs():
         for value in graph.initializers.values():
@@ -124,7 +123,7 @@ def bytes_by_type(model: ir.Model) -> dict[str, int]:
 
 
 def quantised_type(value: ir.Value) -> str | None:
-    """`int4` or `int8` for the codes and zero points of a block-quantised weight, else None."""
+    """`int4` or `int8` for the codes and zero points of a block-quantised weight, whose type is uint8; else None."""
     for node, _ in value.uses():
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized") and value.const_value is not None:
             bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
@@ -133,7 +132,7 @@ def quantised_type(value: ir.Value) -> str | None:
 
 
 def external_files(model: ir.Model) -> dict[str, Path]:
-    """The data files that initializers refer to: location in the graph -> path."""
+    """Location in the graph -> path of every data file that initializers refer to."""
     files: dict[str, Path] = {}
     for tensor in tensors_of(model):
         if isinstance(tensor, ir.ExternalTensor):
@@ -142,10 +141,7 @@ def external_files(model: ir.Model) -> dict[str, Path]:
 
 
 def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]:
-    """Places in data files for the weights that are in none yet; empty for a small model.
-
-    max_shard_size: see lay_out.
-    """
+    """Places for the weights that are in no data file yet; empty for a small model. max_shard_size: see lay_out."""
     ours = [
         value
         for graph in model.graphs()
@@ -159,7 +155,7 @@ def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]
 
 
 def written_sizes(model: ir.Model, slots: list[Slot]) -> dict[str, int]:
-    """Name -> bytes of model.onnx and the data files that `write_model` makes; reads no weights."""
+    """Name -> bytes of the files that `write_model` makes."""
     with _referring(slots, Path()):
         return {MODEL_FILE: ir.to_proto(model).ByteSize(), **file_sizes(slots)}
 
@@ -173,9 +169,9 @@ def write_model(
 ) -> None:
     """Write `model` into `folder` as model.onnx, with data files for its `slots` (by default data_slots).
 
-    Initializers in existing data files keep their relative locations; the caller copies those files.
-    progress: called with the bytes of each part written.
-    log: makes the writing resumable (see write_data).
+    Initializers in existing data files keep their relative locations.
+    progress: called with the bytes of each part.
+    log: see write_data.
     """
     slots = data_slots(model) if slots is None else slots
     write_data(slots, folder, log or NoLog(), progress)
@@ -185,7 +181,6 @@ def write_model(
 
 @contextlib.contextmanager
 def _referring(slots: list[Slot], folder: Path) -> Iterator[None]:
-    """Within the block, the initializers of `slots` refer to their data files."""
     before = [slot.tensor for slot in slots]
     for slot in slots:
         slot.value.const_value = external(slot, folder)
