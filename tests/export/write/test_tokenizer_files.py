@@ -1,4 +1,4 @@
-"""The tokenizer arrives as tokenizer.json, whatever it was."""
+"""Every tokenizer is exported as tokenizer.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXT = "the quick brown fox jumps over the lazy dog and returns a list of words"
 
 @pytest.fixture
 def sentencepiece_folder(tmp_path: Path) -> Path:
-    """A Llama tokenizer as the first Llamas came: tokenizer.model alone."""
+    """A Llama tokenizer that is only a tokenizer.model."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "text").write_text("\n".join([TEXT] * 50))
@@ -54,7 +54,7 @@ def test_tokenizer_json_is_copied_byte_for_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", [{"name": "default", "template": "{{ messages }}"}]])
-def test_a_chat_template_inside_the_configuration_becomes_a_file(tmp_path: Path, template: object) -> None:
+def test_a_chat_template_in_the_configuration_becomes_a_file(tmp_path: Path, template: object) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     output.mkdir()
