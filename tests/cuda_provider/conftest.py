@@ -14,12 +14,12 @@ import pytest
 
 from tests.plugins.cuda import tools
 from tests.support.emulated import CUDA_SOURCES, compiled
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 
 from .make_stand_in import make
 
 HERE = Path(__file__).parent
-SOURCE = Path(build.__file__).parents[2]
+SOURCE = Path(compile_native.__file__).parents[2]
 Generate = Callable[..., dict[str, Any]]
 Run = Callable[..., dict[str, Any]]
 
@@ -51,8 +51,8 @@ def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
                 home = tools.home()
                 if home is not None:
                     patch.setenv("CUDA_HOME", str(home))
-                make(folder, provider, cuda_build.find_toolkit().headers)
-        except (build.NotBuiltError, subprocess.CalledProcessError) as error:
+                make(folder, provider, compile_cuda.find_toolkit().headers)
+        except (compile_native.NotBuiltError, subprocess.CalledProcessError) as error:
             pytest.fail(f"the stand-in does not compile: {getattr(error, 'stderr', error)}")
         (folder / "ready").touch()
     return folder
@@ -62,7 +62,11 @@ def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
 def cuda_library(request: pytest.FixtureRequest) -> Path:
     """The CUDA library with the emulated kernels."""
     assert request.config.cache is not None
-    sources = [HERE / "sampler_kernels.cpp", CUDA_SOURCES / "ort_cuda.cpp", *sorted(build.SOURCES.glob("*.cpp"))]
+    sources = [
+        HERE / "sampler_kernels.cpp",
+        CUDA_SOURCES / "ort_cuda.cpp",
+        *sorted(compile_native.SOURCES.glob("*.cpp")),
+    ]
     return compiled(request.config.cache.mkdir("emulated"), sources, ["-DTOPW_WITH_CUDA=90"])
 
 

@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 
 HERE = Path(__file__).parent
 _DRIVER = "libcuda.so.1"
@@ -32,9 +32,9 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attri
 def make(folder: Path, provider: Path, headers: Path) -> None:
     """Put the libraries for the provider's file into `folder`. headers: of CUDA's runtime.
 
-    Raises build.NotBuiltError or CalledProcessError where they do not compile."""
+    Raises compile_native.NotBuiltError or CalledProcessError where they do not compile."""
     folder.mkdir(parents=True, exist_ok=True)
-    compiler = build.find_compiler()
+    compiler = compile_native.find_compiler()
     said = (HERE / "stand_in.cpp").read_text(encoding="utf-8")
     for library, names in _wanted(provider).items():
         missing = [name for name in names if not re.search(rf"\b{name}\(", said)]

@@ -12,7 +12,7 @@ import sys
 import venv
 from pathlib import Path
 
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 
 HERE = Path(__file__).parent
 PACKAGE = "onnxruntime_ep_nv_tensorrt_rtx"
@@ -37,7 +37,7 @@ def make(folder: Path, pip_options: list[str]) -> None:
             place.unlink(missing_ok=True)
             place.symlink_to(target)
     stub = folder / "libnvinfer_plugin.so.11"
-    run([*build.find_compiler(), "-shared", "-fPIC", str(HERE / "plugin_stub.cpp"), "-o", str(stub)])
+    run([*compile_native.find_compiler(), "-shared", "-fPIC", str(HERE / "plugin_stub.cpp"), "-o", str(stub)])
     run([str(folder / "bin" / "python"), "-c", "import tensorrt_bindings"], environment(folder))
 
 
@@ -60,7 +60,7 @@ def main() -> int:
     place = Path(folder)
     try:
         make(place, pip_options)
-    except (OSError, StopIteration, build.NotBuiltError) as error:
+    except (OSError, StopIteration, compile_native.NotBuiltError) as error:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         reason = str(error) or "the packages are not laid out as expected"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
-from topw_deploy.plugins.tensorrt.build import build
+from topw_deploy.plugins.compile_tensorrt import compile_tensorrt
 from topw_deploy.sampling.parameters import TopWOptions
 
 from .conftest import Ask, assert_built
@@ -19,7 +19,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = os.environ.get("TENSORRT_ROOT")
     if not root:
         pytest.skip("TENSORRT_ROOT names no folder with TensorRT's headers")
-    return build(Path(root), tmp_path_factory.mktemp("library") / "libtopw_tensorrt.so", [90]).path
+    return compile_tensorrt(Path(root), tmp_path_factory.mktemp("library") / "libtopw_tensorrt.so", [90]).path
 
 
 def test_the_library_is_the_plugin_that_the_python_class_is(nvidia: Ask, library: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins import build, cuda_build, driver, report
+from topw_deploy.plugins import compile_cuda, compile_native, driver, status
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.tensorrt import kernels
 
@@ -37,7 +37,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         monkeypatch.delenv(name, raising=False)
     nowhere = {name: str(tmp_path / "site") for name in ("purelib", "platlib")}
     monkeypatch.setattr(sysconfig, "get_paths", lambda: nowhere)
-    monkeypatch.setattr(cuda_build, "_USUAL", tmp_path / "usual")
+    monkeypatch.setattr(compile_cuda, "_USUAL", tmp_path / "usual")
 
     def put(root: Path, script: str = NVCC) -> Path:
         for folder in ("bin", "lib64", "include"):
@@ -53,22 +53,22 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 def test_without_nvcc_the_command_that_brings_one_is_named(install: Install) -> None:
     with pytest.raises(PluginError, match=r"there is no nvcc in CUDA_HOME, on PATH, .* pip install nvidia-cuda-nvcc "):
-        cuda_build.find_toolkit()
+        compile_cuda.find_toolkit()
 
 
 def test_nvcc_is_taken_from_the_variable_the_path_the_environment_or_the_usual_place(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = install(tmp_path / "usual")
-    assert cuda_build.find_toolkit().nvcc == usual
+    assert compile_cuda.find_toolkit().nvcc == usual
     pips = install(tmp_path / "site" / "nvidia" / "cu13")
-    assert cuda_build.find_toolkit().nvcc == pips
+    assert compile_cuda.find_toolkit().nvcc == pips
     on_path = install(tmp_path / "path")
     monkeypatch.setenv("PATH", f"{on_path.parent}:/usr/bin:/bin")
-    assert cuda_build.find_toolkit().nvcc == on_path
+    assert compile_cuda.find_toolkit().nvcc == on_path
     named = install(tmp_path / "named")
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "named"))
-    found = cuda_build.find_toolkit()
+    found = compile_cuda.find_toolkit()
     assert (found.nvcc, found.version) == (named, "12.6")
     assert found.architectures == (50, 75, 80, 86, 87, 89, 90)
     assert (found.libraries, found.headers) == (tmp_path / "named" / "lib64", tmp_path / "named" / "include")
@@ -80,31 +80,31 @@ def test_a_variable_that_names_no_toolkit_is_not_passed_over(
     install(tmp_path / "usual")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing"))
     with pytest.raises(PluginError, match=r"CUDA_HOME is '.*nothing', where there is no bin/nvcc; correct it"):
-        cuda_build.find_toolkit()
+        compile_cuda.find_toolkit()
 
 
 def test_an_nvcc_without_the_static_runtime_or_of_another_kind_is_refused(install: Install, tmp_path: Path) -> None:
     nvcc = install(tmp_path / "usual")
     (tmp_path / "usual" / "lib64" / "libcudart_static.a").unlink()
     with pytest.raises(PluginError, match=r"nvcc comes without libcudart_static.a; run: pip install"):
-        cuda_build.find_toolkit()
+        compile_cuda.find_toolkit()
     nvcc.write_text("#!/bin/sh\necho hello\n")
     with pytest.raises(PluginError, match="is no nvcc that this topw_deploy understands"):
-        cuda_build.find_toolkit()
+        compile_cuda.find_toolkit()
 
 
 def test_all_that_nvcc_knows_is_compiled_for_or_what_is_asked_for(install: Install, tmp_path: Path) -> None:
     install(tmp_path / "usual")
-    toolkit = cuda_build.find_toolkit()
-    assert cuda_build.choose_architectures(toolkit, ()) == (75, 80, 86, 87, 89, 90)
-    assert cuda_build.choose_architectures(toolkit, (90, 87, 90)) == (87, 90)
+    toolkit = compile_cuda.find_toolkit()
+    assert compile_cuda.choose_architectures(toolkit, ()) == (75, 80, 86, 87, 89, 90)
+    assert compile_cuda.choose_architectures(toolkit, (90, 87, 90)) == (87, 90)
     for unknown in (110, 50):
         with pytest.raises(PluginError, match=rf"nvcc 12.6 does not compile .* sm_{unknown}: it can for 75, 80"):
-            cuda_build.choose_architectures(toolkit, (87, unknown))
+            compile_cuda.choose_architectures(toolkit, (87, unknown))
 
 
 def test_code_for_each_and_ptx_of_the_newest() -> None:
-    assert cuda_build.code_flags((87, 90)) == [
+    assert compile_cuda.code_flags((87, 90)) == [
         "-gencode=arch=compute_87,code=sm_87",
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_90,code=compute_90",
@@ -119,12 +119,12 @@ def test_a_build_that_fails_says_where_and_leaves_the_library_that_was_there(
     output.write_bytes(b"of an earlier build")
     said: list[str] = []
     with pytest.raises(PluginError, match=r"was not built: .*nvcc failed \(kernel.cu\(7\): error: no such word\)"):
-        cuda_build.build(output, tell=said.append)
+        compile_cuda.compile_cuda(output, tell=said.append)
     assert said == [f"nvcc 12.6 ({tmp_path / 'usual' / 'bin' / 'nvcc'}), sm_75, sm_80, sm_86, sm_87, sm_89, sm_90"]
     assert output.read_bytes() == b"of an earlier build"
     monkeypatch.setenv("CXX", f"{sys.executable} -m ziglang c++")
     with pytest.raises(PluginError, match=r"nvcc takes one program as its C\+\+ compiler, and CXX is \S+ -m ziglang"):
-        cuda_build.build(output)
+        compile_cuda.compile_cuda(output)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
     (tmp_path / "file").write_bytes(b"")
     said: list[str] = []
     with pytest.raises(PluginError, match=rf"cannot be written \({reason}\); name another file with --output"):
-        cuda_build.build(tmp_path / place, tell=said.append)
+        compile_cuda.compile_cuda(tmp_path / place, tell=said.append)
     assert said == []
-    with pytest.raises(build.NotBuiltError, match="cannot be written"):
-        build.put(Path(__file__), tmp_path / "file" / "lib.so")
+    with pytest.raises(compile_native.NotBuiltError, match="cannot be written"):
+        compile_native.put(Path(__file__), tmp_path / "file" / "lib.so")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_compiler_that_is_none_is_named(
     install(tmp_path / "usual")
     monkeypatch.setenv("CXX", named)
     with pytest.raises(PluginError, match=rf"the CUDA library was not built: CXX is '{named}', .*{reason}"):
-        cuda_build.build(tmp_path / "lib.so")
+        compile_cuda.compile_cuda(tmp_path / "lib.so")
 
 
 def test_a_library_is_for_gpus_that_have_its_code_or_compile_its_ptx() -> None:
@@ -189,8 +189,8 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Have a driver whose cuInit answers `code`, with `count` GPUs."""
     try:
-        compiler = build.find_compiler()
-    except build.NotBuiltError as reason:
+        compiler = compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
         pytest.skip(str(reason))
 
     def make(code: int, count: int) -> None:
@@ -223,17 +223,17 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
 ) -> None:
     fake_driver(0, 1)
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "nowhere.so"))
-    assert report.look().cuda.why_unused == f"TOPW_CUDA_LIBRARY names {tmp_path / 'nowhere.so'}, which is no file"
+    assert status.look().cuda.why_unused == f"TOPW_CUDA_LIBRARY names {tmp_path / 'nowhere.so'}, which is no file"
     (tmp_path / "other.so").write_bytes(b"\x7fELF and nothing more")
     monkeypatch.setenv("TOPW_CUDA_LIBRARY", str(tmp_path / "other.so"))
     named = f"the library that TOPW_CUDA_LIBRARY='{tmp_path / 'other.so'}' names does not load ("
-    assert report.look().cuda.why_unused.startswith(named)
+    assert status.look().cuda.why_unused.startswith(named)
     pretended = library.CudaLibrary.__new__(library.CudaLibrary)
     pretended.path, pretended.architectures = tmp_path / "other.so", (80, 90)
     monkeypatch.setattr(library, "load_cuda", lambda path: pretended)
-    found = report.look()
+    found = status.look()
     assert found.cuda.why_unused == "it has no code for sm_87 (run: topw plugins build --cuda --arch 87)"
-    assert report.lines(found)[1:] == [
+    assert status.lines(found)[1:] == [
         f"CUDA library  {tmp_path / 'other.so'}, sm_80 sm_90, unused: {found.cuda.why_unused}",
         f"TRT library   none: {found.tensorrt.why_none}",
         "GPU 0         Orin, sm_87",
@@ -243,5 +243,5 @@ def test_the_report_says_why_a_library_serves_no_gpu_here(
     with pytest.raises(PluginError, match=r"other.so has kernels for sm_80 sm_90, and this GPU is sm_87; run: "):
         kernels.installed_kernels()
     pretended.architectures = (80, 87)
-    assert report.look().cuda.why_unused == ""
+    assert status.look().cuda.why_unused == ""
     assert kernels.installed_kernels() == tmp_path / "other.so"

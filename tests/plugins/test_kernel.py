@@ -248,7 +248,7 @@ def test_the_header_is_c99(tmp_path: Path) -> None:
     import shutil
     import subprocess
 
-    from topw_deploy.plugins.build import SOURCES
+    from topw_deploy.plugins.compile_native import SOURCES
 
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

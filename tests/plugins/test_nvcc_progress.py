@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import build, nvcc
+from topw_deploy.plugins import compile_native, nvcc
 from topw_deploy.plugins.nvcc import Compiling
 
 NVCC = """#!/bin/sh
@@ -57,9 +57,9 @@ def test_an_architecture_runs_from_its_ptxas_to_its_file(script: Path) -> None:
 
 def test_a_failure_has_nvccs_words_and_none_of_the_commands_that_it_lists(script: Path) -> None:
     script.write_text(NVCC.format(folder=script.parent, end='echo "launch.cu(9): error: no such word"; exit 2'))
-    with pytest.raises(build.NotBuiltError, match=r"nvcc failed \(launch.cu\(9\): error: no such word\)$"):
+    with pytest.raises(compile_native.NotBuiltError, match=r"nvcc failed \(launch.cu\(9\): error: no such word\)$"):
         states(script)
-    with pytest.raises(build.NotBuiltError, match=r"nowhere cannot be run"):
+    with pytest.raises(compile_native.NotBuiltError, match=r"nowhere cannot be run"):
         nvcc.run(["/nowhere"], 1, nvcc.unwatched)
 
 

@@ -16,28 +16,26 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import (
     COLUMNS,
     KernelSamples,
     KernelTable,
-    _address,
-    _columns,
-    _edits,
-    _Inputs,
-    _Outputs,
-    _require_table,
-    _table,
+    edit_arrays,
+    parameter_columns,
+    require_table,
 )
+from topw_deploy.plugins.kernel_table import table_struct
+from topw_deploy.plugins.structs import Inputs, Outputs, address
 from topw_deploy.sampling.parameters import TopWOptions
 
-CUDA_SOURCES = build.SOURCES.with_name("cuda")
+CUDA_SOURCES = compile_native.SOURCES.with_name("cuda")
 FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-ffp-contract=off", "-shared",
     "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-DTOPW_EMULATE",
 )  # fmt: skip
-_KERNELS = (CUDA_SOURCES / "launch.cu", build.SOURCES / "quantised.cpp")
+_KERNELS = (CUDA_SOURCES / "launch.cu", compile_native.SOURCES / "quantised.cpp")
 _TYPES = ("float32", "float16", "uint16")
 _EMULATE = (c_uint64, c_uint32, c_uint32)
 _EMULATE_WAITING = (c_uint32, c_uint64)
@@ -52,12 +50,12 @@ def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -
     """A library of these sources and the emulator in `folder`, compiled unless it is there already from the same files
     and flags.
 
-    Raises build.NotBuiltError without a C++ compiler, and with its words where it fails.
+    Raises compile_native.NotBuiltError without a C++ compiler, and with its words where it fails.
     """
     code = ["-x", "c++", *map(str, sources), str(CUDA_SOURCES / "emulator.cpp"), f"-I{CUDA_SOURCES}"]
-    command = [*build.find_compiler(), *FLAGS, *extra, *code]
+    command = [*compile_native.find_compiler(), *FLAGS, *extra, *code]
     digest = hashlib.sha256("\0".join(command).encode())
-    for source in sorted({*sources, *CUDA_SOURCES.iterdir(), *build.SOURCES.glob("*.h")}):
+    for source in sorted({*sources, *CUDA_SOURCES.iterdir(), *compile_native.SOURCES.glob("*.h")}):
         if source.is_file():
             digest.update(source.read_bytes())
     path = folder / f"lib{sources[0].stem}_{digest.hexdigest()[:16]}.so"
@@ -67,7 +65,7 @@ def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -
     made = path.with_suffix(f".{os.getpid()}")
     done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
-        raise build.NotBuiltError(f"the emulated kernels do not compile: {done.stderr.strip()[-2000:]}")
+        raise compile_native.NotBuiltError(f"the emulated kernels do not compile: {done.stderr.strip()[-2000:]}")
     made.replace(path)
     return path
 
@@ -114,16 +112,16 @@ class EmulatedKernel(CudaKernel):
         if str(rows.dtype) not in _TYPES:
             rows = rows.astype(np.float32)
         options = TopWOptions() if options is None else options
-        _require_table(options, table, rows.shape[1])
-        given, edited = _columns(columns or {}, len(rows)), _edits(edits, len(rows))
+        require_table(options, table, rows.shape[1])
+        given, edited = parameter_columns(columns or {}, len(rows)), edit_arrays(edits, len(rows))
         samples = KernelSamples.empty(len(rows), rows.shape[1], mass, keep_mask)
-        described = _table(table)
+        described = table_struct(table)
         kind = "bfloat16" if rows.dtype == np.uint16 else str(rows.dtype)
         shape = CudaShape(options, len(rows) + spare, rows.shape[1], edited[0].shape[1] + spare, kind, described)
-        inputs = _Inputs(
-            *rows.shape, edited[0].shape[1], *map(_address, (rows, *edited)), *(_address(given[n]) for n in COLUMNS)
+        inputs = Inputs(
+            *rows.shape, edited[0].shape[1], *map(address, (rows, *edited)), *(address(given[n]) for n in COLUMNS)
         )
-        outputs = _Outputs(*(_address(getattr(samples, field.name)) for field in fields(samples)))
+        outputs = Outputs(*(address(getattr(samples, field.name)) for field in fields(samples)))
         self.launch(shape, described, inputs, outputs, *self._room_for(shape))
         left = self._control(shape)
         assert not left.any(), f"control bytes {np.flatnonzero(left)[:8]} are not zero after the launch"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.tail_cases import Case, Scenario, embedding_table, random_case
 from topw_deploy.errors import ParameterError
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
 from topw_deploy.plugins.shared_library import library_path
@@ -24,10 +24,10 @@ def opened(folder: Path) -> Kernel:
     """The packaged library, or else one compiled into `folder`; skips with the reason where neither can be had."""
     path = library_path()
     if path is None:
-        path = folder / build.LIBRARY_NAME
+        path = folder / compile_native.LIBRARY_NAME
         try:
-            build.build(path)
-        except build.NotBuiltError as reason:
+            compile_native.compile_native(path)
+        except compile_native.NotBuiltError as reason:
             pytest.skip(f"no native sampler: {library.why_absent()}, and {reason}")
     return Kernel(path)
 

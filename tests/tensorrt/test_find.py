@@ -14,8 +14,8 @@ from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import TensorRT
 from topw_deploy.errors import EngineError
 from topw_deploy.plugins import driver
-from topw_deploy.tensorrt.build import Built, build_engine
-from topw_deploy.tensorrt.find import Machine, fitting, has_engines, this_machine
+from topw_deploy.tensorrt.build import BuiltEngine, build_engine
+from topw_deploy.tensorrt.engines import Machine, fitting, has_engines, this_machine
 from topw_deploy.tensorrt.request import EngineRequest
 from topw_deploy.tensorrt.stamp import read
 
@@ -23,22 +23,22 @@ HERE = Machine("10.16.1.11", "Double GPU", 90)
 
 
 @pytest.fixture
-def built(trt: TensorRT, out: Path) -> Built:
+def built(trt: TensorRT, out: Path) -> BuiltEngine:
     return build_engine(EngineRequest(out=out))
 
 
-def rewrite(built: Built, **changes: Any) -> None:
+def rewrite(built: BuiltEngine, **changes: Any) -> None:
     path = built.path.with_suffix(".json")
     data = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in data.items() if value != "absent"}))
 
 
-def test_an_engine_that_fits_is_found(built: Built, out: Path) -> None:
+def test_an_engine_that_fits_is_found(built: BuiltEngine, out: Path) -> None:
     assert fitting(out, HERE) == (built.path, built.stamp)
     assert this_machine("10.16.1.11") == HERE
 
 
-def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: Built, out: Path) -> None:
+def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: BuiltEngine, out: Path) -> None:
     gpu.name, gpu.architecture = "A GPU with a name before the other's", 87
     other = build_engine(EngineRequest(out=out))
     assert fitting(out, HERE)[0] == built.path
@@ -58,12 +58,12 @@ def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: B
         ),
     ],
 )
-def test_an_engine_of_another_machine_is_refused(built: Built, out: Path, machine: Machine, message: str) -> None:
+def test_an_engine_of_another_machine_is_refused(built: BuiltEngine, out: Path, machine: Machine, message: str) -> None:
     with pytest.raises(EngineError, match=rf"engines/double-gpu\S+ {message}; build one with `topw build-engine "):
         fitting(out, machine)
 
 
-def test_an_engine_of_another_export_is_refused(built: Built, out: Path) -> None:
+def test_an_engine_of_another_export_is_refused(built: BuiltEngine, out: Path) -> None:
     manifest = out / "topw_manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
     with pytest.raises(EngineError, match="was built from another export than the one in this folder"):
@@ -92,7 +92,9 @@ def replace_by_a_link(engine: Path) -> None:
         (replace_by_a_link, "is not a file of the folder"),
     ],
 )
-def test_a_damaged_engine_is_refused(built: Built, out: Path, damage: Callable[[Path], Any], message: str) -> None:
+def test_a_damaged_engine_is_refused(
+    built: BuiltEngine, out: Path, damage: Callable[[Path], Any], message: str
+) -> None:
     damage(built.path)
     with pytest.raises(EngineError, match=message):
         fitting(out, HERE)
@@ -122,10 +124,10 @@ def test_a_damaged_engine_is_refused(built: Built, out: Path, damage: Callable[[
         ({"plugin": "mine"}, "plugin is 'mine', not one of python, library, none"),
         ({"precision": "fp8"}, "precision is 'fp8', not one of as exported, fp16"),
         ({"gpu": "two\nlines"}, r"gpu is 'two\\nlines', not a text of one line"),
-        ({"colour": "red"}, "it has a field 'colour', of which this topw_deploy knows nothing"),
+        ({"colour": "red"}, "it has a field 'colour', which this topw_deploy does not know"),
     ],
 )
-def test_a_malformed_stamp_is_refused(built: Built, out: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: dict[str, Any], message: str) -> None:
     rewrite(built, **changes)
     with pytest.raises(EngineError, match=f"is no stamp of an engine .*{message}.*; build one with"):
         fitting(out, HERE)
@@ -142,7 +144,7 @@ def test_a_malformed_stamp_is_refused(built: Built, out: Path, changes: dict[str
         (b" " * (2 << 20), "it is larger than 1048576 bytes"),
     ],
 )
-def test_what_is_no_stamp_at_all_is_refused(built: Built, out: Path, data: bytes, message: str) -> None:
+def test_what_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path, data: bytes, message: str) -> None:
     path = built.path.with_suffix(".json")
     path.write_bytes(data)
     with pytest.raises(EngineError, match=rf"is no stamp of an engine \({message}\)\.$"):
@@ -154,7 +156,9 @@ def test_what_is_no_stamp_at_all_is_refused(built: Built, out: Path, data: bytes
 @pytest.mark.parametrize(
     "put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/nowhere"), lambda path: path.symlink_to(__file__)]
 )
-def test_a_stamp_that_is_no_file_of_the_folder_is_refused(built: Built, out: Path, put: Callable[[Path], Any]) -> None:
+def test_a_stamp_that_is_no_file_of_the_folder_is_refused(
+    built: BuiltEngine, out: Path, put: Callable[[Path], Any]
+) -> None:
     path = built.path.with_suffix(".json")
     path.unlink()
     put(path)
@@ -162,7 +166,7 @@ def test_a_stamp_that_is_no_file_of_the_folder_is_refused(built: Built, out: Pat
         fitting(out, HERE)
 
 
-def test_an_engine_without_a_stamp_was_never_finished(built: Built, out: Path) -> None:
+def test_an_engine_without_a_stamp_was_never_finished(built: BuiltEngine, out: Path) -> None:
     built.path.with_suffix(".json").unlink()
     assert has_engines(out)
     with pytest.raises(

@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from topw_deploy.tensorrt.onnx_file import read_model
 from topw_deploy.tensorrt.operators import refusal
-from topw_deploy.tensorrt.walk import walk
+from topw_deploy.tensorrt.scope import walk
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 

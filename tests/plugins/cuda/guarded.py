@@ -60,7 +60,7 @@ def edits_of(rng: np.random.Generator, rows: int, vocab: int) -> tuple[np.ndarra
 
 def main(path: Path) -> None:
     kernel, rng = Guarded(path), np.random.default_rng(3)
-    tests.support.emulated._address = kernel.place
+    tests.support.emulated.address = kernel.place
     stages, number = set[int](), 0
     for vocab in (1, 63, 65, 130, 1001, 1003, 4099):
         for dtype in (np.float32, np.float16, np.uint16):

@@ -19,7 +19,8 @@ from tests.support.sampler_cases import SMALL, Size
 from tests.support.tail_cases import Case, Scenario
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.cuda_kernel import CudaShape
-from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable, _table
+from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable
+from topw_deploy.plugins.kernel_table import table_struct
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, sample_row
 
 OPEN = [STAGES.index(name) for name in ("pool", "geometry", "literal")]
@@ -189,7 +190,7 @@ def test_quantised_tables_give_the_geometry_of_the_rows_they_stand_for(kernel: E
 def test_blocks_of_codes_that_are_not_whole_eights_are_refused(kernel: EmulatedKernel) -> None:
     quantised = quantised_table(Form(), 20, 1)
     statistics = np.zeros(48, np.float32), np.ones(48, np.float32)
-    described = _table(KernelTable(quantised.codes, *statistics, None, quantised.blocks))
+    described = table_struct(KernelTable(quantised.codes, *statistics, None, quantised.blocks))
     assert described is not None
     assert kernel.refusal(CudaShape(TopWOptions(), 1, 20, table=described)) == ""
     described.blocks.block_size = 20
@@ -222,7 +223,7 @@ def test_a_step_that_waits_in_vain_ends_and_leaves_no_rows_to_the_next(
     kernel.emulate(seed=1, threads=32, blocks=8, tick=tick)
     with pytest.raises(PluginError, match=words):
         sampled(kernel, cases, options, table)
-    shape = CudaShape(options, len(cases), 300, 0, "float32", _table(table))
+    shape = CudaShape(options, len(cases), 300, 0, "float32", table_struct(table))
     assert not kernel._control(shape).any()
     found = sampled(kernel, cases, options, table)
     assert np.isin(found.reports["stage"], OPEN).any()

@@ -12,7 +12,8 @@ import pytest
 
 from tests.plugins.cuda.test_emulator import address
 from tests.support.quantised_tables import FORMS, quantised_table
-from topw_deploy.plugins.kernel import KernelTable, _table
+from topw_deploy.plugins.kernel import KernelTable
+from topw_deploy.plugins.kernel_table import table_struct
 from topw_deploy.sampling import Geometry
 
 # A few float32 roundings of a distance and of what it is made of: coordinates, norms, 32 + 4 + 4 + 16 partial sums.
@@ -46,7 +47,7 @@ def measured(
 ) -> np.ndarray:  # fmt: skip
     rows, cols = rows.astype(np.int32), cols.astype(np.int32)
     found = np.full(len(rows), np.nan, np.float32)
-    described = _table(table)
+    described = table_struct(table)
     assert described is not None
     failed = probes.probe_distances(
         ctypes.c_uint64(seed), threads, blocks, METRICS.index(metric), knn, ctypes.byref(described), address(rows),

@@ -14,7 +14,7 @@ import pytest
 from tests.support.sampler_models import Wanted, open_model, run
 from tests.support.tail_cases import feeds, random_case
 from tests.support.toy_model import Toy, export
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel, native
 from topw_deploy.sampling import TopWOptions
@@ -23,10 +23,10 @@ from .tools import ARCHITECTURES, CUDA12, HERE, RuntimeCompiler, digest, home
 
 
 @pytest.fixture(scope="module")
-def toolkit() -> cuda_build.Toolkit:
+def toolkit() -> compile_cuda.Toolkit:
     with pytest.MonkeyPatch.context() as patch:
         _use(patch)
-        return cuda_build.find_toolkit()
+        return compile_cuda.find_toolkit()
 
 
 def _use(patch: pytest.MonkeyPatch) -> None:
@@ -36,29 +36,29 @@ def _use(patch: pytest.MonkeyPatch) -> None:
     if folder is not None:
         patch.setenv("CUDA_HOME", str(folder))
     try:
-        build.find_compiler()
-    except build.NotBuiltError as reason:
+        compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
         pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")
-def cuda_library(toolkit: cuda_build.Toolkit, request: pytest.FixtureRequest) -> Path:
+def cuda_library(toolkit: compile_cuda.Toolkit, request: pytest.FixtureRequest) -> Path:
     """`topw plugins build --cuda`, for all architectures; a warning of nvcc's is an error."""
     assert request.config.cache is not None
-    key = digest(toolkit.version, cuda_build.FLAGS, build.FLAGS, ARCHITECTURES)
+    key = digest(toolkit.version, compile_cuda.FLAGS, compile_native.FLAGS, ARCHITECTURES)
     path = request.config.cache.mkdir("nvcc") / key / "libtopw_cuda.so"
     if not path.is_file():
         with pytest.MonkeyPatch.context() as patch:
             _use(patch)
-            cuda_build.build(path, ARCHITECTURES)
+            compile_cuda.compile_cuda(path, ARCHITECTURES)
     return path
 
 
-def test_one_library_holds_code_for_every_gpu(toolkit: cuda_build.Toolkit, cuda_library: Path) -> None:
+def test_one_library_holds_code_for_every_gpu(toolkit: compile_cuda.Toolkit, cuda_library: Path) -> None:
     found = library.load_cuda(cuda_library)
-    assert found.architectures == cuda_build.choose_architectures(toolkit, ARCHITECTURES)
+    assert found.architectures == compile_cuda.choose_architectures(toolkit, ARCHITECTURES)
     if not ARCHITECTURES and toolkit.version.startswith("13."):
-        assert found.architectures == cuda_build.ARCHITECTURES
+        assert found.architectures == compile_cuda.ARCHITECTURES
 
 
 def test_the_library_needs_no_cuda_and_no_driver_to_load(cuda_library: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 
 HERE = Path(__file__).parent
 ROOT = Path(os.environ.get("TOPW_CUDA_TOOLS", HERE.parents[2] / ".cuda"))
@@ -43,7 +43,7 @@ def home() -> Path | None:
 def digest(*words: object) -> str:
     """Of these words and of everything that the library is compiled from."""
     found = hashlib.sha256("\0".join(map(str, words)).encode())
-    for folder in (build.SOURCES, cuda_build.SOURCES, HERE / "jit"):
+    for folder in (compile_native.SOURCES, compile_cuda.SOURCES, HERE / "jit"):
         for file in sorted(folder.iterdir()):
             found.update(file.name.encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:16]
@@ -55,7 +55,7 @@ class RuntimeCompiler:
     def __init__(self) -> None:
         site = packages("tools", "cuda_nvrtc/lib/libnvrtc.so.12")
         self._library = ctypes.CDLL(str(site / "cuda_nvrtc/lib/libnvrtc.so.12"))
-        self._includes = (cuda_build.SOURCES, site / "cuda_runtime/include", HERE / "jit")
+        self._includes = (compile_cuda.SOURCES, site / "cuda_runtime/include", HERE / "jit")
 
     @property
     def version(self) -> str:

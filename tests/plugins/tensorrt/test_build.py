@@ -10,7 +10,7 @@ import pytest
 
 from topw_deploy.cli.main import run, topw
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins.tensorrt.build import build, find_headers
+from topw_deploy.plugins.compile_tensorrt import compile_tensorrt, find_headers
 
 DIRECT = "#define NV_TENSORRT_MAJOR {} //!< major\n#define NV_TENSORRT_MINOR {}  //!< minor\n"
 THROUGH = (
@@ -68,7 +68,7 @@ def test_the_library_hands_out_its_creator_and_links_no_tensorrt(tmp_path: Path)
     root = os.environ.get("TENSORRT_ROOT")
     if not root:
         pytest.skip("TENSORRT_ROOT names no folder with TensorRT's headers")
-    built = build(Path(root), tmp_path / "libtopw_tensorrt.so", [90])
+    built = compile_tensorrt(Path(root), tmp_path / "libtopw_tensorrt.so", [90])
     library = ctypes.CDLL(str(built.path))
     count = ctypes.c_int32()
     library.getCreators.restype = ctypes.c_void_p

@@ -1,6 +1,6 @@
-"""Where the small tensors of a run lie: one stretch for what changes in every run, one for the rest, one for results.
+"""Placement of a run's small tensors: a span of inputs that change in every run, the other inputs, the results.
 
-Each stretch is the same in pinned memory of the host and in memory of the device, so that it is copied at once.
+The placement is the same in pinned host memory and in device memory, so that one copy moves a whole span.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ALIGNMENT = 256  # bytes: what CUDA's own allocator gives, and TensorRT's kernels rely on
+ALIGNMENT = 256  # bytes: that of CUDA's allocator, on which TensorRT's kernels rely
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes from `start` on."""
+    """`size` bytes from `start`."""
 
     start: int
     size: int
 
 
 class Layout:
-    """The places of a run's tensors.
+    """The spans of a run's tensors.
 
-    changing: names of inputs that every run copies. arrays: the inputs. results: the outputs that somebody reads.
-    unread: bytes of the other outputs, which have room on the device alone.
+    changing: names of the inputs that every run copies.
+    arrays: all inputs.
+    results: outputs that are read.
+    unread: sizes in bytes of the other outputs, which get device memory only.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Layout:
         self.device_size = self._end
 
     def _place(self, size: int) -> Span:
-        """Room for so many bytes behind what was placed so far; a tensor without elements has an address too."""
+        """Append `size` bytes; an empty tensor needs an address, too."""
         span = Span(self._end, size)
         self._end += -(-max(1, size) // ALIGNMENT) * ALIGNMENT
         return span

@@ -1,4 +1,4 @@
-"""Which of a folder's engines fits this machine, and why the others do not."""
+"""The engines of a folder: which exist, which one fits this machine, and why the others do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Machine:
 
 
 def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
-    """The machine with GPU number `device`. Raises EngineError where the driver sees no such GPU."""
+    """The machine with GPU number `device`. Raises EngineError if the driver shows no such GPU."""
     seen = driver.look()
     if not 0 <= device < len(seen.devices):
         reason = seen.why_none or f"device {device} was asked for, and there are {len(seen.devices)} GPUs"
@@ -33,7 +33,7 @@ def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
 
 
 def misplaced(out: Path) -> str | None:
-    """Why `engines` in an exported folder is not looked into, as a clause after its name; None if it is."""
+    """Why `engines` in an exported folder is ignored, as a clause after its name; None if it is used."""
     path = out / FOLDER
     if path.is_symlink():
         return "is a symbolic link, and engines must lie in the folder itself"
@@ -41,12 +41,12 @@ def misplaced(out: Path) -> str | None:
 
 
 def stamps(out: Path) -> list[Path]:
-    """The stamps of the engines in an exported folder, by name."""
+    """The stamps in an exported folder, sorted by name."""
     return _named(out, STAMP_SUFFIX)
 
 
 def unfinished(out: Path) -> list[Path]:
-    """What looks like an engine and has no stamp, by name: its build never ended."""
+    """Engines without a stamp, sorted by name: their builds never ended."""
     stamped = {path.with_suffix(ENGINE_SUFFIX) for path in stamps(out)}
     return [path for path in _named(out, ENGINE_SUFFIX) if path not in stamped]
 
@@ -56,12 +56,12 @@ def _named(out: Path, suffix: str) -> list[Path]:
 
 
 def has_engines(out: Path) -> bool:
-    """Whether anything was ever built into this folder, whole or not."""
+    """Whether the folder has any engine, finished or not."""
     return bool(stamps(out) or unfinished(out))
 
 
 def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
-    """An engine of `out` that fits `machine` and is whole, with its stamp.
+    """An intact engine of `out` that fits `machine`, and its stamp.
 
     Raises EngineError that says why none fits and how to build one.
     """
@@ -84,7 +84,7 @@ def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
 
 
 def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
-    """Why the stamp fits neither folder nor machine, as a clause after the engine's name; None if it does."""
+    """Why the stamp does not fit folder or machine, as a clause after the engine's name; None if it does."""
     if stamp.manifest != manifest_hash(out):
         return "was built from another export than the one in this folder"
     if stamp.tensorrt != machine.tensorrt:
@@ -95,7 +95,7 @@ def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
 
 
 def damage(engine: Path, stamp: EngineStamp) -> str | None:
-    """Why the file is not the one that was stamped, as a clause after its name; None if it is. Reads all of it."""
+    """Why the file is not the stamped one, as a clause after its name; None if it is. Reads the whole file."""
     try:
         with open_regular(engine) as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -1,6 +1,7 @@
-"""CUDA's runtime through cuda-python: memory, one kind of stream, and graphs of what was put into it.
+"""CUDA's runtime through cuda-python: memory, one kind of stream, and graphs captured from it.
 
-Only calls that cuda-bindings 12.6 and 13 spell alike are used. Every one answers a tuple that begins with its error.
+Uses only calls with the same signature in cuda-bindings 12.6 and 13. Every call returns a tuple that starts with an
+error.
 """
 
 from __future__ import annotations
@@ -9,59 +10,74 @@ import ctypes
 import importlib
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 
 from topw_deploy.errors import EngineError, GenerationError
-from topw_deploy.runtime.turns import Turns, turns_of
 
 INSTALL = "pip install 'cuda-python>=12.6'"
 
 
-class Cuda:
-    """One device. Raises EngineError where cuda-python is not installed; every later failure is a GenerationError that
-    names the call and CUDA's reason. turns: to be held by whoever uses it."""
+class Turns(Protocol):
+    """The lock between users of a device and captures of a CUDA graph (runtime/turns.py)."""
 
-    def __init__(self, device: int = 0) -> None:
+    @property
+    def using(self) -> AbstractContextManager[None]:
+        """To hold for every run, copy, allocation and release."""
+
+    def opening(self) -> AbstractContextManager[None]:
+        """To hold while an engine is opened."""
+
+
+class Cuda:
+    """A device. turns: to hold whenever it is used.
+
+    Raises EngineError without cuda-python. All later failures are GenerationErrors with the call and CUDA's reason.
+    """
+
+    def __init__(self, turns: Turns, device: int = 0) -> None:
         try:
             self.api: Any = importlib.import_module("cuda.bindings.runtime")
         except ImportError as error:
             raise EngineError(f"cuda.bindings.runtime cannot be imported ({error}); run: {INSTALL}") from None
         self._device = device
-        self.turns = turns_of(("cuda", device))
+        self.turns = turns
         self.use()
 
     def use(self) -> None:
-        """Have the calling thread speak to this device: every thread begins with the first one, and whoever else uses
-        CUDA in it may have chosen another since."""
+        """Make the device current in this thread.
+
+        Every thread starts with device 0, and other users of CUDA may have changed it since.
+        """
         self.call("cudaSetDevice", self._device)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What CUDA's function `name` answers beside its error."""
+        """Call CUDA's function `name` and return its result without the error."""
         error, *answer = getattr(self.api, name)(*arguments)
         if int(error) != 0:
             raise GenerationError(f"CUDA failed in {name} ({self._reason(error)}); see `topw doctor`.")
         return answer[0] if answer else None
 
     def stream(self) -> Stream:
-        """A new stream, which waits for no other."""
+        """A new stream that waits for no other."""
         return Stream(self)
 
-    def memory(self, size: int) -> Block:
-        """Bytes of the device, with whatever is in them."""
-        return Block(self, int(self.call("cudaMalloc", max(1, size))), size, "cudaFree")
+    def memory(self, size: int) -> Memory:
+        """Uninitialized device memory."""
+        return Memory(self, int(self.call("cudaMalloc", max(1, size))), size, "cudaFree")
 
-    def pinned(self, size: int) -> Pinned:
-        """Bytes of the host that the device reads and writes by itself."""
-        return Pinned(self, int(self.call("cudaMallocHost", max(1, size))), size, "cudaFreeHost")
+    def pinned(self, size: int) -> PinnedMemory:
+        """Host memory that the device can read and write."""
+        return PinnedMemory(self, int(self.call("cudaMallocHost", max(1, size))), size, "cudaFreeHost")
 
     def _reason(self, error: Any) -> str:
         text = self.api.cudaGetErrorString(error)[1]
         return text.decode("ascii", "replace") if isinstance(text, bytes) else str(text)
 
 
-class Block:
+class Memory:
     """`size` bytes at `pointer`, freed with the object."""
 
     def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
@@ -74,8 +90,8 @@ def _free(turns: Turns, function: Callable[[int], object], pointer: int) -> None
         function(pointer)
 
 
-class Pinned(Block):
-    """A Block of the host, with its bytes as `array`, uint8 [size]."""
+class PinnedMemory(Memory):
+    """Pinned host memory. array: its bytes, uint8 [size]."""
 
     def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
         super().__init__(cuda, pointer, size, free)
@@ -83,7 +99,7 @@ class Pinned(Block):
 
 
 class Stream:
-    """Work in the order in which it was put in. `handle` is what other libraries take."""
+    """A CUDA stream. handle: its address, for other libraries."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -95,26 +111,27 @@ class Stream:
         self._finalizer = weakref.finalize(self, api.cudaStreamDestroy, self._stream)
 
     def copy_in(self, device: int, host: int, size: int) -> None:
-        """Copy from pinned memory of the host."""
+        """Copy from pinned host memory to the device."""
         self._cuda.call("cudaMemcpyAsync", device, host, size, self._to_device, self._stream)
 
     def copy_out(self, host: int, device: int, size: int) -> None:
-        """Copy to memory of the host, which may be read after `wait`."""
+        """Copy from the device to host memory, readable after `wait`."""
         self._cuda.call("cudaMemcpyAsync", host, device, size, self._to_host, self._stream)
 
     def zero(self, device: int, size: int) -> None:
         self._cuda.call("cudaMemsetAsync", device, 0, size, self._stream)
 
     def wait(self) -> None:
-        """Until everything that was put in is done."""
+        """Wait until all enqueued work is done."""
         self._cuda.call("cudaStreamSynchronize", self._stream)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """What `work` puts into the stream, as a graph; none of it is done now.
+        """Capture what `work` enqueues as a graph, without running it.
 
-        Raises GenerationError where something in it cannot be captured, and whatever `work` raises."""
+        Raises GenerationError if any of it cannot be captured, and whatever `work` raises.
+        """
         call = self._cuda.call
-        # other threads, which are other generations, may allocate meanwhile
+        # other threads, which run other generations, may allocate meanwhile
         mode = self._cuda.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         call("cudaStreamBeginCapture", self._stream, mode)
         try:
@@ -129,7 +146,7 @@ class Stream:
             call("cudaGraphDestroy", graph)
 
     def _abandon(self) -> None:
-        """End a capture whose work failed; what CUDA says of it is no news."""
+        """End a failed capture and clear CUDA's error, which is a consequence of the failure."""
         _, graph = self._cuda.api.cudaStreamEndCapture(self._stream)
         if graph is not None and int(graph):
             self._cuda.api.cudaGraphDestroy(graph)
@@ -137,7 +154,7 @@ class Stream:
 
 
 class Graph:
-    """Captured work, to be put into its stream as one."""
+    """Captured work, launched as one unit on its stream."""
 
     def __init__(self, cuda: Cuda, stream: Any, executable: Any) -> None:
         self._cuda, self._stream, self._executable = cuda, stream, executable
@@ -147,24 +164,26 @@ class Graph:
         self._cuda.call("cudaGraphLaunch", self._executable, self._stream)
 
 
-class DeviceMemory:
-    """Zeroed bytes of the device, for a cache (see runtime/face.py)."""
+class CacheMemory:
+    """Zeroed device memory for a cache."""
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = size
         with cuda.turns.using:
             cuda.use()
-            self._cuda, self._block, self._stream = cuda, cuda.memory(size), cuda.stream()
-            self.pointer = self._block.pointer
+            self._cuda, self._memory, self._stream = cuda, cuda.memory(size), cuda.stream()
+            self.pointer = self._memory.pointer
             self.clear(size)
 
     def clear(self, size: int) -> None:
+        """Zero the first `size` bytes."""
         with self._cuda.turns.using:
             self._cuda.use()
             self._stream.zero(self.pointer, size)
             self._stream.wait()
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
+        """Apply `edit` to a host copy, uint8 [size], and copy it back."""
         host = np.empty(self.size, np.uint8)
         with self._cuda.turns.using:
             self._cuda.use()

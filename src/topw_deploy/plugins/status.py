@@ -1,18 +1,17 @@
-"""What native libraries there are, which GPUs, and whether the one is for the other: for people who ask why."""
+"""Which native libraries and GPUs are present, and whether they fit each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from topw_deploy.plugins import driver, shared_library
+from topw_deploy.plugins import compile_tensorrt, driver, shared_library
 from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.plugins.tensorrt import build as tensorrt_build
 
 
 @dataclass(frozen=True)
-class CpuLibrary:
-    """path and instruction_set: None where there is no library; why_none then says why, as a clause."""
+class CpuStatus:
+    """The CPU library. why_none: why path and instruction_set are None, as a clause."""
 
     path: str | None
     instruction_set: str | None
@@ -20,9 +19,13 @@ class CpuLibrary:
 
 
 @dataclass(frozen=True)
-class CudaLibrary:
-    """path: None where there is no library that loads. architectures: what it was compiled for, 87 is sm_87.
-    why_unused: why no GPU of this machine is served by it, as a clause; empty where one is."""
+class CudaStatus:
+    """The CUDA library.
+
+    path: None if no library loads.
+    architectures: what it was compiled for, 87 for sm_87.
+    why_unused: why it serves no GPU of this machine, as a clause; "" if it serves one.
+    """
 
     path: str | None
     architectures: tuple[int, ...]
@@ -30,83 +33,82 @@ class CudaLibrary:
 
 
 @dataclass(frozen=True)
-class TensorRTLibrary:
-    """The plugin for hosts in C++. path: None where there is no such file; why_none then says why, as a clause. It is
-    not loaded: only TensorRT can."""
+class TensorRTStatus:
+    """The plugin's library, not loaded, as only TensorRT can. why_none: why path is None, as a clause."""
 
     path: str | None
     why_none: str
 
 
 @dataclass(frozen=True)
-class Report:
-    cpu: CpuLibrary
-    cuda: CudaLibrary
+class Status:
+    cpu: CpuStatus
+    cuda: CudaStatus
     driver: driver.Driver
-    tensorrt: TensorRTLibrary
+    tensorrt: TensorRTStatus
 
 
-def look() -> Report:
-    """Load what there is, and ask the driver."""
+def look() -> Status:
+    """Load the libraries and ask the driver."""
     found = driver.look()
-    return Report(cpu_library(), cuda_library(found), found, tensorrt_library())
+    return Status(cpu_library(), cuda_library(found), found, tensorrt_library())
 
 
-def cpu_library() -> CpuLibrary:
+def cpu_library() -> CpuStatus:
     path = library_path()
     if path is None:
-        return CpuLibrary(None, None, shared_library.why_absent())
+        return CpuStatus(None, None, shared_library.why_absent())
     try:
-        return CpuLibrary(str(path), shared_library.load(path).instruction_set, "")
+        return CpuStatus(str(path), shared_library.load(path).instruction_set, "")
     except OSError as error:
-        return CpuLibrary(None, None, _unloadable(path, "cpu", error))
+        return CpuStatus(None, None, _unloadable(path, "cpu", error))
 
 
 def _unloadable(path: Path, kind: shared_library.Kind, error: OSError) -> str:
-    """As a clause, with the variable that named the library where one did."""
+    """A clause with the variable that named the library, if any."""
     named = shared_library.variable_naming(path, kind)
     return f"{f'the library that {named} names' if named else 'it'} does not load ({error})"
 
 
-def cuda_library(found: driver.Driver) -> CudaLibrary:
+def cuda_library(found: driver.Driver) -> CudaStatus:
     path = library_path("cuda")
     if path is None:
-        return CudaLibrary(None, (), shared_library.why_absent("cuda"))
+        return CudaStatus(None, (), shared_library.why_absent("cuda"))
     try:
         library = shared_library.load_cuda(path)
     except OSError as error:
-        return CudaLibrary(None, (), _unloadable(path, "cuda", error))
+        return CudaStatus(None, (), _unloadable(path, "cuda", error))
     unserved = [device for device in found.devices if not library.serves(device.architecture)]
     why = found.why_none
     if unserved and len(unserved) == len(found.devices):
         number = unserved[0].architecture
         why = f"it has no code for sm_{number} (run: topw plugins build --cuda --arch {number})"
-    return CudaLibrary(str(path), library.architectures, why)
+    return CudaStatus(str(path), library.architectures, why)
 
 
-def tensorrt_library() -> TensorRTLibrary:
-    path = tensorrt_build.installed()
+def tensorrt_library() -> TensorRTStatus:
+    path = compile_tensorrt.installed()
     if path is None:
-        return TensorRTLibrary(
+        return TensorRTStatus(
             None, "it was not built here (`topw plugins build --tensorrt-root DIR` makes it, for C++)"
         )
     if not path.is_file():
-        return TensorRTLibrary(None, f"{tensorrt_build.VARIABLE} names {path}, which is no file")
-    return TensorRTLibrary(str(path), "")
+        return TensorRTStatus(None, f"{compile_tensorrt.VARIABLE} names {path}, which is no file")
+    return TensorRTStatus(str(path), "")
 
 
-def lines(report: Report) -> list[str]:
-    """The report as text."""
-    cpu, cuda = report.cpu, report.cuda
+def lines(status: Status) -> list[str]:
+    """The status as text."""
+    cpu, cuda = status.cpu, status.cuda
     return [
         f"CPU library   {cpu.path}, {cpu.instruction_set}" if cpu.path else f"CPU library   none: {cpu.why_none}",
         cuda_line("CUDA library  ", cuda),
-        f"TRT library   {report.tensorrt.path or f'none: {report.tensorrt.why_none}'}",
-        *driver_lines(report.driver),
+        f"TRT library   {status.tensorrt.path or f'none: {status.tensorrt.why_none}'}",
+        *driver_lines(status.driver),
     ]
 
 
-def cuda_line(title: str, cuda: CudaLibrary) -> str:
+def cuda_line(title: str, cuda: CudaStatus) -> str:
     if cuda.path is None:
         return f"{title}none: {cuda.why_unused}"
     state = f", unused: {cuda.why_unused}" if cuda.why_unused else ""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.tensorrt.conftest import Open
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import TensorRT
 from tests.support.toy_model import BOS, PAD, Toy, byte_ids, export
+from tests.tensorrt.run.conftest import Open
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.tensorrt.build import build_engine
@@ -149,7 +149,7 @@ def test_a_row_without_finite_logits_is_named(opened: Open, on_cpu: TopWModel) -
     assert_alike(generate(model, "abc"), generate(on_cpu, "abc"))
 
 
-def test_threads_have_lanes_of_their_own(opened: Open, on_cpu: TopWModel) -> None:
+def test_threads_have_streams_of_their_own(opened: Open, on_cpu: TopWModel) -> None:
     model = opened()
     expected = {seed: generate(on_cpu, "abc", seed=seed) for seed in range(4)}
     found: dict[int, list[GenerationResult]] = {}

@@ -1,4 +1,4 @@
-"""NVIDIA's module `tensorrt`, imported when it is wanted and not before."""
+"""TensorRT's Python module: import it, create its top-level objects, collect its errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from topw_deploy.plugins.tensorrt import tensorrt_module
 
 
 def load() -> Any:
-    """The module. Raises EngineError where it is not installed, does not start or is too old."""
+    """Import the module `tensorrt`. Raises EngineError if it is missing, broken or too old."""
     try:
         return tensorrt_module()
     except PluginError as error:
@@ -17,7 +17,7 @@ def load() -> Any:
 
 
 def new_logger(trt: Any) -> Any:
-    """A logger that prints nothing and keeps the errors it is told, oldest first, as `errors`."""
+    """A silent logger with a list `errors`, oldest first."""
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # the base is a value of the module
         def __init__(self) -> None:
@@ -31,14 +31,14 @@ def new_logger(trt: Any) -> Any:
     return Logger()
 
 
-def start(trt: Any, kind: str, logger: Any) -> Any:
-    """A tensorrt.Builder or tensorrt.Runtime (`kind`). Raises EngineError where CUDA does not let it start."""
+def create(trt: Any, kind: str, logger: Any) -> Any:
+    """A tensorrt.Builder or tensorrt.Runtime (`kind`). Raises EngineError if CUDA does not start."""
     try:
         return getattr(trt, kind)(logger)
-    except (RuntimeError, TypeError) as error:  # what its constructor makes of an object that there is not
-        raise EngineError(f"TensorRT {trt.__version__} does not start here ({last_error(logger)})") from error
+    except (RuntimeError, TypeError) as error:  # what pybind11 raises for a null object
+        raise EngineError(f"TensorRT {trt.__version__} does not start here ({first_error(logger)})") from error
 
 
-def last_error(logger: Any) -> str:
-    """The first error that `logger` was told, as a clause: those after it are its consequences."""
+def first_error(logger: Any) -> str:
+    """The first logged error as a clause; later ones are its consequences."""
     return str(logger.errors[0])[:300] if logger.errors else "it gave no reason"

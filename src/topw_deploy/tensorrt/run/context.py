@@ -1,7 +1,7 @@
 """TensorRT's execution context for one profile, and the CUDA graph of its last shape.
 
-A graph holds for the shapes and addresses that it was captured with, and for a context that was not touched since. So
-the context is told only what differs from what it knows, and then its graph is let go.
+A graph is valid for the shapes and addresses it was captured with, as long as its context is not changed. So only
+differences are passed to the context, and a difference discards the graph.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import GenerationError
-from topw_deploy.runtime.tensorrt.cuda import Block, Graph, Stream
-from topw_deploy.runtime.tensorrt.layout import Span
+from topw_deploy.tensorrt.run.cuda import Graph, Memory, Stream
+from topw_deploy.tensorrt.run.layout import Span
+
+_TRIES = 2  # failed captures until giving up: another thread may spoil one, an engine with branches always fails
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What is copied around a run: the stretch `into` the device before it and `out` of it afterwards, each at the same
-    place behind the addresses `host` and `device`."""
+    """Copies around a run: span `into` to the device before it, span `out` to the host after it.
+
+    host, device: base addresses of the spans.
+    """
 
     host: int
     device: int
@@ -26,35 +30,33 @@ class Copies:
     out: Span
 
 
-_TRIES = 2  # captures that may fail: work of another thread may spoil one, an engine with branches fails again
-
-
 class Context:
-    """Profile number `profile` of `engine`, computing in `scratch`, which contexts of one stream may share.
+    """The execution context for profile number `profile` of `engine`.
 
-    why_no_graph: why steps are never launched as a graph, as TensorRT or CUDA said at the last try; "" otherwise.
+    scratch: its working memory; contexts of one stream may share it.
+    why_no_graph: why steps are not launched as a graph, as TensorRT or CUDA said at the last try; "" otherwise.
     """
 
-    def __init__(self, trt: Any, engine: Any, profile: int, stream: Stream, scratch: Block, logger: Any) -> None:
+    def __init__(self, trt: Any, engine: Any, profile: int, stream: Stream, scratch: Memory, logger: Any) -> None:
         self._stream, self._logger = stream, logger
-        self._scratch = scratch  # to be alive as long as the context
+        self._scratch = scratch  # must live as long as the context
         self._raw = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self._raw is None:
-            raise GenerationError(f"TensorRT gave no context for the engine: {_told(logger)}.")
+            raise GenerationError(f"TensorRT gave no context for the engine: {_last_error(logger)}.")
         self._raw.set_device_memory(scratch.pointer, scratch.size)
         if not self._raw.set_optimization_profile_async(profile, stream.handle):
-            raise GenerationError(f"TensorRT does not take the engine's profile {profile}: {_told(logger)}.")
+            raise GenerationError(f"TensorRT does not take the engine's profile {profile}: {_last_error(logger)}.")
         stream.wait()
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._warm = False
         self._graph: Graph | None = None
         self._captured: Copies | None = None
-        self._failed = 0  # captures
+        self._failed_captures = 0
         self.why_no_graph = ""
 
     def set(self, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
-        """Have the next runs use these shapes of the inputs, and these addresses of all inputs and outputs."""
+        """Set the shapes of the inputs and the addresses of all inputs and outputs for the next runs."""
         new_shapes = [(name, shape) for name, shape in shapes.items() if self._shapes.get(name) != shape]
         new_addresses = [(name, at) for name, at in addresses.items() if self._addresses.get(name) != at]
         if not new_shapes and not new_addresses:
@@ -71,8 +73,11 @@ class Context:
             self._require(not unset, f"a run without {', '.join(unset)}")
 
     def run(self, copies: Copies, *, repeated: bool) -> None:
-        """Put the engine's work into the stream, between its copies. repeated: a step like those before and after it,
-        which is captured when the context has run once in this state, and launched as a graph from then on."""
+        """Enqueue a run between its copies.
+
+        repeated: the run is one of many like it. It is captured once the context has run in this state, and launched
+        as a graph from then on.
+        """
         if repeated and self._graph is not None and self._captured == copies:
             self._graph.launch()
             return
@@ -84,14 +89,16 @@ class Context:
         self._warm = True
 
     def _capture(self, copies: Copies) -> bool:
-        """Whether there is a graph now. An engine with branches, which the sampler's function may have, cannot be
-        captured: that is noted in `why_no_graph` when _TRIES captures have failed, and the engine is enqueued as
-        before."""
+        """Try to capture a graph. Returns whether there is one.
+
+        An engine with branches, as the sampler's function may have, cannot be captured. After _TRIES failures
+        `why_no_graph` keeps the reason, and runs are enqueued.
+        """
         try:
             self._graph = self._stream.capture(lambda: self._enqueue(copies))
         except GenerationError as error:
-            self._failed += 1
-            if self._failed == _TRIES:
+            self._failed_captures += 1
+            if self._failed_captures == _TRIES:
                 self.why_no_graph = str(error)
             return False
         self._captured = copies
@@ -105,7 +112,7 @@ class Context:
             self._stream.copy_out(copies.host + copies.out.start, copies.device + copies.out.start, copies.out.size)
 
     def _unset(self) -> list[str]:
-        """Inputs whose shape the engine still wants, or that fit no profile together."""
+        """Inputs that still need a shape. Raises GenerationError if the shapes do not fit each other."""
         try:
             return list(self._raw.infer_shapes())
         except RuntimeError as error:
@@ -114,8 +121,8 @@ class Context:
 
     def _require(self, done: bool, what: str) -> None:
         if not done:
-            raise GenerationError(f"TensorRT does not take {what}: {_told(self._logger)}.")
+            raise GenerationError(f"TensorRT does not take {what}: {_last_error(self._logger)}.")
 
 
-def _told(logger: Any) -> str:
+def _last_error(logger: Any) -> str:
     return str(logger.errors[-1])[:300] if logger.errors else "it gave no reason"

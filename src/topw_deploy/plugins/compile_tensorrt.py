@@ -1,7 +1,6 @@
-"""Compiling the plugin as a library for hosts in C++ and for trtexec, against the headers of the TensorRT at hand.
+"""Compile TensorRT's plugin as a library for C++ hosts and trtexec, against the installed TensorRT's headers.
 
-Compiled against headers of 10.3 to 11.1, and loaded, parsed and built with by NVIDIA's parser and builder; not run on a
-GPU.
+Tested with the headers of 10.3 to 11.1 and with NVIDIA's parser and builder; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,26 +15,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins import build as native_build
-from topw_deploy.plugins import cuda_build, nvcc
+from topw_deploy.plugins import compile_native, nvcc
+from topw_deploy.plugins.compile_cuda import (
+    check_place,
+    choose_architectures,
+    compile_with_kernels,
+    find_toolkit,
+    link,
+)
 from topw_deploy.plugins.tensorrt.module import OLDEST
 
-SOURCE = Path(__file__).with_name("topw_plugin.cpp")
-PACKAGED = Path(__file__).parents[1] / "libtopw_tensorrt.so"
-"""Where the library is written unless it is said otherwise."""
+SOURCE = Path(__file__).with_name("tensorrt") / "topw_plugin.cpp"
+PACKAGED = Path(__file__).with_name("libtopw_tensorrt.so")
+"""The library's default path."""
 VARIABLE = "TOPW_TENSORRT_LIBRARY"
-"""Names another library of the plugin than the one in the package; none is ever taken from a model's folder."""
+"""The variable that names another library; none is ever loaded from a model's folder."""
 
 HEADERS = ("include", "include/x86_64-linux-gnu", "include/aarch64-linux-gnu", ".")
-"""Where NvInferRuntime.h lies below a TensorRT's folder: of its archive, of Debian's packages (--tensorrt-root /usr),
-and of the folder with the headers itself."""
+"""Folders of NvInferRuntime.h below TensorRT's: in its archive, in Debian's packages (/usr), in a headers folder."""
 
-_FLAGS = ("-frtti",)  # TensorRT may look at the type of an object that it is given
+_FLAGS = ("-frtti",)  # TensorRT may inspect the type of a plugin object
 
 
 @dataclass(frozen=True)
-class BuiltPlugin:
-    """What a build made: the file, the TensorRT of its headers ("10.3"), its architectures, seconds and bytes."""
+class CompiledPlugin:
+    """A new library. tensorrt: version of the headers ("10.3"). seconds: compile time. size: bytes."""
 
     path: Path
     tensorrt: str
@@ -44,46 +48,46 @@ class BuiltPlugin:
     size: int
 
 
-def build(
+def compile_tensorrt(
     root: Path,
     output: Path | None = None,
     architectures: Sequence[int] = (),
     *,
-    tell: Callable[[str], object] = lambda line: None,
+    say: Callable[[str], object] = lambda line: None,
     watch: nvcc.Watch = nvcc.unwatched,
-) -> BuiltPlugin:
-    """Compile the plugin, the kernels and the CUDA runtime into one library, which any TensorRT of that major version
-    loads; TensorRT itself is not linked.
+) -> CompiledPlugin:
+    """Compile the plugin, the kernels and the CUDA runtime into one library, without linking TensorRT.
 
-    root: TensorRT's folder, as HEADERS has it. architectures, tell, watch: as of cuda_build.build.
-    Raises PluginError where headers, nvcc or a compiler are missing, too old or fail; what was at `output` stays then.
+    Any TensorRT with the headers' major version can load it.
+    root: TensorRT's folder, see HEADERS.
+    architectures, say, watch: as for compile_cuda.
+    Raises PluginError if headers, nvcc or a compiler are missing, too old or fail; a previous file at `output` stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":
         raise PluginError(f"the plugin is built on Linux, and this is {sys.platform}; TensorRT inlines the function.")
     headers, version = find_headers(root)
     output = PACKAGED if output is None else output
-    cuda_build.check_place(output)
-    toolkit = cuda_build.find_toolkit()
-    chosen = cuda_build.choose_architectures(toolkit, architectures)
+    check_place(output)
+    toolkit = find_toolkit()
+    chosen = choose_architectures(toolkit, architectures)
     names = ", ".join(f"sm_{number}" for number in chosen)
-    tell(f"TensorRT {version} ({headers}), nvcc {toolkit.version} ({toolkit.nvcc}), {names}")
-    sources = [SOURCE, native_build.SOURCES / "quantised.cpp"]  # the latter is what the kernels share with the CPU's
+    say(f"TensorRT {version} ({headers}), nvcc {toolkit.version} ({toolkit.nvcc}), {names}")
+    sources = [SOURCE, compile_native.SOURCES / "quantised.cpp"]  # the latter is shared by CPU and CUDA
     try:
         with tempfile.TemporaryDirectory(prefix="topw-tensorrt-") as scratch:
-            made = Path(scratch) / output.name
+            library = Path(scratch) / output.name
             flags = [f"-isystem{headers}", *_FLAGS]
-            objects = cuda_build.compile_with_kernels(toolkit, chosen, Path(scratch), sources, flags, watch=watch)
-            cuda_build.link(toolkit, objects, made)
-            native_build.put(made, output)
-    except native_build.NotBuiltError as reason:
+            objects = compile_with_kernels(toolkit, chosen, Path(scratch), sources, flags, watch=watch)
+            link(toolkit, objects, library)
+            compile_native.put(library, output)
+    except compile_native.NotBuiltError as reason:
         raise PluginError(f"the plugin was not built: {reason}.") from None
-    return BuiltPlugin(output, version, chosen, time.perf_counter() - started, output.stat().st_size)
+    return CompiledPlugin(output, version, chosen, time.perf_counter() - started, output.stat().st_size)
 
 
 def installed() -> Path | None:
-    """The plugin's library: the file that VARIABLE names, there or not, else the one that was built into the package;
-    None where there is neither."""
+    """The plugin's library: the file that VARIABLE names, existing or not, else PACKAGED; None if there is neither."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -93,7 +97,7 @@ def installed() -> Path | None:
 def find_headers(root: Path) -> tuple[Path, str]:
     """The folder of TensorRT's headers below `root`, and their version ("10.3").
 
-    Raises PluginError where there are none, or where they are older than module.OLDEST.
+    Raises PluginError if there are none, or if they are older than module.OLDEST.
     """
     for place in HEADERS:
         folder = root / place
@@ -112,7 +116,7 @@ def find_headers(root: Path) -> tuple[Path, str]:
 
 
 def _version(folder: Path) -> tuple[int, ...]:
-    """Major and minor version that the headers name, through whichever macro they do."""
+    """The headers' major and minor version, also if defined through another macro."""
     try:
         text = (folder / "NvInferVersion.h").read_text(encoding="utf-8", errors="replace")
     except OSError as error:

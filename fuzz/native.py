@@ -1,8 +1,8 @@
-"""Build and run the fuzz harness of the native sampler under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Fuzz the native sampler under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-    python tests/plugins/native/fuzz.py [--seconds 600] [--seed 0] [--compiler clang++] [--corpus FOLDER]
+    python -m fuzz.native [--seconds 600] [--seed 0] [--compiler clang++] [--corpus FOLDER]
 
-With a clang that has libFuzzer, inputs are found by coverage; with another compiler they are random bytes.
+With a clang that has libFuzzer, coverage guides the inputs; with another compiler they are random bytes.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-HARNESS = Path(__file__).with_name("fuzz_rows.cpp")
-SOURCES = Path(__file__).resolve().parents[3] / "src" / "topw_deploy" / "plugins" / "native"
+from topw_deploy.plugins.compile_native import SOURCES, NotBuiltError
+
+HARNESS = Path(__file__).with_name("native_rows.cpp")
 FLAGS = ("-std=c++17", "-O1", "-g", "-fno-rtti", "-ffp-contract=off", "-fno-omit-frame-pointer", "-pthread")
 SANITIZERS = "address,undefined"
 
 
-class NotBuiltError(Exception):
-    """Why there is no harness, in one line."""
-
-
 def build(output: Path, compiler: str, libfuzzer: bool) -> None:
-    """Compile harness and sampler into one program. Raises NotBuiltError."""
+    """Compile the harness with the sampler. Raises NotBuiltError."""
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     kind = [f"-fsanitize={SANITIZERS},fuzzer"] if libfuzzer else [f"-fsanitize={SANITIZERS}", "-DTOPW_FUZZ_MAIN"]
     command = [compiler, *FLAGS, *kind, "-fno-sanitize-recover=all", f"-I{SOURCES}", *sources, str(HARNESS)]
@@ -36,7 +33,7 @@ def build(output: Path, compiler: str, libfuzzer: bool) -> None:
 
 
 def build_any(folder: Path, compiler: str | None) -> tuple[Path, bool]:
-    """The harness, and whether libFuzzer drives it: clang with libFuzzer, or else any compiler without it."""
+    """Compile the harness, with libFuzzer if a compiler has it. Returns its path and whether libFuzzer drives it."""
     reasons = []
     for name in [compiler] if compiler else ["clang++", "g++", "c++"]:
         if shutil.which(name) is None:
@@ -44,16 +41,16 @@ def build_any(folder: Path, compiler: str | None) -> tuple[Path, bool]:
             continue
         for libfuzzer in (True, False):
             try:
-                build(folder / "fuzz_rows", name, libfuzzer)
+                build(folder / "native_rows", name, libfuzzer)
             except NotBuiltError as reason:
                 reasons.append(str(reason))
             else:
-                return folder / "fuzz_rows", libfuzzer
+                return folder / "native_rows", libfuzzer
     raise NotBuiltError("; ".join(reasons))
 
 
 def command(program: Path, libfuzzer: bool, seconds: int, seed: int, corpus: Path) -> list[str]:
-    """The command line that fuzzes for so long."""
+    """The command line that fuzzes for `seconds`."""
     if not libfuzzer:
         return [str(program), str(seconds), str(seed)]
     limits = [f"-max_total_time={seconds}", f"-seed={seed + 1}", "-max_len=2000", "-len_control=0", "-timeout=120"]
@@ -72,7 +69,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compiler")
-    parser.add_argument("--corpus", type=Path, help="where inputs are kept from run to run")
+    parser.add_argument("--corpus", type=Path, help="a folder that keeps inputs between runs")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="topw-fuzz-") as scratch:
         corpus = given.corpus or Path(scratch) / "corpus"

@@ -1,6 +1,6 @@
-"""What answers the sampler's node in an engine: the plugin as a Python class or as a library, or the node's function.
+"""What runs the sampler node in an engine: the Python plugin, the plugin's C++ library, or the node's function.
 
-Both kinds of plugin keep the same fields in an engine, so either may run what the other built.
+Both kinds of plugin serialize the same fields, so either can run an engine built with the other.
 """
 
 from __future__ import annotations
@@ -11,36 +11,38 @@ from typing import Any
 
 from topw_deploy.errors import EngineError, PluginError
 from topw_deploy.plugins import tensorrt as plugins
-from topw_deploy.plugins.tensorrt.build import VARIABLE, installed
+from topw_deploy.plugins.compile_tensorrt import VARIABLE, installed
 from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """kind: "python", "library" or "none", then `why_none` is a clause. version: of the plugin, "" for none."""
+class PluginChoice:
+    """kind: "python", "library" or "none".
+
+    version: of the plugin; "" for "none".
+    why_none: the reason for "none", as a clause.
+    """
 
     kind: str
     version: str = BUILT_WITH
     why_none: str = ""
 
-    @property
-    def said(self) -> str:
-        """For people."""
+    def __str__(self) -> str:
         return "the sampler as a plugin" if self.kind != "none" else f"the sampler as a function: {self.why_none}"
 
 
-def choose(asked: str, trt: Any) -> Chosen:
-    """Put the plugin that `asked` names (see EngineRequest) into TensorRT's registry, where the parser finds it.
+def choose(asked: str, trt: Any) -> PluginChoice:
+    """Register the plugin that `asked` names (see EngineRequest.plugin), for the parser to find.
 
-    Raises EngineError for one that cannot be had; "auto" goes on with the function instead.
+    Raises EngineError if it is not available; "auto" falls back to the function instead.
     """
     if asked == "none":
         if plugins.registered():  # the parser would take it
             raise EngineError("this process has registered the sampler's plugin already; build without it in another.")
-        return Chosen("none", "", "--plugin none asks for it")
+        return PluginChoice("none", "", "--plugin none asks for it")
     if asked not in ("auto", "python"):
         _load(Path(asked), trt)
-        return Chosen("library")
+        return PluginChoice("library")
     try:
         plugins.register()
     except PluginError as error:
@@ -48,16 +50,16 @@ def choose(asked: str, trt: Any) -> Chosen:
             raise EngineError(f"the plugin cannot be had: {error}") from None
         path = installed()
         if path is None:
-            return Chosen("none", "", str(error).rstrip("."))
+            return PluginChoice("none", "", str(error).rstrip("."))
         _load(path, trt)
-        return Chosen("library")
-    return Chosen("python")
+        return PluginChoice("library")
+    return PluginChoice("python")
 
 
 def prepare(kind: str, version: str, trt: Any) -> None:
-    """Have the plugin in TensorRT's registry that an engine of this kind needs.
+    """Register the plugin that an engine of this kind and plugin version needs.
 
-    Raises EngineError where it cannot be had, or is of another version.
+    Raises EngineError if it is not available or of another version.
     """
     if kind == "none":
         return

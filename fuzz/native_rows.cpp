@@ -2,7 +2,7 @@
 // what docs/contract/graph.md promises of any input.
 //
 // With libFuzzer (clang++ -fsanitize=fuzzer,address,undefined) this file and the library's are all there is. Other
-// compilers add -DTOPW_FUZZ_MAIN for a driver of random bytes: `fuzz_rows SECONDS [SEED]`, or `fuzz_rows FILE` to
+// compilers add -DTOPW_FUZZ_MAIN for a driver of random bytes: `native_rows SECONDS [SEED]`, or `native_rows FILE` to
 // repeat what libFuzzer found. Every buffer has exactly the size that the interface names, so that a byte read beyond
 // it is seen.
 
@@ -320,7 +320,7 @@ int repeat(FILE *file) {
 }  // namespace
 
 int main(int count, char **words) {
-  if (count < 2) return fprintf(stderr, "usage: fuzz_rows SECONDS [SEED] | fuzz_rows FILE\n"), 2;
+  if (count < 2) return fprintf(stderr, "usage: native_rows SECONDS [SEED] | native_rows FILE\n"), 2;
   if (FILE *file = fopen(words[1], "rb")) return repeat(file);
   const double seconds = atof(words[1]);
   uint64_t seed = count > 2 ? strtoull(words[2], nullptr, 10) : 0;

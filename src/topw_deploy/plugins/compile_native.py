@@ -1,5 +1,7 @@
-"""Compiling the native library. setup.py runs this by its path while the package itself is not importable yet, and
-`python -m topw_deploy.plugins.build` builds it anew in a source tree. Standard library only."""
+"""Compile the native library; `python -m topw_deploy.plugins.compile_native` rebuilds it in a source tree.
+
+setup.py imports this module, so it must need nothing but the standard library.
+"""
 
 from __future__ import annotations
 
@@ -11,39 +13,40 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+
+from topw_deploy.files import replacing
 
 SOURCES = Path(__file__).with_name("native")
 LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")
 
-# One set for every file: those that need an instruction set ask for it themselves, and it is chosen at run time.
-# No contraction to fused operations: what decides is rounded alike on every processor.
+# The same flags for every file: a file that needs an instruction set enables it itself; the choice is made at run time.
+# No contraction to fused multiply-add: decisions are rounded alike on every processor.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
-# Nothing of the C++ library is left to find at run time, and none of it is shown to other libraries of the process.
+# Link the C++ library statically, and hide its symbols from other libraries of the process.
 _LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
 
-LONGEST = 3600  # seconds that a compiler may take: kernels for ten GPUs on a busy machine are a quarter of it
+TIMEOUT = 3600  # seconds for a compiler: kernels for ten GPUs on a busy machine take a quarter of it
 _COMPILERS = ("c++", "g++", "clang++")
 
 
 class NotBuiltError(Exception):
-    """Why there is no library now, in one line."""
+    """Why the library was not built, in one line."""
 
 
-def build(output: Path) -> None:
-    """Compile the library to `output`, with the compiler that CXX names (a command line) or the system's.
+def compile_native(output: Path) -> None:
+    """Compile the library to `output`, with the compiler of CXX (a command line) or the system's.
 
-    Raises NotBuiltError where that is not wanted (TOPW_BUILD_NATIVE=0) or not possible; no file is at `output` then.
+    Raises NotBuiltError if this is switched off (TOPW_BUILD_NATIVE=0) or fails; there is no file at `output` then.
     """
     try:
-        _build(output)
+        _compile(output)
     except NotBuiltError:
-        output.unlink(missing_ok=True)  # of an earlier build: its sources may have been others
+        output.unlink(missing_ok=True)  # an earlier build may be of other sources
         raise
 
 
-def _build(output: Path) -> None:
+def _compile(output: Path) -> None:
     if os.environ.get("TOPW_BUILD_NATIVE") == "0":
         raise NotBuiltError("TOPW_BUILD_NATIVE=0")
     sources = sorted(str(file) for file in SOURCES.glob("*.cpp"))
@@ -53,17 +56,15 @@ def _build(output: Path) -> None:
         raise NotBuiltError("it is not built on Windows")
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="topw-build-") as scratch:
-        made = Path(scratch) / output.name
-        run([*compiler, *FLAGS, *linker_flags(compiler), "-shared", *sources, "-lm", "-o", str(made)])
-        if not made.is_file() or not made.stat().st_size:
+        library = Path(scratch) / output.name
+        run([*compiler, *FLAGS, *linker_flags(compiler), "-shared", *sources, "-lm", "-o", str(library)])
+        if not library.is_file() or not library.stat().st_size:
             raise NotBuiltError(f"{compiler[0]} said nothing and wrote no library")
-        put(made, output)
+        put(library, output)
 
 
 def check_place(output: Path) -> None:
-    """Raises NotBuiltError where no file can be made at `output`: better said before minutes of compiling than after.
-
-    Folders on the way to it are made later, by `put`."""
+    """Raises NotBuiltError if `output` cannot be written, before minutes of compiling. Creates no folders."""
     above = next(folder for folder in (output.parent, *output.parents) if os.path.lexists(folder))
     try:
         if output.is_dir():  # so is the empty path
@@ -74,21 +75,18 @@ def check_place(output: Path) -> None:
         raise NotBuiltError(f"{output} cannot be written ({error.strerror or error})") from None
 
 
-def put(made: Path, output: Path) -> None:
-    """In one piece, and as a new file: a process that has the old one loaded keeps it."""
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
+def put(library: Path, output: Path) -> None:
+    """Copy `library` to `output` atomically, as a new file: a process that has loaded the old one keeps it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(made, beside)
-        beside.replace(output)
+        with library.open("rb") as source, replacing(output) as target:
+            shutil.copyfileobj(source, target)
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
         raise NotBuiltError(f"{output} cannot be written ({error.strerror or error})") from None
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler's command line. Raises NotBuiltError where there is none."""
+    """The C++ compiler's command line. Raises NotBuiltError if there is none."""
     named = os.environ.get("CXX")
     if named:
         try:
@@ -106,7 +104,7 @@ def find_compiler() -> list[str]:
 
 
 def linker_flags(compiler: Sequence[str]) -> list[str]:
-    """Those of the linker's flags that this compiler takes."""
+    """The linker flags that this compiler accepts."""
     if sys.platform != "linux":
         return []
     taken = []
@@ -123,29 +121,29 @@ def linker_flags(compiler: Sequence[str]) -> list[str]:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a compiler. Raises NotBuiltError with the first line of what it complained of."""
+    """Run a compiler. Raises NotBuiltError with the first line of its complaint."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LONGEST)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
     except (OSError, ValueError) as error:
         raise NotBuiltError(f"{command[0]} cannot be run ({error})") from None
     except subprocess.TimeoutExpired:
-        raise NotBuiltError(f"{command[0]} did not end within {LONGEST} s") from None
+        raise NotBuiltError(f"{command[0]} did not end within {TIMEOUT} s") from None
     if done.returncode != 0:
         raise NotBuiltError(complaint(command, done.stderr or done.stdout))
 
 
-def complaint(command: Sequence[str], said: str) -> str:
-    """The first line of what a compiler that failed complained of, after its name."""
-    lines = said.splitlines()
+def complaint(command: Sequence[str], output: str) -> str:
+    """The first error in a compiler's output, with the compiler's name."""
+    lines = output.splitlines()
     words = [line for line in lines if "error" in line] or lines or ["?"]
     return f"{command[0]} failed ({words[0].strip()[:200]})"
 
 
 def main() -> int:
-    """Build the library into this source tree; 1 and the reason on stderr where that fails."""
+    """Build the library into this source tree. Returns 1 after writing the reason to stderr if that fails."""
     output = SOURCES.with_name(LIBRARY_NAME)
     try:
-        build(output)
+        compile_native(output)
     except NotBuiltError as reason:
         sys.stderr.write(f"the native sampler was not built: {reason}\n")
         return 1

@@ -12,18 +12,18 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
-from tests.runtime.tensorrt.conftest import Open
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import Engine, TensorRT
+from tests.tensorrt.run.conftest import Open
 from topw_deploy.errors import ParameterError, PluginError, ProviderError
 from topw_deploy.plugins import driver
 from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 from topw_deploy.runtime import TopWModel, providers
 from topw_deploy.runtime.session import GraphSession
-from topw_deploy.runtime.tensorrt.session import EngineSession
 from topw_deploy.tensorrt.build import build_engine
 from topw_deploy.tensorrt.request import EngineRequest
+from topw_deploy.tensorrt.run.session import EngineSession
 
 
 def load(out: Path, provider: str = "tensorrt", **settings: Any) -> TopWModel:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 
 HEADERS = {
     "algorithm": r"max|min|sort|stable_sort|partial_sort|nth_element|fill|fill_n|copy|copy_n|lower_bound|upper_bound"
@@ -18,7 +18,7 @@ HEADERS = {
     "string": r"string|to_string",
     "vector": r"vector",
 }
-SOURCES = sorted([*build.SOURCES.glob("*.cpp"), *cuda_build.SOURCES.glob("*.c*")])
+SOURCES = sorted([*compile_native.SOURCES.glob("*.cpp"), *compile_cuda.SOURCES.glob("*.c*")])
 
 
 def included(source: Path, seen: set[Path]) -> set[str]:
@@ -29,7 +29,7 @@ def included(source: Path, seen: set[Path]) -> set[str]:
     text = source.read_text(encoding="utf-8")
     found = set(re.findall(r"^#include <(\w+)>", text, re.MULTILINE))
     for name in re.findall(r'^#include "([^"]+)"', text, re.MULTILINE):
-        for folder in (source.parent, build.SOURCES):
+        for folder in (source.parent, compile_native.SOURCES):
             if (folder / name).is_file():
                 found |= included(folder / name, seen)
                 break

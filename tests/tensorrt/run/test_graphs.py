@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.tensorrt.conftest import Open
 from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import Context, Engine, TensorRT
+from tests.tensorrt.run.conftest import Open
 from topw_deploy.errors import EngineError, GenerationError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.tensorrt.cuda import Cuda, DeviceMemory
-from topw_deploy.runtime.tensorrt.session import EngineSession
+from topw_deploy.runtime.turns import Turns
+from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda
+from topw_deploy.tensorrt.run.session import EngineSession
 
+TURNS = Turns()
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
 
 
@@ -37,7 +39,7 @@ def test_a_step_is_captured_after_one_that_warms_up(opened: Open, gpu: Gpu, trt:
     assert (calls["cudaStreamBeginCapture"], calls["cudaGraphInstantiate"], calls["cudaGraphLaunch"]) == (1, 1, 18)
     decode = next(context for context in trt.contexts if context.profile == 0)
     assert decode.runs == 19
-    assert model._session.why_no_graph == ""  # type: ignore[union-attr]
+    assert model._session.engine.why_no_graph == ""  # type: ignore[union-attr]
 
 
 def test_a_later_generation_of_the_same_shape_launches_the_graph_at_once(opened: Open, gpu: Gpu) -> None:
@@ -107,7 +109,7 @@ def test_prompts_leave_the_graph_alone_where_both_use_one_profile(opened: Open, 
     assert (calls["cudaGraphInstantiate"], calls["cudaGraphLaunch"]) == (0, 19)
 
 
-def test_a_lane_on_which_cuda_fails_is_not_used_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
+def test_a_stream_on_which_cuda_fails_is_not_used_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
     model = opened()
     stream = model.stream("abc", **HOT)
     next(stream)
@@ -116,11 +118,11 @@ def test_a_lane_on_which_cuda_fails_is_not_used_again(opened: Open, gpu: Gpu, on
     with pytest.raises(GenerationError, match=r"the engine failed at step \d+: CUDA failed in cudaStreamSynchronize"):
         list(stream)
     gpu.module.cudaStreamSynchronize = wait
-    assert model._session._free == []  # type: ignore[union-attr]
+    assert model._session.engine._free == []  # type: ignore[union-attr]
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
 
 
-def test_pieces_of_prompts_are_never_captured_even_of_one_token(opened: Open, gpu: Gpu) -> None:
+def test_chunks_of_prompts_are_never_captured_even_of_one_token(opened: Open, gpu: Gpu) -> None:
     model = opened(profile="decode")
     calls = calls_of(gpu, lambda: model.generate("a prompt, token by token", **{**HOT, "max_new_tokens": 1}))
     assert "cudaStreamBeginCapture" not in calls
@@ -137,7 +139,7 @@ def test_an_engine_with_branches_cannot_be_captured_and_runs_all_the_same(
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
     assert "cudaStreamBeginCapture" not in calls  # it was tried twice
     assert gpu.count("cudaStreamBeginCapture") == 2
-    assert model._session.why_no_graph.startswith("TensorRT does not take the run")  # type: ignore[union-attr]
+    assert model._session.engine.why_no_graph.startswith("TensorRT does not take the run")  # type: ignore[union-attr]
 
 
 def test_a_capture_that_another_thread_spoils_is_tried_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
@@ -152,7 +154,7 @@ def test_a_capture_that_another_thread_spoils_is_tried_again(opened: Open, gpu: 
     gpu.module.cudaStreamEndCapture = spoiled_once
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
     assert (calls["cudaStreamBeginCapture"], calls["cudaGraphLaunch"]) == (2, 17)
-    assert model._session.why_no_graph == ""  # type: ignore[union-attr]
+    assert model._session.engine.why_no_graph == ""  # type: ignore[union-attr]
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
 
 
@@ -187,7 +189,7 @@ def test_a_shape_that_no_profile_holds_is_one_sentence(opened: Open) -> None:
     session = opened()._session
     assert isinstance(session, EngineSession)
     with pytest.raises(GenerationError, match="no profile for 5 rows, 1 new tokens and 0 edits; build it with larger"):
-        session.profile_for(5, 1, 0)
+        session.engine.profile_for(5, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_what_tensorrt_refuses_is_one_sentence(
 
 
 def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: TensorRT) -> None:
-    memory = DeviceMemory(Cuda(), 1000)
+    memory = CacheMemory(Cuda(TURNS), 1000)
     assert not gpu.at(memory.pointer, 1000).any()
 
     def number(array: Any) -> None:
@@ -229,22 +231,22 @@ def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: Ten
 
 def test_two_devices_in_one_thread_and_one_in_another_keep_their_memory_apart(gpu: Gpu, trt: TensorRT) -> None:
     gpu.devices = 2
-    first, second = Cuda(0), Cuda(1)
-    made = [DeviceMemory(cuda, 1000) for cuda in (second, first, second)]
+    first, second = Cuda(TURNS, 0), Cuda(TURNS, 1)
+    made = [CacheMemory(cuda, 1000) for cuda in (second, first, second)]
     with ThreadPoolExecutor(1) as other:
-        made.append(other.submit(DeviceMemory, second, 1000).result())
+        made.append(other.submit(CacheMemory, second, 1000).result())
     assert [gpu.device_of[memory.pointer] for memory in made] == [1, 0, 1, 1]
 
 
 def test_a_device_that_is_not_there_is_refused(gpu: Gpu, trt: TensorRT) -> None:
     with pytest.raises(GenerationError, match="CUDA failed in cudaSetDevice"):
-        Cuda(3)
+        Cuda(TURNS, 3)
 
 
 def test_without_cuda_python_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     with pytest.raises(EngineError, match=r"pip install 'cuda-python>=12\.6'"):
-        Cuda()
+        Cuda(TURNS)
 
 
 def test_the_double_is_called_as_cuda_python_is() -> None:
