@@ -16,10 +16,7 @@ NATIVE = "native"
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """Parse a list separated by commas, semicolons or spaces into "87" or NATIVE each.
-
-    Raises ParameterError for an empty list or an unknown word.
-    """
+    """Split a list at commas, semicolons or spaces into "87" or NATIVE each. Raises ParameterError."""
     words = re.split(r"[,;\s]+", text.strip(",; \t\n"))
     return tuple(map(_one, words))
 
@@ -37,10 +34,7 @@ def _one(word: str) -> str:
 
 
 def resolve(names: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of what `parse` returned, ascending, with NATIVE resolved by the driver.
-
-    Raises PluginError for NATIVE if the driver shows no GPU.
-    """
+    """The numbers of parsed names, ascending. Raises PluginError for NATIVE if the driver shows no GPU."""
     numbers = {int(name) for name in names if name != NATIVE}
     if NATIVE in names:
         found = driver.look()

@@ -1,7 +1,6 @@
 """Compile the CUDA library: nvcc for `cuda/*.cu`, the C++ compiler for the rest.
 
-The CUDA runtime is linked in statically and looks for the driver on first use, so the library loads anywhere. nvcc
-compiles for GPUs that the machine does not have.
+The CUDA runtime is static and looks for the driver on first use, so the library loads anywhere.
 """
 
 from __future__ import annotations
@@ -37,12 +36,7 @@ _SYMBOLIC = "-Wl,-Bsymbolic"  # libtopw.so, with the same symbols, may be in the
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A CUDA toolkit.
-
-    version: such as "13.0".
-    architectures: those nvcc compiles for, 87 for sm_87.
-    libraries, headers: folders of the static runtime and of its headers.
-    """
+    """A CUDA toolkit. libraries, headers: folders of the static runtime and of its headers."""
 
     nvcc: Path
     version: str
@@ -53,8 +47,6 @@ class Toolkit:
 
 @dataclass(frozen=True)
 class CompiledLibrary:
-    """A new library. nvcc: version of the compiler. seconds: compile time. size: bytes."""
-
     path: Path
     architectures: tuple[int, ...]
     nvcc: str
@@ -71,13 +63,11 @@ def compile_cuda(
 ) -> CompiledLibrary:
     """Compile the CUDA library to `output`, by default into the package.
 
-    architectures: 87 for sm_87; none for those of ARCHITECTURES that nvcc knows. The newest is also kept as PTX, which
-        the driver compiles for newer GPUs.
-    say: called with one line per phase.
-    watch: called with nvcc's state twice a second.
+    architectures: 87 for sm_87; by default all of ARCHITECTURES that nvcc knows. The newest is also kept as PTX, for
+        newer GPUs.
+    say: called with one line per phase. watch: called with nvcc's state.
 
-    Raises PluginError if nvcc or a compiler is missing or fails, or for an architecture that nvcc does not know; a
-    previous file at `output` then stays.
+    Raises PluginError if nvcc, a compiler or an architecture is missing or fails; a previous file then stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":
@@ -108,10 +98,7 @@ def check_place(output: Path) -> None:
 
 
 def find_toolkit() -> Toolkit:
-    """The toolkit of CUDA_HOME or CUDA_PATH, of PATH, of this environment's pip packages, or of /usr/local/cuda.
-
-    Raises PluginError if there is none, or if the one named does not work.
-    """
+    """The toolkit of CUDA_HOME, CUDA_PATH, PATH, pip's packages or /usr/local/cuda. Raises PluginError."""
     for compiler in _candidates():
         return _toolkit(compiler)
     raise PluginError(
@@ -151,7 +138,7 @@ def _toolkit(compiler: Path) -> Toolkit:
 
 
 def _folder(compiler: Path, top: Path, names: Sequence[str], file: str) -> Path:
-    """The folder of `top`, or of its part for this machine, that contains `file`."""
+    """The folder with `file`, in `top` or its part for this machine."""
     targets = sorted((top / "targets").glob(f"*{platform.machine()}*")) + sorted((top / "targets").glob("*"))
     for root in (top, *targets):
         for name in names:
@@ -170,7 +157,7 @@ def _output(compiler: Path, *arguments: str) -> str:
 
 
 def choose_architectures(toolkit: Toolkit, asked: Sequence[int]) -> tuple[int, ...]:
-    """The architectures to compile for, ascending. Raises PluginError for one that `toolkit` does not know."""
+    """The architectures to compile for, ascending. Raises PluginError for an unknown one."""
     if not asked:
         return tuple(number for number in ARCHITECTURES if number in toolkit.architectures)
     for number in asked:
@@ -198,10 +185,9 @@ def compile_with_kernels(
     *,
     watch: nvcc.Watch = nvcc.unwatched,
 ) -> list[str]:
-    """Compile the kernels and the C++ sources `rest` to objects in `scratch`. Returns the objects' paths.
+    """Compile the kernels and the C++ sources `rest`, with extra `flags`, to objects in `scratch`.
 
-    flags: additional ones for the C++ sources.
-    Raises NotBuiltError with a compiler's message.
+    Returns the objects' paths. Raises NotBuiltError.
     """
     kernels = sorted(SOURCES.glob("*.cu"))
     if not kernels or not rest:
@@ -229,7 +215,7 @@ def compile_with_kernels(
 
 
 def nvcc_flags() -> list[str]:
-    """nvcc's options except architectures and paths. Raises NotBuiltError if CXX is more than one word."""
+    """nvcc's options except architectures and paths. Raises NotBuiltError."""
     compiler = compile_native.find_compiler()
     if len(compiler) > 1:
         words = " ".join(compiler)
@@ -238,7 +224,7 @@ def nvcc_flags() -> list[str]:
 
 
 def link(toolkit: Toolkit, objects: Sequence[str], library: Path) -> None:
-    """Link the objects and the CUDA runtime to `library`. Raises NotBuiltError with the linker's message."""
+    """Link the objects and the CUDA runtime. Raises NotBuiltError."""
     compiler = compile_native.find_compiler()
     flags = [*compile_native.linker_flags(compiler), _SYMBOLIC, f"-L{toolkit.libraries}"]
     compile_native.run([*compiler, "-shared", *objects, *flags, *_LINKED, "-o", str(library)])

@@ -20,7 +20,7 @@ from topw_deploy.files import replacing
 SOURCES = Path(__file__).with_name("native")
 LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")
 
-# The same flags for every file: a file that needs an instruction set enables it itself; the choice is made at run time.
+# Files that need an instruction set enable it themselves; the choice is made at run time.
 # No contraction to fused multiply-add: decisions are rounded alike on every processor.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
 # Link the C++ library statically, and hide its symbols from other libraries of the process.
@@ -35,9 +35,9 @@ class NotBuiltError(Exception):
 
 
 def compile_native(output: Path) -> None:
-    """Compile the library to `output`, with the compiler of CXX (a command line) or the system's.
+    """Compile the library to `output` with the compiler of CXX or the system's.
 
-    Raises NotBuiltError if this is switched off (TOPW_BUILD_NATIVE=0) or fails; there is no file at `output` then.
+    Raises NotBuiltError if it fails or TOPW_BUILD_NATIVE=0; there is no file at `output` then.
     """
     try:
         _compile(output)
@@ -64,7 +64,7 @@ def _compile(output: Path) -> None:
 
 
 def check_place(output: Path) -> None:
-    """Raises NotBuiltError if `output` cannot be written, before minutes of compiling. Creates no folders."""
+    """Raises NotBuiltError if `output` cannot be written, before minutes of compiling."""
     above = next(folder for folder in (output.parent, *output.parents) if os.path.lexists(folder))
     try:
         if output.is_dir():  # so is the empty path
@@ -76,7 +76,7 @@ def check_place(output: Path) -> None:
 
 
 def put(library: Path, output: Path) -> None:
-    """Copy `library` to `output` atomically, as a new file: a process that has loaded the old one keeps it."""
+    """Replace `output` by `library`; processes that have loaded the old file keep it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with library.open("rb") as source, replacing(output) as target:
@@ -121,7 +121,7 @@ def linker_flags(compiler: Sequence[str]) -> list[str]:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a compiler. Raises NotBuiltError with the first line of its complaint."""
+    """Run a compiler. Raises NotBuiltError with its first error."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
     except (OSError, ValueError) as error:
@@ -140,7 +140,6 @@ def complaint(command: Sequence[str], output: str) -> str:
 
 
 def main() -> int:
-    """Build the library into this source tree. Returns 1 after writing the reason to stderr if that fails."""
     output = SOURCES.with_name(LIBRARY_NAME)
     try:
         compile_native(output)

@@ -39,7 +39,7 @@ _FLAGS = ("-frtti",)  # TensorRT may inspect the type of a plugin object
 
 @dataclass(frozen=True)
 class CompiledPlugin:
-    """A new library. tensorrt: version of the headers ("10.3"). seconds: compile time. size: bytes."""
+    """tensorrt: version of the headers, such as "10.3"."""
 
     path: Path
     tensorrt: str
@@ -56,12 +56,11 @@ def compile_tensorrt(
     say: Callable[[str], object] = lambda line: None,
     watch: nvcc.Watch = nvcc.unwatched,
 ) -> CompiledPlugin:
-    """Compile the plugin, the kernels and the CUDA runtime into one library, without linking TensorRT.
+    """Compile the plugin, the kernels and the CUDA runtime into one library, for any TensorRT of that major version.
 
-    Any TensorRT with the headers' major version can load it.
-    root: TensorRT's folder, see HEADERS.
+    root: TensorRT's folder, see HEADERS. TensorRT is not linked.
     architectures, say, watch: as for compile_cuda.
-    Raises PluginError if headers, nvcc or a compiler are missing, too old or fail; a previous file at `output` stays.
+    Raises PluginError if headers, nvcc or a compiler are missing, too old or fail; a previous file stays.
     """
     started = time.perf_counter()
     if sys.platform != "linux":
@@ -87,7 +86,7 @@ def compile_tensorrt(
 
 
 def installed() -> Path | None:
-    """The plugin's library: the file that VARIABLE names, existing or not, else PACKAGED; None if there is neither."""
+    """The library that VARIABLE names, existing or not, else PACKAGED if it exists."""
     given = os.environ.get(VARIABLE)
     if given:
         return Path(given)
@@ -95,10 +94,7 @@ def installed() -> Path | None:
 
 
 def find_headers(root: Path) -> tuple[Path, str]:
-    """The folder of TensorRT's headers below `root`, and their version ("10.3").
-
-    Raises PluginError if there are none, or if they are older than module.OLDEST.
-    """
+    """The folder and version of TensorRT's headers below `root`. Raises PluginError if none or older than OLDEST."""
     for place in HEADERS:
         folder = root / place
         if (folder / "NvInferRuntime.h").is_file():

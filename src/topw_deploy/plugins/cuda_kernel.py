@@ -1,7 +1,6 @@
 """The CUDA sampler from Python: the C interface of cuda/topw_cuda.h over device addresses.
 
-The library decides whose memory that is: a GPU's for libtopw_cuda.so, the process's for the emulated build, where an
-address is a numpy array's. Needs only the library.
+In the emulated build device memory is the process's, and an address is a numpy array's.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ class _Shape(Structure):
 
 @dataclass(frozen=True)
 class CudaShape:
-    """Upper bounds of calls.
-
-    batch: rows.
-    vocab: tokens.
-    edits: edits of a row.
-    table: only sizes and types count; None for the uniform metric.
-    """
+    """Upper bounds of calls. edits: of a row. table: only sizes and types count; None for the uniform metric."""
 
     options: TopWOptions
     batch: int
@@ -95,16 +88,16 @@ class CudaKernel:
         return int(self.handle.topw_cuda_device_count())
 
     def refusal(self, shape: CudaShape) -> str:
-        """Why the kernels do not serve calls of this shape, as a clause; "" if they do."""
+        """Why the kernels refuse such calls, as a clause; "" if they do not."""
         reason = self.handle.topw_cuda_refusal(byref(shape.struct()))
         return reason.decode("utf-8") if reason else ""
 
     def workspace_bytes(self, shape: CudaShape) -> int:
-        """Bytes of scratch memory for such calls, to be aligned to 256 bytes; 0 for a refused shape."""
+        """Bytes of scratch memory, to be aligned to 256 bytes; 0 for a refused shape."""
         return int(self.handle.topw_cuda_workspace_bytes(byref(shape.struct())))
 
     def control_bytes(self, shape: CudaShape) -> int:
-        """Bytes of control memory for such calls: zero before the first launch, and again after each."""
+        """Bytes of control memory, zero before the first launch and after each."""
         return int(self.handle.topw_cuda_control_bytes(byref(shape.struct())))
 
     def launch(
@@ -118,10 +111,9 @@ class CudaKernel:
         stream: int = 0,
         parts: int = EVERY_PART,
     ) -> None:
-        """Enqueue a step on the stream. All addresses are the device's.
+        """Enqueue a step, all addresses being the device's. Raises PluginError if CUDA refuses.
 
         parts: CERTIFY, GEOMETRY or both; one alone is for measurements.
-        Raises PluginError if CUDA refuses.
         """
         code = self.handle.topw_cuda_launch_parts(
             byref(shape.struct()), None if table is None else byref(table), byref(inputs), byref(outputs),
@@ -131,7 +123,7 @@ class CudaKernel:
             raise PluginError(f"the CUDA kernels were not launched: {self._reason(code)}.")
 
     def allocate(self, size: int) -> int:
-        """The address of zeroed memory on the current device. Raises PluginError if there is none."""
+        """The address of zeroed device memory. Raises PluginError if there is none."""
         memory = c_void_p()
         code = self.handle.topw_cuda_allocate(size, byref(memory))
         if code or memory.value is None:

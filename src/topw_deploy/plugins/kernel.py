@@ -1,7 +1,6 @@
 """The native sampler from Python: the C interface of native/topw.h with numpy arrays.
 
-For tests, benchmarks and sampling without onnxruntime. The runtime calls the same code as an operator of its graph.
-Needs only numpy and the library.
+For tests, benchmarks and sampling without onnxruntime; the runtime calls the same code as an operator of its graph.
 """
 
 from __future__ import annotations
@@ -32,13 +31,7 @@ Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 @dataclass(frozen=True)
 class KernelSamples:
-    """The outputs of topw_sample, see docs/contract/graph.md.
-
-    mass: None unless asked for.
-    keep_mask: [B, V], None unless asked for.
-    reports: a structured array of REPORT.
-    All others are [B].
-    """
+    """The outputs of docs/contract/graph.md, [B] each, keep_mask [B, V]. reports: of dtype REPORT."""
 
     next_token: NDArray[np.int64]
     logprob: NDArray[np.float32]
@@ -50,7 +43,6 @@ class KernelSamples:
 
     @classmethod
     def empty(cls, batch: int, vocab: int, mass: bool, keep_mask: bool) -> KernelSamples:
-        """Uninitialized arrays for `batch` rows."""
         return cls(
             np.empty(batch, np.int64),
             np.empty(batch, np.float32),
@@ -62,7 +54,6 @@ class KernelSamples:
         )
 
     def struct(self) -> Outputs:
-        """The C structure, which points into these arrays."""
         return Outputs(*(address(getattr(self, field.name)) for field in fields(self)))
 
 
@@ -97,7 +88,7 @@ class Kernel:
         return str(self._library.topw_instruction_set().decode())
 
     def use_instruction_set(self, name: str) -> None:
-        """Switch to another instruction set. Raises ParameterError if processor or build lack it."""
+        """Switch to another instruction set. Raises ParameterError if it is not available."""
         if self._library.topw_use_instruction_set(name.encode()) != 0:
             raise ParameterError(
                 f"instruction set {name!r} is not available here; {self.instruction_set!r} is, and so is 'generic'."
@@ -116,13 +107,11 @@ class Kernel:
     ) -> KernelSamples:
         """Sample every row of `logits` [B, V] in this thread.
 
-        columns: parameters by name, and `uniform`; a number for all rows or [B] each. Missing ones are the defaults,
-            `uniform` 0.
+        columns: parameters and `uniform` by name, a number or [B] each; by default the defaults and 0.
         table: None for the uniform metric.
-        mass, keep_mask: also return these outputs.
+        mass, keep_mask: also return these.
 
-        Invalid rows are answered as in docs/contract/graph.md, section 7. Raises ParameterError for shapes that do not
-        fit, unknown names or a missing table, MemoryError if the library runs out of memory.
+        Invalid rows: docs/contract/graph.md, section 7. Raises ParameterError for unfit arguments, MemoryError.
         """
         call = self.prepare(logits, columns, options, table, edits, mass=mass, keep_mask=keep_mask)
         call()
@@ -153,9 +142,9 @@ class Kernel:
 
 
 class KernelCall:
-    """A call of the library with all arguments bound; calling it fills `samples` at the cost of the C function.
+    """A call with all arguments bound; calling it fills `samples` at the cost of the C function.
 
-    It owns a workspace, so different objects may be called from different threads.
+    It owns its workspace, so different objects may run in different threads.
     """
 
     def __init__(
@@ -203,14 +192,13 @@ def inputs_struct(
     columns: Mapping[str, NDArray[np.float32]],
     edits: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
 ) -> Inputs:
-    """The C structure, which points into these arrays."""
     return Inputs(
         *logits.shape, edits[0].shape[1], *map(address, (logits, *edits)), *(address(columns[n]) for n in COLUMNS)
     )
 
 
 def require_table(options: TopWOptions, table: KernelTable | None, vocab: int) -> None:
-    """Raises ParameterError unless `table` serves the metric and `vocab` tokens."""
+    """Raises ParameterError unless `table` fits the metric and `vocab`."""
     if options.metric == "uniform":
         return
     if table is None:
@@ -223,7 +211,7 @@ def require_table(options: TopWOptions, table: KernelTable | None, vocab: int) -
 
 
 def parameter_columns(given: Mapping[str, ArrayLike], batch: int) -> dict[str, NDArray[np.float32]]:
-    """All COLUMNS as float32 [batch]. Raises ParameterError for an unknown name or a wrong shape."""
+    """All COLUMNS as float32 [batch]. Raises ParameterError."""
     chosen = canonical_names(given, (*PARAMETER_NAMES, "uniform"))
     values = {name: getattr(TopWParameters(), name) for name in PARAMETER_NAMES} | {"uniform": 0.0} | chosen
     result = {}
@@ -237,7 +225,7 @@ def parameter_columns(given: Mapping[str, ArrayLike], batch: int) -> dict[str, N
 
 
 def edit_arrays(given: Edits | None, batch: int) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """The edits as C-contiguous arrays; [batch, 0] for None. Raises ParameterError for shapes that do not fit."""
+    """The edits as C-contiguous arrays, [batch, 0] for None. Raises ParameterError."""
     none = np.zeros((batch, 0))
     ids, penalty, bias = (none, none, none) if given is None else given
     arrays = (

@@ -15,13 +15,11 @@ from topw_deploy.sampling.geometry import Geometry
 
 @dataclass(frozen=True)
 class KernelBlocks:
-    """Block quantization of a table, with the terms of onnxruntime's GatherBlockQuantized.
+    """Block quantization of a table, as in onnxruntime's GatherBlockQuantized.
 
     bits: 4 or 8.
-    block_size: coordinates that share a scale.
-    scales: [V, blocks] float32 or float16.
-    zero_points: uint8, packed like the codes; None for none. [V, ceil(blocks * bits / 8)] for `uint8`; for `uint4` and
-        `int4`, which pack without gaps, [ceil(V * blocks / 2)].
+    scales: [V, blocks] float32 or float16, one per `block_size` coordinates.
+    zero_points: uint8 [V, ceil(blocks * bits / 8)], or [ceil(V * blocks / 2)] for uint4 and int4; None for none.
     element: type of codes and zero points: uint8, uint4 or int4.
 
     Raises ParameterError for other types.
@@ -58,10 +56,9 @@ class KernelBlocks:
 class KernelTable:
     """The input embeddings and their statistics.
 
-    rows: [V, d] float32 or float16, or the bits of bfloat16 as uint16; C-contiguous, may be a memory map. With `blocks`
-        the codes, uint8 [V, d * bits / 8].
+    rows: [V, d] float32, float16 or uint16 (bits of bfloat16), C-contiguous; with `blocks` uint8 [V, d * bits / 8].
     mean, inverse_std: float32 [d], see `sampling.embedding_statistics`.
-    neighbour_bound: float32 [vocab], lower bounds of each token's distance to its nearest neighbour, or None.
+    neighbour_bound: float32 [vocab], lower bounds of distances to the nearest neighbour, or None.
 
     Raises ParameterError for other types and shapes.
     """
@@ -88,7 +85,7 @@ class KernelTable:
 
     @classmethod
     def from_geometry(cls, geometry: Geometry, neighbour_bound: ArrayLike | None = None) -> KernelTable | None:
-        """The table of a geometry with statistics rounded to float32, as in a graph; None for the uniform metric."""
+        """The table of a geometry, statistics rounded to float32 as in a graph; None for the uniform metric."""
         if geometry.table is None or geometry.mean is None or geometry.inverse_std is None:
             return None
         bound = None if neighbour_bound is None else np.ascontiguousarray(neighbour_bound, dtype=np.float32)
@@ -109,7 +106,7 @@ class KernelTable:
 
 
 def table_struct(table: KernelTable | None) -> Table | None:
-    """The C structure, which points into the table's arrays; None for no table."""
+    """The C structure, pointing into the table's arrays."""
     if table is None:
         return None
     blocks, described = table.blocks, Blocks()

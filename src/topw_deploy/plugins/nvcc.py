@@ -1,7 +1,7 @@
 """Run nvcc on the kernels and follow which architectures are being assembled and which are done.
 
-With --verbose nvcc prints every command before running it. ptxas takes nearly all of the time; it runs once per
-architecture and writes its output file at its end.
+nvcc --verbose prints every command before running it. ptxas takes nearly all of the time, once per architecture, and
+writes its output file at its end.
 """
 
 from __future__ import annotations
@@ -58,10 +58,7 @@ class _Reader(threading.Thread):
 
 
 def run(command: Sequence[str], total: int, watch: Watch) -> None:
-    """Run nvcc and call `watch` twice a second. total: the number of architectures to compile for.
-
-    Raises NotBuiltError with nvcc's message.
-    """
+    """Run nvcc for `total` architectures and call `watch` twice a second. Raises NotBuiltError."""
     started = time.perf_counter()
     try:
         process = subprocess.Popen(

@@ -1,8 +1,7 @@
 """The native libraries: find them, say why one is missing, load them.
 
-There are two: the CPU library, and the CUDA library, which contains the CPU operator as well. Each is part of the
-package or the file that a variable names (TOPW_NATIVE_LIBRARY, TOPW_CUDA_LIBRARY). A library is never loaded from a
-model's folder, which is data.
+The CUDA library contains the CPU operator as well. A library is in the package, or named by TOPW_NATIVE_LIBRARY or
+TOPW_CUDA_LIBRARY. None is loaded from a model's folder, which is data.
 """
 
 from __future__ import annotations
@@ -95,24 +94,23 @@ class Library:
         return str(self._set().decode("ascii"))
 
     def knows(self, table_form: str) -> bool:
-        """Whether the operator supports this table form ("" if the metric needs no table)."""
+        """Whether the operator supports the table form ("" for no table)."""
         return not table_form or bool(self._knows(table_form.encode("utf-8")))
 
     @property
     def kernels(self) -> int:
-        """Nodes that sessions opened by this thread have assigned to the operator so far."""
+        """Nodes assigned to the operator so far, by sessions that this thread opened."""
         return int(self._kernels())
 
     def show(self, shown: bool) -> None:
-        """Show or hide the operator for sessions that this thread opens from now on."""
+        """Show or hide the operator for sessions that this thread will open."""
         self._show(int(shown))
 
 
 class CudaLibrary(Library):
-    """The loaded library with the CUDA kernels; it loads without a driver, too.
+    """The loaded library with the CUDA kernels; needs no driver. Raises OSError if the file is no such library.
 
-    architectures: what it was compiled for, ascending, 87 for sm_87. It also holds PTX of the last one.
-    Raises OSError if the file is no such library.
+    architectures: ascending, 87 for sm_87; the library also has PTX of the last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,10 +133,9 @@ class CudaLibrary(Library):
         return int(self._devices())
 
     def serves(self, architecture: int) -> bool:
-        """Whether the library has code for a GPU of this architecture.
+        """Whether a GPU of this architecture can run the library.
 
-        That is its own code, code of an older architecture of its generation (except on Jetsons, which do not run it),
-        or PTX that the driver compiles.
+        It runs its own code, code of older architectures of its generation (not on Jetsons), and PTX.
         """
         if architecture in self.architectures or architecture >= self.architectures[-1]:
             return True
@@ -166,10 +163,9 @@ def load_cuda(path: Path) -> CudaLibrary:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Hide the operator from sessions that this thread opens meanwhile; they run the model's own function.
+    """Hide the operator from sessions that this thread opens meanwhile.
 
-    Needed because session options on which an earlier session registered the operator can neither be copied nor
-    cleared of it.
+    onnxruntime's session options with a registered operator can neither be copied nor cleared of it.
     """
     libraries = list(_loaded.values())
     for library in libraries:

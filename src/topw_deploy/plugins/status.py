@@ -20,12 +20,7 @@ class CpuStatus:
 
 @dataclass(frozen=True)
 class CudaStatus:
-    """The CUDA library.
-
-    path: None if no library loads.
-    architectures: what it was compiled for, 87 for sm_87.
-    why_unused: why it serves no GPU of this machine, as a clause; "" if it serves one.
-    """
+    """The CUDA library. why_unused: why it serves no GPU of this machine, as a clause; "" if it serves one."""
 
     path: str | None
     architectures: tuple[int, ...]
@@ -34,7 +29,7 @@ class CudaStatus:
 
 @dataclass(frozen=True)
 class TensorRTStatus:
-    """The plugin's library, not loaded, as only TensorRT can. why_none: why path is None, as a clause."""
+    """The plugin's library; not loaded, as only TensorRT can load it."""
 
     path: str | None
     why_none: str
@@ -49,7 +44,6 @@ class Status:
 
 
 def look() -> Status:
-    """Load the libraries and ask the driver."""
     found = driver.look()
     return Status(cpu_library(), cuda_library(found), found, tensorrt_library())
 
@@ -65,7 +59,6 @@ def cpu_library() -> CpuStatus:
 
 
 def _unloadable(path: Path, kind: shared_library.Kind, error: OSError) -> str:
-    """A clause with the variable that named the library, if any."""
     named = shared_library.variable_naming(path, kind)
     return f"{f'the library that {named} names' if named else 'it'} does not load ({error})"
 
@@ -98,7 +91,6 @@ def tensorrt_library() -> TensorRTStatus:
 
 
 def lines(status: Status) -> list[str]:
-    """The status as text."""
     cpu, cuda = status.cpu, status.cuda
     return [
         f"CPU library   {cpu.path}, {cpu.instruction_set}" if cpu.path else f"CPU library   none: {cpu.why_none}",

@@ -36,18 +36,15 @@ Sink: TypeAlias = Callable[[bytes | memoryview], object]
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """path: the engine. stamp: the contents of the stamp beside it. seconds: duration of the build."""
-
     path: Path
     stamp: EngineStamp
     seconds: float
 
 
 def build_engine(request: EngineRequest, progress: Progress = SILENT) -> BuiltEngine:
-    """Build an engine into `engines/` of the folder, replacing one for the same GPU and TensorRT.
+    """Build an engine into the folder's `engines/`, replacing one for the same GPU and TensorRT.
 
-    A failed or interrupted build leaves nothing that loads.
-    Raises EngineError, ManifestError or ParameterError.
+    An engine that fails to build is not left behind. Raises EngineError, ManifestError or ParameterError.
     """
     started = time.perf_counter()
     manifest, cache_length = load_exported(request.out)
@@ -76,8 +73,6 @@ def build_engine(request: EngineRequest, progress: Progress = SILENT) -> BuiltEn
 
 @dataclass(frozen=True)
 class _Job:
-    """A request and what it resolved to."""
-
     trt: Any
     request: EngineRequest
     manifest: DecoderManifest
@@ -96,7 +91,6 @@ def _check_version(trt: Any) -> None:
 
 
 def _write(job: _Job, progress: Progress) -> tuple[Path, EngineStamp]:
-    """Write the engine, then its stamp."""
     request, machine = job.request, job.machine
     folder = request.out / FOLDER
     if reason := misplaced(request.out):
@@ -136,10 +130,7 @@ def serialize(
     sink: Sink,
     progress: Progress = SILENT,
 ) -> None:
-    """Parse, build and pass the engine's bytes to `sink`, in parts if this TensorRT can.
-
-    Raises EngineError if TensorRT refuses, and whatever interrupted it.
-    """
+    """Build an engine and pass its bytes to `sink`. Raises EngineError, and what interrupted the build."""
     logger = api.new_logger(trt)
     builder = api.create(trt, "Builder", logger)
     network = parse(trt, logger, builder, request.out / MODEL_NAME, fp16=request.fp16)
@@ -164,7 +155,6 @@ def serialize(
 def _configure(
     trt: Any, builder: Any, request: EngineRequest, manifest: DecoderManifest, profiles: Sequence[Profile]
 ) -> Any:
-    """The builder's configuration: precision, memory, timings and profiles of the request."""
     config = builder.create_builder_config()
     # TF32 rounds the factors of float32 products to 10 bits; the graph was verified without it.
     config.clear_flag(trt.BuilderFlag.TF32)
@@ -209,10 +199,7 @@ def _read_timings(config: Any, path: Path) -> None:
 
 
 def _build(trt: Any, builder: Any, network: Any, config: Any, sink: Sink) -> bool:
-    """Build, and pass the engine's bytes to `sink`. Returns whether there is an engine.
-
-    A TensorRT that can write in parts does, so that the weights are not held again in a serialized copy.
-    """
+    """Returns whether there is an engine. With IStreamWriter the weights are not held in a serialized copy, too."""
     if hasattr(trt, "IStreamWriter"):
         writer = _writer(trt, sink)
         done = bool(builder.build_serialized_network_to_stream(network, config, writer))
@@ -248,8 +235,6 @@ def _writer(trt: Any, sink: Sink) -> Any:
 
 
 class _HashingSink:
-    """Writes and hashes in one go."""
-
     def __init__(self, stream: BinaryIO, digest: Any) -> None:
         self._stream, self._digest = stream, digest
 
@@ -259,7 +244,7 @@ class _HashingSink:
 
 
 def _slug(machine: Machine) -> str:
-    """`nvidia-h200-sm90-tensorrt10.15.1`: one name per machine, so that several engines fit in a folder."""
+    """`nvidia-h200-sm90-tensorrt10.15.1`: one name per machine."""
     gpu = re.sub(r"[^a-z0-9]+", "-", machine.gpu.lower()).strip("-")[:60] or "gpu"
     return f"{gpu}-sm{machine.sm}-tensorrt{machine.tensorrt}"
 

@@ -2,9 +2,9 @@
 
 Verdicts:
 
-- `native`: the target has the operator
-- `plugin`: the sampler node, run by this package's TensorRT plugin or onnxruntime operator
-- `inlined`: a node of a function that replaces its caller
+- `native`: an operator of the target
+- `plugin`: the sampler node, for our TensorRT plugin or onnxruntime operator
+- `inlined`: in a function that replaces its caller
 - `unsupported`
 """
 
@@ -38,12 +38,7 @@ Refusal = Callable[[Node, Scope], str | None]
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """The verdict on a node.
-
-    where: "graph", or the function that contains it.
-    verdict: one of VERDICTS.
-    reason: a clause; may be empty.
-    """
+    """where: "graph", or the function that contains the node. verdict: of VERDICTS. reason: a clause or ""."""
 
     name: str
     operator: str
@@ -56,10 +51,10 @@ class NodeVerdict:
 class CheckReport:
     """The verdicts on a folder.
 
-    needs: the oldest version of the target that has all operators; "" for any.
+    needs: the oldest version of the target with all operators; "" for any.
     objections: problems of the graph as a whole.
-    parser: the answer of TensorRT's parser; None if it was not asked, for the reason `not_asked`.
-    next_step: what to do, in one line.
+    parser: TensorRT's answer; None for the reason `not_asked`.
+    next_step: advice, one line.
     """
 
     folder: str
@@ -77,7 +72,6 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the target can build the graph."""
         refused = self.parser is not None and not self.parser.takes and not self.needs_plugin
         return not self.unsupported and not self.objections and not refused
 
@@ -118,7 +112,7 @@ def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
 
 
 def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterator[NodeVerdict]:
-    """The plugin or the function; if the target refuses one of them, the other."""
+    """The plugin, or the function if the plugin is refused."""
     body = model.functions.get(SAMPLER)
     inlined = list(_inlined(node, scope, model, refusal)) if body is not None else []
     refused = [each for each in inlined if each.verdict == "unsupported"]
@@ -137,7 +131,6 @@ def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterat
 
 
 def _plugin_refusal(node: Node, scope: Scope) -> str | None:
-    """Why TensorRT's plugin refuses the node, as a clause."""
     try:
         attributes = NodeAttributes.from_fields(dict(node.attributes))
     except PluginError as error:
@@ -149,7 +142,7 @@ def _plugin_refusal(node: Node, scope: Scope) -> str | None:
 
 
 def _last_size(node: Node, scope: Scope, index: int) -> int:
-    """The last dimension of input number `index`; 1 if unknown."""
+    """1 if unknown."""
     shape = scope.shapes.get(node.inputs[index]) if len(node.inputs) > index else None
     return shape[-1] if shape and isinstance(shape[-1], int) else 1
 
@@ -157,7 +150,7 @@ def _last_size(node: Node, scope: Scope, index: int) -> int:
 def _inlined(
     node: Node, scope: Scope, model: Model, refusal: Refusal, callers: tuple[str, ...] = ()
 ) -> Iterator[NodeVerdict]:
-    """The nodes of a function, inlined at its caller, and of the functions it calls."""
+    """The nodes of a function at its caller, and of the functions it calls."""
     body = model.functions[node.domain, node.op_type]
     if node.operator in callers:
         raise EngineError(
@@ -232,7 +225,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _ask(model: Path) -> tuple[ParserAnswer | None, str]:
-    """The parser's answer, or why there is none."""
     try:
         return parser.ask(model), ""
     except (PluginError, EngineError) as error:
@@ -240,7 +232,6 @@ def _ask(model: Path) -> tuple[ParserAnswer | None, str]:
 
 
 def _next_step(report: CheckReport, manifest: Manifest, out: Path) -> str:
-    """What to do now, in one line."""
     folder = shlex.quote(str(out))
     if report.target == "onnxruntime":
         if report.passed and not isinstance(manifest, DecoderManifest):

@@ -15,7 +15,7 @@ from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, Engi
 
 @dataclass(frozen=True)
 class Machine:
-    """What an engine must fit: TensorRT's version, the GPU's name and its architecture (87 for sm_87)."""
+    """What an engine must fit. sm: 87 for sm_87."""
 
     tensorrt: str
     gpu: str
@@ -23,7 +23,7 @@ class Machine:
 
 
 def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
-    """The machine with GPU number `device`. Raises EngineError if the driver shows no such GPU."""
+    """Raises EngineError if the driver shows no GPU number `device`."""
     seen = driver.look()
     if not 0 <= device < len(seen.devices):
         reason = seen.why_none or f"device {device} was asked for, and there are {len(seen.devices)} GPUs"
@@ -33,7 +33,7 @@ def this_machine(tensorrt_version: str, device: int = 0) -> Machine:
 
 
 def misplaced(out: Path) -> str | None:
-    """Why `engines` in an exported folder is ignored, as a clause after its name; None if it is used."""
+    """Why the folder's `engines` is ignored, as a clause after its name; None if it is not."""
     path = out / FOLDER
     if path.is_symlink():
         return "is a symbolic link, and engines must lie in the folder itself"
@@ -41,12 +41,11 @@ def misplaced(out: Path) -> str | None:
 
 
 def stamps(out: Path) -> list[Path]:
-    """The stamps in an exported folder, sorted by name."""
     return _named(out, STAMP_SUFFIX)
 
 
 def unfinished(out: Path) -> list[Path]:
-    """Engines without a stamp, sorted by name: their builds never ended."""
+    """Engines without a stamp: their builds never ended."""
     stamped = {path.with_suffix(ENGINE_SUFFIX) for path in stamps(out)}
     return [path for path in _named(out, ENGINE_SUFFIX) if path not in stamped]
 
@@ -56,15 +55,12 @@ def _named(out: Path, suffix: str) -> list[Path]:
 
 
 def has_engines(out: Path) -> bool:
-    """Whether the folder has any engine, finished or not."""
+    """Whether there is any engine, finished or not."""
     return bool(stamps(out) or unfinished(out))
 
 
 def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
-    """An intact engine of `out` that fits `machine`, and its stamp.
-
-    Raises EngineError that says why none fits and how to build one.
-    """
+    """An intact engine for `machine`, and its stamp. Raises EngineError with the reasons why there is none."""
     reasons = []
     for path in stamps(out):
         try:
@@ -84,7 +80,7 @@ def fitting(out: Path, machine: Machine) -> tuple[Path, EngineStamp]:
 
 
 def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
-    """Why the stamp does not fit folder or machine, as a clause after the engine's name; None if it does."""
+    """Why the stamp does not fit, as a clause after the engine's name; None if it does."""
     if stamp.manifest != manifest_hash(out):
         return "was built from another export than the one in this folder"
     if stamp.tensorrt != machine.tensorrt:
@@ -95,7 +91,7 @@ def misfit(stamp: EngineStamp, out: Path, machine: Machine) -> str | None:
 
 
 def damage(engine: Path, stamp: EngineStamp) -> str | None:
-    """Why the file is not the stamped one, as a clause after its name; None if it is. Reads the whole file."""
+    """Why the file differs from its stamp, as a clause after its name; None if it does not. Reads all of it."""
     try:
         with open_regular(engine) as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -107,9 +107,8 @@ def read_model(path: Path) -> Model:
 def without_function(path: Path, domain: str, name: str) -> bytes:
     """The file's bytes without the model-local function `domain`::`name`, all other bytes unchanged.
 
-    TensorRT before 10.15 inlines a node's function even if a plugin for the node is registered. To prevent that, parse
-    these bytes, with the file's path so that the parser finds the weights beside it:
-    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`.
+    TensorRT before 10.15 inlines a node's function even if a plugin is registered. To prevent that:
+    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`; it finds the weights by the path.
 
     Raises EngineError if the file is unreadable or not an ONNX model.
     """

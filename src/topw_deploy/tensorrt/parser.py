@@ -15,12 +15,10 @@ from topw_deploy.tensorrt import api
 
 @dataclass(frozen=True)
 class ParserAnswer:
-    """The parser's verdict on a graph.
+    """takes: whether the parser accepts the whole graph.
 
-    version: of TensorRT.
-    takes: whether it accepts the whole graph.
     plugin: whether a plugin for the sampler node was registered.
-    refusals: its objections, one line per node.
+    refusals: one line per refused node.
     """
 
     version: str
@@ -30,9 +28,9 @@ class ParserAnswer:
 
 
 def ask(model: Path) -> ParserAnswer:
-    """Have the installed TensorRT's parser read `model`, with the sampler plugin if available.
+    """Let the installed TensorRT parse `model`, with the sampler plugin if available.
 
-    Raises PluginError without TensorRT, EngineError if it does not start (it needs a GPU).
+    Raises PluginError without TensorRT, EngineError without a GPU.
     """
     trt = tensorrt_module()
     with contextlib.suppress(PluginError):  # without the CUDA library the function is inlined
@@ -59,11 +57,7 @@ def _refusal(error: Any) -> str:
 
 
 def parse(trt: Any, logger: Any, builder: Any, model: Path, *, fp16: bool) -> Any:
-    """The network of `model`; TensorRT itself reads the weights from the files beside it.
-
-    fp16: whether TensorRT may lower the types; otherwise they are the graph's.
-    Raises EngineError with the parser's message.
-    """
+    """The network of `model`. fp16: let TensorRT lower the types. Raises EngineError with the parser's message."""
     flags = 0 if fp16 else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
     parser = trt.OnnxParser(network, logger)

@@ -17,11 +17,7 @@ from topw_deploy.plugins.tensorrt.module import BUILT_WITH
 
 @dataclass(frozen=True)
 class PluginChoice:
-    """kind: "python", "library" or "none".
-
-    version: of the plugin; "" for "none".
-    why_none: the reason for "none", as a clause.
-    """
+    """kind: "python", "library" or "none" (for the reason `why_none`, a clause)."""
 
     kind: str
     version: str = BUILT_WITH
@@ -32,10 +28,7 @@ class PluginChoice:
 
 
 def choose(asked: str, trt: Any) -> PluginChoice:
-    """Register the plugin that `asked` names (see EngineRequest.plugin), for the parser to find.
-
-    Raises EngineError if it is not available; "auto" falls back to the function instead.
-    """
+    """Register the plugin that EngineRequest.plugin names. Raises EngineError if it is missing, unless "auto"."""
     if asked == "none":
         if plugins.registered():  # the parser would take it
             raise EngineError("this process has registered the sampler's plugin already; build without it in another.")
@@ -57,10 +50,7 @@ def choose(asked: str, trt: Any) -> PluginChoice:
 
 
 def prepare(kind: str, version: str, trt: Any) -> None:
-    """Register the plugin that an engine of this kind and plugin version needs.
-
-    Raises EngineError if it is not available or of another version.
-    """
+    """Register the plugin that an engine needs. Raises EngineError if it is missing or of another version."""
     if kind == "none":
         return
     if version != BUILT_WITH:

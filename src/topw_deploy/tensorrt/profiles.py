@@ -1,6 +1,6 @@
-"""Optimization profiles: the shapes an engine accepts, and those TensorRT tunes it for.
+"""Optimization profiles: the shapes an engine accepts, and those it is tuned for.
 
-decode: one new token per row. prefill: a chunk of the prompts, up to a maximum number of tokens per row.
+decode: one new token per row. prefill: a chunk of the prompts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Ranges of one profile.
-
-    name: "decode" or "prefill".
-    batch: rows of a run.
-    sequence: new tokens of a row.
-    edits: logit edits of a row.
-    """
+    """name: "decode" or "prefill". sequence: new tokens of a row. edits: logit edits of a row."""
 
     name: str
     batch: Range
@@ -44,7 +38,6 @@ class Profile:
     edits: Range
 
     def holds(self, batch: int, sequence: int, edits: int) -> bool:
-        """Whether the profile covers a run of this shape."""
         return batch in self.batch and sequence in self.sequence and edits in self.edits
 
     def shapes(self, spec: TensorSpec) -> tuple[list[int], list[int], list[int]]:
@@ -71,7 +64,7 @@ class Profile:
 def profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) -> tuple[Profile, ...]:
     """The profiles of an engine, the preferred one first.
 
-    kind: "decode" (prompts go in token by token), "prefill" (also decodes, but is tuned for prompts) or "both".
+    kind: "decode" (prompts run token by token), "prefill" (decodes, too, but is tuned for prompts) or "both".
     Raises ParameterError for another kind or a bound below 1.
     """
     if kind not in KINDS:

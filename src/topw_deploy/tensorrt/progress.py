@@ -11,10 +11,9 @@ from topw_deploy.progress import Advance
 
 
 class Phases:
-    """The state behind `IProgressMonitor`, called from any thread. `advance` gets whole percents gained.
+    """Progress of nested phases, reported from any thread. `advance` gets whole percents gained.
 
-    stopped: what `advance` raised (an interrupt, a closed terminal). No exception may pass through TensorRT, so the
-    build is cancelled and its caller raises this.
+    stopped: what `advance` raised. No exception may pass through TensorRT: the build is cancelled, its caller raises.
     """
 
     def __init__(self, advance: Advance) -> None:
@@ -25,12 +24,12 @@ class Phases:
         self.stopped: BaseException | None = None
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
-        """Start phase `name` of `steps` steps, within the parent's current step."""
+        """Start a phase within the parent's current step."""
         with self._locked():
             self._phases[name] = (parent, max(1, steps), 0)
 
     def step(self, name: str, step: int) -> bool:
-        """Complete step number `step` of the phase. Returns whether to go on."""
+        """Complete a step. Returns whether to go on."""
         with self._locked():
             if name in self._phases:
                 parent, steps, _ = self._phases[name]
@@ -39,7 +38,7 @@ class Phases:
         return self.stopped is None
 
     def finish(self, name: str) -> None:
-        """End the phase, perhaps before its last step."""
+        """End a phase, perhaps early."""
         with self._locked():
             if name in self._phases:
                 parent, steps, _ = self._phases[name]
@@ -49,7 +48,7 @@ class Phases:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock, and keep whatever is raised, interrupts included, in `stopped`."""
+        """Hold the lock; keep any exception in `stopped`."""
         try:
             with self._lock:
                 yield
@@ -70,7 +69,7 @@ class Phases:
 
 
 def monitor(trt: Any, phases: Phases) -> Any:
-    """A tensorrt.IProgressMonitor that reports to `phases`."""
+    """A tensorrt.IProgressMonitor for `phases`."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is a value of the module
         def __init__(self) -> None:

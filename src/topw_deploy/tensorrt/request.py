@@ -18,15 +18,15 @@ class EngineRequest:
 
     out: a folder exported for TensorRT.
     max_batch: most rows of a run.
-    max_sequence: most tokens of a row in one run; None for 1,024, or the cache's length if shorter.
-    max_edits: most logit edits of a row; None for the cache's length, enough to penalize every token of a sequence.
+    max_sequence: most tokens of a row in a run; None for min(1,024, the cache's length).
+    max_edits: most logit edits of a row; None for the cache's length.
     profile: one of profiles.KINDS.
     fp16: let TensorRT compute a float32 decoder in half precision.
-    workspace: most bytes of scratch memory for the engine; None for TensorRT's choice.
-    timing_cache: a file to read timings from and write them to.
+    workspace: most bytes of scratch memory; None for TensorRT's choice.
+    timing_cache: a file of timings to read and update.
     plugin: "auto", "python", "none", or the path of the plugin's library.
 
-    Raises ParameterError for a bound out of range, a timing cache in a missing folder, or fp16 without a plugin.
+    Raises ParameterError for an invalid field.
     """
 
     out: Path
@@ -56,10 +56,7 @@ class EngineRequest:
             )
 
     def profiles(self, cache_length: int) -> tuple[Profile, ...]:
-        """The optimization profiles for a cache of `cache_length` tokens.
-
-        Raises ParameterError if max_sequence is longer.
-        """
+        """The optimization profiles for a cache of `cache_length` tokens. Raises ParameterError."""
         sequence = self.max_sequence or min(DEFAULT_SEQUENCE, cache_length)
         if sequence > cache_length:
             raise ParameterError(
@@ -76,10 +73,7 @@ class EngineRequest:
 
 
 def load_exported(out: Path) -> tuple[DecoderManifest, int]:
-    """The manifest of `out` and its cache's length in tokens.
-
-    Raises ManifestError if the folder is no complete export, EngineError if no engine can be built from it.
-    """
+    """The manifest of `out` and its cache's length. Raises ManifestError, EngineError if no engine can be built."""
     manifest = load_manifest(out)
     if manifest.verification.status == "provisional":
         raise EngineError(f"{out} is an export whose verification never ended; export the model again.")

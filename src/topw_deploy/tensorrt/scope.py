@@ -30,8 +30,8 @@ class Scope:
 def walk(graph: Graph, scope: Scope | None = None) -> Iterator[tuple[Node, Scope]]:
     """Each node of `graph` with its scope, followed by the nodes of its branches.
 
-    scope: what is known outside; for a function's body, of its inputs by their inner names.
-    A type missing in the file is inferred from the node's inputs, as most operators keep it; it may stay unknown.
+    scope: what is known outside; for a function's body, of its inputs.
+    Types missing in the file are those of the node's inputs, which most operators keep.
     """
     outer = scope or Scope()
     constants: ChainMap[str, Constant] = ChainMap({}, dict(outer.constants))

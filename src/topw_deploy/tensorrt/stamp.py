@@ -1,7 +1,7 @@
 """The stamp beside an engine: what it was built from and for, and proof that the file is intact.
 
-An engine is code for one GPU model and one TensorRT version, so it is deserialized only where its stamp fits. The
-stamp is written last: an engine without one is unfinished.
+An engine is code for one GPU model and one TensorRT version: it is deserialized only if its stamp fits. The stamp is
+written last: an engine without one is unfinished.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 class EngineStamp:
     """A stamp's fields.
 
-    engine: file name in engines/; size (bytes) and sha256 are those of the file.
-    manifest: SHA-256 of the manifest it was built from.
-    gpu, sm: the GPU's name and architecture (87 for sm_87).
-    plugin: what runs the sampler node: "python", "library" or "none" (the function in the graph).
-    precision: "as exported" or "fp16".
-    cache_length: tokens of the cache.
-    workspace: bytes allowed for scratch memory; None for no limit.
-    topw_deploy: the version of this package.
+    engine, size, sha256: file name in engines/, bytes, hash.
+    manifest: SHA-256 of the exported manifest.
+    sm: the GPU's architecture, 87 for sm_87.
+    plugin: of PLUGINS; "none" for the function in the graph.
+    cache_length: tokens.
+    workspace: most bytes of scratch memory; None for no limit.
     """
 
     engine: str
@@ -93,7 +91,7 @@ def read(path: Path) -> EngineStamp:
 
 
 def write(folder: Path, stamp: EngineStamp) -> Path:
-    """Write the stamp atomically beside its engine in `folder`. Returns its path."""
+    """Write the stamp atomically beside its engine."""
     path = (folder / stamp.engine).with_suffix(STAMP_SUFFIX)
     with replacing(path) as stream:
         stream.write(stamp.to_json().encode("utf-8"))
@@ -101,7 +99,7 @@ def write(folder: Path, stamp: EngineStamp) -> Path:
 
 
 def manifest_hash(out: Path) -> str:
-    """SHA-256 of the folder's manifest, which lists the hashes of all other files. Raises EngineError."""
+    """SHA-256 of the folder's manifest. Raises EngineError."""
     try:
         return sha256_of(out / MANIFEST_NAME)
     except OSError as error:

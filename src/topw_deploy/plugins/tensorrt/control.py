@@ -1,8 +1,7 @@
 """The kernels' control memory for one TensorRT execution context; control_memory.h is the same in C++.
 
-The kernels need it zero before the first step and leave it zero after each (topw_cuda.h). So memory that persists
-between steps needs no clearing. TensorRT's workspace, which other layers overwrite, would need a memset node in every
-captured graph.
+The kernels need it zero before the first step and leave it zero after each (topw_cuda.h), so persistent memory needs no
+clearing. TensorRT's workspace, which other layers overwrite, would need a memset node in every captured graph.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from topw_deploy.plugins.cuda_kernel import CudaKernel
 class ControlMemory:
     """Blocks of the current device's memory; the newest is in use.
 
-    Each block is at least twice as large as the one before. None is freed before `release`, because a graph captured
-    with an older block keeps using it. A context runs one step at a time, so all its steps may share a block; contexts
-    that run at once need one object each.
+    Each block is at least twice as large as the one before. None is freed before `release`: captured graphs keep using
+    older ones. Steps of a context share a block; contexts that run at once need one object each.
     """
 
     def __init__(self, kernel: CudaKernel) -> None:
@@ -30,10 +28,9 @@ class ControlMemory:
         self._finalizer.atexit = False
 
     def reserve(self, size: int) -> int:
-        """The address of at least `size` bytes. Allocates only if every block is smaller.
+        """The address of at least `size` bytes. Raises PluginError with CUDA's reason if there is no memory.
 
-        CUDA refuses allocations to a thread that captures a stream.
-        Raises PluginError with CUDA's reason if there is no memory.
+        Allocates only if every block is smaller; CUDA refuses that while the thread captures a stream.
         """
         if size > self._size:
             size = max(size, 2 * self._size)

@@ -16,7 +16,7 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 
 class Kernels:
-    """The kernels of the library at `path`. Raises PluginError if the file is no such library."""
+    """The kernels of the library at `path`. Raises PluginError."""
 
     def __init__(self, path: Path) -> None:
         self._kernel = CudaKernel(path)
@@ -34,18 +34,14 @@ class Kernels:
             )
 
     def workspace_bytes(self, call: CallShape) -> int:
-        """Bytes of scratch memory for calls of at most this size, to be aligned to 256 bytes."""
+        """Bytes of scratch memory, to be aligned to 256 bytes."""
         return self._kernel.workspace_bytes(_shape(call, _table(call)))
 
     def control_memory(self) -> ControlMemory:
-        """New, empty control memory."""
         return ControlMemory(self._kernel)
 
     def reserve(self, control: ControlMemory, call: CallShape) -> int:
-        """The address of control memory for calls of at most this size, allocated if `control` is too small.
-
-        Raises PluginError with CUDA's reason if there is no memory.
-        """
+        """The address of control memory for such calls. Raises PluginError with CUDA's reason if there is none."""
         try:
             return control.reserve(self._kernel.control_bytes(_shape(call, _table(call))))
         except PluginError as error:
@@ -64,13 +60,7 @@ class Kernels:
         workspace: int,
         stream: int,
     ) -> None:
-        """Enqueue the kernels of a call, and nothing else.
-
-        inputs, outputs: addresses by name.
-        control: from `reserve`.
-        workspace: address of `workspace_bytes` uninitialized bytes.
-        Raises PluginError if CUDA refuses.
-        """
+        """Enqueue the kernels of a call, and nothing else. All arguments are addresses. Raises PluginError."""
         table = _table(call, inputs)
         shape = _shape(call, table)
         arguments = Inputs(

@@ -79,10 +79,7 @@ class NodeAttributes:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, int | str]) -> Self:
-        """From a node's attributes or an engine's fields; ignores unknown names.
-
-        Raises PluginError for a missing one or a wrong type.
-        """
+        """From a node's attributes or an engine's fields, ignoring unknown names. Raises PluginError."""
         known: dict[str, int | str] = {name: fields[name] for name in FIELDS if name in fields}
         for name, value in known.items():
             if isinstance(value, str) != (name in _TEXTS):
@@ -151,7 +148,7 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """The shape of a call, topw_cuda_shape of topw_cuda.h. tokens and hidden are 0 without a table."""
+    """The topw_cuda_shape of a call. tokens and hidden are 0 without a table."""
 
     node: NodeAttributes
     batch: int
@@ -165,7 +162,7 @@ class CallShape:
 
 
 def describe(node: NodeAttributes, tensors: Sequence[Tensor]) -> CallShape:
-    """The shape of a call with these inputs. Raises PluginError if they do not fit the node or each other."""
+    """The shape of a call with these inputs. Raises PluginError if they do not fit."""
     if len(tensors) != len(node.inputs):
         raise PluginError(f"the node has {len(tensors)} inputs, but a node like it has {len(node.inputs)}.")
     given = dict(zip(node.inputs, tensors, strict=True))

@@ -1,10 +1,8 @@
 """The plugin as a Python class, which enqueues the kernels of the CUDA library.
 
-It needs no C++ compiler and no TensorRT headers, only `topw plugins build --cuda`. A step enqueues nothing but kernels,
-so a CUDA graph can capture it, and replaying the graph does not call Python.
+A step enqueues nothing but kernels, so a CUDA graph can capture it, and replaying it does not call Python.
 
-Importing this module imports TensorRT. Tested with NVIDIA's parser and builder, and with emulated kernels on a CPU; not
-run on a GPU.
+Imports TensorRT. Tested with NVIDIA's parser and builder, and with emulated kernels on a CPU; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
 
     Only TensorRT calls its methods. If one raises, TensorRT prints the error and fails the build or the run.
 
-    Every object has its own control memory (control.py), allocated when the shape is known. TensorRT clones the plugin
-    for each execution context, so concurrent contexts do not share it.
+    Every object has its own control memory. TensorRT clones the plugin for each execution context, so concurrent
+    contexts do not share it.
     """
 
     def __init__(self, node: NodeAttributes, kernels: Kernels) -> None:
@@ -55,10 +53,7 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         return copy
 
     def destroy(self) -> None:
-        """Free the control memory: TensorRT deletes the plugin with its execution context.
-
-        TensorRT's module keeps references to the Python object, so it is never collected.
-        """
+        """Free the control memory: TensorRT's module keeps references, so the object is never collected."""
         self._control.release()
 
     # ---- while an engine is built
@@ -104,10 +99,9 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         """There is one."""
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Allocate control memory for this shape, with the engine's device current.
+        """Allocate control memory, with the engine's device current.
 
-        TensorRT calls this in the first run after a shape or address has changed. It forbids capturing such a run, so
-        the allocation never happens in a capture.
+        TensorRT calls this in the first run after a shape or address changed, and forbids capturing that run.
         """
         call = describe(self.node, _actual(inputs))
         self.kernels.check(call)

@@ -6,11 +6,9 @@ from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensor
 
 
 def register() -> None:
-    """Register the Python plugin once per process, unless a plugin of the same name is registered.
+    """Register the Python plugin, unless a plugin for the node is registered, such as the C++ library's.
 
-    Such a plugin may come from the library of `topw plugins build --tensorrt-root`, loaded by the host. Call this
-    before parsing a model and before deserializing an engine that uses the plugin.
-
+    Call this before parsing a model or deserializing an engine with the plugin.
     Raises PluginError if TensorRT or the CUDA library is missing.
     """
     if not registered():

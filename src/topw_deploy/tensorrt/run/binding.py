@@ -1,7 +1,6 @@
 """The inputs and outputs of one generation on an engine.
 
-A step moves its changing arrays in one copy and its results in another, both through pinned memory. From the third
-step of a shape on, both copies are part of the CUDA graph.
+A step moves its changing arrays in one copy and its results in another, both pinned and part of the CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from topw_deploy.tensorrt.run.stream import EngineStream
 
 @dataclass(frozen=True)
 class _Plan:
-    """A run with resolved shapes and addresses. changing, results: pairs (caller's array, its pinned copy)."""
+    """A run's shapes and addresses. changing, results: (caller's array, its pinned copy)."""
 
     layout: Layout
     context: Context
@@ -34,7 +33,7 @@ class _Plan:
     repeated: bool
 
     def holds(self, stream: EngineStream, repeated: bool) -> bool:
-        """Whether the stream's memory has not moved and the run is of the same kind."""
+        """Whether the plan is still valid: the stream's memory has not moved."""
         where = self.copies.host, self.copies.device
         return where == (stream.host.pointer, stream.device.pointer) and self.repeated == repeated
 
@@ -42,7 +41,7 @@ class _Plan:
 class EngineBinding:
     """The runtime's binding protocol over an engine.
 
-    Arrays of `bind_changing` are copied to the device for every run, other arrays once after binding or `refresh`.
+    Arrays of `bind_changing` are copied for every run, others once after binding or `refresh`.
     """
 
     def __init__(self, engine: Engine, stream: EngineStream, *, owns: bool = True) -> None:
@@ -70,7 +69,7 @@ class EngineBinding:
         self._changing.add(name)
 
     def bind_on_host(self, name: str, array: np.ndarray) -> None:
-        """Same as bind_array: only onnxruntime's operators read inputs on the host."""
+        """As bind_array: only onnxruntime reads inputs on the host."""
         self.bind_array(name, array)
 
     def refresh(self, name: str) -> None:
@@ -128,7 +127,6 @@ class EngineBinding:
         return plan
 
     def _copy_stale(self, plan: _Plan) -> None:
-        """Copy newly bound or refreshed arrays, except those that every run copies."""
         stream = self._stream
         for name in self._stale - self._changing:
             span = plan.layout.inputs[name]
@@ -169,6 +167,6 @@ class EngineBinding:
 
 
 def _view(memory: np.ndarray, start: int, like: np.ndarray) -> np.ndarray:
-    """The bytes from `start` as an array with the shape and type of `like`."""
+    """The bytes from `start`, shaped and typed as `like`."""
     view: Any = memory[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
     return view

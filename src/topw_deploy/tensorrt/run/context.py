@@ -1,7 +1,6 @@
 """TensorRT's execution context for one profile, and the CUDA graph of its last shape.
 
-A graph is valid for the shapes and addresses it was captured with, as long as its context is not changed. So only
-differences are passed to the context, and a difference discards the graph.
+A graph is valid while its context keeps its shapes and addresses, so only differences are set, and discard the graph.
 """
 
 from __future__ import annotations
@@ -14,15 +13,12 @@ from topw_deploy.errors import GenerationError
 from topw_deploy.tensorrt.run.cuda import Graph, Memory, Stream
 from topw_deploy.tensorrt.run.layout import Span
 
-_TRIES = 2  # failed captures until giving up: another thread may spoil one, an engine with branches always fails
+_TRIES = 2  # another thread may spoil one; an engine with branches (the sampler's function) fails again
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies around a run: span `into` to the device before it, span `out` to the host after it.
-
-    host, device: base addresses of the spans.
-    """
+    """Copies around a run: `into` the device before it, `out` after it. host, device: base addresses."""
 
     host: int
     device: int
@@ -33,8 +29,8 @@ class Copies:
 class Context:
     """The execution context for profile number `profile` of `engine`.
 
-    scratch: its working memory; contexts of one stream may share it.
-    why_no_graph: why steps are not launched as a graph, as TensorRT or CUDA said at the last try; "" otherwise.
+    scratch: may be shared by contexts of one stream.
+    why_no_graph: why steps are not launched as a graph; "" otherwise.
     """
 
     def __init__(self, trt: Any, engine: Any, profile: int, stream: Stream, scratch: Memory, logger: Any) -> None:
@@ -56,7 +52,7 @@ class Context:
         self.why_no_graph = ""
 
     def set(self, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]) -> None:
-        """Set the shapes of the inputs and the addresses of all inputs and outputs for the next runs."""
+        """Set the inputs' shapes and all addresses for the next runs."""
         new_shapes = [(name, shape) for name, shape in shapes.items() if self._shapes.get(name) != shape]
         new_addresses = [(name, at) for name, at in addresses.items() if self._addresses.get(name) != at]
         if not new_shapes and not new_addresses:
@@ -73,11 +69,7 @@ class Context:
             self._require(not unset, f"a run without {', '.join(unset)}")
 
     def run(self, copies: Copies, *, repeated: bool) -> None:
-        """Enqueue a run between its copies.
-
-        repeated: the run is one of many like it. It is captured once the context has run in this state, and launched
-        as a graph from then on.
-        """
+        """Enqueue a run between its copies. repeated: capture the second such run, then launch the graph."""
         if repeated and self._graph is not None and self._captured == copies:
             self._graph.launch()
             return
@@ -89,11 +81,7 @@ class Context:
         self._warm = True
 
     def _capture(self, copies: Copies) -> bool:
-        """Try to capture a graph. Returns whether there is one.
-
-        An engine with branches, as the sampler's function may have, cannot be captured. After _TRIES failures
-        `why_no_graph` keeps the reason, and runs are enqueued.
-        """
+        """Try to capture a graph, until _TRIES failures. Returns whether there is one."""
         try:
             self._graph = self._stream.capture(lambda: self._enqueue(copies))
         except GenerationError as error:
@@ -112,7 +100,7 @@ class Context:
             self._stream.copy_out(copies.host + copies.out.start, copies.device + copies.out.start, copies.out.size)
 
     def _unset(self) -> list[str]:
-        """Inputs that still need a shape. Raises GenerationError if the shapes do not fit each other."""
+        """Inputs without a shape. Raises GenerationError if the shapes contradict each other."""
         try:
             return list(self._raw.infer_shapes())
         except RuntimeError as error:

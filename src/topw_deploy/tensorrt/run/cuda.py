@@ -1,7 +1,6 @@
-"""CUDA's runtime through cuda-python: memory, one kind of stream, and graphs captured from it.
+"""CUDA's runtime through cuda-python: memory, streams and graphs.
 
-Uses only calls with the same signature in cuda-bindings 12.6 and 13. Every call returns a tuple that starts with an
-error.
+Uses only calls with the same signature in cuda-bindings 12.6 and 13; each returns a tuple that starts with an error.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Turns(Protocol):
 
 
 class Cuda:
-    """A device. turns: to hold whenever it is used.
+    """A device, to be used only while holding `turns`.
 
-    Raises EngineError without cuda-python. All later failures are GenerationErrors with the call and CUDA's reason.
+    Raises EngineError without cuda-python, GenerationError with CUDA's reason for every failed call.
     """
 
     def __init__(self, turns: Turns, device: int = 0) -> None:
@@ -47,21 +46,16 @@ class Cuda:
         self.use()
 
     def use(self) -> None:
-        """Make the device current in this thread.
-
-        Every thread starts with device 0, and other users of CUDA may have changed it since.
-        """
+        """Make the device current: a thread starts with device 0, and other users of CUDA may change it."""
         self.call("cudaSetDevice", self._device)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call CUDA's function `name` and return its result without the error."""
         error, *answer = getattr(self.api, name)(*arguments)
         if int(error) != 0:
             raise GenerationError(f"CUDA failed in {name} ({self._reason(error)}); see `topw doctor`.")
         return answer[0] if answer else None
 
     def stream(self) -> Stream:
-        """A new stream that waits for no other."""
         return Stream(self)
 
     def memory(self, size: int) -> Memory:
@@ -69,7 +63,7 @@ class Cuda:
         return Memory(self, int(self.call("cudaMalloc", max(1, size))), size, "cudaFree")
 
     def pinned(self, size: int) -> PinnedMemory:
-        """Host memory that the device can read and write."""
+        """Pinned host memory."""
         return PinnedMemory(self, int(self.call("cudaMallocHost", max(1, size))), size, "cudaFreeHost")
 
     def _reason(self, error: Any) -> str:
@@ -91,7 +85,7 @@ def _free(turns: Turns, function: Callable[[int], object], pointer: int) -> None
 
 
 class PinnedMemory(Memory):
-    """Pinned host memory. array: its bytes, uint8 [size]."""
+    """array: the bytes, uint8 [size]."""
 
     def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
         super().__init__(cuda, pointer, size, free)
@@ -111,25 +105,19 @@ class Stream:
         self._finalizer = weakref.finalize(self, api.cudaStreamDestroy, self._stream)
 
     def copy_in(self, device: int, host: int, size: int) -> None:
-        """Copy from pinned host memory to the device."""
         self._cuda.call("cudaMemcpyAsync", device, host, size, self._to_device, self._stream)
 
     def copy_out(self, host: int, device: int, size: int) -> None:
-        """Copy from the device to host memory, readable after `wait`."""
         self._cuda.call("cudaMemcpyAsync", host, device, size, self._to_host, self._stream)
 
     def zero(self, device: int, size: int) -> None:
         self._cuda.call("cudaMemsetAsync", device, 0, size, self._stream)
 
     def wait(self) -> None:
-        """Wait until all enqueued work is done."""
         self._cuda.call("cudaStreamSynchronize", self._stream)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Capture what `work` enqueues as a graph, without running it.
-
-        Raises GenerationError if any of it cannot be captured, and whatever `work` raises.
-        """
+        """Capture what `work` enqueues. Raises GenerationError if that is impossible, and what `work` raises."""
         call = self._cuda.call
         # other threads, which run other generations, may allocate meanwhile
         mode = self._cuda.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -146,7 +134,7 @@ class Stream:
             call("cudaGraphDestroy", graph)
 
     def _abandon(self) -> None:
-        """End a failed capture and clear CUDA's error, which is a consequence of the failure."""
+        """End a failed capture and clear CUDA's error."""
         _, graph = self._cuda.api.cudaStreamEndCapture(self._stream)
         if graph is not None and int(graph):
             self._cuda.api.cudaGraphDestroy(graph)
@@ -154,7 +142,7 @@ class Stream:
 
 
 class Graph:
-    """Captured work, launched as one unit on its stream."""
+    """Captured work of a stream."""
 
     def __init__(self, cuda: Cuda, stream: Any, executable: Any) -> None:
         self._cuda, self._stream, self._executable = cuda, stream, executable

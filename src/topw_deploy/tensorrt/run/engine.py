@@ -19,10 +19,10 @@ from topw_deploy.tensorrt.stamp import EngineStamp
 
 
 class Engine:
-    """The engine in `path`, which `stamp` describes, for the inputs and outputs of a manifest.
+    """The engine in `path` with its `stamp`; inputs, outputs: the manifest's.
 
-    tensors: names of the engine's inputs and outputs. It may lack inputs that nothing in it reads.
-    Raises EngineError if the file is unreadable or TensorRT refuses it, GenerationError if CUDA fails.
+    tensors: names of the engine's own inputs and outputs; it drops inputs that nothing reads.
+    Raises EngineError if TensorRT refuses the file, GenerationError if CUDA fails.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Engine:
             self._free = [self._new_stream()]
 
     def borrow(self) -> EngineStream:
-        """A stream that nobody uses; `give_back` returns it."""
+        """An unused stream, to be given back."""
         with self._lock:
             stream = self._free.pop() if self._free else None
         if stream is None:
@@ -68,12 +68,12 @@ class Engine:
 
     @property
     def why_no_graph(self) -> str:
-        """Why steps are not launched as a CUDA graph; "" if they are, or if none was tried yet."""
+        """Why steps are not launched as a CUDA graph; "" if they are or none was tried."""
         with self._lock:
             return next((c.why_no_graph for stream in self._free for c in stream.contexts if c.why_no_graph), "")
 
     def profile_for(self, batch: int, sequence: int, edits: int) -> int:
-        """The number of the profile for a run of this shape. Raises GenerationError if the engine has none."""
+        """The profile's number for this shape. Raises GenerationError if there is none."""
         found = preferred(self._profiles, batch, sequence, edits)
         if found is None:
             raise GenerationError(
@@ -83,7 +83,7 @@ class Engine:
         return found
 
     def output_bytes(self, batch: int) -> dict[str, int]:
-        """Bytes of every output but the caches, which are updated in place."""
+        """Sizes of the outputs, without the in-place caches."""
         sizes = {}
         for spec in self._results:
             size = element_bytes(spec.dtype)
@@ -97,7 +97,6 @@ class Engine:
 
 
 def _deserialize(runtime: Any, path: Path) -> Any:
-    """The engine in `path`, mapped rather than read, so that its pages are not held twice."""
     try:
         with mapped(path) as view:
             return runtime.deserialize_cuda_engine(view)
@@ -106,7 +105,6 @@ def _deserialize(runtime: Any, path: Path) -> Any:
 
 
 def _tensors(trt: Any, engine: Any) -> frozenset[str]:
-    """The names of the engine's inputs and outputs. Raises EngineError for one in host memory."""
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     elsewhere = [name for name in names if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE]
     if elsewhere:

@@ -1,7 +1,4 @@
-"""Placement of a run's small tensors: a span of inputs that change in every run, the other inputs, the results.
-
-The placement is the same in pinned host memory and in device memory, so that one copy moves a whole span.
-"""
+"""Placement of a run's small tensors, the same in pinned and device memory, so that one copy moves a whole span."""
 
 from __future__ import annotations
 
@@ -15,19 +12,16 @@ ALIGNMENT = 256  # bytes: that of CUDA's allocator, on which TensorRT's kernels 
 
 @dataclass(frozen=True)
 class Span:
-    """`size` bytes from `start`."""
+    """Bytes."""
 
     start: int
     size: int
 
 
 class Layout:
-    """The spans of a run's tensors.
+    """Spans: `changing` inputs (copied for every run), other inputs, `results`, then `unread` outputs.
 
-    changing: names of the inputs that every run copies.
-    arrays: all inputs.
-    results: outputs that are read.
-    unread: sizes in bytes of the other outputs, which get device memory only.
+    arrays: all inputs. unread: bytes by name; they get device memory only.
     """
 
     def __init__(
@@ -54,7 +48,7 @@ class Layout:
         self.device_size = self._end
 
     def _place(self, size: int) -> Span:
-        """Append `size` bytes; an empty tensor needs an address, too."""
+        """Append `size` bytes; an empty tensor gets an address, too."""
         span = Span(self._end, size)
         self._end += -(-max(1, size) // ALIGNMENT) * ALIGNMENT
         return span

@@ -19,9 +19,7 @@ from topw_deploy.tensorrt.run.engine import Engine
 class EngineSession:
     """The runtime's session protocol over the engine of `folder` that fits GPU number `device`.
 
-    stamp: the engine's stamp. Several generations may run at once, each on its own stream.
-    Raises EngineError if TensorRT, CUDA, a fitting engine or its plugin is missing, or if TensorRT or CUDA refuses the
-    engine.
+    Raises EngineError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails.
     """
 
     provider = "tensorrt"
@@ -54,19 +52,17 @@ class EngineSession:
             raise EngineError(f"{path} cannot be opened: {error}") from None
 
     def bind(self) -> EngineBinding:
-        """A binding on an unused stream; `close` gives the stream back."""
         return EngineBinding(self.engine, self.engine.borrow())
 
     def memory(self, size: int) -> CacheMemory:
-        """Zeroed device memory."""
         return CacheMemory(self.engine.cuda, size)
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Do nothing: an engine runs entirely on its GPU."""
+        """Nothing to check: an engine runs entirely on its GPU."""
 
 
 def _check_manifest(manifest: DecoderManifest) -> None:
-    """Raises ManifestError if buffer sizes and edit slots cannot be derived from the manifest."""
+    """Raises ManifestError if it lacks sizes of buffers or edit slots."""
     slots = [spec.shape for spec in manifest.inputs if spec.name == "edit_ids"]
     if not slots or len(slots[0]) != 2:
         raise ManifestError("the manifest states no input edit_ids of two dimensions; export the model again.")

@@ -1,6 +1,6 @@
-"""The execution resources of one generation: a stream, contexts, their scratch memory, memory for small tensors.
+"""What a generation runs on: a stream, contexts with scratch memory, and memory for small tensors.
 
-A generation borrows them and gives them back, so that the next one allocates and captures nothing.
+A generation borrows and returns it, so that the next one need not allocate or capture.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ class EngineStream:
 
     @property
     def contexts(self) -> list[Context]:
-        """The contexts created so far."""
         return list(self._contexts.values())
 
     def reserve(self, layout: Layout) -> None:
-        """Allocate what `layout` needs. Growing discards the old memory's contents and addresses."""
+        """Grow the memory for `layout`; that discards contents and addresses."""
         if layout.host_size > self.host.size:
             self.host = self._cuda.pinned(_rounded(layout.host_size))
             self.loaded = None
@@ -41,11 +40,7 @@ class EngineStream:
             self.loaded = None
 
     def context(self, profile: int, *, repeated: bool) -> Context:
-        """The context for profile number `profile`.
-
-        Repeated steps have a context of their own, so that prompts do not discard its graph even if both use one
-        profile.
-        """
+        """The context for profile number `profile`; repeated steps have their own, so that prompts keep its graph."""
         found = self._contexts.get((profile, repeated))
         if found is None:
             if self._scratch is None:
@@ -59,5 +54,5 @@ class EngineStream:
 
 
 def _rounded(size: int) -> int:
-    """The next power of two, so that longer prompts seldom move memory used by captured graphs."""
+    """The next power of two, so that longer prompts seldom invalidate graphs."""
     return max(_SMALLEST, 1 << (size - 1).bit_length())
