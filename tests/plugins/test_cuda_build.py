@@ -119,7 +119,7 @@ def test_a_build_that_fails_says_where_and_leaves_the_library_that_was_there(
     output.write_bytes(b"of an earlier build")
     said: list[str] = []
     with pytest.raises(PluginError, match=r"was not built: .*nvcc failed \(kernel.cu\(7\): error: no such word\)"):
-        compile_cuda.compile_cuda(output, tell=said.append)
+        compile_cuda.compile_cuda(output, say=said.append)
     assert said == [f"nvcc 12.6 ({tmp_path / 'usual' / 'bin' / 'nvcc'}), sm_75, sm_80, sm_86, sm_87, sm_89, sm_90"]
     assert output.read_bytes() == b"of an earlier build"
     monkeypatch.setenv("CXX", f"{sys.executable} -m ziglang c++")
@@ -138,7 +138,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_compiled(
     (tmp_path / "file").write_bytes(b"")
     said: list[str] = []
     with pytest.raises(PluginError, match=rf"cannot be written \({reason}\); name another file with --output"):
-        compile_cuda.compile_cuda(tmp_path / place, tell=said.append)
+        compile_cuda.compile_cuda(tmp_path / place, say=said.append)
     assert said == []
     with pytest.raises(compile_native.NotBuiltError, match="cannot be written"):
         compile_native.put(Path(__file__), tmp_path / "file" / "lib.so")
