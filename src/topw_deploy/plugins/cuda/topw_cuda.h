@@ -35,8 +35,8 @@ TOPW_EXPORT int64_t topw_cuda_control_bytes(const topw_cuda_shape *);
 TOPW_EXPORT int64_t topw_cuda_workspace_bytes(const topw_cuda_shape *);
 
 /* Enqueues the step on `stream`, a cudaStream_t of the current device. `inputs` has at most the shape's batch and
- * edits, its vocabulary and its logits_type. `table`: NULL for the uniform metric. The structures are read during the call,
- * their data later. Returns 0 or a cudaError_t. */
+ * edits, its vocabulary and its logits_type. `table`: NULL for the uniform metric. The structures are read during the
+ * call, their data later. Returns 0 or a cudaError_t. */
 TOPW_EXPORT int topw_cuda_launch(const topw_cuda_shape *, const topw_table *table, const topw_inputs *,
                                  const topw_outputs *, void *control, void *workspace, void *stream);
 
@@ -49,8 +49,8 @@ TOPW_EXPORT int topw_cuda_launch_parts(const topw_cuda_shape *, const topw_table
                                        int32_t parts);
 
 /* Allocates zeroed memory of the current device, aligned to 256 bytes, for control memory that outlives a call;
- * releases it, with any device current, once no work uses it. Both may wait, so a thread that captures a stream must not call
- * them. Return 0 or a cudaError_t. */
+ * releases it, with any device current, once no work uses it. Both may wait, so a thread that captures a stream must not
+ * call them. Return 0 or a cudaError_t. */
 TOPW_EXPORT int topw_cuda_allocate(int64_t bytes, void **memory);
 TOPW_EXPORT int topw_cuda_release(void *memory);
 
