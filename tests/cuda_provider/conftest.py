@@ -38,7 +38,7 @@ def python() -> Path:
 
 @pytest.fixture(scope="session")
 def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
-    """The folder with the libraries that stand in for CUDA's, made once for the same sources."""
+    """A folder with stand-ins for CUDA's libraries, compiled once for the same sources."""
     (provider,) = python.parents[1].glob("lib/python*/site-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so")
     digest = hashlib.sha256(str(provider.stat().st_size).encode())
     for source in ("stand_in.cpp", "make_stand_in.py"):
@@ -72,7 +72,7 @@ def cuda_library(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def run(python: Path, stand_in: Path, cuda_library: Path) -> Run:
-    """(script of this folder, *arguments, native=True) -> the JSON that it prints in the provider's environment."""
+    """(script of this folder, *arguments, native=True) -> its JSON output in the provider's environment."""
 
     def start(script: str, *arguments: object, native: bool = True) -> dict[str, Any]:
         environment = {
@@ -93,7 +93,7 @@ def run(python: Path, stand_in: Path, cuda_library: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def generate(run: Run) -> Generate:
-    """(folder, requests, native=True, **settings of from_pretrained) -> what worker.py answers."""
+    """(folder, requests, native=True, **arguments of from_pretrained) -> worker.py's answer."""
 
     def answer(
         folder: Path, requests: Sequence[dict[str, Any]] = (), *, native: bool = True, **settings: Any

@@ -1,8 +1,8 @@
-"""Builds engines with the package's own code and NVIDIA's builder, in the environment of make_environment.py.
+"""Build engines with NVIDIA's builder, in the environment of make_environment.py.
 
-A JSON file of requests in ({"out": folder, ...EngineRequest's fields}), a JSON file of answers out: the stamp, the
-progress and how the engine is deserialised here; or the error's words. There is no GPU, so the driver is a double. From
-the first request on that names a library of "kernels", the plugin is registered with them.
+Reads a JSON file of requests ({"out": folder, ...EngineRequest's fields}) and writes one of answers: the stamp, the
+progress and the result of deserializing, or the error. Without a GPU the driver is a double. The first request with
+"kernels" registers the plugin with that library.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def opened(path: Path) -> str:
-    """What TensorRT says of the file: without a GPU, that there is no driver, and not that it is no engine."""
+    """TensorRT's answer to the file; without a GPU: that there is no driver, not that it is no engine."""
     trt = api.load()
     logger = api.new_logger(trt)
     runtime = api.create(trt, "Runtime", logger)
@@ -60,7 +60,7 @@ def opened(path: Path) -> str:
 def main() -> None:
     driver.look = lambda: GPU
     trt = api.load()
-    del trt.IStreamWriter  # TensorRT-RTX has another function where TensorRT has the one that takes it
+    del trt.IStreamWriter  # TensorRT-RTX lacks the function that takes it
     requests = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     Path(sys.argv[2]).write_text(json.dumps([answer(request) for request in requests]), encoding="utf-8")
 

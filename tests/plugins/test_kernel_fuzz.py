@@ -1,4 +1,4 @@
-"""The native sampler under AddressSanitizer and UndefinedBehaviorSanitizer: no byte out of place, no promise broken."""
+"""The native sampler under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 

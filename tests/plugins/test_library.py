@@ -1,4 +1,4 @@
-"""Where the native library is looked for, and that building it can fail without harm."""
+"""Finding the native library, and failing to build it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def need_setuptools() -> None:
-    """Skip where setuptools is older than setup.py needs. It is not imported: where the standard library's distutils
-    was, as the demo's corpus does, it cannot be."""
+    """Skip if setuptools is older than setup.py needs. It cannot be imported after the standard library's distutils, which
+    the demo's corpus imports."""
     try:
         version = metadata.version("setuptools")
     except metadata.PackageNotFoundError:
@@ -110,7 +110,7 @@ def test_no_compiler_and_no_wish_are_reasons_too(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def source_tree(tmp_path: Path) -> Path:
-    """What a build needs of this repository, without the demo model's megabytes."""
+    """The files of this repository that a build needs."""
     tree = tmp_path / "tree"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "model", "*.so")
     shutil.copytree(ROOT / "src", tree / "src", ignore=ignored)
@@ -141,7 +141,7 @@ def test_a_wheel_with_the_library_is_for_one_platform_and_one_without_for_all(
     assert tag != "py3-none-any"
     assert compile_native.LIBRARY_NAME in files
     assert {"native/topw.h", "native/ort_node.cpp", "cuda/launch.cu"} <= set(files)  # for `topw plugins build`
-    # The build folder is still there: an earlier build's library must not get into a wheel for everybody.
+    # The build folder exists: an earlier build's library must not get into a wheel for all platforms.
     monkeypatch.setenv("CXX", "false")
     tag, files = wheel_of(source_tree)
     assert tag == "py3-none-any"

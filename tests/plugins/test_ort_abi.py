@@ -1,6 +1,6 @@
-"""What ort_abi.h says about onnxruntime's C interface holds for the runtime that is installed.
+"""ort_abi.h fits the installed onnxruntime.
 
-Each test runs in a process of its own: a wrong slot may end it, which is then a failed test.
+Each test runs in its own process, which a wrong slot may kill.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ np.savez(outputs, **dict(zip(names, session.run(names, dict(np.load(inputs))))))
 
 
 def alone(code: str, *arguments: object) -> str:
-    """stdout of the code in an interpreter of its own, which must end well."""
+    """stdout of the code in a new interpreter, which must succeed."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"ended with {done.returncode}: {done.stderr[-2000:]}"

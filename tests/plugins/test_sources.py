@@ -1,4 +1,4 @@
-"""The C++ sources name every header of the standard library that they use: other libraries include fewer by chance."""
+"""The C++ sources include every standard header that they use; another library may not include it indirectly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The CUDA kernels on a CPU: their sources compiled as C++ over fibres (plugins/cuda/emulator.h), with numpy's memory.
-
-Shared by the tests of the kernels and by `fuzz.cuda`. What is run here is what nvcc compiles, but not a GPU.
-"""
+"""The CUDA kernels on a CPU: the sources that nvcc compiles, as C++ over fibres (plugins/cuda/emulator.h)."""
 
 from __future__ import annotations
 
@@ -47,10 +44,9 @@ def built(folder: Path, extra: Sequence[str] = ()) -> Path:
 
 
 def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -> Path:
-    """A library of these sources and the emulator in `folder`, compiled unless it is there already from the same files
-    and flags.
+    """Compile these sources with the emulator into `folder`, unless the same files and flags were compiled there.
 
-    Raises compile_native.NotBuiltError without a C++ compiler, and with its words where it fails.
+    Raises compile_native.NotBuiltError if there is no compiler or it fails.
     """
     code = ["-x", "c++", *map(str, sources), str(CUDA_SOURCES / "emulator.cpp"), f"-I{CUDA_SOURCES}"]
     command = [*compile_native.find_compiler(), *FLAGS, *extra, *code]
@@ -71,9 +67,9 @@ def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -
 
 
 class EmulatedKernel(CudaKernel):
-    """The emulated library, with the face of plugins.kernel.Kernel.
+    """The emulated library with the interface of plugins.kernel.Kernel.
 
-    It keeps one workspace, and after every launch finds its control bytes zero again, or raises AssertionError.
+    Asserts that every launch leaves the control memory zero.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,10 +80,10 @@ class EmulatedKernel(CudaKernel):
         """Choose the device to emulate.
 
         seed: of the order in which threads run.
-        threads: of a block; 0 for as many as on a device.
-        blocks: the device's multiprocessors.
-        resident: blocks that run at once, while the others wait for one to end; 0 for one to each multiprocessor.
-        tick: nanoseconds that pass whenever a thread waits for another block in vain.
+        threads: per block; 0 for as on a device.
+        blocks: multiprocessors.
+        resident: blocks that run at once; 0 for one per multiprocessor.
+        tick: nanoseconds per unsuccessful wait for another block.
         """
         self.handle.topw_emulate.argtypes = _EMULATE
         self.handle.topw_emulate(seed, threads, blocks)
@@ -106,8 +102,10 @@ class EmulatedKernel(CudaKernel):
         keep_mask: bool = False,
         spare: int = 0,
     ) -> KernelSamples:
-        """As Kernel.sample. logits: float32 or float16, or the bits of bfloat16 as uint16. spare: so many more rows and
-        edits are provided for than come. Raises PluginError where the emulation finds an error of the kernels."""
+        """As Kernel.sample. Raises PluginError for errors of the kernels that the emulation finds.
+
+        logits: float32, float16, or the bits of bfloat16 as uint16. spare: extra rows and edits in the shape.
+        """
         rows = np.ascontiguousarray(logits)
         if str(rows.dtype) not in _TYPES:
             rows = rows.astype(np.float32)
@@ -128,14 +126,14 @@ class EmulatedKernel(CudaKernel):
         return samples
 
     def _room_for(self, shape: CudaShape) -> tuple[int, int]:
-        """The addresses of control memory and of scratch memory behind it."""
+        """The addresses of control memory and of the scratch memory after it."""
         needed = self.control_bytes(shape) + self.workspace_bytes(shape)
         if len(self._workspace) < needed + 256:
             self._workspace = np.empty(needed + 256, np.uint8)
         control = self.control_bytes(shape)
         room = self._aligned()
         room[:control] = 0
-        room[control : min(needed, control + (1 << 16))] = 0xA5  # no kernel may rely on what it finds there
+        room[control : min(needed, control + (1 << 16))] = 0xA5  # kernels must not rely on its content
         return int(room.ctypes.data), int(room.ctypes.data) + control
 
     def _aligned(self) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""Building: what TensorRT is told, what is written, and what is left when it fails."""
+"""Building an engine: TensorRT's configuration, the files written, and those left by a failure."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_the_installed_library_serves_where_python_cannot(
     built = build(out)
     assert (built.stamp.plugin, trt.registry.libraries) == ("library", [str(path)])
     trt.registry.all_creators.clear()
-    plugin_choice.prepare("python", BUILT_WITH, trt.module)  # what either built, either runs
+    plugin_choice.prepare("python", BUILT_WITH, trt.module)  # either plugin runs the other's engines
     assert trt.registry.libraries == [str(path)] * 2
 
 
@@ -235,7 +235,7 @@ def test_progress_grows_to_a_hundred(trt: TensorRT, out: Path) -> None:
         yield shown.append
 
     build_engine(EngineRequest(out=out), Progress(bar=bar))
-    assert shown == [16, 17, 17, 50]  # three steps within the first of two, then that one is done, then the second
+    assert shown == [16, 17, 17, 50]  # three steps within the first of two, its end, then the second
 
 
 def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, out: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_stamp_that_cannot_be_written_leaves_no_part_of_it(
     monkeypatch.setattr(os, "replace", refuse_stamps)
     with pytest.raises(EngineError, match="No space left on device"):
         build(out)
-    assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # which nobody uses without its stamp
+    assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # unused without its stamp
 
 
 def test_a_closed_terminal_is_no_full_disk(trt: TensorRT, out: Path) -> None:

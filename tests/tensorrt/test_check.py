@@ -1,4 +1,4 @@
-"""What `topw check` makes of whole folders."""
+"""`topw check` on whole folders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sampler(folder: Path, *, tail: str = "portable", options: TopWOptions | None
 
 
 def rewrite(out: Path, model: onnx.ModelProto) -> None:
-    """Put `model` in the place of the folder's, with a manifest that fits it."""
+    """Replace the folder's model and adapt the manifest."""
     manifest = load_manifest(out)
     onnx.save(model, out / "model.onnx")
     save_manifest(out, replace(manifest, files=describe_files(out, list(manifest.files))))

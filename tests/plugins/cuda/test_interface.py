@@ -1,4 +1,4 @@
-"""topw_cuda.h: what is refused and why, how large the workspace is, and that it is C."""
+"""topw_cuda.h: refusals, workspace sizes, and that it compiles as C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's compilers make of the kernels: compiled for every GPU and loaded here, where there is none."""
+"""NVIDIA's compilers compile the kernels for every GPU; the library loads without one."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_options_that_one_library_registered_on_are_understood_by_the_other(
 
 @pytest.mark.parametrize("architecture", CUDA12)
 def test_the_device_code_is_cuda_12_too(architecture: str, request: pytest.FixtureRequest) -> None:
-    """CUDA 12.6, which JetPack 6 has; its whole nvcc is in no package, its run-time compiler is."""
+    """CUDA 12.6, that of JetPack 6; no package has its nvcc, but one has its run-time compiler."""
     compiler = RuntimeCompiler()
     assert compiler.version == "12.6"
     if ARCHITECTURES and int(architecture.split("_")[1]) not in ARCHITECTURES:

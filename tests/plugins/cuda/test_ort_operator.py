@@ -67,7 +67,7 @@ class Cases:
 
 
 def test_threads_that_run_one_session_wait_for_each_others_launches(operator_library: Path) -> None:
-    """The emulation holds one launch at a time, as a stream holds one step's launches next to each other."""
+    """The emulator runs one launch at a time, as a stream runs a step's launches together."""
     wanted = Wanted(mass=True)
     session, rng = open_model(wanted.model(), operator_library), np.random.default_rng(7)
     given = [Cases(wanted).feed(rng, 6, 2) for _ in range(8)]

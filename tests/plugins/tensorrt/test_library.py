@@ -1,6 +1,7 @@
-"""The plugin in C++, called as TensorRT calls it: with the emulated kernels, under AddressSanitizer, which also reports
-memory that nobody frees. Compiled against a stand-in for TensorRT's header, and against NVIDIA's where TENSORRT_ROOT
-names them."""
+"""The C++ plugin with the emulated kernels, under AddressSanitizer, which also reports leaks.
+
+Compiled against a stand-in for TensorRT's header, and against NVIDIA's if TENSORRT_ROOT names them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "cer
 
 
 def headers(kind: str) -> list[Path]:
-    """Folders for the compiler."""
+    """Include folders."""
     if kind == "stand-in":
         return [HERE / "stand_in"]
     root = os.environ.get("TENSORRT_ROOT")
@@ -37,7 +38,7 @@ def headers(kind: str) -> list[Path]:
 
 
 def compiled(folder: Path, included: list[Path]) -> Path:
-    """Compile plugin_steps.cpp with sanitizers, and the kernels without: sanitizers take fibres' stacks for errors."""
+    """Compile plugin_steps.cpp with sanitizers, the kernels without: sanitizers report fibres' stacks as errors."""
     command = [*compile_native.find_compiler(), *(flag for flag in FLAGS if flag != "-shared"), f"-I{CUDA_SOURCES}"]
     folders = [f"-isystem{path}" for path in included]
     parts = {
@@ -67,7 +68,7 @@ def require_sanitizers(folder: Path) -> None:
 
 @pytest.fixture(scope="module", params=["stand-in", "NVIDIA"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What plugin_steps.cpp prints, the file that it writes, and what it complains about."""
+    """plugin_steps.cpp's output, file and errors."""
     folder = tmp_path_factory.mktemp("library")
     included = headers(request.param)
     require_sanitizers(folder)

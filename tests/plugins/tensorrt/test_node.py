@@ -1,4 +1,4 @@
-"""What TensorRT is told of a node, read and checked without TensorRT."""
+"""Reading and checking a node without TensorRT."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_exporters_nodes_are_read_whole(options: TopWOptions, mass: bool, ma
     assert set(FIELDS) | {"plugin_namespace", "plugin_version"} == set(tail_attributes(spec))
 
 
-def test_an_engines_fields_give_the_settings_back() -> None:
+def test_an_engines_fields_give_the_attributes_back() -> None:
     assert tuple(SETTINGS.to_fields()) == FIELDS
     assert NodeAttributes.from_fields(SETTINGS.to_fields()) == SETTINGS
 

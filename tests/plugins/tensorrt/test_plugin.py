@@ -1,7 +1,4 @@
-"""The plugin as a Python class, called as TensorRT calls it: with the real kernels, emulated, and the CPU's memory.
-
-That NVIDIA's own parser and builder call it so, tests/tensorrt shows.
-"""
+"""The Python plugin with the emulated kernels; tests/nvidia runs it in NVIDIA's parser and builder."""
 
 from __future__ import annotations
 
@@ -88,13 +85,13 @@ def test_an_enqueued_step_answers_as_the_cpus_sampler(
     node = plugin.TopWSamplePlugin(settings, kernels).attach_to_context(None)
     inputs = [described(str(given[name].dtype), given[name].shape) for name in settings.inputs]
     node.on_shape_change(inputs, [])
-    room = np.full(node.get_workspace_size(inputs, []) + 256, 0xA5, np.uint8)  # whatever another layer left there
+    room = np.full(node.get_workspace_size(inputs, []) + 256, 0xA5, np.uint8)  # left by another layer
     workspace = room.ctypes.data + -room.ctypes.data % 256
     answers = {name: np.zeros(BATCH, ANSWERS[name]) for name in settings.outputs if name != "keep_mask"}
     if settings.with_keep_mask:
         answers["keep_mask"] = np.zeros((BATCH, VOCAB), np.bool_)
     addresses = [given[name].ctypes.data for name in settings.inputs]
-    for _ in range(2):  # the second finds what the first left in the workspace
+    for _ in range(2):  # the second run finds the first one's workspace
         node.enqueue(inputs, [], addresses, [answers[n].ctypes.data for n in settings.outputs], workspace, 0)
         for name, wanted in cpus_answer(settings, given).items():
             if wanted.dtype == np.float32:
@@ -184,7 +181,7 @@ def test_an_engine_gives_the_plugin_back_that_it_was_built_with(plugin: Any, trt
 def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(
     plugin: Any, trt: Any, kernels: Kernels
 ) -> None:
-    """They might need more workspace than the engine sets aside."""
+    """They might need more workspace than the engine reserves."""
     plugin.register(kernels)
     (creator,) = trt.get_plugin_registry().all_creators
     older = trt.PluginField("kernels", np.array([CUDA_ABI_VERSION - 1], np.int32), trt.PluginFieldType.INT32)

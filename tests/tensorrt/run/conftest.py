@@ -34,7 +34,7 @@ def out(exported_toy: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def opened(out: Path, trt: TensorRT) -> Open:  # noqa: F811
-    """Build an engine with these settings, by default for four rows and pieces of 16 tokens, and open it."""
+    """Build an engine, by default for four rows and chunks of 16 tokens, and open it."""
 
     def open_engine(model_settings: dict[str, Any] | None = None, **settings: Any) -> TopWModel:
         build_engine(EngineRequest(out=out, **{"max_batch": 4, "max_sequence": 16, **settings}))
@@ -45,5 +45,5 @@ def opened(out: Path, trt: TensorRT) -> Open:  # noqa: F811
 
 @pytest.fixture(scope="session")
 def on_cpu(exported_toy: Path) -> TopWModel:
-    """The same folder on onnxruntime's CPU provider, with the function that the double runs, too."""
+    """The same folder on onnxruntime's CPU provider, with the function that the double also runs."""
     return TopWModel.from_pretrained(exported_toy, provider="cpu", intra_op_num_threads=1, sampler="graph")

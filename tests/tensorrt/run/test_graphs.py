@@ -1,5 +1,5 @@
-"""A decoding step is captured once and launched from then on, and nothing of it allocates, waits or goes by pageable
-memory; what changes shapes or addresses has it captured again."""
+"""A step is captured once, then launched without allocations, waits or pageable memory, and captured again after a
+change of shapes or addresses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_
 
 
 def calls_of(gpu: Gpu, work: Any) -> Counter[str]:
-    """How often each function of CUDA was called by `work`."""
+    """Counts `work`'s calls of CUDA functions."""
     start = len(gpu.calls)
     work()
     return Counter(gpu.calls[start:])
@@ -35,7 +35,7 @@ def calls_of(gpu: Gpu, work: Any) -> Counter[str]:
 def test_a_step_is_captured_after_one_that_warms_up(opened: Open, gpu: Gpu, trt: TensorRT) -> None:
     model = opened()
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
-    # 20 tokens: one from the prompt, one from the step that warms up, 18 from the graph
+    # 20 tokens: one from the prompt, one from the warm-up step, 18 from the graph
     assert (calls["cudaStreamBeginCapture"], calls["cudaGraphInstantiate"], calls["cudaGraphLaunch"]) == (1, 1, 18)
     decode = next(context for context in trt.contexts if context.profile == 0)
     assert decode.runs == 19
@@ -85,7 +85,7 @@ def test_other_shapes_and_more_slots_for_edits_are_captured_again(opened: Open, 
     assert calls["cudaGraphInstantiate"] == 3  # 16, 32 and 64 slots
     calls = calls_of(gpu, lambda: model.generate(["abc", "de"], **HOT))
     assert calls["cudaGraphInstantiate"] == 1
-    assert len(gpu.graphs) == 1  # the one that is in use; those before it are gone
+    assert len(gpu.graphs) == 1  # earlier ones are freed
 
 
 def test_a_cache_that_moves_is_captured_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
@@ -94,7 +94,7 @@ def test_a_cache_that_moves_is_captured_again(opened: Open, gpu: Gpu, on_cpu: To
     assert model._caches is not None
     kept = model._caches._pool
     assert kept is not None
-    away = kept.borrow(1, 10, 10)  # somebody else has the block
+    away = kept.borrow(1, 10, 10)  # another user has the memory
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
     assert calls["cudaGraphInstantiate"] == 1
     kept.give_back(away)
@@ -163,7 +163,7 @@ def test_everything_is_freed_when_the_model_is_closed(opened: Open, gpu: Gpu) ->
     model.generate(["abc", "a longer one"], **HOT)
     stream = model.stream("abc", **HOT)
     next(stream)
-    del stream  # given up half-way
+    del stream  # abandoned half-way
     model.close()
     del model
     gc.collect()
@@ -250,7 +250,7 @@ def test_without_cuda_python_the_command_to_install_it_is_named(monkeypatch: pyt
 
 
 def test_the_double_is_called_as_cuda_python_is() -> None:
-    """Every function of the double is there in cuda-python, with as many parameters."""
+    """cuda-python has every function of the double, with as many parameters."""
     runtime = pytest.importorskip("cuda.bindings.runtime", reason="cuda-python is not installed")
     for name in dir(Gpu):
         if name.startswith("cuda"):

@@ -1,4 +1,4 @@
-"""Which of an engine, onnxruntime's provider and an error `provider="tensorrt"` is, and what the error says."""
+"""Whether `provider="tensorrt"` gives an engine, onnxruntime's provider or an error, and the error's message."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load(out: Path, provider: str = "tensorrt", **settings: Any) -> TopWModel:
 
 @pytest.fixture
 def with_tensorrt_in_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have onnxruntime claim the provider; the list gets what its sessions are asked for, and they run on the CPU."""
+    """Make onnxruntime claim the provider. Returns the providers asked for; sessions run on the CPU."""
     asked: list[str] = []
     built = ["TensorrtExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(ort, "get_available_providers", lambda: built)

@@ -1,4 +1,4 @@
-"""An engine gives what onnxruntime gives: tokens, log-probabilities, texts and ends, whatever is asked for."""
+"""An engine gives the tokens, log-probabilities, texts and ends that onnxruntime gives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generate(model: TopWModel, prompts: Any, **settings: Any) -> list[Generation
 
 
 def assert_alike(found: list[GenerationResult], expected: list[GenerationResult]) -> None:
-    """Everything but the timings; log-probabilities bit for bit, as the double computes with onnxruntime."""
+    """Compare all but timings; log-probabilities exactly, as the double computes with onnxruntime."""
     for one, other in zip(found, expected, strict=True):
         left, right = one.as_dict(), other.as_dict()
         for name in ("timings", "sampler"):

@@ -1,4 +1,4 @@
-"""Which headers the plugin is compiled against. Compiling itself takes NVIDIA's: TENSORRT_ROOT names them."""
+"""Finding the plugin's headers. Compiling needs NVIDIA's, which TENSORRT_ROOT names."""
 
 from __future__ import annotations
 

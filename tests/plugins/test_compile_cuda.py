@@ -1,4 +1,4 @@
-"""Finding nvcc, choosing what to compile for, and the command around it; what it compiles is in cuda/test_nvcc.py."""
+"""Finding nvcc, choosing architectures, and nvcc's command; cuda/test_nvcc.py really compiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ esac
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put an nvcc of CUDA 12.6 under `root`; nothing else is to be found."""
+    """Put an nvcc of CUDA 12.6 under `root`, the only one to be found."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'empty'}:/usr/bin:/bin")
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -161,7 +161,7 @@ def test_a_library_is_for_gpus_that_have_its_code_or_compile_its_ptx() -> None:
     found = library.CudaLibrary.__new__(library.CudaLibrary)
     found.architectures = (75, 80, 90)
     served = {number for number in (70, 75, 80, 86, 87, 89, 90, 100, 110, 121) if found.serves(number)}
-    assert served == {75, 80, 86, 89, 90, 100, 110, 121}  # a Jetson (87) runs code for no other than itself
+    assert served == {75, 80, 86, 89, 90, 100, 110, 121}  # a Jetson (87) runs only its own code
     found.architectures = (87, 120)
     assert [found.serves(number) for number in (87, 89, 110, 120, 121)] == [True, False, False, True, True]
 
@@ -187,7 +187,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 
 @pytest.fixture
 def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Have a driver whose cuInit answers `code`, with `count` GPUs."""
+    """A driver whose cuInit returns `code`, with `count` GPUs."""
     try:
         compiler = compile_native.find_compiler()
     except compile_native.NotBuiltError as reason:

@@ -1,4 +1,4 @@
-"""An engine is used where its stamp fits and the file is whole; every other case is one sentence."""
+"""An engine is used if its stamp fits and the file is intact; every other case is one sentence."""
 
 from __future__ import annotations
 
