@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def need_setuptools() -> None:
-    """Skip if setuptools is older than setup.py needs. It cannot be imported after the standard library's distutils, which
-    the demo's corpus imports."""
+    """Skip if setuptools is older than setup.py needs. It cannot be imported here: the demo's corpus imports the standard
+    library's distutils, which prevents that."""
     try:
         version = metadata.version("setuptools")
     except metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
 """A stand-in for `cuda.bindings.runtime` and for the driver, whose device is the host's memory.
 
-It is stricter than a GPU. Work of a stream runs only when somebody waits for the stream, so reading a result or changing
-an array too early shows. Unallocated addresses are refused. During a capture, allocating, freeing or waiting fails with
-CUDA's error and spoils the capture.
+It is stricter than a GPU. Work of a stream runs only when somebody waits for the stream, so reading a result or
+changing an array too early shows. Unallocated addresses are refused. During a capture, allocating, freeing or waiting
+fails with CUDA's error and spoils the capture.
 """
 
 # ruff: noqa: N802  # the functions have CUDA's names
