@@ -1,12 +1,12 @@
-"""The tensors of GPTQ and AWQ checkpoints, as AutoGPTQ and AutoAWQ lay them out, unpacked with NumPy alone.
+"""GPTQ and AWQ checkpoints in the layouts of AutoGPTQ and AutoAWQ, unpacked with NumPy (docs/guide/quantisation.md).
 
 Both store a linear layer [outputs, inputs] as integers `q` with a scale and a zero point for each output and group of
-inputs; a weight is (q - zero) * scale. They differ in which way eight 4-bit numbers lie in an int32:
+inputs; a weight is (q - zero) * scale. They differ in the order of eight 4-bit numbers in an int32:
 
 | | GPTQ | AWQ (`version: gemm`) |
 |---|---|---|
 | `qweight` | int32 [inputs * bits / 32, outputs]: consecutive inputs | int32 [inputs, outputs / 8]: 8 outputs, mixed |
-| `qzeros` | int32 [groups, outputs * bits / 32]: consecutive outputs, one less than meant in version 1 | as qweight |
+| `qzeros` | int32 [groups, outputs * bits / 32]: consecutive outputs, in version 1 minus one | as qweight |
 | `scales` | float16 [groups, outputs] | float16 [groups, outputs] |
 | `g_idx` | int32 [inputs], the group of each input; groups are consecutive without it | none |
 """
@@ -14,6 +14,7 @@ inputs; a weight is (q - zero) * scale. They differ in which way eight 4-bit num
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,23 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
+from topw_deploy.export.source.safetensors_files import StoredTensor, stored_tensors
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
-"""What a packed layer has in place of its `weight`."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output of eight each half byte holds, the lowest first
+"""The tensors of a packed layer."""
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, in each half byte from the lowest
+_PACKED_TYPES = ("I32", "F16", "F32", "I64")
 _READ = "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm)"
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """method: `gptq` or `awq`. bits: of a weight. zero_offset: what is added to a stored zero point."""
+    """How a checkpoint is packed.
+
+    method: `gptq` or `awq`.
+    bits: of a weight.
+    zero_offset: to be added to a stored zero point.
+    """
 
     method: str
     bits: int
@@ -39,8 +47,13 @@ class PackedFormat:
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """One layer's numbers: codes uint8 [outputs, inputs], scales float32 and zeros int32 [outputs, groups], the group
-    of each input int64 [inputs]."""
+    """One unpacked layer.
+
+    codes: uint8 [outputs, inputs].
+    scales: float32 [outputs, groups].
+    zeros: int32 [outputs, groups].
+    groups: int64 [inputs], the group of each input.
+    """
 
     codes: np.ndarray
     scales: np.ndarray
@@ -54,10 +67,64 @@ class PackedMatrix:
         return whole * self.scales[:, self.groups]
 
 
-def packed_format(folder: Path) -> PackedFormat | None:
-    """How the checkpoint in `folder` is packed, by its config.json; None for ordinary weights.
+class PackedCheckpoint:
+    """The packed layers of a folder. layers: prefix -> names of its tensors, of PARTS.
 
-    Raises UnsupportedModelError for a quantisation that is not read, SourceError for a damaged configuration.
+    Raises SourceError for tensors that are missing or of the wrong type.
+    """
+
+    def __init__(self, folder: Path, kind: PackedFormat) -> None:
+        self.kind = kind
+        self._stored = stored_tensors(folder)
+        self.layers = layers_of(self._stored)
+        for prefix, parts in self.layers.items():
+            missing = {"qweight", "qzeros", "scales"} - parts
+            if missing:
+                raise SourceError(f"{folder} lacks {prefix}.{min(missing)}; fetch the checkpoint again.")
+
+    @classmethod
+    def of(cls, folder: Path) -> PackedCheckpoint | None:
+        """The packed checkpoint in `folder`; None for an ordinary one."""
+        kind = packed_format(folder)
+        return cls(folder, kind) if kind is not None else None
+
+    def matrix(self, prefix: str) -> PackedMatrix:
+        return unpack(self.kind, {part: _array(self._stored[f"{prefix}.{part}"]) for part in self.layers[prefix]})
+
+    def matrices(self) -> Iterator[tuple[str, PackedMatrix]]:
+        for prefix in self.layers:
+            yield prefix, self.matrix(prefix)
+
+    def unread(self) -> dict[str, Any]:
+        """Every tensor that transformers expects, packed layers as `weight` in float32."""
+        import torch
+
+        from topw_deploy.export.source.unread_tensor import UnreadTensor
+
+        packed = {f"{prefix}.{part}" for prefix, parts in self.layers.items() for part in parts}
+        found: dict[str, Any] = {
+            name: UnreadTensor.of(stored) for name, stored in self._stored.items() if name not in packed
+        }
+        for prefix in self.layers:
+            like = torch.empty(self._size(prefix), dtype=torch.float32, device="meta")
+            found[f"{prefix}.weight"] = UnreadTensor(like, self._maker(prefix), None)
+        return found
+
+    def _maker(self, prefix: str) -> Callable[[], Any]:
+        import torch
+
+        return lambda: torch.from_numpy(self.matrix(prefix).weight())
+
+    def _size(self, prefix: str) -> tuple[int, int]:
+        rows, columns = self._stored[f"{prefix}.qweight"].shape
+        per_word = 32 // self.kind.bits
+        return (columns, rows * per_word) if self.kind.method == "gptq" else (columns * per_word, rows)
+
+
+def packed_format(folder: Path) -> PackedFormat | None:
+    """How the checkpoint in `folder` is packed; None for ordinary weights.
+
+    Raises UnsupportedModelError for an unsupported quantisation, SourceError for a damaged configuration.
     """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -82,10 +149,7 @@ def packed_format(folder: Path) -> PackedFormat | None:
 
 
 def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> PackedMatrix:
-    """The numbers in the tensors `parts` (by their names of PARTS) of one layer.
-
-    Raises SourceError for sizes that do not fit together, and for groups out of range.
-    """
+    """Unpack the tensors `parts` (keys in PARTS) of a layer. Raises SourceError for inconsistent sizes or groups."""
     try:
         words, scales = parts["qweight"], parts["scales"].astype(np.float32).T
         if kind.method == "gptq":
@@ -120,11 +184,17 @@ def _interleaved(words: np.ndarray) -> np.ndarray:
     return found.reshape(len(words), -1)
 
 
-def layers_of(names: Any) -> dict[str, set[str]]:
-    """Prefix of every packed layer among tensor `names` -> which of PARTS it has."""
+def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
+    """Prefix of every packed layer -> its PARTS."""
     found: dict[str, set[str]] = {}
     for name in names:
         prefix, _, part = name.rpartition(".")
         if part in PARTS:
             found.setdefault(prefix, set()).add(part)
     return {prefix: parts for prefix, parts in found.items() if "qweight" in parts}
+
+
+def _array(stored: StoredTensor) -> np.ndarray:
+    if stored.dtype not in _PACKED_TYPES or not stored.nbytes:
+        raise SourceError(f"{stored.path} holds a packed layer as {stored.dtype}, which is not read; fetch it again.")
+    return stored.array()
