@@ -1,8 +1,7 @@
-"""Reading the embedding table that a graph holds, a block of rows at a time.
+"""Read a graph's embedding table, a block of rows at a time.
 
-The rows are those the graph itself would look up: straight from the stored array where the lookup is a plain Gather
-of it (or of its transpose), otherwise by running the decoder's own nodes in onnxruntime. So statistics and reference
-see a quantised table exactly as the sampler does, and a table of gigabytes never lies in memory whole.
+Rows of a plain Gather, of a stored array or its transpose, are read directly. Others are looked up by the decoder's
+own nodes in onnxruntime, so a quantised table reads exactly as in the sampler. The table is never in memory whole.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graft.embedding_node import EmbeddingNode
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 
 
 class EmbeddingTable:
-    """Rows of a graph's table like those of an array [rows, hidden]: `shape`, `dtype`, indexing by slice or ids."""
+    """A graph's table as an array-like [rows, hidden]: `shape`, `dtype`, indexing by slice or ids."""
 
     def __init__(self, embedding: EmbeddingNode, rows: int | None = None) -> None:
-        """rows: how many of the table's rows there are to see; None for all."""
+        """rows: number of visible rows; None for all."""
         self.shape = (embedding.rows if rows is None else rows, embedding.hidden)
         self.dtype = np.dtype(np.float32)
         self._read = _stored_rows(embedding) or _looked_up_rows(embedding)
@@ -32,12 +32,12 @@ class EmbeddingTable:
         return self._read(ids)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole table [rows, hidden], for what cannot read it in blocks."""
+        """The whole table [rows, hidden], for callers that cannot read it in blocks."""
         return self[:].astype(dtype or self.dtype)
 
 
 def _stored_rows(embedding: EmbeddingNode) -> Any:
-    """Reader of a plain table or of a transposed one; None for other forms."""
+    """Reader of a plain or transposed table; None for other forms."""
     if embedding.node.op_type != "Gather":
         return None
     value, producer = embedding.data[0], embedding.data[0].producer()
@@ -85,7 +85,7 @@ def _lazy_rows(read: Read, transposed: bool) -> Any:
 
 
 def _looked_up_rows(embedding: EmbeddingNode) -> Any:
-    """Reader that runs the lookup, and the constant nodes before it, in onnxruntime."""
+    """Reader that runs the lookup and its constant inputs in onnxruntime."""
     import onnxruntime
 
     model, feeds = _lookup_model(embedding)
@@ -98,10 +98,10 @@ def _looked_up_rows(embedding: EmbeddingNode) -> Any:
 
 
 def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:
-    """A model of the lookup alone, the initializers it uses being graph inputs, and the arrays to feed them with."""
+    """A model of the lookup alone, with its initializers as graph inputs, and the arrays to feed."""
     source = embedding.node.graph
-    assert source is not None
-    graph = ir.Graph([], [], nodes=[], opset_imports=dict(source.opset_imports), name="embedding")
+    imports = dict(source.opset_imports) if source is not None else {}
+    graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="embedding")
     editor = GraphEditor(graph, "lookup")
     feeds: dict[str, np.ndarray] = {}
     copies: dict[int, ir.Value] = {}
@@ -112,11 +112,11 @@ def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndar
         if id(value) not in copies:
             producer = value.producer()
             if producer is None:
-                tensor = value.const_value
-                assert tensor is not None
-                assert value.name is not None
-                feeds[value.name] = stored_array(tensor)
-                copies[id(value)] = editor.input(value.name, tensor.dtype, [int(size) for size in tensor.shape])
+                name, tensor = str(value.name), value.const_value
+                if tensor is None:
+                    raise UnsupportedModelError(f"the embedding lookup's input {name} has no stored value.")
+                feeds[name] = stored_array(tensor)
+                copies[id(value)] = editor.input(name, tensor.dtype, [int(size) for size in tensor.shape])
             else:
                 inputs = [copied(source) for source in producer.inputs]
                 attributes = {name: attribute.value for name, attribute in producer.attributes.items()}

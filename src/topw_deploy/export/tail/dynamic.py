@@ -3,7 +3,7 @@
 Three reductions, none of which can change an answer (docs/contract/graph.md, section 4):
 - rows that are settled or certified are left out;
 - the row test cuts off the pool's tail;
-- the first iteration computes only outsiders' distances to the warm start; all others follow only if they may change the set.
+- the first iteration computes only the distances of outsiders to the warm start; others follow if they can matter.
 """
 
 from __future__ import annotations
