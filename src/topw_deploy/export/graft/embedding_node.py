@@ -18,7 +18,7 @@ _IDS_AT = 1  # input index of the ids
 
 @dataclass(frozen=True)
 class EmbeddingNode:
-    """The lookup of a table [rows, hidden]; `data`: its inputs in order, without the ids."""
+    """The lookup of a table [rows, hidden]; `data`: its inputs without the ids."""
 
     node: ir.Node
     form: EmbeddingForm
@@ -80,7 +80,7 @@ def _describe(node: ir.Node) -> EmbeddingNode:
 
 
 def _values_per_element(node: ir.Node, stored: ir.DataType) -> int:
-    """Weights per stored element: GatherBlockQuantized packs two 4-bit weights into a uint8."""
+    """GatherBlockQuantized packs two 4-bit weights into a uint8."""
     if node.op_type == "GatherBlockQuantized" and stored == ir.DataType.UINT8:
         bits = node.attributes.get("bits")
         return 8 // (bits.as_int() if bits is not None else 4)

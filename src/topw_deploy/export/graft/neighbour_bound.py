@@ -43,17 +43,16 @@ _HELD_VALUES = 64 << 20  # float32 coordinates of the left sides held at a time:
 
 
 def no_bound(_geometry: Geometry, _tokens: int) -> Bound:
-    """A Measure that returns [0]: no bound."""
+    """A Measure that returns [0], no bound."""
     return np.zeros(0, dtype=np.float32)
 
 
 def zero_bound(_geometry: Geometry, tokens: int) -> Bound:
-    """A Measure for a dry run: the real one's size, and valid."""
+    """A valid Measure of the real size, for a dry run."""
     return np.zeros(tokens, dtype=np.float32)
 
 
 def measure_for(wanted: bool, dry_run: bool, progress: Progress, bar: Bar) -> Measure:
-    """The Measure of an export."""
     if not wanted:
         return no_bound
     if dry_run:
@@ -69,13 +68,13 @@ def measure_for(wanted: bool, dry_run: bool, progress: Progress, bar: Bar) -> Me
 def neighbour_bound(geometry: Geometry, tokens: int, bar: Bar = no_bar) -> Bound:
     """A lower bound of each token's distance to the nearest other of the first `tokens`: float32 [tokens].
 
-    geometry: with statistics in float64; the bound also holds for their float32 roundings, which a graph contains.
+    geometry: with float64 statistics; the bound also holds for their float32 roundings in a graph.
     bar: counts pairs of tokens.
 
-    0 for duplicates, for near-duplicates within float32's rounding, and for a single token. Holds under `knn` too: the
-    mean of the k smallest distances is at least the smallest. Takes about 500 MB beside the table, whose rows are read
-    in blocks, and tokens^2 / 2 products of width d.
-    Raises ParameterError for the `uniform` metric, whose distances are all 1.
+    0 for duplicates, for near-duplicates within float32's rounding, and for a single token. Holds under `knn`, whose
+    mean is at least the smallest distance. Takes about 500 MB beside the table, which is read in blocks, and tokens^2 /
+    2 products of width d.
+    Raises ParameterError for the `uniform` metric.
     """
     points = _Points(geometry, tokens)
     lowest = np.full(tokens, np.inf, dtype=np.float32)
@@ -101,7 +100,7 @@ def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
 
 
 def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
-    """Update `lowest` [tokens] in place with the products of two blocks; returns their number of pairs.
+    """Update `lowest` [tokens] with the products of two blocks; returns their number of pairs.
 
     left: points [n, width] of the tokens from `top` on.
     right: points [m, width] of the tokens from `start` on.
@@ -118,9 +117,9 @@ def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> in
 
 
 class _Points:
-    """Tokens as points of d + 2 float32 coordinates: the product of a left and a right point is <= their distance.
+    """Points of d + 2 float32 coordinates: the product of a left and a right one is <= the tokens' distance.
 
-    For `mahalanobis` and `unit` that is the squared distance.
+    For `mahalanobis` and `unit` that is squared.
     """
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
@@ -149,7 +148,7 @@ class _Points:
         return lifted
 
     def distance(self, products: Bound) -> Bound:
-        """The distances proven by `products`, rounded down and at least 0; 0 for inf (no pair)."""
+        """The distances proven by `products`, rounded down; 0 for inf (no pair)."""
         s = np.where(np.isfinite(products), np.maximum(products, 0.0), 0.0).astype(np.float64)
         distances = np.sqrt(s / (1.0 + _SHARE)) if self._euclidean else np.minimum(s, 2.0)
         return np.maximum(np.nextafter(distances.astype(np.float32), np.float32(-1.0)), np.float32(0.0))
@@ -165,7 +164,7 @@ class _Points:
         return lifted
 
     def _offset(self, ids: NDArray[np.int64], exact: NDArray[np.float64], x: NDArray[np.float64]) -> Bound:
-        """q of the float32 points `x` [n, d]; the true points are `exact`, or those of the graph's statistics."""
+        """q of the float32 points `x` [n, d] for `exact` and for the graph's statistics."""
         g, in_graph = self._growth, self._in_graph.features(ids)
         e = np.maximum(np.linalg.norm(exact - x, axis=1), np.linalg.norm(in_graph - x, axis=1))
         e += _ARITHMETIC * np.linalg.norm(x, axis=1)

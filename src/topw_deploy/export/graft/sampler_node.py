@@ -1,6 +1,6 @@
-"""Add the sampler to a decoder: one node, one model-local function, the sampler's inputs and outputs.
+"""Add the sampler to a decoder: one node, one model-local function, inputs and outputs.
 
-The decoder's weights are not copied; only the embedding table is read, for its statistics.
+Weights are not copied; only the embedding table is read, for its statistics.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ _OUTPUT_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class GraftOptions:
-    """Choices for the sampler; `tail` is its form, as in TailSpec."""
-
     options: TopWOptions
     tail: str = "portable"
     with_logits: bool = False
@@ -59,10 +57,10 @@ class GraftOptions:
 def graft(decoder: Decoder, wanted: GraftOptions, measure: Measure = no_bound) -> TailSpec:
     """Add the sampler to `decoder.model` in place; `measure` makes the neighbour bound.
 
-    `logits` stays an output only on request: a foreign decoder's own, otherwise float32 [batch, vocab] of each row's
-    last position. A foreign decoder that keeps its logits also runs without the sampler's inputs.
-    Raises UnsupportedModelError for a decoder without input embeddings (unless the metric is `uniform`) and for a
-    table with fewer rows than the vocabulary.
+    `logits` stays an output only on request: a foreign decoder's own, otherwise float32 [batch, vocab]. A foreign
+    decoder that keeps its logits also runs without the sampler's inputs.
+    Raises UnsupportedModelError for a decoder without input embeddings (unless the metric is `uniform`) and for a table
+    with fewer rows than the vocabulary.
     """
     graph = decoder.model.graph
     embedding = find_embedding(graph) if wanted.options.metric != "uniform" else None
@@ -95,7 +93,7 @@ def graft(decoder: Decoder, wanted: GraftOptions, measure: Measure = no_bound) -
 
 
 def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
-    """Append the sampler's graph inputs in the node's order, without the logits."""
+    """Append the sampler's inputs in the node's order, without the logits."""
     made = []
     for name in TAIL_INPUTS[1:]:
         if name in _EDITS:
@@ -108,9 +106,8 @@ def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
 def with_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) -> list[ir.Value]:
     """Make the sampler's graph `inputs` optional; returns what the sampler reads instead.
 
-    onnxruntime requires every graph input unless it is also an initializer, its default. So callers that do not know
-    the sampler can run the decoder as before. The default is greedy without edits, for every row of `logits`
-    [batch, vocab].
+    onnxruntime requires every graph input that is not also an initializer, its default. So callers that do not know the
+    sampler can run the decoder. The default is greedy without edits, for every row of `logits`.
     """
     rows = editor.op("Shape", [logits], start=0, end=1)
     rows_and_one = editor.op("Concat", [rows, editor.constant(np.array([1]))], axis=0)
@@ -133,7 +130,7 @@ def _default(name: str) -> np.ndarray:
 def geometry_constants(
     editor: GraphEditor, embedding: EmbeddingNode, spec: TailSpec, measure: Measure
 ) -> list[ir.Value]:
-    """Add the table's mean and inverse standard deviation [hidden], and the neighbour bound, as initializers."""
+    """Add the table's mean and inverse standard deviation [hidden], and the neighbour bound."""
     table = EmbeddingTable(embedding, spec.vocab_size)
     geometry = Geometry.from_embeddings(table, spec.options.metric)
     return [
@@ -144,7 +141,6 @@ def geometry_constants(
 
 
 def add_sampler_node(graph: ir.Graph, spec: TailSpec, inputs: list[ir.Value], batch: int | str) -> list[ir.Value]:
-    """Append the sampler node; returns its outputs."""
     names = tail_outputs(spec)
     node = ir.node(
         OP_TYPE, inputs, attributes=tail_attributes(spec), domain=DOMAIN, num_outputs=len(names), name=NODE_NAME
@@ -172,7 +168,6 @@ def sampler_node(graph: ir.Graph) -> ir.Node:
 def _set_outputs(
     graph: ir.Graph, results: list[ir.Value], logits: ir.Value, batch: int | str, with_logits: bool, keep_own: bool
 ) -> None:
-    """Order the outputs: sampler results, logits on request, cache."""
     own = next(value for value in graph.outputs if value.name == "logits")
     cache = [value for value in graph.outputs if value is not own]
     graph.outputs.clear()

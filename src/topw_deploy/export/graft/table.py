@@ -1,7 +1,7 @@
-"""Read a graph's embedding table, a block of rows at a time.
+"""Read a graph's embedding table in blocks of rows.
 
-Rows of a plain Gather, of a stored array or its transpose, are read directly. Others are looked up by the decoder's
-own nodes in onnxruntime, so a quantised table reads exactly as in the sampler. The table is never in memory whole.
+A plain Gather's table, or its transpose, is read directly. Others are looked up by the decoder's own nodes in
+onnxruntime, so a quantised table reads exactly as in the sampler.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class EmbeddingTable:
         return self._read(ids)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole table [rows, hidden], for callers that cannot read it in blocks."""
+        """For callers that cannot read it in blocks."""
         return self[:].astype(dtype or self.dtype)
 
 
 def _stored_rows(embedding: EmbeddingNode) -> Any:
-    """Reader of a plain or transposed table; None for other forms."""
+    """Reader of a plain or transposed table, else None."""
     if embedding.node.op_type != "Gather":
         return None
     value, producer = embedding.data[0], embedding.data[0].producer()
@@ -85,7 +85,7 @@ def _lazy_rows(read: Read, transposed: bool) -> Any:
 
 
 def _looked_up_rows(embedding: EmbeddingNode) -> Any:
-    """Reader that runs the lookup and its constant inputs in onnxruntime."""
+    """Reader that runs the lookup in onnxruntime."""
     import onnxruntime
 
     model, feeds = _lookup_model(embedding)
@@ -98,7 +98,7 @@ def _looked_up_rows(embedding: EmbeddingNode) -> Any:
 
 
 def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:
-    """A model of the lookup alone, with its initializers as graph inputs, and the arrays to feed."""
+    """A model of the lookup with its initializers as inputs, and the arrays to feed."""
     source = embedding.node.graph
     imports = dict(source.opset_imports) if source is not None else {}
     graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="embedding")

@@ -59,7 +59,7 @@ class GraphEditor:
         return node.outputs
 
     def constant(self, array: Any, name: str | None = None) -> ir.Value:
-        """Add a NumPy array or scalar as an initializer."""
+        """Add a NumPy array or scalar."""
         array = np.asarray(array)
         key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 64 and name is None else None
         if key is not None and key in self._constants:
@@ -70,7 +70,6 @@ class GraphEditor:
         return value
 
     def initializer(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-        """Add `tensor` as an initializer."""
         tensor.name = name
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
         self.graph.register_initializer(value)
@@ -78,14 +77,12 @@ class GraphEditor:
         return value
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
-        """Append a graph input."""
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
         self.graph.inputs.append(value)
         self._taken.add(name)
         return value
 
     def unique(self, stem: str) -> str:
-        """An unused name."""
         number = 0
         while (name := f"{self._prefix}.{stem}_{number}") in self._taken:
             number += 1
@@ -93,7 +90,7 @@ class GraphEditor:
         return name
 
     def replace(self, node: ir.Node, value: ir.Value) -> None:
-        """Replace `node` by `value`, which takes over its output's name."""
+        """Replace `node` by `value`, which takes over its name."""
         (old,) = node.outputs
         value.name, old.name = old.name, None
         ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
@@ -118,7 +115,6 @@ def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[
 
 
 def find_input(graph: ir.Graph, name: str) -> ir.Value | None:
-    """The graph input `name`, or None."""
     return next((value for value in graph.inputs if value.name == name), None)
 
 

@@ -18,9 +18,9 @@ Read = Callable[[Any], np.ndarray]
 class LazyWeight(ir.LazyTensor):
     """A tensor that loads its data on demand and does not cache it.
 
-    key: equal for two tensors of the same weight (a tied table).
+    key: equal for tensors of one weight (a tied table).
     whole: loads all of it.
-    read: loads a part; None if it cannot be read in parts.
+    read: loads a part; None if impossible.
     """
 
     __slots__ = ("key", "read")
@@ -53,7 +53,7 @@ def transposed(tensor: ir.TensorProtocol, permutation: tuple[int, ...]) -> LazyW
 
 
 def parts(tensor: ir.TensorProtocol, most: int = PART) -> Iterator[memoryview]:
-    """The bytes of `tensor` in file order; a readable LazyWeight gives at most `most` bytes, or one row, at a time."""
+    """The bytes of `tensor` in file order, in blocks of at most `most` bytes or one row if it can be read in parts."""
     read = tensor.read if isinstance(tensor, LazyWeight) else None
     if read is None or len(tensor.shape) == 0 or tensor.nbytes <= most or tensor.dtype.itemsize < 1:
         yield memoryview(tensor.tobytes())
@@ -66,8 +66,6 @@ def parts(tensor: ir.TensorProtocol, most: int = PART) -> Iterator[memoryview]:
 
 
 def _swapped(read: Read) -> Read:
-    """The reader of a matrix's transpose."""
-
     def swapped(index: Any) -> np.ndarray:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         return read((columns, rows)).T

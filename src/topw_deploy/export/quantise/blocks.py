@@ -29,9 +29,9 @@ ReadRows = Callable[[int, int], np.ndarray]
 class Blocks:
     """A weight as MatMulNBits stores it: (code - zero point) * scale.
 
-    codes: uint8 [outputs, blocks, block_size * bits / 8]; of two 4-bit codes in a byte the low half is first.
+    codes: uint8 [outputs, blocks, block_size * bits / 8]; the low half of a byte is the first of two 4-bit codes.
     scales: [outputs, blocks].
-    zero_points: uint8 [outputs, ceil(blocks * bits / 8)], packed like the codes; None if all are 2 ** (bits - 1).
+    zero_points: uint8 [outputs, ceil(blocks * bits / 8)], packed alike; None if all are 2 ** (bits - 1).
     """
 
     codes: np.ndarray
@@ -41,8 +41,6 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlocksShape:
-    """Shapes of the Blocks of a weight [outputs, inputs]."""
-
     outputs: int
     inputs: int
     bits: int
@@ -67,15 +65,14 @@ class BlocksShape:
 
     @property
     def nbytes(self) -> int:
-        """Total size with float32 scales."""
+        """With float32 scales."""
         return math.prod(self.codes) + 4 * math.prod(self.scales) + (not self.symmetric) * math.prod(self.zero_points)
 
 
 def quantise_weight(read: ReadRows, shape: BlocksShape, scheme: Quantisation, dtype: np.dtype[Any]) -> Blocks:
-    """Quantise the weight that `read` returns; `dtype` is its type and that of the scales.
+    """Quantise the weight that `read` returns, of type `dtype`, with scales of that type.
 
-    Blocks never cross outputs, so slicing by output does not change the result.
-    Raises ExportError for a weight with NaN or infinity.
+    Blocks never cross outputs, so slices do not change the result. Raises ExportError for NaN or infinity.
     """
     codes = np.empty(shape.codes, np.uint8)
     scales = np.empty(shape.scales, dtype)
@@ -112,7 +109,7 @@ def unpack_codes(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [n, m] < 2 ** bits -> uint8 [n, ceil(m * bits / 8)]; the last half byte of an odd m is 0."""
+    """uint8 [n, m] < 2 ** bits -> uint8 [n, ceil(m * bits / 8)]."""
     if bits == 8:
         return codes
     if codes.shape[1] % 2:
@@ -127,7 +124,7 @@ def _searched(rows: np.ndarray, shape: BlocksShape) -> Blocks:
 
 
 def _by_tool(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> Blocks:
-    """Quantise rows [n, inputs] with onnxruntime's tool, in a model of one product."""
+    """Quantise rows [n, inputs] with onnxruntime's tool."""
     blocks = shape.blocks
     # Except for `default` the tool packs pairs of zero points across rows: make the number of blocks even.
     blocks += blocks % 2 if shape.bits == 4 and scheme.algorithm != "default" else 0
@@ -142,7 +139,7 @@ def _by_tool(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> Bloc
 
 
 def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> list[np.ndarray]:
-    """The inputs of the tool's MatMulNBits for weight [inputs, outputs]; the first is a placeholder."""
+    """Inputs of the tool's MatMulNBits for weight [inputs, outputs], after a placeholder."""
     name, inputs = "product", "weight"
     node = onnx.helper.make_node("MatMul", ["x", inputs], ["y"], name=name)
     x = onnx.helper.make_tensor_value_info("x", onnx.helper.np_dtype_to_tensor_dtype(weight.dtype), [None, len(weight)])
@@ -178,7 +175,7 @@ def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> l
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the tool: it prints, logs every node, configures the root logger on import and divides by 0."""
+    """Silence the tool, which prints, logs every node, configures the root logger and divides by 0."""
     root = logging.getLogger()
     others = [logging.getLogger(name) for name in _LOGGERS]
     handlers, levels = list(root.handlers), [logger.level for logger in (root, *others)]

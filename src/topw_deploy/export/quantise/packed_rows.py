@@ -1,7 +1,6 @@
-"""Find the bit-packed rows of a GPTQ or AWQ checkpoint behind the float weights of a graph.
+"""Find the bit-packed rows of a GPTQ or AWQ checkpoint behind a graph's float weights.
 
-Tracing renames, transposes and concatenates weights. Each output is still a row of the dequantised checkpoint, so rows
-are found by their content.
+Tracing renames, transposes and concatenates weights, but each output is still a dequantised row of the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Origin:
     places: (layer, row) of each output.
     shape: of the blocks for MatMulNBits.
     group_size: the checkpoint's.
-    order: int64 [inputs], the inputs sorted by group, in which the data must be gathered; None if sorted already.
+    order: int64 [inputs], inputs sorted by group, for gathering the data; None if sorted already.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -35,7 +34,7 @@ class Origin:
 
 
 class PackedRows:
-    """All rows of a checkpoint's packed layers, by their content."""
+    """The rows of a checkpoint's packed layers, by content."""
 
     def __init__(self, checkpoint: PackedCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -47,7 +46,7 @@ class PackedRows:
     def origin(self, weight: np.ndarray) -> Origin | None:
         """The origin of `weight` float32 [outputs, inputs].
 
-        None if an output is not in the checkpoint, or if MatMulNBits has no block size for its groups.
+        None if an output is not in the checkpoint or no block size of MatMulNBits fits its groups.
         """
         places = []
         for row in weight:
@@ -71,7 +70,7 @@ class PackedRows:
         return Origin(tuple(places), shape, size, order)
 
     def blocks(self, origin: Origin) -> Blocks:
-        """The checkpoint's own codes, scales and zero points in MatMulNBits' layout."""
+        """The checkpoint's codes, scales and zero points in MatMulNBits' layout."""
         shape = origin.shape
         codes = np.empty((shape.outputs, shape.inputs), np.uint8)
         scales = np.empty(shape.scales, np.float32)
@@ -97,7 +96,7 @@ def _digest(values: np.ndarray) -> bytes:
 
 
 def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
-    """`Origin.order`, and the size of the groups: None if they are unequal."""
+    """`Origin.order` and the group size, None if groups are unequal."""
     counts = np.bincount(matrix.groups, minlength=matrix.scales.shape[1])
     if not (counts == counts[0]).all():
         return None, None
@@ -106,7 +105,7 @@ def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
 
 
 def _block_size(group_size: int, inputs: int) -> int | None:
-    """The largest block size that divides a group, whose scale is then repeated."""
+    """The largest block size that divides a group."""
     size = _LARGEST_BLOCK
     while size >= _SMALLEST_BLOCK:
         if group_size % size == 0 and inputs % size == 0:

@@ -1,4 +1,4 @@
-"""Find the products with constant weights in a decoder's graph, in the forms that tracing and lowering produce."""
+"""Find the products with constant weights in a decoder's graph."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 class Product:
     """data x weight (+ bias).
 
-    nodes: the nodes that compute it; the last one outputs it.
-    weight, tensor: the initializer and its tensor, [outputs, inputs] if by_output, else [inputs, outputs].
-    bias: an initializer [outputs], or None.
+    nodes: compute it; the last one outputs it.
+    weight, tensor: the initializer, [outputs, inputs] if by_output, else [inputs, outputs].
+    bias: an initializer [outputs].
     """
 
     nodes: tuple[ir.Node, ...]
@@ -26,7 +26,7 @@ class Product:
 
     @property
     def data(self) -> ir.Value | None:
-        """The left factor, as the graph is when this is read."""
+        """The left factor in the graph's current state."""
         return self.nodes[0].inputs[0]
 
     @property
@@ -35,18 +35,18 @@ class Product:
 
     @property
     def names(self) -> tuple[str | None, ...]:
-        """Names that a pattern may match: the first node's and the weight's."""
+        """Names that a pattern may match."""
         return self.nodes[0].name, self.weight.name
 
 
 def find_products(graph: ir.Graph) -> list[Product]:
-    """Every MatMul and Gemm with one constant float matrix on its right, in the graph's order."""
+    """Every MatMul and Gemm with a constant float matrix on its right, in order."""
     found = (_of_matmul(node) if node.op_type == "MatMul" else _of_gemm(node) for node in graph if _is_product(node))
     return [product for product in found if product is not None]
 
 
 def stored_tensor(value: ir.Value | None, rank: int) -> ir.TensorProtocol | None:
-    """The tensor of an initializer of `rank` dimensions and a float type, else None."""
+    """The tensor of a float initializer of `rank` dimensions, else None."""
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
     return tensor if tensor is not None and len(tensor.shape) == rank and tensor.dtype in _FLOATS else None
 
@@ -77,7 +77,7 @@ def _of_gemm(node: ir.Node) -> Product | None:
 
 
 def _matrix(value: ir.Value | None) -> tuple[ir.Value, ir.TensorProtocol, bool] | None:
-    """The initializer behind a product's right side, its tensor, and whether it is stored transposed."""
+    """The initializer of a right side, its tensor, and whether it is stored transposed."""
     if value is None:
         return None
     tensor = stored_tensor(value, 2)

@@ -1,6 +1,6 @@
-"""Weight-only quantisation of a lowered decoder: MatMulNBits for its products, GatherBlockQuantized for its table.
+"""Quantise a lowered decoder: MatMulNBits for its products, GatherBlockQuantized for its table.
 
-The new initializers are lazy: each weight is quantised when it is written. A tied head shares the table's bytes.
+Initializers are lazy: weights are quantised when written. A tied head shares the table's bytes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def quantise(
 ) -> list[str]:
     """Quantise `model` in place; returns notices about weights that keep their type.
 
-    model: a decoder, traced and lowered, without the sampler.
-    packed: rows of a quantised checkpoint; products with them keep its own codes, scales and zero points.
-    cut: the graph has only the model's first layers, so patterns may match nothing in it.
+    model: a lowered decoder without the sampler.
+    packed: rows of a quantised checkpoint, whose codes, scales and zero points are kept.
+    cut: the graph has only the first layers, so patterns may match nothing.
 
     Raises ParameterError for a pattern of `settings.exclude` that matches nothing, UnsupportedModelError for a graph
     without a product to quantise.
@@ -67,27 +67,26 @@ def quantise(
 
 @dataclass(frozen=True)
 class _Found:
-    """What can be quantised in a graph: its products, and the lookup of a stored float table if there is just one."""
+    """A graph's products, and its lookup of a stored float table if there is just one."""
 
     products: list[Product]
     embedding: EmbeddingNode | None
 
     def head(self) -> Product | None:
-        """The last product, if it has one output per row of the table."""
+        """The last product, if it has one output per table row."""
         if not self.products or self.embedding is None:
             return None
         last = self.products[-1]
         return last if last.outputs == self.embedding.rows else None
 
     def excluded(self, scheme: Quantisation) -> set[int]:
-        """Weights that a pattern excludes by their own name or by that of a node that uses them.
+        """Weights excluded by their name or by that of a node that uses them.
 
-        A tied head and its table are one weight, so a pattern for either excludes both.
+        So a pattern for a tied head also excludes its table.
         """
         return {id(weight) for weight, names in self._uses() if scheme.excludes(*names)}
 
     def check_patterns(self, scheme: Quantisation) -> None:
-        """Raises ParameterError for a pattern that matches nothing."""
         known = [name for _, names in self._uses() for name in names]
         for pattern in scheme.exclude:
             if not replace(scheme, exclude=(pattern,)).excludes(*known):
@@ -113,8 +112,6 @@ def _stored_lookup(graph: ir.Graph) -> EmbeddingNode | None:
 
 
 class _Stored:
-    """The initializers of a quantised weight."""
-
     def __init__(self, editor: GraphEditor, weight: QuantisedWeight, name: str, codes: tuple[int, ...]) -> None:
         self.shape = weight.shape
         # Consecutive, so that they are written one after the other (see weight.RecentBlocks).
@@ -125,10 +122,7 @@ class _Stored:
 
 
 class _Replacer:
-    """Replaces float products and the lookup by quantised nodes.
-
-    kept: number of products that keep the checkpoint's codes.
-    """
+    """Replaces float nodes; `kept` counts products with the checkpoint's codes."""
 
     def __init__(self, editor: GraphEditor, scheme: Quantisation, packed: PackedRows | None) -> None:
         self.editor, self.kept = editor, 0
@@ -144,7 +138,7 @@ class _Replacer:
         return {stored.scales.name for stored in (*self._stored.values(), *self._tables.values())}
 
     def table(self, embedding: EmbeddingNode) -> bool:
-        """Use GatherBlockQuantized for the lookup; False if the rows are not whole blocks, which stay float."""
+        """Replace the lookup; False if rows are not whole blocks."""
         scheme = self._scheme.of_table
         table, node = embedding.data[0], embedding.node
         block_size = scheme.table_block_size(embedding.hidden)
@@ -167,7 +161,7 @@ class _Replacer:
         return True
 
     def product(self, product: Product, scheme: Quantisation) -> None:
-        """Use MatMulNBits for the product, with the checkpoint's codes if it has them."""
+        """Replace a product, keeping the checkpoint's codes if it has them."""
         origin = self._origin(product)
         if origin is not None and self._packed is not None:
             self._keep_codes(product, self._packed, origin)
@@ -195,7 +189,6 @@ class _Replacer:
         self._replace_product(product, product.data, stored.codes, stored, scheme)
 
     def _origin(self, product: Product) -> Origin | None:
-        """The origin of the product's weight in the packed checkpoint, if all of it is there."""
         if self._packed is None or product.tensor.dtype != ir.DataType.FLOAT:
             return None
         return self._packed.origin(np.asarray(rows_of(product.tensor, product.by_output)(0, product.outputs)))
@@ -230,7 +223,7 @@ class _Replacer:
         attributes: dict[str, int],
         scheme: Quantisation,
     ) -> None:
-        """Replace `nodes` by one node of `op_type`, whose output takes over the last one's name."""
+        """Replace `nodes` by one node, whose output takes over the last one's name."""
         old, graph = nodes[-1].outputs[0], self.editor.graph
         node = ir.node(op_type, inputs, attributes=attributes, domain=DOMAIN, name=f"{nodes[0].name}_Q{scheme.bits}")
         new = node.outputs[0]

@@ -1,4 +1,4 @@
-"""The scheme of a quantised export, in the terms of onnxruntime's tools and of onnxruntime-genai's builder."""
+"""The scheme of a quantised export."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ class Quantisation:
 
     bits: 4 or 8.
     block_size: weights per scale.
-    table_bits: bits of the token table and of the head, `bits` or 8; None for 8.
-    symmetric: every zero point is 2 ** (bits - 1); None for the algorithm's default (false for `search`, `k_quant`).
-    accuracy_level: MatMulNBits' attribute, the least precise type that activations may be rounded to: 0 unset,
-        1 float32, 2 float16, 3 bfloat16, 4 int8.
-    algorithm: `search` minimises each block's squared error (search.py). The others are onnxruntime's: `default`
-        rounds to nearest, with 8 negative and 7 positive steps if symmetric; `rtn` rounds to nearest with 7 steps
-        each way; `k_quant` minimises a weighted error over scale and minimum.
+    table_bits: of the token table and the head, `bits` or 8; None for 8.
+    symmetric: all zero points are 2 ** (bits - 1); None for the algorithm's default (false for `search`, `k_quant`).
+    accuracy_level: MatMulNBits' attribute, the least precise type for activations: 0 unset, 1 float32, 2 float16,
+        3 bfloat16, 4 int8.
+    algorithm: `search` minimises squared errors (search.py). The others are onnxruntime's: `default` and `rtn` round to
+        nearest, if symmetric with 8 negative and 7 positive steps or 7 each way; `k_quant` minimises a weighted error.
     exclude: file-name patterns of nodes or weights that keep their type.
 
     Raises ParameterError for a value out of range and for a symmetric `k_quant`.
@@ -79,7 +78,7 @@ class Quantisation:
         return replace(self, bits=self.table_bits or _TABLE_BITS)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the manifest, with defaults resolved; `from_dict` reads it."""
+        """For the manifest, with defaults resolved."""
         resolved = {"symmetric": self.is_symmetric, "table_bits": self.of_table.bits, "exclude": list(self.exclude)}
         return {**asdict(self), **resolved}
 
@@ -92,11 +91,11 @@ class Quantisation:
         return any(name and fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
 
     def table_block_size(self, width: int) -> int | None:
-        """The largest usable block size, at most block_size, for a table with rows of `width` weights; None if none.
+        """The largest block size up to block_size for table rows of `width` weights, or None.
 
-        Rows must be whole blocks: a tied head and the lookup read the same bytes, and onnxruntime's CUDA provider
-        counts blocks through the whole table. With asymmetric 4-bit zero points their number must be even:
-        onnxruntime 1.24, and its CUDA provider up to 1.31, look up an odd number wrongly.
+        Rows must be whole blocks: a tied head reads the same bytes, and onnxruntime's CUDA provider counts blocks
+        through the whole table. With asymmetric 4-bit zero points their number must be even: onnxruntime 1.24, and its
+        CUDA provider up to 1.31, look up an odd number wrongly.
         """
         size = self.block_size
         pairs = self.of_table.bits == 4 and not self.is_symmetric

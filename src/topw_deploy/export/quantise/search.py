@@ -1,7 +1,7 @@
-"""The quantiser `search`: the scale and zero point of least squared error for each block, of a few candidates.
+"""The quantiser `search`: scale and zero point of least squared error for each block, of a few candidates.
 
-For q = code - zero point the best scale is sum(x q) / sum(q^2), with squared error sum(x^2) - sum(x q)^2 / sum(q^2).
-So a candidate costs one rounding and two sums. Zero points are integers throughout; k_quant rounds them at the end.
+For q = code - zero point the best scale is sum(x q) / sum(q^2), with squared error sum(x^2) - sum(x q)^2 / sum(q^2):
+one rounding and two sums per candidate. Zero points are integers throughout; k_quant rounds them at the end.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Rounded:
 
 
 def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dtype: np.dtype[Any]) -> Rounded:
-    """Quantise rows [n, inputs], the last block padded with zeros; `dtype` is the scales'.
+    """Quantise rows [n, inputs], padded with zeros to whole blocks; `dtype` is the scales'.
 
-    symmetric: every zero point is 2 ** (bits - 1), and scales may be negative.
+    symmetric: all zero points are 2 ** (bits - 1), and scales may be negative.
     """
     wide = np.pad(rows.astype(np.float32, copy=False), ((0, 0), (0, -rows.shape[1] % block_size)))
     blocks = wide.reshape(-1, block_size)
@@ -53,7 +53,7 @@ def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dty
 def _search(
     blocks: np.ndarray, bits: int, symmetric: bool, dtype: np.dtype[Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [n, block_size], scales [n] and zero points [n] of blocks float32 [n, block_size]."""
+    """Codes [n, block_size], scales [n] and zero points [n] of blocks [n, block_size]."""
     rounded = np.empty_like(blocks)
     best = np.zeros(len(blocks), np.float32)  # sum(x q)^2 / sum(q^2) of the best candidate
     inverses, zeros = np.ones(len(blocks), np.float32), np.full(len(blocks), 1 << (bits - 1), np.float32)
@@ -76,7 +76,7 @@ def _search(
 
 
 def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Candidates (inverse scale [n], zero point [n]): the range centred on the codes, rounded either way."""
+    """(inverse scale [n], zero point [n]): the range centred on the codes, rounded either way."""
     most = (1 << bits) - 1
     high, low = np.maximum(blocks.max(axis=1), 0), np.minimum(blocks.min(axis=1), 0)
     span, middle = high - low, (high + low) / 2
@@ -88,7 +88,7 @@ def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.
 
 
 def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Candidates with the middle code as zero point; the scale's sign selects the side with one code more."""
+    """The same with the middle code as zero point; the scale's sign selects the longer side."""
     half = 1 << (bits - 1)
     high, low = blocks.max(axis=1), blocks.min(axis=1)
     largest = np.where(high > -low, high, low)

@@ -18,10 +18,10 @@ _HELD_BYTES = 128 << 20  # of codes, scales and zero points
 
 
 class RecentBlocks:
-    """Cache of the blocks made last, of bounded size.
+    """Bounded cache of the blocks made last.
 
-    A weight's tensors are written consecutively, so each weight is quantised once. A small model fits whole and can be
-    written twice, which the export does to measure it.
+    A weight's tensors are written consecutively, so each weight is quantised once; a small model fits whole and can be
+    written twice.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class RecentBlocks:
 
 
 def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
-    """Reader of the weight in `tensor` by outputs; a LazyWeight is read in parts."""
+    """Reader of the weight in `tensor`, in parts if possible."""
     if isinstance(tensor, LazyWeight) and tensor.read is not None:
         read = tensor.read
         if by_output:
@@ -51,11 +51,11 @@ def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
 
 
 class QuantisedWeight:
-    """A weight whose codes, scales and zero points are computed on demand.
+    """A weight quantised on demand.
 
     compute: makes the Blocks.
-    recent: the cache to use.
-    keep: cache the Blocks here without bound, for a weight that is read again later.
+    recent: the cache.
+    keep: cache the Blocks without bound, for a weight that is read again later.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class QuantisedWeight:
         return blocks
 
     def codes(self, shape: tuple[int, ...] | None = None) -> ir.TensorProtocol:
-        """The codes in MatMulNBits' shape, or in `shape`: the same leading bytes of each output."""
+        """The codes; `shape`: another shape for the same leading bytes of each output."""
         wanted = self.shape.codes if shape is None else shape
         per_output = int(np.prod(wanted[1:]))
 
@@ -121,10 +121,10 @@ class QuantisedWeight:
         return self._lazy(lambda blocks: blocks.zero_points, ir.DataType.UINT8, self.shape.zero_points)
 
     def middle(self) -> ir.TensorProtocol:
-        """Explicit zero points of a symmetric weight, 2 ** (bits - 1) for each block.
+        """Explicit zero points of a symmetric weight, 2 ** (bits - 1).
 
-        They also fill the unused half of a row's last byte (4 bits, odd number of blocks): onnxruntime 1.24 on CPU,
-        and up to 1.31 on CUDA, read zero points as if there were no unused halves.
+        They also fill the unused half of a row's last byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, read zero
+        points as if there were no unused halves.
         """
         byte = 0x88 if self.shape.bits == 4 else 0x80
 

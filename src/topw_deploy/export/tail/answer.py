@@ -21,8 +21,8 @@ class Answer:
 
     drawn: the draw.
     certified: bool [batch, 1].
-    crop_mass: float32 [batch, 1], weight of the kept tokens at Ts relative to the largest logit's; None if not wanted.
-    keep_mask: bool [batch, padded]; None if not wanted.
+    crop_mass: float32 [batch, 1], the crop's weight at Ts relative to the largest logit, or None.
+    keep_mask: bool [batch, padded], or None.
     """
 
     drawn: Drawn
@@ -58,7 +58,6 @@ def fast_answer(op: Ops, spec: TailSpec, path: ShortPath, sure: Tensor) -> Answe
 
 @scope
 def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Tensor, rows: Rows) -> Answer:
-    """The answer for the pool's `members`, bool [batch, top_m]."""
     crop_mass = None
     if spec.with_mass:
         weight = op.Where(members, pool.weight, op.constant(0.0, np.float64))
@@ -69,7 +68,7 @@ def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Te
 
 @scope
 def draw_member(op: Ops, pool: Pool, members: Tensor, rows: Rows) -> Drawn:
-    """Draw from the pool's `members`, bool [batch, top_m] with at least one per row, in double."""
+    """Draw from the pool's `members`, bool [batch, top_m], in double."""
     one_axis, axis = op.constant([1], np.int64), op.constant(1, np.int64)
     never = op.constant(-1e30, np.float64)
     drop = op.Where(members, pool.drop, never)
@@ -86,7 +85,7 @@ def draw_member(op: Ops, pool: Pool, members: Tensor, rows: Rows) -> Drawn:
 
 
 def scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
-    """`flags` [batch, n] at the columns `ids`, false elsewhere: bool [batch, padded]."""
+    """`flags` [batch, n] at the columns `ids`: bool [batch, padded]."""
     batch = op.Shape(ids, start=0, end=1)
     shape = op.Concat(batch, op.constant([padded_width(spec.vocab_size)], np.int64), axis=0)
     nothing = op.Expand(op.constant(False, np.bool_), shape)
@@ -95,7 +94,7 @@ def scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
 
 @scope
 def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
-    """The answer `one` in the rows where `first`, bool [batch, 1], else `other`."""
+    """`one` in the rows where `first`, bool [batch, 1], else `other`."""
 
     def choose(a: Tensor, b: Tensor) -> Tensor:
         return op.Where(first, a, b)
@@ -110,7 +109,7 @@ def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
 
 @scope
 def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
-    """`answer` with the rows `index` int64 [n] replaced by those of `part`."""
+    """Replace the rows `index` int64 [n] of `answer` by `part`."""
 
     def put(whole: Tensor | None, rows: Tensor | None) -> Tensor | None:
         return None if whole is None else put_rows(op, whole, index, rows)
@@ -136,7 +135,7 @@ def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
 
 @scope
 def finish(op: Ops, spec: TailSpec, answer: Answer, share: Tensor | None) -> list[Tensor]:
-    """The node's outputs: columns as [batch], keep_mask as [batch, vocab]; `share` as `top_share` computes it."""
+    """The node's outputs; `share` is that of `top_share`."""
     axis = op.constant([1], np.int64)
     outputs = [
         op.Squeeze(answer.drawn.token, axis),

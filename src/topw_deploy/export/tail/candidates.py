@@ -1,7 +1,7 @@
-"""The certified path: a scan of the largest logits, the proof that no other token matters, and the draw.
+"""The certified path: crop and draw from the largest logits, and the proof that no other token matters.
 
-Where the certificate of docs/contract/graph.md, section 4 (T2) holds, the crop is the K most probable tokens, and
-distances do not matter. K is found among the `CANDIDATES` largest logits, without building the pool.
+Where the certificate holds (docs/contract/graph.md, section 4, T2), the crop is the K most probable tokens, so neither
+the pool nor distances are needed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _WARM_SLACK = 1e-5  # relative, of the warm start's mass
 
 @dataclass(frozen=True)
 class Blocks:
-    """Result of one pass over each row.
+    """The blocks with the largest maxima.
 
-    logits: float32 [batch, n, BLOCK], the blocks with the largest maxima, unordered.
-    index: int64 [batch, n], their numbers.
-    total: float32 [batch, 1], sum of the row. +inf or NaN if a logit is +inf or NaN; -inf is allowed.
+    logits: float32 [batch, n, BLOCK].
+    index: int64 [batch, n].
+    total: float32 [batch, 1], the row's sum: NaN or +inf if one of its logits is.
     """
 
     logits: Tensor
@@ -42,11 +42,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The largest logits of each row in descending order, padded with -inf.
+    """The largest logits in descending order, padded with -inf.
 
     logits: float32 [batch, width].
     ids: int64 [batch, width].
-    count: number of candidates, without the padding.
+    count: number of candidates without padding.
     """
 
     logits: Tensor
@@ -60,13 +60,13 @@ class Candidates:
 
 @dataclass(frozen=True)
 class ShortScan:
-    """Prefix objective over the candidates, float32 [batch, width] unless stated otherwise.
+    """Prefix objective over the candidates, float32 [batch, width].
 
-    weight: w = exp(a), relative to the largest logit, so the first is 1.
+    weight: w = exp(a), 1 for the largest logit.
     score: lam * a.
     mass, gain, objective: Gamma, Phi and J of each prefix.
-    best: [batch, 1], the maximum of J.
-    last: int64 [batch, 1], position of the first maximum, K - 1.
+    best: [batch, 1], maximum of J.
+    last: int64 [batch, 1], its first position, K - 1.
     """
 
     weight: Tensor
@@ -89,7 +89,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class ShortPath:
-    """Crop and draw among the candidates, final for rows whose flags in `settled`, bool [batch, n], are all true."""
+    """Crop and draw among the candidates, valid where all of `settled`, bool [batch, n], are true."""
 
     candidates: Candidates
     scan: ShortScan
@@ -99,9 +99,9 @@ class ShortPath:
 
 @scope
 def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
-    """The blocks that contain the `CANDIDATES` largest logits of each row [batch, width], width a multiple of BLOCK.
+    """The blocks with the `CANDIDATES` largest logits [batch, width], width a multiple of BLOCK.
 
-    A token among the n largest is in a block whose maximum is among the n largest, up to ties with the n-th.
+    Up to ties, a token among the n largest is in a block whose maximum is among the n largest.
     """
     blocks = width // BLOCK
     grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
@@ -113,7 +113,6 @@ def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
 
 @scope
 def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Candidates:
-    """The largest logits of each row."""
     searched = min(CANDIDATES, padded_width(vocab_size) // BLOCK)
     count = min(CANDIDATES, vocab_size, top_m)
     flat = op.Reshape(blocks.logits, op.constant([-1, searched * BLOCK], np.int64))
@@ -130,9 +129,9 @@ def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Ca
 
 @scope
 def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor) -> Tensor:
-    """The first true position of `flags` [batch, n], at most `otherwise`: int64 [batch, 1]. `positions` is 0..n-1.
+    """The first true position of `flags` [batch, n], at most `otherwise`: int64 [batch, 1].
 
-    A minimum of positions, because runtimes differ in ArgMax's choice among equals.
+    A minimum of `positions` (0..n-1), because runtimes differ in ArgMax's choice among equals.
     """
     return op.ReduceMin(op.Where(flags, positions, otherwise), op.constant([1], np.int64), keepdims=1)
 
@@ -141,7 +140,7 @@ def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor)
 def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
     """J over the prefixes of the candidates (docs/contract/graph.md, section 3, step 4 with f = 0).
 
-    drop: float32 [batch, width], logits minus the largest; -inf becomes a finite score with weight 0.
+    drop: float32 [batch, width], logits minus the largest; -inf gets weight 0.
     """
     axis = op.constant(1, np.int64)
     a = op.Max(op.Div(drop, rows.selection), op.constant(-1e4))
@@ -160,15 +159,15 @@ def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
 def certificate(
     op: Ops, candidates: Candidates, drop: Tensor, scan: ShortScan, rows: Rows, spec: TailSpec
 ) -> list[Bounded]:
-    """Conditions under which the top K tokens are the crop: (column [batch, 1], lowest, highest) each.
+    """Conditions under which the top K tokens are the crop: (column [batch, 1], lowest, highest).
 
-    - Warm start: the mass before token K is below init_top_p times the candidates' mass, hence below that share of
-      the pool's, hence K <= k0. Implies init_top_p > 0.
-    - Block stop: give all other pool tokens the last candidate's score, an upper bound of theirs. If that lowers J,
-      no longer prefix is the first maximum, and token K does not tie with an outsider (a run of equal scores has its
-      best J at an end). For reward <= 0 the first prefix is the best.
-    - The largest logit is above the last candidate's: a single kept token does not tie with an outsider either.
-    - geom_scale >= 0 (it is 0 for greedy rows).
+    - Warm start: the mass before token K is below init_top_p times the candidates' mass, so also times the pool's, so
+      K <= k0. Implies init_top_p > 0.
+    - Block stop: J falls if all other pool tokens get the last candidate's score, their upper bound. Then no longer
+      prefix is the first maximum, and token K does not tie with an outsider (a run of equal scores has its best J at an
+      end). For reward <= 0 the first prefix is best.
+    - The largest logit exceeds the last candidate's, so a single kept token does not tie with an outsider.
+    - geom_scale >= 0.
     """
     final = op.constant([candidates.count - 1], np.int64)
     outside = spec.pool_size - candidates.count
@@ -193,7 +192,6 @@ def certificate(
 
 @scope
 def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath:
-    """Crop and draw of each row from its candidates."""
     candidates = block_candidates(op, blocks, spec.vocab_size, spec.pool_size)
     largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
     drop = op.Sub(candidates.logits, largest)
@@ -205,9 +203,9 @@ def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath
 
 @scope
 def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
-    """Conditions bool [batch, n]; a row that meets all of them is valid and, by `proof`, certified.
+    """Conditions bool [batch, n] under which a row is valid and, by `proof`, certified.
 
-    The row's sum reveals a logit that is NaN or +inf. It also overflows for absurdly large logits: `valid_rows` then
+    A row's sum is NaN or +inf if one of its logits is, but also overflows for absurdly large ones: `valid_rows`
     decides.
     """
     finite = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
@@ -216,7 +214,7 @@ def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Boun
 
 @scope
 def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, rows: Rows) -> Drawn:
-    """Draw from the candidates up to position `last` [batch, 1]; `drop` is logits minus the largest."""
+    """Draw from the candidates up to position `last` [batch, 1]."""
     log_weight = op.Div(drop, rows.temperature)
     mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
     total = op.GatherElements(mass, last, axis=1)
@@ -230,9 +228,9 @@ def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, 
 
 @scope
 def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
-    """The token at `position` of the order (logit descending, token id ascending).
+    """The token at `position` by (logit descending, token id ascending).
 
-    Runtimes differ in TopK's order of equal logits, so the r-th of equals is looked up among their sorted ids.
+    Runtimes differ in TopK's order of equal logits, so the r-th of equals is taken from their sorted ids.
     """
     logit = op.GatherElements(candidates.logits, position, axis=1)
     equal = op.Equal(candidates.logits, logit)
@@ -245,7 +243,7 @@ def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
 
 @scope
 def kept_candidates(op: Ops, candidates: Candidates, last: Tensor) -> Tensor:
-    """bool [batch, n]: the candidates up to position `last` of the order (logit descending, token id ascending)."""
+    """The candidates up to position `last` of the same order: bool [batch, n]."""
     logit = op.GatherElements(candidates.logits, last, axis=1)
     tied = op.And(op.Equal(candidates.logits, logit), op.LessOrEqual(candidates.ids, token_at(op, candidates, last)))
     return op.Or(op.Greater(candidates.logits, logit), tied)

@@ -1,9 +1,9 @@
-"""The literal path with dynamic shapes, for onnxruntime: only the rows, tokens and distances that can matter.
+"""The literal path with dynamic shapes, for onnxruntime.
 
 Three reductions, none of which can change an answer (docs/contract/graph.md, section 4):
-- rows that are settled or certified are left out;
+- it processes only the rows that are neither settled nor certified;
 - the row test cuts off the pool's tail;
-- the first iteration computes only the distances of outsiders to the warm start; others follow if they can matter.
+- the first iteration computes only the distances of outsiders to the warm start.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ def places_of(op: Ops, flags: Tensor) -> Tensor:
 
 @scope
 def take_rows(op: Ops, rows: Rows, index: Tensor) -> Rows:
-    """The parameters of the rows `index` int64 [n]."""
     taken = {f.name: op.Gather(getattr(rows, f.name), index, axis=0) for f in fields(rows) if f.name != "given"}
     return Rows(given=tuple(op.Gather(column, index, axis=0) for column in rows.given), **taken)
 
 
 @scope
 def take_pool(op: Ops, pool: Pool, index: Tensor) -> Pool:
-    """The pools of the rows `index` int64 [n]."""
     return replace(pool, **{name: op.Gather(getattr(pool, name), index, axis=0) for name in _BY_ROW})
 
 
@@ -54,7 +52,7 @@ def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
 
 @scope
 def put_rows(op: Ops, whole: Tensor, index: Tensor, part: Tensor) -> Tensor:
-    """`whole` [batch, ...] with its rows `index` int64 [n] replaced by `part` [n, ...]."""
+    """Replace the rows `index` int64 [n] of `whole` [batch, ...] by `part` [n, ...]."""
     return op.ScatterND(whole, op.Unsqueeze(index, op.constant([1], np.int64)), part)
 
 
@@ -63,8 +61,8 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
     """The last position that can be kept in any iteration (row test): int64 [batch, 1].
 
     As h <= 1 and distances are >= 0, a kept token has lam log p >= LB - c log Gmax - c. LB is the best base J within
-    the warm start, a lower bound of every later J (T3). Gmax is the mass up to the position found last, an upper
-    bound of the kept mass. Needs geom_scale >= 0 and c > 0; other rows keep the whole pool.
+    the warm start, a lower bound of later J (T3). Gmax is the mass up to the position found last, an upper bound of the
+    kept mass. Needs geom_scale >= 0 and c > 0; other rows keep the whole pool.
     """
     axis = op.constant([1], np.int64)
     zero, one = op.constant(0.0, np.float64), op.constant(1, np.int64)
@@ -88,8 +86,8 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
 def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: int) -> Tensor:
     """Whether another iteration may change the set of any row: bool scalar.
 
-    A set that stayed is final. One that shrank is final too (T1, nested), unless geom_scale < 0 or it has fewer
-    members than k-NN neighbours.
+    A set that stayed is final. One that shrank is too (T1), unless geom_scale < 0 or it has fewer members than
+    neighbours.
     """
     axis = op.constant([1], np.int64)
     grew = op.ReduceMax(op.Cast(op.And(after, op.Not(before)), to=1), axis, keepdims=1)
@@ -105,7 +103,7 @@ def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: i
 def alternate_pruned(
     op: Ops, spec: TailSpec, pool: Pool, start: Start, rows: Rows, inputs: Mapping[str, Tensor], index: Tensor
 ) -> Tensor:
-    """The final sets of the rows `index` int64 [n] over the whole pool, bool [n, top_m]."""
+    """The final sets of the rows `index` int64 [n]: bool [n, top_m]."""
     rows = take_rows(op, rows, index)
     start = replace(start, warm=op.Gather(start.warm, index, axis=0))
     pool = take_pool(op, pool, index)
@@ -141,7 +139,7 @@ def _with_geometry(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """One iteration with the outsiders' distances to the warm start; the others, if needed, with all pairs."""
+    """One iteration with outsiders' distances to the warm start, then all pairs if needed."""
     metric, reward = Metric.of(spec), op.Cast(rows.reward, to=11)
     whitened = token_features(op, spec, lookup, pool.ids, inputs)
     double = metric.name != "cosine"
@@ -171,7 +169,7 @@ def _with_geometry(
 def _distances_from_outside(
     op: Ops, metric: Metric, pool: Pool, start: Start, warm: Tensor, whitened: Tensor
 ) -> Tensor:
-    """Distances to the warm starts, double [batch, size]; 0 for the tokens that all warm starts contain."""
+    """Distances to the warm starts, double [batch, size]; 0 for tokens inside all of them."""
     zero, one = op.constant([0], np.int64), op.constant([1], np.int64)
     shortest = op.Add(op.Reshape(op.ReduceMin(start.warm, keepdims=0), one), one)
     longest = op.Add(op.Reshape(op.ReduceMax(start.warm, keepdims=0), one), one)
@@ -195,7 +193,7 @@ def settled_or_moved(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """The final sets, bool [batch, top_m]: the base scan's for rows that are `sure` or invalid, else alternated."""
+    """The final sets, bool [batch, top_m]: the base scan's where `sure` or invalid, else alternated."""
     settled = up_to(op, start.base, pool.positions)
     done = op.Or(sure, op.Not(valid))
 

@@ -1,4 +1,4 @@
-"""The ONNX function `topw::TopWSample` in one of three forms (docs/contract/graph.md, section 8)."""
+"""The ONNX function `topw::TopWSample` (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ from topw_deploy.sampling.parameters import GREEDY_BELOW
 def build_tail(spec: TailSpec) -> ir.Function:
     """The function `topw::TopWSample`: inputs `tail_inputs(spec)`, outputs `tail_outputs(spec)`.
 
-    It contains all its constants and uses standard operators of `spec.opset` and the embedding node's operator. Node
-    names are unique. The node that calls it has the attributes `tail_attributes(spec)`.
+    It contains its constants and uses standard operators of `spec.opset` and the embedding node's operator.
     """
     recorder = Recorder()
     inputs = {name: ir.Value(name=name) for name in tail_inputs(spec)}
@@ -59,8 +58,7 @@ def build_tail(spec: TailSpec) -> ir.Function:
 def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Run the sampler over `inputs`, named as in `tail_inputs(spec)`; returns the outputs of `tail_outputs(spec)`.
 
-    Rows that the certified path settles get its answer, the others the literal algorithm's. Neither depends on the
-    form or on the other rows of the batch.
+    Settled rows get the certified path's answer, others the literal algorithm's, whatever the form and the other rows.
     """
     rows = row_parameters(op, [inputs[name] for name in PARAMETERS])
     direct = edited_logits(op, spec, inputs) if not skips_edits(spec) else None
@@ -114,15 +112,15 @@ def _two_branches(
 ) -> list[Tensor]:
     """The `portable` form with geometry: two consecutive branches around static shapes.
 
-    The first builds the pool unless the candidates settle every row. The second computes distances unless every row
-    has its final answer. With a dynamic batch NVIDIA's builder refuses nested branches, and branches whose sides
-    return different shapes (docs/contract/graph.md, section 8). So they are not nested, and the second builds the pool
-    again: cheap beside the distances, while returning it would cost the fast path dummies of its size.
+    The first builds the pool unless the candidates settle every row; the second computes distances unless every answer
+    is final. With a dynamic batch NVIDIA's builder refuses nested branches, and sides that return different shapes
+    (docs/contract/graph.md, section 8). So the second builds the pool again: cheap beside the distances, while
+    returning it would cost the fast path dummies of its size.
 
     settled: bool scalar, whether the candidates settle every row.
     fast: records the answer if they do.
     pooled: records the answer of candidates and pool, and where it is final, bool [batch, 1].
-    moved: records the alternation's answer with the given certificates, bool [batch, 1].
+    moved: records the alternation's answer with the given certificates.
     """
 
     def by_candidates() -> list[Tensor]:
@@ -145,24 +143,22 @@ def _two_branches(
 
 
 def skips_edits(spec: TailSpec) -> bool:
-    """Whether a call without edits reads the logits in place, by a branch of its own, instead of copying them.
+    """Whether a call without edits reads the logits in place, in a branch of its own.
 
-    Not for the form without branches, nor where the copy is needed anyway (to pad the vocabulary to whole blocks, or
-    for `mass`), nor for a vocabulary too small to matter.
+    Not without branches, not where a copy is needed anyway (padding, `mass`), not for small vocabularies.
     """
     whole = spec.vocab_size % BLOCK == 0 and spec.vocab_size // BLOCK >= CANDIDATES
     return whole and spec.form != "static" and not spec.with_mass
 
 
 def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The logits after their edits, float32 [batch, padded]."""
     edits = (inputs["edit_ids"], inputs["edit_penalty"], inputs["edit_bias"])
     return apply_edits(op, inputs["logits"], *edits, vocab_size=spec.vocab_size)
 
 
 @scope
 def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
-    """The largest blocks of the edited logits; without edits (N = 0) straight from the input."""
+    """The largest blocks of the edited logits; without edits straight from the input."""
 
     def parts(blocks: Blocks) -> list[Tensor]:
         return [blocks.logits, blocks.index, blocks.total]
@@ -182,7 +178,7 @@ def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
 def top_share(op: Ops, logits: Tensor, candidates: Candidates, rows: Rows) -> Tensor:
     """Probability of the largest logit under the softmax over the vocabulary at Ts: float32 [batch, 1].
 
-    NaN where Ts is below the greedy bound: the kept token then has all mass.
+    NaN for a greedy Ts, where the kept token has all mass.
     """
     temperature, selection, *_ = rows.given
     asked = op.Where(op.Equal(selection, op.constant(0.0)), temperature, selection)

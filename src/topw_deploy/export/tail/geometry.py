@@ -22,8 +22,8 @@ class Metric:
     """A distance to a set.
 
     name: `mahalanobis`, `unit` or `cosine`.
-    neighbours: 0 for the nearest member's distance, else the number of smallest distances to average.
-    size: the pool's size, which bounds the set's.
+    neighbours: number of smallest distances to average; 0 for the nearest.
+    size: the pool's size.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Metric:
 
     @property
     def averaged(self) -> int:
-        """Number of distances averaged, and so the least number of columns, members or not."""
+        """Number of distances averaged."""
         return min(max(self.neighbours, 1), self.size)
 
     @classmethod
@@ -41,7 +41,7 @@ class Metric:
 
 
 def token_features(op: Ops, spec: TailSpec, lookup: EmbeddingForm, ids: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Features of the tokens `ids` int64 [batch, n], from the node's inputs: float32 [batch, n, hidden]."""
+    """Features of the tokens `ids` int64 [batch, n]: float32 [batch, n, hidden]."""
     tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
     rows = embedding_rows(op, lookup, tables, ids)
     return features(op, rows, inputs["mean"], inputs["inverse_std"], Metric.of(spec))
@@ -49,14 +49,14 @@ def token_features(op: Ops, spec: TailSpec, lookup: EmbeddingForm, ids: Tensor, 
 
 @scope
 def embedding_rows(op: Ops, form: EmbeddingForm, tables: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """Rows of the decoder's own table for ids [..., n], by its own embedding node: float32 [..., n, hidden]."""
+    """Look up ids [..., n] by the decoder's own embedding node: float32 [..., n, hidden]."""
     inputs = [*tables[: form.indices_position], ids, *tables[form.indices_position :]]
     return op.Cast(op.custom(form.domain, form.op_type, inputs, dict(form.attributes)), to=1)
 
 
 @scope
 def features(op: Ops, rows: Tensor, mean: Tensor, inverse_std: Tensor, metric: Metric) -> Tensor:
-    """Whiten rows [batch, n, hidden]. `mahalanobis` normalises them before, the other metrics after."""
+    """Whiten rows [batch, n, hidden]; `mahalanobis` normalises them before, the others after."""
     if metric.name == "mahalanobis":
         return op.Mul(op.Sub(_normalised(op, rows), mean), inverse_std)
     return _normalised(op, op.Mul(op.Sub(rows, mean), inverse_std))
@@ -69,13 +69,14 @@ def _normalised(op: Ops, rows: Tensor) -> Tensor:
 
 @scope
 def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bool = False) -> Tensor:
-    """A monotone function of the distance between features: [batch, rows, columns], of their type.
+    """A monotone function of the features' distances: [batch, rows, columns], of their type.
 
-    `cosine`: minus the cosine. Others: the squared distance |x|^2 + |y|^2 - 2 x.y. That cancels for near-duplicates:
-    with 2,048 float32 coordinates its root is off by up to 0.03, so pass doubles or use `recompute_nearest`.
+    `cosine`: minus the cosine. Others: |x|^2 + |y|^2 - 2 x.y, which cancels for near-duplicates: with 2,048 float32
+    coordinates its root is off by up to 0.03, so pass doubles or use `recompute_nearest`.
 
     double: whether the features are doubles. onnxruntime up to 1.24 fuses a bare Transpose into their product, for
-    which it has no kernel; a Reshape to the same shape costs nothing and prevents it.
+        which
+    it has no kernel; a Reshape to the same shape prevents it.
     """
     transposed = op.Transpose(columns, perm=[0, 2, 1])
     products = op.MatMul(rows, op.Reshape(transposed, op.Shape(transposed)) if double else transposed)
@@ -89,10 +90,10 @@ def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bo
 
 @scope
 def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -> Tensor:
-    """`closeness` of all pairs, float32 [batch, n, n], with each token's nearest few computed from differences.
+    """`closeness` of all pairs, float32 [batch, n, n], with each token's nearest few from differences.
 
     The product tells which tokens are near; x - y then tells how near, without cancellation. One neighbour at a time
-    bounds the memory. Cosines lose no digits and are unchanged.
+    bounds the memory. Cosines lose no digits.
     """
     if metric.name == "cosine":
         return near
@@ -108,9 +109,9 @@ def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -
 
 @scope
 def distance_to_set(op: Ops, near: Tensor, members: Tensor, metric: Metric) -> Tensor:
-    """Distance of each row's token to the set, double [batch, rows].
+    """Distance of each row's token to the set: double [batch, rows].
 
-    near: `closeness`, double or float32 [batch, rows, columns], with at least `metric.averaged` columns.
+    near: `closeness`, at least `metric.averaged` columns.
     members: bool [batch, columns], at least one true.
     """
     last = op.constant([2], np.int64)

@@ -1,4 +1,4 @@
-"""The node's inputs: parameters as one column per row of the batch, and logits after their edits."""
+"""The node's inputs: parameters as columns, and logits after their edits."""
 
 from __future__ import annotations
 
@@ -37,15 +37,12 @@ BLOCK = 128
 class Rows:
     """Parameters as float32 columns [batch, 1].
 
-    given: the seven inputs in the order of `PARAMETERS`, unchanged.
-    greedy: bool, temperature below 1e-5. Such a row keeps one token: its `reward` is -1 (no second token pays) and
-        its `scale` is 0.
+    given: the inputs in the order of `PARAMETERS`.
+    greedy: bool, temperature below 1e-5. Such rows keep one token: `reward` is -1 and `scale` 0.
     temperature, selection: T and Ts, never 0.
     lam, beta: weights of the entropy term and of the log-mass reward.
     reward: beta - lam, the weight of log Gamma in J.
-    warm_mass: init_top_p.
-    scale: geom_scale.
-    uniform: the uniform number of the draw.
+    warm_mass, scale: init_top_p and geom_scale.
     """
 
     given: tuple[Tensor, ...]
@@ -62,7 +59,6 @@ class Rows:
 
 @scope
 def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
-    """`Rows` of the seven inputs [batch], in the order of `PARAMETERS`."""
     axis = op.constant([1], np.int64)
     given = tuple(op.Unsqueeze(value, axis) for value in inputs)
     temperature, selection, lam, beta, warm_mass, scale, uniform = given
@@ -85,7 +81,7 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
 
 @scope
 def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
-    """Whether each parameter and each `further` column is in its interval: bool [batch, 7 + further].
+    """Whether each parameter and `further` column is in its interval: bool [batch, 7 + further].
 
     One comparison with a row of bounds, because a graph's cost is per node.
     """
@@ -98,7 +94,7 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
 
 @scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """Logical AND of bool `flags`, over everything (a scalar) or along one axis (kept, with length 1)."""
+    """Logical AND of bool `flags`, over everything (a scalar) or one axis (kept)."""
     numbers = op.Cast(flags, to=1)
     if axis is None:
         return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
@@ -106,20 +102,20 @@ def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
 
 
 def padded_width(vocab_size: int) -> int:
-    """Columns of the padded logits: whole blocks, with at least one column after the vocabulary."""
+    """Columns of padded logits: whole blocks, with at least one after the vocabulary."""
     return (vocab_size // BLOCK + 1) * BLOCK
 
 
 @scope
 def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
-    """Edit logits [batch, vocab] (docs/contract/graph.md, section 6) and pad them with -inf to [batch, padded].
+    """Edit logits [batch, vocab] (docs/contract/graph.md, section 6), padded with -inf to [batch, padded].
 
-    ids: int64 [batch, edits], distinct within a row where >= 0; edits may be 0.
+    ids: int64 [batch, edits], distinct where >= 0; edits may be 0.
     penalty, bias: float32 [batch, edits].
 
     The new logit is l / penalty if l > 0 else l * penalty, then + bias. An id outside the vocabulary (-1 for padding)
-    edits the column after the vocabulary, which stays -inf. A penalty that is not > 0 makes the logit NaN and so the
-    row invalid. Padding copies the logits; onnxruntime then scatters into the copy in place.
+    edits the column after it, which stays -inf. A penalty <= 0 or NaN makes the logit NaN and the row invalid. Padding
+    copies the logits, so onnxruntime scatters in place.
     """
     spare = op.constant(vocab_size, np.int64)
     nothing = op.constant(-np.inf)
@@ -135,6 +131,5 @@ def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Ten
 
 @scope
 def without_padding(op: Ops, logits: Tensor, vocab_size: int) -> Tensor:
-    """The first `vocab_size` columns of edited logits [batch, padded]."""
     start, end = op.constant([0], np.int64), op.constant([vocab_size], np.int64)
     return op.Slice(logits, start, end, op.constant([1], np.int64))

@@ -26,7 +26,7 @@ from topw_deploy.export.tail.spec import TailSpec
 
 @scope
 def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
-    """bool [batch, 1]: parameters in range, a finite logit, and no NaN or +inf among the edited logits."""
+    """Parameters in range, a finite logit, and no NaN or +inf after edits: bool [batch, 1]."""
     axis = op.constant([1], np.int64)
     largest = op.ReduceMax(logits, axis, keepdims=1)
     broken = op.Or(op.IsNaN(logits), op.Equal(logits, op.constant(np.inf)))
@@ -37,7 +37,7 @@ def valid_rows(op: Ops, logits: Tensor, rows: Rows) -> Tensor:
 
 @scope
 def pool_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows) -> tuple[Answer, Tensor]:
-    """The answer without distances, and where it is final: bool [batch, 1], true for certified and invalid rows."""
+    """The answer without distances, and where it is final: bool [batch, 1]."""
     valid = valid_rows(op, logits, rows)
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     start = warm_start(op, pool, rows)
@@ -50,7 +50,7 @@ def pool_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows) -> tuple[An
 def moved_answer(
     op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor], sure: Tensor
 ) -> Answer:
-    """The alternation's answer, for valid rows that are not certified; `sure` becomes its certificate."""
+    """The alternation's answer, with certificate `sure`."""
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     warm = warm_end(op, pool, rows)
     moved = alternate(op, pool, warm, rows, _distances(op, spec, pool, inputs), spec.options.alt_iters)
@@ -59,7 +59,7 @@ def moved_answer(
 
 @scope
 def literal_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor]) -> Answer:
-    """The whole algorithm without control flow; rows that the pool certifies ignore the alternation."""
+    """The whole algorithm without control flow."""
     valid = valid_rows(op, logits, rows)
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     start = warm_start(op, pool, rows)

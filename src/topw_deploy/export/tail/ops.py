@@ -1,11 +1,10 @@
 """Operator sets: record the tail's operators into an ONNX function, or evaluate them at once.
 
-Each part of the tail is a plain function of an operator set and tensors. `Recorder` turns its calls into nodes;
-`Eager` evaluates them through onnxscript, so a unit test can check any intermediate.
+The tail is plain functions of an operator set and tensors. `Recorder` turns their calls into nodes; `Eager` evaluates
+them, so a unit test can check any intermediate.
 
-onnxscript's `@script` does not fit: it translates one function's text, where every `if` becomes an ONNX `If`, every
-`for` a `Loop`, and only single tensors are passed. The tail chooses metric, potential and form while it is recorded,
-unrolls its alternations, and passes bundles of tensors.
+onnxscript's `@script` does not fit: every `if` becomes an ONNX `If`, every `for` a `Loop`, and only single tensors are
+passed. The tail chooses metric, potential and form while it is recorded, unrolls loops, and passes bundles of tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Ops(Protocol):
         """A constant tensor; equal ones are recorded once."""
 
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
-        """`If` over a bool scalar: the tensors of the side that is taken."""
+        """`If` over a bool scalar."""
 
     def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
         """`Loop`: the state after at most `trips` >= 1 iterations; `body` returns (continue, next state)."""
@@ -47,11 +46,11 @@ class Ops(Protocol):
         """An operator of any domain, with one output."""
 
     def named(self, name: str) -> Any:
-        """Context in which node names are prefixed with `name`."""
+        """Context that prefixes node names."""
 
 
 def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
-    """Prefix the names of the nodes that `function` records with its own name, which exported files thus contain."""
+    """Prefix the names of the nodes that `function` records with its name. Exported files contain these names."""
 
     @functools.wraps(function)
     def recorded(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -62,7 +61,7 @@ def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Op
 
 
 class Recorder:
-    """Record operators as uniquely named nodes of one ONNX function, constants included."""
+    """Record operators as uniquely named nodes of one ONNX function."""
 
     def __init__(self) -> None:
         self._scopes: list[tuple[list[ir.Node], dict[bytes, ir.Value]]] = [([], {})]
@@ -142,7 +141,7 @@ class Recorder:
 
 
 class Eager:
-    """Evaluate each operator at once through onnxscript, for unit tests."""
+    """Evaluate each operator at once through onnxscript."""
 
     def __init__(self, opset: int) -> None:
         import onnxscript

@@ -1,6 +1,6 @@
-"""The candidate pool in double precision: the `top_m` largest logits, their warm start, base scan and alternation.
+"""The candidate pool in double precision: the `top_m` largest logits, warm start, base scan and alternation.
 
-The alternation here has fixed shapes; `dynamic.py` has the one with dynamic shapes.
+Shapes are fixed; dynamic.py has the alternation with dynamic shapes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ Distances = Callable[[Ops, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Pool:
-    """The pool of each row by (logit descending, token id ascending), [batch, size] unless stated otherwise.
+    """The pool by (logit descending, token id ascending), [batch, size].
 
     ids: int64.
-    finite: bool, false where the logit is -inf, which is no member of the pool.
+    finite: bool, false for a logit of -inf, which is not in the pool.
     drop: double, logits minus the largest.
-    weight: double, w = exp(drop / Ts).
-    score: double, lam * drop / Ts.
+    weight, score: double, w = exp(drop / Ts) and lam * drop / Ts.
     positions: int64 [size], 0..size-1.
     width, final: int64 [1], size and size - 1.
     """
@@ -47,7 +46,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Start:
-    """Positions int64 [batch, 1] of the last tokens of the warm start (k0 - 1) and of the base scan (K - 1)."""
+    """Last positions int64 [batch, 1] of the warm start (k0 - 1) and of the base scan (K - 1)."""
 
     warm: Tensor
     base: Tensor
@@ -55,7 +54,7 @@ class Start:
 
 @scope
 def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
-    """The `size` largest of the logits [batch, width]. By ONNX's rule TopK orders equal logits by index."""
+    """The `size` largest of the logits. ONNX's TopK orders equal logits by index."""
     values, ids = op.TopK(logits, op.constant([size], np.int64), axis=1)
     finite = op.Greater(values, op.constant(-np.inf))
     exact = op.Cast(op.Max(values, op.constant(LOWEST)), to=11)
@@ -70,7 +69,7 @@ def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
 
 @scope
 def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> Tensor:
-    """J of every prefix, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]; reward is [batch, 1]."""
+    """J of every prefix, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]."""
     axis = op.constant(1, np.int64)
     mass = op.CumSum(weight, axis)
     gain = op.CumSum(op.Mul(weight, score), axis)
@@ -81,9 +80,9 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
     """Position of the first maximum of J [batch, size]: int64 [batch, 1].
 
-    For reward <= 0, J never rises (singleton collapse), so it is 0 regardless of rounding. Prefixes that reach the
-    tokens of logit -inf (last in every order) are ignored: they add no weight, but J's last bit may differ, because
-    onnxruntime's Log depends on how threads divide the batch.
+    For reward <= 0 J never rises (singleton collapse): 0, whatever rounding gives. Prefixes with tokens of logit -inf,
+    last in every order, are ignored: they add no weight, but onnxruntime's Log may change J's last bit with its
+    threads.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
@@ -94,7 +93,7 @@ def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Ten
 
 @scope
 def warm_end(op: Ops, pool: Pool, rows: Rows) -> Tensor:
-    """The last position of the shortest prefix with `init_top_p` of the pool's mass (1: the whole pool)."""
+    """The last position of the shortest prefix with `init_top_p` of the pool's mass."""
     one_axis = op.constant([1], np.int64)
     mass = op.CumSum(pool.weight, op.constant(1, np.int64))
     share = op.Cast(rows.warm_mass, to=11)
@@ -106,7 +105,6 @@ def warm_end(op: Ops, pool: Pool, rows: Rows) -> Tensor:
 
 @scope
 def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
-    """The ends of the warm start and of the base scan's best prefix."""
     reward = op.Cast(rows.reward, to=11)
     objective = prefix_objective(op, pool.weight, pool.score, reward)
     return Start(warm_end(op, pool, rows), first_maximum(op, objective, reward, pool))
@@ -114,7 +112,7 @@ def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
 
 @scope
 def certified(op: Ops, start: Start, rows: Rows) -> Tensor:
-    """bool [batch, 1]: geom_scale >= 0 and K <= k0. True for greedy rows, whose K is 1 and scale 0."""
+    """geom_scale >= 0 and K <= k0: bool [batch, 1]. Always true for greedy rows."""
     return op.And(op.GreaterOrEqual(rows.scale, op.constant(0.0)), op.LessOrEqual(start.base, start.warm))
 
 
@@ -133,9 +131,9 @@ def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Ten
 
 @scope
 def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
-    """The next set: the tokens of the best prefix by phi = f + score; bool [batch, size].
+    """The next set, the best prefix by phi = f + score: bool [batch, size].
 
-    It holds the tokens with phi above the last member's, or equal to it at the same or an earlier pool position.
+    It contains phi above the last member's, or equal at a pool position up to its own.
     """
     phi = op.Where(pool.finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
     ordered, place = op.TopK(phi, pool.width, axis=1)
@@ -151,7 +149,7 @@ def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
 def alternate(op: Ops, pool: Pool, warm: Tensor, rows: Rows, distances: Distances, iterations: int) -> Tensor:
     """Alternate between crop and potential (docs/contract/graph.md, section 3, step 4): bool [batch, size].
 
-    Always runs all `iterations` from the warm start: a set that has converged does not change any more.
+    Always runs all `iterations`, since a converged set does not change.
     """
     members = up_to(op, warm, pool.positions)
     reward = op.Cast(rows.reward, to=11)

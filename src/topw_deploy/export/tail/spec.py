@@ -46,14 +46,13 @@ AttributeValue = int | float | str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForm:
-    """The decoder's embedding node without its tensors: enough to write the same node again.
+    """The decoder's embedding node without its tensors. It must map ids [...] to rows [..., hidden].
 
-    domain, op_type: the operator, e.g. "" and "Gather" or "com.microsoft" and "GatherBlockQuantized".
-    attributes: (name, value) pairs of the decoder's node.
-    inputs: (element type, shape) of the data inputs in order, without the token ids.
-    indices_position: index of the token ids among the node's inputs.
+    domain, op_type: e.g. "" and "Gather", or "com.microsoft" and "GatherBlockQuantized".
+    attributes: (name, value) pairs.
+    inputs: (element type, shape) of the data inputs in order, without the ids.
+    indices_position: input index of the ids.
 
-    The node must map ids [...] to rows [..., hidden] for any shape of ids.
     Raises UnsupportedModelError for an index out of range and for a Gather over another axis than 0.
     """
 
@@ -77,9 +76,9 @@ class EmbeddingForm:
 
     @property
     def form(self) -> str:
-        """Canonical text of the operator, e.g. `Gather(axis=0)`: the node attribute `table_form`.
+        """Text of the operator, e.g. `Gather(axis=0)`, for the node attribute `table_form`.
 
-        Attributes are in alphabetical order: kernels compare the text with the forms they support.
+        Kernels compare it with the forms they support, so attributes are sorted.
         """
         attributes = dict(self.attributes)
         if self.op_type == "Gather" and not self.domain:
@@ -95,15 +94,15 @@ def plain_gather(rows: int, hidden: int, dtype: ir.DataType = ir.DataType.FLOAT)
 
 @dataclass(frozen=True, kw_only=True)
 class TailSpec:
-    """What is baked into one sampler node, and its outputs.
+    """What is baked into one sampler node.
 
     options: pool size, alternations, metric and potential.
     vocab_size: width V of the logits, >= 1.
-    embedding: how to look up embedding rows; None only for the `uniform` metric.
-    hidden_size: width d of an embedding row; None only for the `uniform` metric.
-    form: `portable` (consecutive branches around static shapes), `onnxruntime` (nested branches, dynamic shapes) or
-        `static` (no control flow).
-    opset: version of the standard operators, that of the surrounding model, 18 to 24.
+    embedding: how to look up embedding rows; optional for the `uniform` metric.
+    hidden_size: width d of an embedding row; optional for the `uniform` metric.
+    form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested branches, dynamic shapes) or `static`
+        (no control flow).
+    opset: of the surrounding model, 18 to 24.
     with_mass, with_keep_mask: whether to add these outputs.
 
     Raises ParameterError for a value out of range.
@@ -146,34 +145,33 @@ class TailSpec:
 
     @cached_property
     def pool_size(self) -> int:
-        """top_m, at most the vocabulary."""
         return min(self.options.top_m, self.vocab_size)
 
 
 def tail_inputs(spec: TailSpec) -> tuple[str, ...]:
-    """Names of the node's inputs in order; the embedding node's data inputs are `embedding_0`, `embedding_1`, ..."""
+    """Names of the node's inputs; the embedding node's data inputs are `embedding_0`, `embedding_1`, ..."""
     if spec.lookup is None:
         return TAIL_INPUTS
     return (*TAIL_INPUTS, *GEOMETRY_INPUTS, *(f"embedding_{i}" for i in range(len(spec.lookup.inputs))))
 
 
 def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
-    """Names of the node's outputs in order.
+    """Names of the node's outputs.
 
     next_token int64 [batch], logprob float32 [batch], kept int32 [batch], certified bool [batch];
-    on request mass float32 [batch] and keep_mask bool [batch, vocab].
+    on request mass float32 [batch], keep_mask bool [batch, vocab].
     """
     optional = (("mass", spec.with_mass), ("keep_mask", spec.with_keep_mask))
     return ("next_token", "logprob", "kept", "certified", *(name for name, wanted in optional if wanted))
 
 
 def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
-    """Attributes of the node, for native kernels; the function's body does not read them.
+    """Attributes of the node, for native kernels; the function's body ignores them.
 
     plugin_namespace, plugin_version: how TensorRT finds a plugin.
     knn_k: 0 for `nearest`.
     table_form: empty for the `uniform` metric.
-    with_mass, with_keep_mask: 0 or 1, because TensorRT asks a plugin for the number of its outputs.
+    with_mass, with_keep_mask: 0 or 1; TensorRT asks a plugin for its number of outputs.
     """
     return {
         "plugin_namespace": DOMAIN,
