@@ -47,6 +47,8 @@ _OUTPUT_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class GraftOptions:
+    """Choices for the sampler; `tail` is the form of its function."""
+
     options: TopWOptions
     tail: str = "portable"
     with_logits: bool = False

@@ -21,7 +21,6 @@ class EmbeddingTable:
     """A graph's table as an array-like [rows, hidden]: `shape`, `dtype`, indexing by slice or ids."""
 
     def __init__(self, embedding: EmbeddingNode, rows: int | None = None) -> None:
-        """rows: number of visible rows; None for all."""
         self.shape = (embedding.rows if rows is None else rows, embedding.hidden)
         self.dtype = np.dtype(np.float32)
         self._read = _stored_rows(embedding) or _looked_up_rows(embedding)

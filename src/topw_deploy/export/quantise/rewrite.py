@@ -67,8 +67,6 @@ def quantise(
 
 @dataclass(frozen=True)
 class _Found:
-    """A graph's products, and its lookup of a stored float table if there is just one."""
-
     products: list[Product]
     embedding: EmbeddingNode | None
 

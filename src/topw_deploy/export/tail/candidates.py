@@ -131,7 +131,7 @@ def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Ca
 def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor) -> Tensor:
     """The first true position of `flags` [batch, n], at most `otherwise`: int64 [batch, 1].
 
-    A minimum of `positions` (0..n-1), because runtimes differ in ArgMax's choice among equals.
+    A minimum of `positions`, because runtimes differ in ArgMax's choice among equals.
     """
     return op.ReduceMin(op.Where(flags, positions, otherwise), op.constant([1], np.int64), keepdims=1)
 
@@ -161,11 +161,10 @@ def certificate(
 ) -> list[Bounded]:
     """Conditions under which the top K tokens are the crop: (column [batch, 1], lowest, highest).
 
-    - Warm start: the mass before token K is below init_top_p times the candidates' mass, so also times the pool's, so
-      K <= k0. Implies init_top_p > 0.
+    - Warm start: the mass before token K is below init_top_p times the candidates' mass, so K <= k0 in the pool too.
     - Block stop: J falls if all other pool tokens get the last candidate's score, their upper bound. Then no longer
       prefix is the first maximum, and token K does not tie with an outsider (a run of equal scores has its best J at an
-      end). For reward <= 0 the first prefix is best.
+      end).
     - The largest logit exceeds the last candidate's, so a single kept token does not tie with an outsider.
     - geom_scale >= 0.
     """

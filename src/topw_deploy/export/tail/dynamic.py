@@ -60,9 +60,9 @@ def put_rows(op: Ops, whole: Tensor, index: Tensor, part: Tensor) -> Tensor:
 def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
     """The last position that can be kept in any iteration (row test): int64 [batch, 1].
 
-    As h <= 1 and distances are >= 0, a kept token has lam log p >= LB - c log Gmax - c. LB is the best base J within
-    the warm start, a lower bound of later J (T3). Gmax is the mass up to the position found last, an upper bound of the
-    kept mass. Needs geom_scale >= 0 and c > 0; other rows keep the whole pool.
+    As h <= 1 and distances are >= 0, a kept token has lam log p >= LB - c log Gmax - c. LB, the best base J within the
+    warm start, bounds later J from below (T3); Gmax, the mass up to the position found last, bounds the kept mass.
+    Needs geom_scale >= 0 and c > 0; other rows keep the whole pool.
     """
     axis = op.constant([1], np.int64)
     zero, one = op.constant(0.0, np.float64), op.constant(1, np.int64)

@@ -58,7 +58,7 @@ def build_tail(spec: TailSpec) -> ir.Function:
 def sample(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """Run the sampler over `inputs`, named as in `tail_inputs(spec)`; returns the outputs of `tail_outputs(spec)`.
 
-    Settled rows get the certified path's answer, others the literal algorithm's, whatever the form and the other rows.
+    An answer depends neither on the form nor on other rows.
     """
     rows = row_parameters(op, [inputs[name] for name in PARAMETERS])
     direct = edited_logits(op, spec, inputs) if not skips_edits(spec) else None
@@ -112,15 +112,13 @@ def _two_branches(
 ) -> list[Tensor]:
     """The `portable` form with geometry: two consecutive branches around static shapes.
 
-    The first builds the pool unless the candidates settle every row; the second computes distances unless every answer
+    The first builds the pool unless the candidates settle every row, the second computes distances unless every answer
     is final. With a dynamic batch NVIDIA's builder refuses nested branches, and sides that return different shapes
-    (docs/contract/graph.md, section 8). So the second builds the pool again: cheap beside the distances, while
-    returning it would cost the fast path dummies of its size.
+    (docs/contract/graph.md, section 8). So the second builds the pool again, which is cheap beside the distances.
 
     settled: bool scalar, whether the candidates settle every row.
-    fast: records the answer if they do.
-    pooled: records the answer of candidates and pool, and where it is final, bool [batch, 1].
-    moved: records the alternation's answer with the given certificates.
+    fast, pooled, moved: record the answer of the candidates, of the pool (with bool [batch, 1], whether it is final),
+        and of the alternation (with the given certificates).
     """
 
     def by_candidates() -> list[Tensor]:
@@ -145,7 +143,7 @@ def _two_branches(
 def skips_edits(spec: TailSpec) -> bool:
     """Whether a call without edits reads the logits in place, in a branch of its own.
 
-    Not without branches, not where a copy is needed anyway (padding, `mass`), not for small vocabularies.
+    Not if a copy is needed anyway (padding, `mass`), nor for a small vocabulary.
     """
     whole = spec.vocab_size % BLOCK == 0 and spec.vocab_size // BLOCK >= CANDIDATES
     return whole and spec.form != "static" and not spec.with_mass

@@ -74,9 +74,8 @@ def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bo
     `cosine`: minus the cosine. Others: |x|^2 + |y|^2 - 2 x.y, which cancels for near-duplicates: with 2,048 float32
     coordinates its root is off by up to 0.03, so pass doubles or use `recompute_nearest`.
 
-    double: whether the features are doubles. onnxruntime up to 1.24 fuses a bare Transpose into their product, for
-        which
-    it has no kernel; a Reshape to the same shape prevents it.
+    double: whether the features are doubles. onnxruntime up to 1.24 has no kernel for their product with a fused
+        Transpose; a Reshape to the same shape prevents the fusion.
     """
     transposed = op.Transpose(columns, perm=[0, 2, 1])
     products = op.MatMul(rows, op.Reshape(transposed, op.Shape(transposed)) if double else transposed)
@@ -90,10 +89,9 @@ def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bo
 
 @scope
 def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -> Tensor:
-    """`closeness` of all pairs, float32 [batch, n, n], with each token's nearest few from differences.
+    """`closeness` of all pairs, float32 [batch, n, n], each token's nearest few recomputed from differences.
 
-    The product tells which tokens are near; x - y then tells how near, without cancellation. One neighbour at a time
-    bounds the memory. Cosines lose no digits.
+    x - y does not cancel. One neighbour at a time bounds the memory. Cosines lose no digits.
     """
     if metric.name == "cosine":
         return near

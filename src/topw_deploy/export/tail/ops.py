@@ -1,10 +1,8 @@
-"""Operator sets: record the tail's operators into an ONNX function, or evaluate them at once.
-
-The tail is plain functions of an operator set and tensors. `Recorder` turns their calls into nodes; `Eager` evaluates
-them, so a unit test can check any intermediate.
+"""Operator sets: `Recorder` turns the tail's calls into nodes of an ONNX function; `Eager` evaluates them for unit
+tests.
 
 onnxscript's `@script` does not fit: every `if` becomes an ONNX `If`, every `for` a `Loop`, and only single tensors are
-passed. The tail chooses metric, potential and form while it is recorded, unrolls loops, and passes bundles of tensors.
+passed. The tail chooses metric and form while it is recorded, unrolls loops, and passes bundles of tensors.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ R = TypeVar("R")
 
 
 class Ops(Protocol):
-    """An operator set: `op.Add(a, b)`, `op.TopK(x, k, axis=1)`, attributes as keywords."""
+    """An operator set: `op.TopK(x, k, axis=1)`, attributes as keywords."""
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]: ...
 
     def constant(self, value: Any, dtype: type = np.float32) -> Tensor:
-        """A constant tensor; equal ones are recorded once."""
+        """Equal constants are recorded once."""
 
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
         """`If` over a bool scalar."""
@@ -61,8 +59,6 @@ def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Op
 
 
 class Recorder:
-    """Record operators as uniquely named nodes of one ONNX function."""
-
     def __init__(self) -> None:
         self._scopes: list[tuple[list[ir.Node], dict[bytes, ir.Value]]] = [([], {})]
         self._path: list[str] = []
@@ -141,8 +137,6 @@ class Recorder:
 
 
 class Eager:
-    """Evaluate each operator at once through onnxscript."""
-
     def __init__(self, opset: int) -> None:
         import onnxscript
 

@@ -54,7 +54,7 @@ class Start:
 
 @scope
 def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
-    """The `size` largest of the logits. ONNX's TopK orders equal logits by index."""
+    """ONNX's TopK orders equal logits by index."""
     values, ids = op.TopK(logits, op.constant([size], np.int64), axis=1)
     finite = op.Greater(values, op.constant(-np.inf))
     exact = op.Cast(op.Max(values, op.constant(LOWEST)), to=11)
@@ -80,9 +80,9 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
     """Position of the first maximum of J [batch, size]: int64 [batch, 1].
 
-    For reward <= 0 J never rises (singleton collapse): 0, whatever rounding gives. Prefixes with tokens of logit -inf,
-    last in every order, are ignored: they add no weight, but onnxruntime's Log may change J's last bit with its
-    threads.
+    For reward <= 0 J never rises (singleton collapse): 0, whatever rounding gives. Prefixes with tokens of logit -inf
+    are
+    ignored: they add no weight, but onnxruntime's Log may change J's last bit with its threads.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)

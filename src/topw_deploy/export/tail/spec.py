@@ -149,7 +149,6 @@ class TailSpec:
 
 
 def tail_inputs(spec: TailSpec) -> tuple[str, ...]:
-    """Names of the node's inputs; the embedding node's data inputs are `embedding_0`, `embedding_1`, ..."""
     if spec.lookup is None:
         return TAIL_INPUTS
     return (*TAIL_INPUTS, *GEOMETRY_INPUTS, *(f"embedding_{i}" for i in range(len(spec.lookup.inputs))))
@@ -170,8 +169,7 @@ def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
 
     plugin_namespace, plugin_version: how TensorRT finds a plugin.
     knn_k: 0 for `nearest`.
-    table_form: empty for the `uniform` metric.
-    with_mass, with_keep_mask: 0 or 1; TensorRT asks a plugin for its number of outputs.
+    with_mass, with_keep_mask: TensorRT asks a plugin for its number of outputs.
     """
     return {
         "plugin_namespace": DOMAIN,
