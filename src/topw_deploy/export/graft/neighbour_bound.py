@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.progress import Bar, Progress, no_bar
+from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import Geometry
 
 Bound = NDArray[np.float32]
@@ -52,24 +52,24 @@ def zero_bound(_geometry: Geometry, tokens: int) -> Bound:
     return np.zeros(tokens, dtype=np.float32)
 
 
-def measure_for(wanted: bool, dry_run: bool, progress: Progress, bar: Bar) -> Measure:
+def measure_for(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
     if not wanted:
         return no_bound
     if dry_run:
         return zero_bound
 
     def measured(geometry: Geometry, tokens: int) -> Bound:
-        progress(f"Measuring how near each of {tokens} tokens has its nearest other")
-        return neighbour_bound(geometry, tokens, bar)
+        progress.say(f"Measuring how near each of {tokens} tokens has its nearest other")
+        return neighbour_bound(geometry, tokens, progress)
 
     return measured
 
 
-def neighbour_bound(geometry: Geometry, tokens: int, bar: Bar = no_bar) -> Bound:
+def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT) -> Bound:
     """A lower bound of each token's distance to the nearest other of the first `tokens`: float32 [tokens].
 
     geometry: with float64 statistics; the bound also holds for their float32 roundings in a graph.
-    bar: counts pairs of tokens.
+    progress: its bar counts pairs of tokens.
 
     0 for duplicates, for near-duplicates within float32's rounding, and for a single token. Holds under `knn`, whose
     mean is at least the smallest distance. Takes about 500 MB beside the table, which is read in blocks, and tokens^2 /
@@ -80,7 +80,7 @@ def neighbour_bound(geometry: Geometry, tokens: int, bar: Bar = no_bar) -> Bound
     lowest = np.full(tokens, np.inf, dtype=np.float32)
     block = max(1, min(_BLOCK, _BLOCK_VALUES // points.width))
     held = max(1, _HELD_VALUES // (points.width * block)) * block
-    with bar(tokens * (tokens - 1) // 2, "pairs") as advance:
+    with progress.bar(tokens * (tokens - 1) // 2, "pairs") as advance:
         for first in range(0, tokens, held):
             left = _held_points(points, first, min(first + held, tokens), block)
             for start in range(first, tokens, block):

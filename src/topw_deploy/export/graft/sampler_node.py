@@ -5,8 +5,6 @@ Weights are not copied; only the embedding table is read, for its statistics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -18,6 +16,7 @@ from topw_deploy.export.graft.last_token import last_logits
 from topw_deploy.export.graft.neighbour_bound import Measure, no_bound
 from topw_deploy.export.graft.table import EmbeddingTable
 from topw_deploy.export.graph.editor import GraphEditor, find_input
+from topw_deploy.export.request import SamplerOptions
 from topw_deploy.export.tail import (
     DOMAIN,
     DOMAIN_VERSION,
@@ -29,7 +28,7 @@ from topw_deploy.export.tail import (
     tail_outputs,
 )
 from topw_deploy.sampling import Geometry
-from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
+from topw_deploy.sampling.parameters import TopWParameters
 
 NODE_NAME = "topw_sample"
 BOUND_NAME = "topw.neighbour_bound"
@@ -45,18 +44,7 @@ _OUTPUT_TYPES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraftOptions:
-    """Choices for the sampler; `tail` is the form of its function."""
-
-    options: TopWOptions
-    tail: str = "portable"
-    with_logits: bool = False
-    with_mass: bool = False
-    with_keep_mask: bool = False
-
-
-def graft(decoder: Decoder, wanted: GraftOptions, measure: Measure = no_bound) -> TailSpec:
+def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> TailSpec:
     """Add the sampler to `decoder.model` in place; `measure` makes the neighbour bound.
 
     `logits` stays an output only on request: a foreign decoder's own, otherwise float32 [batch, vocab]. A foreign
