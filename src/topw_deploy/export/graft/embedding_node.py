@@ -1,4 +1,4 @@
-"""Find the node that looks up token embeddings, in the forms that exporters write."""
+"""Find the node that looks up token embeddings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EmbeddingNode:
 
 
 def find_embedding(graph: ir.Graph) -> EmbeddingNode:
-    """The embedding lookup downstream of `input_ids`. Raises UnsupportedModelError unless there is exactly one."""
+    """The lookup downstream of `input_ids`. Raises UnsupportedModelError unless there is exactly one."""
     found = _lookups(graph)
     if not found:
         raise UnsupportedModelError(

@@ -42,7 +42,7 @@ def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
 
 
 def _pick(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
-    """[batch, sequence, n] -> [batch, n] at each row's last attended position."""
+    """[batch, sequence, n] -> [batch, n]"""
     op, constant = editor.op, editor.constant
     if rows.shape is not None and rows.shape[1] == 1:  # already selected
         return op("Squeeze", [rows, constant(np.array([1]))])
@@ -69,7 +69,7 @@ def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
 
 
 def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:
-    """The matmul of the logits and the row-wise nodes after it, last first; None if uncertain."""
+    """It and the row-wise nodes after it, last first; None if uncertain."""
     if logits.shape is None or len(logits.shape) != 3:
         return None
     path: list[ir.Node] = []

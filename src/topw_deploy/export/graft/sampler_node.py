@@ -144,14 +144,12 @@ def add_sampler_node(graph: ir.Graph, spec: TailSpec, inputs: list[ir.Value], ba
 
 
 def install_function(model: ir.Model, spec: TailSpec) -> None:
-    """Add the node's function, for runtimes without a native sampler."""
     function = build_tail(spec)
     model.functions[function.identifier()] = function
     model.opset_imports[DOMAIN] = DOMAIN_VERSION
 
 
 def sampler_node(graph: ir.Graph) -> ir.Node:
-    """The sampler node of an exported graph."""
     return next(node for node in graph if node.domain == DOMAIN and node.op_type == OP_TYPE)
 
 

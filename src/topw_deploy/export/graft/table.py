@@ -18,7 +18,7 @@ from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 
 
 class EmbeddingTable:
-    """A graph's table as an array-like [rows, hidden]: `shape`, `dtype`, indexing by slice or ids."""
+    """A graph's table as an array-like [rows, hidden], indexed by slice or ids."""
 
     def __init__(self, embedding: EmbeddingNode, rows: int | None = None) -> None:
         self.shape = (embedding.rows if rows is None else rows, embedding.hidden)
@@ -66,7 +66,7 @@ def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> Any:
-    """Each read maps the file anew, so the pages of one block are given back before the next."""
+    """Each read maps the file again, so one block's pages are released before the next."""
 
     def read(ids: np.ndarray) -> np.ndarray:
         array = stored_array(tensor)
@@ -84,7 +84,6 @@ def _lazy_rows(read: Read, transposed: bool) -> Any:
 
 
 def _looked_up_rows(embedding: EmbeddingNode) -> Any:
-    """Reader that runs the lookup in onnxruntime."""
     import onnxruntime
 
     model, feeds = _lookup_model(embedding)

@@ -36,7 +36,6 @@ class GraphEditor:
         name: str | None = None,
         **attributes: Any,
     ) -> ir.Value:
-        """Append a node with one output of the given type and shape."""
         (output,) = self.outputs(op_type, inputs, 1, domain=domain, **attributes)
         if name is not None:
             output.name = name
@@ -49,7 +48,6 @@ class GraphEditor:
     def outputs(
         self, op_type: str, inputs: Sequence[ir.Value | None], count: int, *, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
-        """Append a node with `count` outputs."""
         node = ir.node(
             op_type, inputs, attributes=attributes, domain=domain, name=self.unique(op_type), num_outputs=count
         )
@@ -59,7 +57,6 @@ class GraphEditor:
         return node.outputs
 
     def constant(self, array: Any, name: str | None = None) -> ir.Value:
-        """Add a NumPy array or scalar."""
         array = np.asarray(array)
         key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 64 and name is None else None
         if key is not None and key in self._constants:
@@ -127,7 +124,7 @@ def required_input(graph: ir.Graph, name: str) -> ir.Value:
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether `value` is computed from initializers alone."""
+    """Whether `value` depends on initializers alone."""
     if value is None or value.is_graph_input():
         return False
     node = value.producer()

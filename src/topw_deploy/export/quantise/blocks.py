@@ -1,4 +1,4 @@
-"""Quantise one weight with `search` or onnxruntime's quantisers, a slice of its outputs at a time."""
+"""Quantise one weight, a slice of its outputs at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from topw_deploy.errors import ExportError
 from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.search import search
 
-_SLICE_VALUES = 16 << 20  # weights per slice: 64 MiB of float32, of which k_quant makes several copies
+_SLICE_VALUES = 16 << 20  # 64 MiB of float32, of which k_quant makes several copies
 
 _LOGGERS = ("onnxruntime.quantization.matmul_nbits_quantizer", "neural_compressor")
 
@@ -124,7 +124,7 @@ def _searched(rows: np.ndarray, shape: BlocksShape) -> Blocks:
 
 
 def _by_tool(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> Blocks:
-    """Quantise rows [n, inputs] with onnxruntime's tool."""
+    """With onnxruntime's tool."""
     blocks = shape.blocks
     # Except for `default` the tool packs pairs of zero points across rows: make the number of blocks even.
     blocks += blocks % 2 if shape.bits == 4 and scheme.algorithm != "default" else 0
@@ -175,7 +175,7 @@ def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> l
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the tool, which prints, logs every node, configures the root logger and divides by 0."""
+    """The tool prints, logs every node, configures the root logger and divides by 0."""
     root = logging.getLogger()
     others = [logging.getLogger(name) for name in _LOGGERS]
     handlers, levels = list(root.handlers), [logger.level for logger in (root, *others)]

@@ -71,7 +71,7 @@ class _Found:
     embedding: EmbeddingNode | None
 
     def head(self) -> Product | None:
-        """The last product, if it has one output per table row."""
+        """The last product, if it has an output per table row."""
         if not self.products or self.embedding is None:
             return None
         last = self.products[-1]
@@ -112,7 +112,7 @@ def _stored_lookup(graph: ir.Graph) -> EmbeddingNode | None:
 class _Stored:
     def __init__(self, editor: GraphEditor, weight: QuantisedWeight, name: str, codes: tuple[int, ...]) -> None:
         self.shape = weight.shape
-        # Consecutive, so that they are written one after the other (see weight.RecentBlocks).
+        # Consecutive, for weight.RecentBlocks.
         self.codes = editor.initializer(weight.codes(codes), f"{name}_Q{weight.shape.bits}")
         self.scales = editor.initializer(weight.scales(), f"{name}_scales")
         zeros = weight.zero_points()
@@ -168,7 +168,7 @@ class _Replacer:
         table = self._tables.get(id(weight)) if product.by_output else None
         if table is not None:
             self._stored.setdefault(id(weight), table)
-            # The lookup needs rows, the product blocks: a view of the same bytes, created once, at load time.
+            # The same bytes as blocks: a view, created once, at load time.
             shape = table.shape.codes
             target = self.editor.constant([int(size) for size in shape])
             codes = self.editor.op("Reshape", [table.codes, target], dtype=ir.DataType.UINT8, shape=shape)
@@ -221,7 +221,7 @@ class _Replacer:
         attributes: dict[str, int],
         scheme: Quantisation,
     ) -> None:
-        """Replace `nodes` by one node, whose output takes over the last one's name."""
+        """One node takes over the name of the last one's output."""
         old, graph = nodes[-1].outputs[0], self.editor.graph
         node = ir.node(op_type, inputs, attributes=attributes, domain=DOMAIN, name=f"{nodes[0].name}_Q{scheme.bits}")
         new = node.outputs[0]

@@ -1,4 +1,4 @@
-"""Lazy initializers of quantised weights, computed while they are written."""
+"""Lazy initializers of quantised weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _HELD_BYTES = 128 << 20  # of codes, scales and zero points
 
 
 class RecentBlocks:
-    """Bounded cache of the blocks made last.
+    """Bounded cache: a weight's tensors are written consecutively, so each weight is quantised once.
 
-    A weight's tensors are written consecutively, so each weight is quantised once; a small model fits whole and can be
-    written twice.
+    A small model fits whole and can be written twice.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,6 @@ class RecentBlocks:
 
 
 def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
-    """Reader of the weight in `tensor`, in parts if possible."""
     if isinstance(tensor, LazyWeight) and tensor.read is not None:
         read = tensor.read
         if by_output:

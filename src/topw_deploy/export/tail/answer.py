@@ -1,4 +1,4 @@
-"""The answer for each row: token, certificate and optional outputs, merged from several paths."""
+"""The answer for each row, merged from several paths."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from topw_deploy.export.tail.spec import TailSpec
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of one path.
+    """Columns [batch, 1] of one path, and its mask.
 
-    drawn: the draw.
-    certified: bool [batch, 1].
-    crop_mass: float32 [batch, 1], the crop's weight at Ts relative to the largest logit, or None.
+    certified: bool.
+    crop_mass: float32, the crop's weight at Ts relative to the largest logit, or None.
     keep_mask: bool [batch, padded], or None.
     """
 
@@ -32,7 +31,7 @@ class Answer:
 
 
 def parts_of(answer: Answer) -> list[Tensor]:
-    """The tensors of an answer, for a branch to return."""
+    """Its tensors, for a branch to return."""
     drawn = answer.drawn
     parts = (drawn.token, drawn.logprob, drawn.kept, answer.certified, answer.crop_mass, answer.keep_mask)
     return [part for part in parts if part is not None]
@@ -47,7 +46,7 @@ def answer_of(spec: TailSpec, parts: Sequence[Tensor]) -> Answer:
 
 @scope
 def fast_answer(op: Ops, spec: TailSpec, path: ShortPath, sure: Tensor) -> Answer:
-    """The candidates' answer; `sure` bool [batch, 1] is its certificate."""
+    """The candidates' answer, with certificate `sure`."""
     candidates, scan = path.candidates, path.scan
     mask = None
     if spec.with_keep_mask:
@@ -68,7 +67,7 @@ def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Te
 
 @scope
 def draw_member(op: Ops, pool: Pool, members: Tensor, rows: Rows) -> Drawn:
-    """Draw from the pool's `members`, bool [batch, top_m], in double."""
+    """Draw from the pool's `members`, bool [batch, top_m]."""
     one_axis, axis = op.constant([1], np.int64), op.constant(1, np.int64)
     never = op.constant(-1e30, np.float64)
     drop = op.Where(members, pool.drop, never)
@@ -121,7 +120,7 @@ def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
 
 @scope
 def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
-    """Give invalid rows token -1, not certified, and zeros for the rest."""
+    """Invalid rows get token -1 and zeros."""
     nothing = op.constant(0, np.int64)
     drawn = Drawn(
         op.Where(valid, answer.drawn.token, op.constant(-1, np.int64)),

@@ -1,7 +1,6 @@
 """The certified path: crop and draw from the largest logits, and the proof that no other token matters.
 
-Where the certificate holds (docs/contract/graph.md, section 4, T2), the crop is the K most probable tokens, so neither
-the pool nor distances are needed.
+By the certificate (docs/contract/graph.md, section 4, T2) the crop is the K most probable tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class ShortPath:
-    """Crop and draw among the candidates, valid where all of `settled`, bool [batch, n], are true."""
+    """Crop and draw, valid where all of `settled`, bool [batch, n], are true."""
 
     candidates: Candidates
     scan: ShortScan
@@ -99,7 +98,7 @@ class ShortPath:
 
 @scope
 def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
-    """The blocks with the `CANDIDATES` largest logits [batch, width], width a multiple of BLOCK.
+    """The blocks of logits [batch, width] that hold the `CANDIDATES` largest.
 
     Up to ties, a token among the n largest is in a block whose maximum is among the n largest.
     """
@@ -138,9 +137,9 @@ def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor)
 
 @scope
 def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
-    """J over the prefixes of the candidates (docs/contract/graph.md, section 3, step 4 with f = 0).
+    """J over the candidates' prefixes (docs/contract/graph.md, section 3, step 4 with f = 0).
 
-    drop: float32 [batch, width], logits minus the largest; -inf gets weight 0.
+    drop: logits minus the largest; -inf gets weight 0.
     """
     axis = op.constant(1, np.int64)
     a = op.Max(op.Div(drop, rows.selection), op.constant(-1e4))
@@ -204,8 +203,7 @@ def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath
 def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
     """Conditions bool [batch, n] under which a row is valid and, by `proof`, certified.
 
-    A row's sum is NaN or +inf if one of its logits is, but also overflows for absurdly large ones: `valid_rows`
-    decides.
+    A row's sum reveals NaN or +inf, but also overflows for absurdly large logits: `valid_rows` decides.
     """
     finite = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
     return within(op, rows, [*finite, *proof])
@@ -213,7 +211,7 @@ def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Boun
 
 @scope
 def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, rows: Rows) -> Drawn:
-    """Draw from the candidates up to position `last` [batch, 1]."""
+    """Draw up to position `last` [batch, 1]."""
     log_weight = op.Div(drop, rows.temperature)
     mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
     total = op.GatherElements(mass, last, axis=1)
@@ -242,7 +240,7 @@ def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
 
 @scope
 def kept_candidates(op: Ops, candidates: Candidates, last: Tensor) -> Tensor:
-    """The candidates up to position `last` of the same order: bool [batch, n]."""
+    """The candidates up to position `last`: bool [batch, n]."""
     logit = op.GatherElements(candidates.logits, last, axis=1)
     tied = op.And(op.Equal(candidates.logits, logit), op.LessOrEqual(candidates.ids, token_at(op, candidates, last)))
     return op.Or(op.Greater(candidates.logits, logit), tied)

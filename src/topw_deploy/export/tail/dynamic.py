@@ -43,7 +43,7 @@ def take_pool(op: Ops, pool: Pool, index: Tensor) -> Pool:
 
 @scope
 def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
-    """The first `width` int64 [1] tokens of each pool."""
+    """The first `width` tokens of each pool."""
     start, axis = op.constant([0], np.int64), op.constant([1], np.int64)
     cut = {name: op.Slice(getattr(pool, name), start, width, axis) for name in _BY_ROW}
     positions = op.Range(op.constant(0, np.int64), op.Squeeze(width), op.constant(1, np.int64))
@@ -86,8 +86,7 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
 def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: int) -> Tensor:
     """Whether another iteration may change the set of any row: bool scalar.
 
-    A set that stayed is final. One that shrank is too (T1), unless geom_scale < 0 or it has fewer members than
-    neighbours.
+    Not a set that stayed, or that shrank (T1), unless geom_scale < 0 or it has fewer members than neighbours.
     """
     axis = op.constant([1], np.int64)
     grew = op.ReduceMax(op.Cast(op.And(after, op.Not(before)), to=1), axis, keepdims=1)
@@ -103,7 +102,7 @@ def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: i
 def alternate_pruned(
     op: Ops, spec: TailSpec, pool: Pool, start: Start, rows: Rows, inputs: Mapping[str, Tensor], index: Tensor
 ) -> Tensor:
-    """The final sets of the rows `index` int64 [n]: bool [n, top_m]."""
+    """The final sets of the rows `index`: bool [n, top_m]."""
     rows = take_rows(op, rows, index)
     start = replace(start, warm=op.Gather(start.warm, index, axis=0))
     pool = take_pool(op, pool, index)
@@ -139,7 +138,7 @@ def _with_geometry(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """One iteration with outsiders' distances to the warm start, then all pairs if needed."""
+    """Outsiders' distances to the warm start first, then all pairs if needed."""
     metric, reward = Metric.of(spec), op.Cast(rows.reward, to=11)
     whitened = token_features(op, spec, lookup, pool.ids, inputs)
     double = metric.name != "cosine"

@@ -36,7 +36,7 @@ from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 
 def build_tail(spec: TailSpec) -> ir.Function:
-    """The function `topw::TopWSample`: inputs `tail_inputs(spec)`, outputs `tail_outputs(spec)`.
+    """Its inputs are `tail_inputs(spec)`, its outputs `tail_outputs(spec)`.
 
     It contains its constants and uses standard operators of `spec.opset` and the embedding node's operator.
     """
@@ -156,7 +156,7 @@ def edited_logits(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Tens
 
 @scope
 def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
-    """The largest blocks of the edited logits; without edits straight from the input."""
+    """The largest blocks; without edits straight from the input."""
 
     def parts(blocks: Blocks) -> list[Tensor]:
         return [blocks.logits, blocks.index, blocks.total]
@@ -174,7 +174,7 @@ def search(op: Ops, spec: TailSpec, inputs: Mapping[str, Tensor]) -> Blocks:
 
 @scope
 def top_share(op: Ops, logits: Tensor, candidates: Candidates, rows: Rows) -> Tensor:
-    """Probability of the largest logit under the softmax over the vocabulary at Ts: float32 [batch, 1].
+    """Softmax probability of the largest logit at Ts: float32 [batch, 1].
 
     NaN for a greedy Ts, where the kept token has all mass.
     """

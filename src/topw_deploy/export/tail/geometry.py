@@ -1,4 +1,4 @@
-"""Token geometry in the graph: features of tokens and their distances to a set (docs/contract/graph.md, section 2)."""
+"""Token geometry in the graph (docs/contract/graph.md, section 2)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class Metric:
 
     @property
     def averaged(self) -> int:
-        """Number of distances averaged."""
         return min(max(self.neighbours, 1), self.size)
 
     @classmethod
@@ -49,14 +48,14 @@ def token_features(op: Ops, spec: TailSpec, lookup: EmbeddingForm, ids: Tensor, 
 
 @scope
 def embedding_rows(op: Ops, form: EmbeddingForm, tables: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """Look up ids [..., n] by the decoder's own embedding node: float32 [..., n, hidden]."""
+    """Look up ids [..., n] as the decoder does: float32 [..., n, hidden]."""
     inputs = [*tables[: form.indices_position], ids, *tables[form.indices_position :]]
     return op.Cast(op.custom(form.domain, form.op_type, inputs, dict(form.attributes)), to=1)
 
 
 @scope
 def features(op: Ops, rows: Tensor, mean: Tensor, inverse_std: Tensor, metric: Metric) -> Tensor:
-    """Whiten rows [batch, n, hidden]; `mahalanobis` normalises them before, the others after."""
+    """Whiten rows; `mahalanobis` normalises them before, the others after."""
     if metric.name == "mahalanobis":
         return op.Mul(op.Sub(_normalised(op, rows), mean), inverse_std)
     return _normalised(op, op.Mul(op.Sub(rows, mean), inverse_std))

@@ -83,7 +83,7 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
 def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
     """Whether each parameter and `further` column is in its interval: bool [batch, 7 + further].
 
-    One comparison with a row of bounds, because a graph's cost is per node.
+    One comparison, because a graph's cost is per node.
     """
     bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
     columns = op.Concat(*rows.given, *(column for column, _, _ in further), axis=1)
@@ -94,7 +94,7 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
 
 @scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """Logical AND of bool `flags`, over everything (a scalar) or one axis (kept)."""
+    """Logical AND of bool `flags`, over everything or one axis (kept)."""
     numbers = op.Cast(flags, to=1)
     if axis is None:
         return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
@@ -102,7 +102,7 @@ def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
 
 
 def padded_width(vocab_size: int) -> int:
-    """Columns of padded logits: whole blocks, with at least one after the vocabulary."""
+    """Whole blocks, with at least one column after the vocabulary."""
     return (vocab_size // BLOCK + 1) * BLOCK
 
 
@@ -113,9 +113,9 @@ def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Ten
     ids: int64 [batch, edits], distinct where >= 0; edits may be 0.
     penalty, bias: float32 [batch, edits].
 
-    The new logit is l / penalty if l > 0 else l * penalty, then + bias. An id outside the vocabulary (-1 for padding)
-    edits the column after it, which stays -inf. A penalty <= 0 or NaN makes the logit NaN and the row invalid. Padding
-    copies the logits, so onnxruntime scatters in place.
+    The new logit is l / penalty if l > 0 else l * penalty, then + bias. An id outside the vocabulary edits the column
+    after it, which stays -inf. A penalty <= 0 or NaN makes the logit NaN. Padding copies the logits, so onnxruntime
+    scatters in place.
     """
     spare = op.constant(vocab_size, np.int64)
     nothing = op.constant(-np.inf)

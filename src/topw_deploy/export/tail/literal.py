@@ -1,4 +1,4 @@
-"""The literal algorithm over the pool, for rows that the candidates do not settle."""
+"""The literal algorithm over the pool."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def literal_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: 
 
 @scope
 def compact_answer(op: Ops, spec: TailSpec, logits: Tensor, rows: Rows, inputs: Mapping[str, Tensor]) -> Answer:
-    """As `literal_answer`, with the reductions of dynamic.py."""
+    """With the reductions of dynamic.py."""
     valid = valid_rows(op, logits, rows)
     pool = candidate_pool(op, logits, rows, spec.pool_size)
     start = warm_start(op, pool, rows)

@@ -112,19 +112,19 @@ def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
 
 @scope
 def certified(op: Ops, start: Start, rows: Rows) -> Tensor:
-    """geom_scale >= 0 and K <= k0: bool [batch, 1]. Always true for greedy rows."""
+    """geom_scale >= 0 and K <= k0: bool [batch, 1]. True for greedy rows."""
     return op.And(op.GreaterOrEqual(rows.scale, op.constant(0.0)), op.LessOrEqual(start.base, start.warm))
 
 
 @scope
 def up_to(op: Ops, last: Tensor, positions: Tensor) -> Tensor:
-    """bool [batch, n]: `positions` int64 [n] <= `last` int64 [batch, 1]."""
+    """`positions` int64 [n] <= `last` int64 [batch, 1]."""
     return op.LessOrEqual(positions, last)
 
 
 @scope
 def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Tensor:
-    """f = -geom_scale * distance to the set, 0 for its members; double [batch, size]."""
+    """f = -geom_scale * distance, 0 for members; double [batch, size]."""
     zero = op.constant(0.0, np.float64)
     return op.Where(members, zero, op.Neg(op.Mul(op.Cast(scale, to=11), distances)))
 
@@ -133,7 +133,7 @@ def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Ten
 def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
     """The next set, the best prefix by phi = f + score: bool [batch, size].
 
-    It contains phi above the last member's, or equal at a pool position up to its own.
+    Of tokens with the last member's phi, it contains those up to its pool position.
     """
     phi = op.Where(pool.finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
     ordered, place = op.TopK(phi, pool.width, axis=1)

@@ -88,7 +88,7 @@ class EmbeddingForm:
 
 
 def plain_gather(rows: int, hidden: int, dtype: ir.DataType = ir.DataType.FLOAT) -> EmbeddingForm:
-    """Gather(axis=0) over one table [rows, hidden] of float32, float16 or bfloat16."""
+    """Gather(axis=0) over one table [rows, hidden]."""
     return EmbeddingForm("", "Gather", (("axis", 0),), ((dtype, (rows, hidden)),), 1)
 
 
@@ -135,7 +135,6 @@ class TailSpec:
 
     @property
     def has_geometry(self) -> bool:
-        """Whether distances come from embeddings."""
         return self.options.metric != "uniform"
 
     @property
