@@ -72,8 +72,8 @@ def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT
     progress: its bar counts pairs of tokens.
 
     0 for duplicates, for near-duplicates within float32's rounding, and for a single token. Holds under `knn`, whose
-    mean is at least the smallest distance. Takes about 500 MB beside the table, which is read in blocks, and tokens^2 /
-    2 products of width d.
+    mean is at least the smallest distance.
+    Memory: about 500 MB beside the table, which is read in blocks. Time: tokens^2 / 2 products of width d.
     Raises ParameterError for the `uniform` metric.
     """
     points = _Points(geometry, tokens)
