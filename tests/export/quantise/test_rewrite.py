@@ -214,12 +214,12 @@ def test_the_last_token_is_selected_before_a_quantised_head() -> None:
 )
 def test_excluded_nodes_and_weights_are_unchanged(exclude: tuple[str, ...], floats: set[str]) -> None:
     model = toy(tied=False)
-    settings = Quantisation(bits=4, exclude=exclude)
+    scheme = Quantisation(bits=4, exclude=exclude)
     if len(floats) == 4:
         with pytest.raises(UnsupportedModelError, match="no product"):
-            quantise(model, settings)
+            quantise(model, scheme)
         return
-    assert quantise(model, settings) == []
+    assert quantise(model, scheme) == []
     assert float_stored(model) == floats
 
 
@@ -233,10 +233,10 @@ def test_a_tied_head_and_its_table_keep_their_type_together(pattern: str) -> Non
 
 
 def test_a_pattern_that_matches_nothing_is_refused_for_a_whole_model() -> None:
-    settings = Quantisation(bits=4, exclude=("lm_haed*",))
+    scheme = Quantisation(bits=4, exclude=("lm_haed*",))
     with pytest.raises(ParameterError, match=r"'lm_haed\*' names no node or weight"):
-        quantise(toy(tied=False), settings)
-    assert quantise(toy(tied=False), settings, cut=True) == []
+        quantise(toy(tied=False), scheme)
+    assert quantise(toy(tied=False), scheme, cut=True) == []
 
 
 def test_weights_that_cannot_be_quantised_are_reported() -> None:

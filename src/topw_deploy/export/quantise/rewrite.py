@@ -24,7 +24,7 @@ _NOTABLE = 0.01  # share of the weights' bytes above which a matrix that stays f
 
 
 def quantise(
-    model: ir.Model, settings: Quantisation, packed: PackedRows | None = None, *, cut: bool = False
+    model: ir.Model, scheme: Quantisation, packed: PackedRows | None = None, *, cut: bool = False
 ) -> list[str]:
     """Quantise `model` in place; returns notices about weights that keep their type.
 
@@ -32,24 +32,24 @@ def quantise(
     packed: rows of a quantised checkpoint, whose codes, scales and zero points are kept.
     cut: the graph has only the first layers, so patterns may match nothing.
 
-    Raises ParameterError for a pattern of `settings.exclude` that matches nothing, UnsupportedModelError for a graph
+    Raises ParameterError for a pattern of `scheme.exclude` that matches nothing, UnsupportedModelError for a graph
     without a product to quantise.
     """
     graph = model.graph
     before = _float_bytes(graph)
     found = _Found(find_products(graph), _stored_lookup(graph))
     if not cut:
-        found.check_patterns(settings)
-    excluded = found.excluded(settings)
+        found.check_patterns(scheme)
+    excluded = found.excluded(scheme)
     named = {value.name for value in graph.initializers.values() if id(value) in excluded}
-    replacer = _Replacer(GraphEditor(graph, "quantised"), settings, packed)
+    replacer = _Replacer(GraphEditor(graph, "quantised"), scheme, packed)
     table = found.embedding.data[0] if found.embedding is not None else None
     if found.embedding is not None and id(table) not in excluded and not replacer.table(found.embedding):
         excluded.add(id(table))  # for a tied head too
     head = found.head()
     for product in found.products:
         if id(product.weight) not in excluded:
-            replacer.product(product, settings.of_table if product is head else settings)
+            replacer.product(product, scheme.of_table if product is head else scheme)
     if not replacer.replaced:
         raise UnsupportedModelError(
             "the decoder has no product with a constant matrix that could be quantised; export it as --dtype fp32."
@@ -57,7 +57,7 @@ def quantise(
     _drop_unused(graph)
     model.opset_imports[DOMAIN] = 1
     replacer.editor.finish()
-    notices = _notices(graph, settings, before, named | replacer.scale_names())
+    notices = _notices(graph, scheme, before, named | replacer.scale_names())
     if packed is not None:
         notices.append(
             f"{replacer.kept} of {len(found.products)} products keep the checkpoint's own codes, scales and zero points"
