@@ -80,7 +80,7 @@ def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> 
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
     """Position of the first maximum of J [batch, size]: int64 [batch, 1].
 
-    For reward <= 0 J never rises (singleton collapse): 0, regardless of rounding. Prefixes with tokens of logit -inf are
+    For reward <= 0 J never rises (singleton collapse): 0, despite rounding. Prefixes with tokens of logit -inf are
     ignored: they add no weight, but onnxruntime's Log may change J's last bit with its threads.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
