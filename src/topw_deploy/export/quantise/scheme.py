@@ -1,4 +1,4 @@
-"""What a quantised export is asked for, in the words of onnxruntime's tools and of onnxruntime-genai's builder."""
+"""The scheme of a quantised export."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ from typing import Any, Self
 from topw_deploy.errors import ParameterError
 
 DTYPE_BITS = {"int4": 4, "int8": 8}
-"""Names of --dtype -> bits of a weight."""
+"""Values of --dtype -> bits of a weight."""
 ALGORITHMS = ("search", "default", "rtn", "k_quant")
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 ACCURACY_LEVELS = (0, 1, 2, 3, 4)
-_ASYMMETRIC = ("search", "k_quant")  # unless asked otherwise
+_ASYMMETRIC = ("search", "k_quant")  # by default
 _TABLE_BITS = 8
 _SMALLEST_BLOCK = BLOCK_SIZES[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """How weights are rounded to a few bits: block by block along the inputs of each output, with a scale per block.
+    """How weights are rounded: in blocks along the inputs of each output, with one scale per block.
 
-    bits: 4 or 8. block_size: weights that share a scale.
-    table_bits: of the token table and of the head, those of the other weights or 8; None for 8.
-    symmetric: no zero points but 2 ** (bits - 1); None for the algorithm's own way (`search` and `k_quant` have others,
-    the rest have none).
-    accuracy_level: MatMulNBits' attribute, the least precise type that activations may be rounded to: 0 unset,
-    1 float32, 2 float16, 3 bfloat16, 4 int8.
-    algorithm: `search` finds the scale and zero point of least squared error for each block (search.py); the others are
-    onnxruntime's quantisers. `default` rounds to nearest, its symmetric scale reaching the block's largest weight with
-    the eighth negative step; `rtn` rounds to nearest with seven steps either way; `k_quant` searches each block's scale
-    and minimum for the least weighted error.
-    exclude: patterns (as file names have them) of nodes or weights that keep their type.
-    Raises ParameterError for values out of range, for a table of fewer bits than the rest, and for k_quant without zero
-    points.
+    bits: 4 or 8.
+    block_size: weights per scale.
+    table_bits: of the token table and the head, `bits` or 8; None for 8.
+    symmetric: all zero points are 2 ** (bits - 1); None for the algorithm's default (false for `search`, `k_quant`).
+    accuracy_level: MatMulNBits' attribute, the least precise type for activations: 0 unset, 1 float32, 2 float16,
+        3 bfloat16, 4 int8.
+    algorithm: `search` minimises squared errors (search.py). The others are onnxruntime's: `default` and `rtn` round to
+        nearest, if symmetric with 8 negative and 7 positive steps or 7 each way; `k_quant` minimises a weighted error.
+    exclude: file-name patterns of nodes or weights that keep their type.
+
+    Raises ParameterError for a value out of range and for a symmetric `k_quant`.
     """
 
     bits: int
@@ -76,30 +74,28 @@ class Quantisation:
 
     @property
     def of_table(self) -> Quantisation:
-        """How the token table and the head are quantised."""
+        """The scheme of the token table and of the head."""
         return replace(self, bits=self.table_bits or _TABLE_BITS)
 
     def as_dict(self) -> dict[str, Any]:
-        """What the manifest holds; `from_dict` undoes it."""
+        """For the manifest, with defaults resolved."""
         resolved = {"symmetric": self.is_symmetric, "table_bits": self.of_table.bits, "exclude": list(self.exclude)}
         return {**asdict(self), **resolved}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Manifests of before there were table_bits have all weights in `bits`."""
-        return cls(**{"table_bits": data["bits"], **data, "exclude": tuple(data["exclude"])})
+        return cls(**{**data, "exclude": tuple(data["exclude"])})
 
     def excludes(self, *names: str | None) -> bool:
-        """Whether a pattern names one of `names`."""
+        """Whether a pattern matches one of `names`."""
         return any(name and fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
 
     def table_block_size(self, width: int) -> int | None:
-        """The block size of a table with rows of `width` weights: block_size, or the next smaller that works.
+        """The largest block size up to block_size for table rows of `width` weights, or None.
 
-        A row must be whole blocks: the product with a tied head and the lookup read the same bytes, and onnxruntime's
-        CUDA provider counts blocks through the whole table. With zero points of 4 bits that differ their number must be
-        even: onnxruntime 1.24, and its CUDA provider up to 1.31, look an odd number up wrongly.
-        None where no size of at least 16 will do.
+        Rows must be whole blocks: a tied head reads the same bytes, and onnxruntime's CUDA provider counts blocks
+        through the whole table. With asymmetric 4-bit zero points their number must be even: onnxruntime 1.24, and its
+        CUDA provider up to 1.31, look up an odd number wrongly.
         """
         size = self.block_size
         pairs = self.of_table.bits == 4 and not self.is_symmetric

@@ -1,4 +1,4 @@
-"""The parameters of each row: as columns beside the row's tokens, with the values that stand for "greedy"."""
+"""The node's inputs: parameters as columns, and logits after their edits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.export.tail.ops import Ops, Tensor, step
+from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.sampling.parameters import GREEDY_BELOW
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
-# Interval of each parameter, both ends included, in the order of `Rows.given`. NaN lies in none.
+# Closed interval of each parameter, in the order of `Rows.given`. NaN is in none.
 _INTERVALS = {
     "temperature": (0.0, LARGEST),
     "selection_temperature": (0.0, LARGEST),
@@ -27,20 +27,22 @@ _INTERVALS = {
 PARAMETERS = tuple(_INTERVALS)
 
 Bounded = tuple[Tensor, float, float]
-"""A column [batch, 1] with the lowest and the highest value that it may have."""
+"""A column [batch, 1] with its lowest and highest allowed value."""
+
+BLOCK = 128
+"""Tokens per block of the candidate search: maxima of shorter blocks cost more, longer ones leave more to sort."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """Parameters as float32 columns [batch, 1].
 
-    given: the seven inputs in the order of `PARAMETERS`, as they came.
-    greedy: bool, temperature below 1e-5. Such a row keeps one token, whatever else it asks for: `reward` is -1 there
-        (no second token pays) and `scale` 0.
+    given: the inputs in the order of `PARAMETERS`.
+    greedy: bool, temperature below 1e-5. Such rows keep one token: `reward` is -1 and `scale` 0.
     temperature, selection: T and Ts, never 0.
     lam, beta: weights of the entropy term and of the log-mass reward.
     reward: beta - lam, the weight of log Gamma in J.
-    warm_mass, scale, uniform: init_top_p, geom_scale and the uniform number of the draw.
+    warm_mass, scale: init_top_p and geom_scale.
     """
 
     given: tuple[Tensor, ...]
@@ -55,9 +57,8 @@ class Rows:
     uniform: Tensor
 
 
-@step
+@scope
 def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
-    """The seven inputs [batch], in the order of `PARAMETERS`, as `Rows`."""
     axis = op.constant([1], np.int64)
     given = tuple(op.Unsqueeze(value, axis) for value in inputs)
     temperature, selection, lam, beta, warm_mass, scale, uniform = given
@@ -78,12 +79,11 @@ def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
     )
 
 
-@step
+@scope
 def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
-    """bool [batch, 7 + further]: does each parameter, and each further column, lie in its interval?
+    """Whether each parameter and `further` column is in its interval: bool [batch, 7 + further].
 
-    One comparison against a row of bounds, because a graph pays per
-    node and not per number.
+    One comparison, because a graph's cost is per node.
     """
     bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
     columns = op.Concat(*rows.given, *(column for column, _, _ in further), axis=1)
@@ -92,10 +92,44 @@ def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
     return op.And(op.GreaterOrEqual(columns, lowest), op.LessOrEqual(columns, highest))
 
 
-@step
+@scope
 def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
-    """Logical AND of bool `flags` over everything (a scalar) or along one axis (kept, with length 1)."""
+    """Logical AND of bool `flags`, over everything or one axis (kept)."""
     numbers = op.Cast(flags, to=1)
     if axis is None:
         return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
     return op.Cast(op.ReduceMin(numbers, op.constant([axis], np.int64), keepdims=1), to=9)
+
+
+def padded_width(vocab_size: int) -> int:
+    """Whole blocks, with at least one column after the vocabulary."""
+    return (vocab_size // BLOCK + 1) * BLOCK
+
+
+@scope
+def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
+    """Edit logits [batch, vocab] (docs/contract/graph.md, section 6), padded with -inf to [batch, padded].
+
+    ids: int64 [batch, edits], distinct where >= 0; edits may be 0.
+    penalty, bias: float32 [batch, edits].
+
+    The new logit is l / penalty if l > 0 else l * penalty, then + bias. An id outside the vocabulary edits the column
+    after it, which stays -inf. A penalty <= 0 or NaN makes the logit NaN. Padding copies the logits, so onnxruntime
+    scatters in place.
+    """
+    spare = op.constant(vocab_size, np.int64)
+    nothing = op.constant(-np.inf)
+    widths = op.constant([0, 0, 0, padded_width(vocab_size) - vocab_size], np.int64)
+    wide = op.Pad(logits, widths, nothing)
+    column = op.Min(op.Where(op.Less(ids, op.constant(0, np.int64)), spare, ids), spare)
+    zero = op.constant(0.0)
+    old = op.GatherElements(wide, column, axis=1)
+    scaled = op.Where(op.Greater(old, zero), op.Div(old, penalty), op.Mul(old, penalty))
+    new = op.Where(op.Greater(penalty, zero), op.Add(scaled, bias), op.constant(np.nan))
+    return op.ScatterElements(wide, column, new, axis=1)
+
+
+@scope
+def without_padding(op: Ops, logits: Tensor, vocab_size: int) -> Tensor:
+    start, end = op.constant([0], np.int64), op.constant([vocab_size], np.int64)
+    return op.Slice(logits, start, end, op.constant([1], np.int64))

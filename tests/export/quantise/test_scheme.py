@@ -1,4 +1,4 @@
-"""Options of quantisation are checked before anything is loaded."""
+"""Options of quantisation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_values_out_of_range_are_refused(wrong: dict[str, Any], words: str) -> N
         Quantisation(**wrong)
 
 
-def test_zero_points_come_with_search_and_k_quant_and_on_request() -> None:
+def test_search_and_k_quant_are_asymmetric_by_default() -> None:
     assert Quantisation(bits=4, algorithm="default").is_symmetric
     assert not Quantisation(bits=4, algorithm="default", symmetric=False).is_symmetric
     assert Quantisation(bits=4, symmetric=True).is_symmetric
@@ -50,29 +50,27 @@ def test_zero_points_come_with_search_and_k_quant_and_on_request() -> None:
         (48, {"block_size": 16, "symmetric": False}, None),
     ],
 )
-def test_a_tables_rows_are_whole_blocks(width: int, settings: dict[str, Any], size: int | None) -> None:
+def test_a_tables_block_size_divides_its_rows(width: int, settings: dict[str, Any], size: int | None) -> None:
     assert (
         Quantisation(**{"bits": 4, "table_bits": settings.get("bits", 4), **settings}).table_block_size(width) == size
     )
 
 
-def test_the_table_has_8_bits_unless_asked_otherwise_and_those_of_the_rest_in_old_manifests() -> None:
+def test_the_table_has_8_bits_by_default_also_through_a_manifest() -> None:
     assert Quantisation(bits=4).of_table == Quantisation(bits=8)
     assert Quantisation(bits=4, table_bits=4).of_table.bits == 4
     made = Quantisation(bits=4, block_size=32)
     assert Quantisation.from_dict(made.as_dict()).of_table.bits == 8
-    old = {name: value for name, value in made.as_dict().items() if name != "table_bits"}
-    assert Quantisation.from_dict(old).of_table.bits == 4
 
 
-def test_patterns_name_nodes_and_weights_as_file_names() -> None:
-    settings = Quantisation(bits=4, exclude=("lm_head*", "node_linear_3"))
-    assert settings.excludes("node_linear_9", "lm_head.weight")
-    assert settings.excludes("node_linear_3", None)
-    assert not settings.excludes("node_linear_30", "model.lm_head.weight")
+def test_patterns_match_names_of_nodes_and_weights() -> None:
+    scheme = Quantisation(bits=4, exclude=("lm_head*", "node_linear_3"))
+    assert scheme.excludes("node_linear_9", "lm_head.weight")
+    assert scheme.excludes("node_linear_3", None)
+    assert not scheme.excludes("node_linear_30", "model.lm_head.weight")
 
 
-def test_a_request_says_how_to_quantise_only_where_it_quantises() -> None:
+def test_a_request_accepts_options_of_quantisation_only_with_a_quantised_dtype() -> None:
     request = export_request(model="m", output=Path("o"), dtype="int8", block_size=64, symmetric=False)
     assert request.weights.quantisation == Quantisation(bits=8, block_size=64, symmetric=False)
     assert export_request(model="m", output=Path("o"), dtype="fp16").weights.quantisation is None

@@ -1,4 +1,4 @@
-"""Who pays for geometry: in the forms with branches only a batch with a row that nothing certifies."""
+"""Forms with branches compute geometry only for a batch with an uncertified row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 SCENARIO = Scenario(TopWOptions(top_m=300), 2000, 8, "plain", 0)
 TABLES = {
     "whole": embedding_table(SCENARIO),
-    "unreadable": np.zeros((1, 8), np.float32),  # every other token's row lies outside: looking it up is an error
+    "unreadable": np.zeros((1, 8), np.float32),  # looking up any token but 0 is an error
     "poisoned": np.full((2000, 8), np.nan, np.float32),
 }
 
@@ -34,7 +34,7 @@ def row(seed: int, uniform: float = 0.4, **chosen: float) -> Case:
 
 
 def flat(seed: int) -> Case:
-    """A certified row whose crop is longer than the candidates are many."""
+    """A certified row whose crop is larger than the number of candidates."""
     return row(seed, temperature=2.0, init_top_p=1.0)
 
 
@@ -51,7 +51,7 @@ def broken(seed: int) -> Case:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_rows_of_these_tests_are_what_they_are_called(seed: int) -> None:
+def test_rows_are_of_the_kind_that_their_names_say(seed: int) -> None:
     options = TopWOptions(top_m=300, metric="uniform")
     wide, short, other = (crop(case.logits, TopWParameters(**case.parameters), options)
                           for case in (flat(seed), settled(seed), uncertified(seed)))  # fmt: skip
@@ -72,7 +72,7 @@ def test_the_rows_of_these_tests_are_what_they_are_called(seed: int) -> None:
     ],
     ids=["flat", "all flat", "flat and settled", "flat, settled and invalid", "invalid", "settled"],
 )
-def test_certified_and_invalid_rows_never_look_an_embedding_up(form: str, batch: list[Case]) -> None:
+def test_certified_and_invalid_rows_look_up_no_embedding(form: str, batch: list[Case]) -> None:
     found = run(session(form, "unreadable"), feeds(batch))
     wanted = run(session(form, "whole"), feeds(batch))
     for name, values in found.items():
@@ -89,13 +89,13 @@ def test_certified_and_invalid_rows_never_look_an_embedding_up(form: str, batch:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_that_nothing_certifies_does_look_embeddings_up(form: str) -> None:
+def test_an_uncertified_row_looks_up_embeddings(form: str) -> None:
     with pytest.raises(InvalidArgument, match="out of"):
         run(session(form, "unreadable"), feeds([flat(0), uncertified(0)]))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_geometry_taken_for_one_row_leaves_certified_and_invalid_rows_as_they_are(form: str) -> None:
+def test_geometry_of_one_row_does_not_change_certified_and_invalid_rows(form: str) -> None:
     others = [flat(0), settled(0), broken(0), flat(1)]
     alone = run(session(form, "whole"), feeds(others))
     for table in ("whole", "poisoned"):

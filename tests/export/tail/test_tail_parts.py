@@ -1,4 +1,4 @@
-"""Single steps of the tail, evaluated operator by operator through onnxscript."""
+"""Parts of the tail, evaluated operator by operator through onnxscript."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 
 from topw_deploy.export.tail import plain_gather
-from topw_deploy.export.tail.alternate import alternate, best_prefix, potential
-from topw_deploy.export.tail.build import sample
-from topw_deploy.export.tail.candidates import Candidates, block_candidates, certificate, largest_blocks, short_scan
-from topw_deploy.export.tail.draw import draw_candidate, draw_member, kept_candidates
-from topw_deploy.export.tail.edits import BLOCK, apply_edits, padded_width
+from topw_deploy.export.tail.answer import draw_member
+from topw_deploy.export.tail.candidates import (
+    Candidates,
+    block_candidates,
+    certificate,
+    draw_candidate,
+    kept_candidates,
+    largest_blocks,
+    short_scan,
+)
+from topw_deploy.export.tail.function import sample
 from topw_deploy.export.tail.geometry import (
     FARTHER,
     Metric,
@@ -19,9 +25,9 @@ from topw_deploy.export.tail.geometry import (
     features,
     recompute_nearest,
 )
+from topw_deploy.export.tail.inputs import BLOCK, PARAMETERS, Rows, apply_edits, padded_width, row_parameters, within
 from topw_deploy.export.tail.ops import Eager
-from topw_deploy.export.tail.pool import candidate_pool, certified, warm_start
-from topw_deploy.export.tail.rows import PARAMETERS, Rows, row_parameters, within
+from topw_deploy.export.tail.pool import alternate, best_prefix, candidate_pool, certified, potential, warm_start
 from topw_deploy.export.tail.spec import FORMS, TailSpec
 from topw_deploy.sampling import Geometry, crop, sample_row
 from topw_deploy.sampling import apply_edits as reference_edits
@@ -43,7 +49,7 @@ def table(rows_: int = 30, hidden: int = 8, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows_, hidden)).astype(np.float32)
 
 
-def test_edits_are_those_of_the_reference_and_padding_has_no_effect() -> None:
+def test_edits_match_the_reference_and_padding_has_no_effect() -> None:
     logits = np.array([[2.0, -1.0, 0.0, 5.0, -3.0]], np.float32)
     ids = np.array([[3, -1, 1, 4]])
     penalty = np.array([[2.0, 9.0, 1.5, 1.0]], np.float32)
@@ -54,7 +60,7 @@ def test_edits_are_those_of_the_reference_and_padding_has_no_effect() -> None:
     assert (edited[0, 5:] == -np.inf).all()
 
 
-def test_an_id_beyond_the_vocabulary_touches_no_token_of_any_row() -> None:
+def test_an_id_outside_the_vocabulary_changes_no_token_of_any_row() -> None:
     logits = np.zeros((2, BLOCK - 1), np.float32)
     ids = np.array([[BLOCK - 1], [10**6]])
     ones = np.ones((2, 1), np.float32)
@@ -101,7 +107,7 @@ def test_the_short_scan_finds_the_base_size_of_the_reference() -> None:
         assert int(array(scan.last)[0, 0]) + 1 == wanted.base_size
 
 
-def test_the_certificate_is_never_given_where_the_base_size_exceeds_the_warm_start() -> None:
+def test_no_row_is_certified_whose_base_size_exceeds_the_warm_start() -> None:
     spec = TailSpec(options=TopWOptions(metric="uniform"), vocab_size=300)
     rng = np.random.default_rng(0)
     given = 0
@@ -120,7 +126,7 @@ def test_the_certificate_is_never_given_where_the_base_size_exceeds_the_warm_sta
     assert 5 < given < 40
 
 
-def test_greedy_rows_stand_at_no_reward_and_no_scale() -> None:
+def test_greedy_rows_have_reward_minus_one_and_scale_zero() -> None:
     row = rows(temperature=0.0, geom_scale=-2.0)
     assert array(row.greedy).all()
     assert float(array(row.reward)[0, 0]) == -1
@@ -138,7 +144,7 @@ def test_greedy_rows_stand_at_no_reward_and_no_scale() -> None:
         ("uniform", 1.0),
     ],
 )
-def test_a_parameter_outside_its_interval_is_noticed(name: str, wrong: float) -> None:
+def test_a_parameter_outside_its_interval_is_detected(name: str, wrong: float) -> None:
     fine = {n: getattr(TopWParameters(), n) for n in PARAMETERS[:-1]} | {"uniform": 0.5}
     columns = [np.array([fine[n], wrong if n == name else fine[n]], np.float32) for n in PARAMETERS]
     assert array(within(OP, row_parameters(OP, columns))).all(axis=1).tolist() == [True, False]
@@ -146,14 +152,12 @@ def test_a_parameter_outside_its_interval_is_noticed(name: str, wrong: float) ->
 
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])
 @pytest.mark.parametrize("neighbours", [0, 3])
-def test_distances_to_a_set_are_those_of_the_reference(metric: str, neighbours: int) -> None:
+def test_distances_to_a_set_match_the_reference(metric: str, neighbours: int) -> None:
     embeddings = table()
     embeddings[7], embeddings[8] = embeddings[3], embeddings[3] * np.float32(1.0001)
     geometry = Geometry.from_embeddings(embeddings, metric)
     kind = Metric(metric, neighbours, len(embeddings))
-    assert geometry.mean is not None
-    assert geometry.inverse_std is not None
-    mean, inverse_std = geometry.mean.astype(np.float32), geometry.inverse_std.astype(np.float32)
+    mean, inverse_std = np.asarray(geometry.mean, np.float32), np.asarray(geometry.inverse_std, np.float32)
     x = features(OP, embeddings[None], mean, inverse_std, kind)
     near = recompute_nearest(OP, closeness(OP, x, x, kind), x, kind)
     for size in (1, 2, 12):
@@ -179,7 +183,7 @@ def test_near_duplicates_keep_their_digits_where_the_product_loses_them() -> Non
     assert abs(array(rough)[0, 0, 1] - exact) > 1e-3 * exact
 
 
-def test_one_step_of_the_alternation_follows_the_reference() -> None:
+def test_one_iteration_of_the_alternation_matches_the_reference() -> None:
     logits = np.random.default_rng(1).standard_normal((3, 25)).astype(np.float32)
     chosen = {"lam": 0.4, "beta": 2.0, "init_top_p": 0.3, "geom_scale": 0.5}
     row = rows(3, **chosen)
@@ -219,13 +223,11 @@ def test_a_draw_from_members_uses_the_largest_kept_logit() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_whole_sampler_runs_operator_by_operator(form: str) -> None:
+def test_the_whole_sampler_matches_the_reference_operator_by_operator(form: str) -> None:
     embeddings = table(24, 5, seed=2)
     geometry = Geometry.from_embeddings(embeddings, "mahalanobis")
     options = TopWOptions(top_m=20)
     spec = TailSpec(options=options, vocab_size=24, embedding=plain_gather(24, 5), hidden_size=5, form=form)
-    assert geometry.mean is not None
-    assert geometry.inverse_std is not None
     rng = np.random.default_rng(6)
     logits = (rng.standard_normal((4, 24)) * [[0.2], [3.0], [0.5], [1.0]]).astype(np.float32)
     logits[3, 0] = np.nan
@@ -237,8 +239,8 @@ def test_the_whole_sampler_runs_operator_by_operator(form: str) -> None:
         "edit_penalty": np.zeros((4, 0), np.float32),
         "edit_bias": np.zeros((4, 0), np.float32),
         "uniform": np.array(uniform, np.float32),
-        "mean": geometry.mean.astype(np.float32),
-        "inverse_std": geometry.inverse_std.astype(np.float32),
+        "mean": np.asarray(geometry.mean, np.float32),
+        "inverse_std": np.asarray(geometry.inverse_std, np.float32),
         "neighbour_bound": np.zeros(0, np.float32),
         "embedding_0": embeddings,
         **{n: np.array([getattr(p, n) for p in parameters], np.float32) for n in PARAMETERS[:-1]},
