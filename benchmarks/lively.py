@@ -27,7 +27,7 @@ from benchmarks.common import interleave, machine, ratio, say, table
 from benchmarks.geometry_share import held_out_logits
 from benchmarks.lively_texts import PROMPTS, Author, Measures, Text, common
 from benchmarks.models import exported
-from topw_deploy.bench.timing import Spread
+from topw_deploy.bench.measurement import Spread
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import (
     Geometry,

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.common import machine, released_processor, say
 from benchmarks.tail import VOCAB, flat_logits, measure
-from topw_deploy.bench.sampler.problem import likely_logits
+from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
 from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling import Geometry, TopWOptions

@@ -19,7 +19,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
-from topw_deploy.bench.sampler.problem import likely_logits
+from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
 from topw_deploy.sampling import Geometry

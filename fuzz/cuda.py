@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import machine
-from benchmarks.sampler_sides import Answerer, Sampling, open_kernel
+from fuzz.implementations import Answerer, Sampling, open_kernel
 from fuzz.sampler import Bounding, Outcome, Side, compare, exported_bound, report
 from tests.support.emulated import EmulatedKernel, built
 from tests.support.sampler_cases import ALL, Size, Visit, geometry_of, visits

@@ -12,7 +12,7 @@ from benchmarks.gpu.device import DeviceKernel, Edits, Step
 from benchmarks.gpu.graphs import Side
 from benchmarks.gpu.measure import Timed, rotating, zeroing
 from benchmarks.gpu.sizes import Sizes
-from topw_deploy.bench.sampler.problem import likely_logits
+from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.cuda_kernel import CERTIFY, GEOMETRY
 from topw_deploy.sampling.parameters import TopWOptions
 

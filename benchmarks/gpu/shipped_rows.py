@@ -12,11 +12,11 @@ import torch
 from benchmarks.gpu.agreement import UNCERTIFIED
 from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
 from benchmarks.gpu.tables import table_of
-from benchmarks.rows import explanation
-from benchmarks.sampler_sides import Answer
 from fuzz.cuda import as_bfloat16, from_bfloat16
+from fuzz.implementations import Answer
 from fuzz.sampler import differences
-from topw_deploy.bench.sampler.problem import bell_logits, likely_logits
+from tests.support.rows import explanation
+from topw_deploy.bench.sampler.inputs import bell_logits, likely_logits
 from topw_deploy.errors import ProviderError
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from topw_deploy.plugins.shared_library import library_path

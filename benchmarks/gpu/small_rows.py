@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rows import explanation
-from benchmarks.sampler_sides import Answer
 from fuzz.cuda import as_bfloat16, from_bfloat16
+from fuzz.implementations import Answer
 from fuzz.sampler import differences
+from tests.support.rows import explanation
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import driver
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape

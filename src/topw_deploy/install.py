@@ -56,7 +56,7 @@ def require(what: str, extra: str) -> None:
 
 def missing(extra: str) -> list[str]:
     """The distributions of `extra` that cannot be imported here."""
-    return [name for name, module in MODULES[extra].items() if not _importable(module)]
+    return [name for name, module in MODULES[extra].items() if not importable(module)]
 
 
 def extra_of(module: str) -> str | None:
@@ -105,7 +105,7 @@ def pip(verb: str) -> str:
     python = shlex.quote(sys.executable)
     if found and Path(found).parent == Path(sys.executable).parent:
         return f"pip {verb}"
-    if not _importable("pip") and shutil.which("uv"):  # environments that uv made have no pip
+    if not importable("pip") and shutil.which("uv"):  # environments that uv made have no pip
         return f"uv pip {verb} --python {python}"
     return f"{python} -m pip {verb}"
 
@@ -139,7 +139,7 @@ def _origin() -> dict[str, Any]:
     return found
 
 
-def _importable(module: str) -> bool:
+def importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package around it

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.rows import Case
+from tests.support.rows import Case
 from tests.support.sampler_cases import Visit
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import as_float32, fast_crop
