@@ -3,8 +3,8 @@
     python -m benchmarks.decode [--vocab 32000 151936] [--threads 1 2] [--sampler native graph] [--sessions 4]
 
 Both use the same weights at the same place in memory and take turns of a few steps (benchmarks/decode_worker.py).
-Ratios are taken turn by turn; the table has their median with a 95 % interval, and the smallest and largest median of the
-sessions, each a new process. ArgMax runs in a minimal loop, Top-W in the runtime's. The column "control" is ArgMax
+Ratios are taken turn by turn; the table has their median with a 95 % interval, and the smallest and largest median of
+the sessions, each a new process. ArgMax runs in a minimal loop, Top-W in the runtime's. The column "control" is ArgMax
 beside ArgMax.
 """
 
