@@ -92,7 +92,8 @@ def command(
     from topw_deploy.stats.summary import summarise
 
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
-    generation |= given(values, ("preset",))
+    if values["preset"] is not None:
+        generation["preset"] = values["preset"]
     batch_size, shown = values["batch_size"], progress(values["quiet"])
     collected = collect(folder, asked, settings, batch_size=batch_size, generation=generation, progress=shown)
     summaries = summarise(collected)
