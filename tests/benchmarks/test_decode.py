@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,7 @@ def test_a_sweep_times_every_sampler_and_the_control(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     folder = export(tmp_path / "out", toy, form=form)
-    monkeypatch.setenv("PYTHONPATH", str(Path(decode_worker.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(decode_worker.__file__).parents[1]), prepend=os.pathsep)
     settings = {"export": str(folder), "either": str(write_either(folder, tmp_path)), "samplers": ["graph"],
                 "threads": 1, "seed": 0}  # fmt: skip
     with Worker("the models", Path(decode_worker.__file__), settings) as worker:
