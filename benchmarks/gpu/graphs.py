@@ -57,7 +57,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def microseconds(graph: Graph, steps: int, device: torch.device) -> float:
-    """Time of one step of the graph."""
     if device.type == "cpu":
         started = time.perf_counter()
         graph.replay()

@@ -92,12 +92,10 @@ class Job:
     """`job.keep(data)` records the data of an unfinished step, in case the process dies."""
 
     def left(self) -> float:
-        """Seconds until `end`."""
         return self.end - time.monotonic()
 
     @property
     def packed(self) -> Path:
-        """The folder of unpacked archives."""
         return self.out / "packed"
 
     def folder(self, name: str) -> Path:

@@ -58,12 +58,10 @@ class Record:
         self.write()
 
     def put(self, key: str, entry: dict[str, Any]) -> None:
-        """Set a step's entry and write both files."""
         self.steps[key] = entry
         self.write()
 
     def drop(self, key: str) -> None:
-        """Remove a step's entry."""
         del self.steps[key]
         self.write()
 
@@ -123,7 +121,6 @@ def _section(name: str, entry: dict[str, Any]) -> list[str]:
 
 
 def put(path: Path, text: str) -> None:
-    """Replace the file atomically."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as stream:
         stream.write(text)

@@ -30,8 +30,6 @@ _BUSY = 0.5  # load per core
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of a sample."""
-
     median: float
     low: float
     high: float
@@ -109,7 +107,6 @@ def paired(samples: Mapping[str, Sequence[float]], over: str, under: str) -> lis
 
 
 def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> Spread:
-    """Median and quartiles of `over` / `under`, taken round by round."""
     return Spread.of(paired(samples, over, under))
 
 
@@ -144,7 +141,6 @@ class Machine:
         return f"{self.processor}{flags}, {self.cores} cores; Python {self.python}, {named}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON types."""
         return {**asdict(self), "flags": list(self.flags)}
 
 

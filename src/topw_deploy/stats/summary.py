@@ -102,12 +102,10 @@ class Summary:
         return self.changed / self.steps if self.steps else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON types."""
         return {**asdict(self), "certified_share": self.certified_share, "changed_share": self.changed_share}
 
 
 def summarise(collected: Collected) -> list[Summary]:
-    """One Summary per setting, in order."""
     return [_summary(setting.label, sequences, collected.texts) for setting, sequences in collected.runs]
 
 

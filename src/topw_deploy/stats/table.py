@@ -11,7 +11,6 @@ _UNREADABLE = "�"  # decoders' replacement for bytes that are not UTF-8
 
 
 def lines(summaries: Sequence[Summary], most_tokens: int = 10) -> Iterator[str]:
-    """The whole report: settings side by side, then the details of each. most_tokens: per list of tokens."""
     if len(summaries) > 1:
         yield from _side_by_side(summaries)
         yield ""

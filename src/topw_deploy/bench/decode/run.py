@@ -166,7 +166,6 @@ class ThreadsReport:
 
     @property
     def reference(self) -> str:
-        """The side that ratios are taken to."""
         return reference_side({name: side.kind for name, side in self.sides.items()})
 
     def ratios(self, name: str) -> list[float]:
@@ -174,7 +173,6 @@ class ThreadsReport:
         return paired({n: side.per_token for n, side in self.sides.items()}, name, self.reference)
 
     def rows(self, prompt_tokens: int) -> Iterator[tuple[str, ...]]:
-        """The rows of the table."""
         for name, side in self.sides.items():
             first = Spread.of(side.first).median
             yield (
@@ -198,7 +196,6 @@ class DecodeReport:
     absent: Sequence[tuple[str, str]]
 
     def text(self) -> str:
-        """One table per number of threads."""
         asked = self.request
         lines = [f"{self.machine}; {asked.prompt_tokens} + {asked.new_tokens} tokens, {counted(asked.rounds, 'round')}"]
         for run in self.runs:
@@ -216,7 +213,6 @@ class DecodeReport:
         return "\n".join([*lines, *closing_lines(self.absent, self.machine)])
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, every round included, as plain JSON types."""
         return {
             "benchmark": "decode",
             "machine": self.machine.as_dict(),
@@ -233,7 +229,6 @@ class DecodeReport:
         }
 
     def panels(self) -> list[Panel]:
-        """One panel per number of threads, the fastest side first."""
         tokens = f"{self.request.prompt_tokens} + {self.request.new_tokens} tokens"
         return [_panel(run, f"{counted(run.threads, 'thread')}, {tokens}") for run in self.runs]
 
@@ -258,7 +253,6 @@ def _panel(run: ThreadsReport, subtitle: str) -> Panel:
 
 
 def _finding(run: ThreadsReport) -> str:
-    """The picture's title."""
     took = Spread.of(run.sides[run.reference].per_token).median
     sentence = f"A token with Top-W takes {took * 1e3:.2f} ms"
     if "argmax" in run.sides:

@@ -120,7 +120,6 @@ class CaseReport:
 
     @property
     def reference(self) -> str:
-        """The side that ratios are taken to."""
         return reference_side({name: SIDES[name].kind for name in self.samples})
 
     def ratios(self, name: str) -> list[float]:
@@ -128,7 +127,6 @@ class CaseReport:
         return paired(self.samples, name, self.reference)
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """The rows of the table."""
         for name, times in self.samples.items():
             ratios = [
                 Spread.of(paired(self.samples, name, under)).median if under in self.samples else None
@@ -153,7 +151,6 @@ class SamplerReport:
     instruction_set: str | None = None
 
     def text(self) -> str:
-        """One table per case."""
         asked = self.request
         geometry = f"metric {asked.options.metric}"
         if asked.options.metric != "uniform":
@@ -171,7 +168,6 @@ class SamplerReport:
         return "\n".join([*lines, *closing_lines(self.absent, self.machine)])
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, samples included, as plain JSON types."""
         return {
             "benchmark": "sampler",
             "machine": self.machine.as_dict(),
@@ -189,7 +185,6 @@ class SamplerReport:
         }
 
     def panels(self) -> list[Panel]:
-        """One panel per case, the fastest side first."""
         return [_panel(found) for found in self.cases]
 
 
@@ -222,7 +217,6 @@ def _panel(found: CaseReport) -> Panel:
 
 
 def _finding(found: CaseReport) -> str:
-    """The picture's title."""
     ours = found.reference
     took = duration(Spread.of(found.samples[ours]).median)
     factors = {name: Spread.of(found.ratios(other)).median for other, name in _KNOWN if other in found.samples}

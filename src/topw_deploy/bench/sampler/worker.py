@@ -151,7 +151,6 @@ class SamplerWorker:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The functions that serve.py offers."""
     worker = SamplerWorker(make_inputs(settings), settings["sides"])
     return {
         "cases": worker.cases,
@@ -197,7 +196,6 @@ def agree(side: str, kept: Sequence[ArrayLike], crops: Sequence[Crop], *, exact:
 
 
 def sentence(agreements: Iterable[Agreement], crops: Sequence[Crop]) -> str:
-    """The line of the report on agreement."""
     found = list(agreements)
     certified = sum(c.certified for c in crops)
     sizes = sorted(len(c.kept) for c in crops)
