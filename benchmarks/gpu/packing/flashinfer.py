@@ -14,7 +14,7 @@ from benchmarks.gpu.packing.component import Packed
 from benchmarks.gpu.packing.fatbin import survey
 from benchmarks.gpu.packing.wheels import Host
 from topw_deploy.errors import BenchmarkError, PluginError
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 
 REQUIREMENT = "flashinfer-python==0.7.2.post1"
 NEEDED = (
@@ -45,7 +45,7 @@ _LIMIT = 1_800  # seconds per module
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     """Put the packages into `tree`. Raises BenchmarkError without a working nvcc, or if a package is unavailable."""
     try:
-        nvcc = cuda_build.find_toolkit().nvcc
+        nvcc = compile_cuda.find_toolkit().nvcc
     except PluginError as error:
         raise BenchmarkError(f"FlashInfer's samplers are compiled by nvcc: {error}") from None
     wheel = wheels.fetch(REQUIREMENT, host, scratch)
@@ -77,7 +77,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 def _compile(nvcc: Path, sm: int, sources: list[Path], includes: list[str], made: Path) -> None:
     """Compile the sources to a library with CUDA's runtime. Raises BenchmarkError with the compiler's output."""
     command = [str(nvcc), *_FLAGS, *_DEFINES, f"-gencode=arch=compute_{sm},code=sm_{sm}", "--cudart=static"]
-    command += [f"-ccbin={build.find_compiler()[0]}", "--threads=0", *includes]
+    command += [f"-ccbin={compile_native.find_compiler()[0]}", "--threads=0", *includes]
     try:
         done = subprocess.run(
             [*command, *map(str, sources), "-o", str(made)],
