@@ -13,10 +13,11 @@ from topw_deploy.reports import require_matplotlib
 from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 from topw_deploy.stats.table import token_text, verdict
 
-_COLOURS = ("#2a6f97", "#e07a5f", "#3d8b5f", "#8a5a9e", "#c99a2e", "#5c6b73")
-_GREY, _SAME, _ADDED, _DROPPED = "#b8c0c8", "#e3c878", "#3d8b5f", "#c0504d"
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a35b9a", "#e69f00", "#5c6b73")
+_GREY, _SAME, _ADDED, _DROPPED = "#b6bdc6", "#f0c64c", "#009e73", "#d55e00"
+_GRID, _TEXT, _MUTED = "#e3e6ea", "#1f2933", "#66717d"
 _MOST_TOKENS = 9  # of each kind
-_BANDS_UP_TO = 3  # settings; more bands are unreadable
+_BANDS_UP_TO = 1  # settings; overlapping bands cannot be told apart
 _LINEAR_UP_TO = 25  # tokens kept; larger ranges get a logarithmic axis
 _LEAST_ROWS = 4  # of a panel with bars, so that a single bar does not fill it
 _LEAST_LABELLED = 6  # per cent; a narrower segment has no room for its number
@@ -35,7 +36,7 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
     upper, lower = _heights(summaries)
     figure: Any = Figure(figsize=(11.5, upper + lower), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(_drawable(title, _TITLE_LETTERS), fontsize=12, weight="bold", x=0.01, ha="left")
+    figure.suptitle(_drawable(title, _TITLE_LETTERS), fontsize=14, weight="bold", color=_TEXT, x=0.01, ha="left")
     above, below = figure.subfigures(2, 1, height_ratios=(upper, lower))
     _panels(above, summaries)
     left, right = below.subplots(1, 2)
@@ -87,10 +88,10 @@ def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
     _by_position(entropy, summaries, lambda place: place.entropy, bands=False, style=":")
     _by_position(entropy, summaries, lambda place: place.crop_entropy, bands=bands)
     shaded = ", shaded: middle half" if bands else ""
-    _panel(kept, f"tokens kept (mean{shaded})", wide=True)
-    _panel(mass, "probability kept (mass)")
+    _panel(kept, f"Tokens kept (mean{shaded})", wide=True)
+    _panel(mass, "Probability kept")
     mass.set_ylim(0, 1)
-    _panel(entropy, "entropy, nats (dotted: whole softmax)")
+    _panel(entropy, "Entropy in nats (dotted: softmax)")
     if len(summaries) > 1:
         handles, labels = kept.get_legend_handles_labels()
         figure.legend(
@@ -104,10 +105,10 @@ def _by_position(
     for summary, colour in zip(summaries, _colours(len(summaries)), strict=False):
         spreads = [number(place) for place in summary.windows]
         at = [(place.first + place.last) / 2 for place in summary.windows]
-        axes.plot(at, [s.mean for s in spreads], style, color=colour, lw=1.7, marker="o", ms=2.5, label=summary.label)
+        axes.plot(at, [s.mean for s in spreads], style, color=colour, lw=2, solid_capstyle="round", label=summary.label)
         if bands:
             axes.fill_between(
-                at, [s.p25 for s in spreads], [s.p75 for s in spreads], color=colour, alpha=0.16, linewidth=0
+                at, [s.p25 for s in spreads], [s.p75 for s in spreads], color=colour, alpha=0.12, linewidth=0
             )
 
 
@@ -121,21 +122,26 @@ def _panel(axes: Any, name: str, *, wide: bool = False) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
-    axes.set_title(name, fontsize=10, loc="left")
+    axes.set_title(name, fontsize=11, loc="left", color=_TEXT, weight="bold")
     axes.set_xlabel("position in the generated text", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    _plain(axes)
+    _plain(axes, grid="y")
 
 
-def _plain(axes: Any) -> None:
+def _plain(axes: Any, *, grid: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    axes.spines[["left", "bottom"]].set_color(_GRID)
+    axes.tick_params(labelsize=8, labelcolor=_TEXT, color=_GRID)
+    axes.grid(axis=grid, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.label.set_color(_MUTED)
+    axes.yaxis.label.set_color(_MUTED)
 
 
 _DECIDERS: tuple[tuple[str, str, Callable[[Place | Summary], int]], ...] = (
-    ("certified: geometry cannot act", _GREY, lambda s: s.certified),
-    ("uncertified, same crop", _SAME, lambda s: s.steps - s.certified - s.changed),
-    ("crop changed by geometry", _COLOURS[0], lambda s: s.changed),
+    ("certified", _GREY, lambda s: s.certified),
+    ("not certified, same crop", _SAME, lambda s: s.steps - s.certified - s.changed),
+    ("changed by geometry", _COLOURS[0], lambda s: s.changed),
 )
 
 
@@ -171,13 +177,13 @@ def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
                 bars, labels, label_type="center", fontsize=8, color="white" if colour == _COLOURS[0] else "black"
             )
         start = [before + share for before, share in zip(start, shares, strict=True)]
-    _title(axes, "what decided the crop")
-    _plain(axes)
+    _title(axes, "What decided the crop")
+    _plain(axes, grid="x" if len(summaries) > 1 else "y")
 
 
 def _title(axes: Any, text: str, handles: Any = None) -> None:
     """A title on the left above the axes, with the legend under it."""
-    axes.set_title(text, fontsize=10, loc="left", pad=24)
+    axes.set_title(text, fontsize=11, loc="left", pad=24, color=_TEXT, weight="bold")
     handles = handles or axes.get_legend_handles_labels()[0]
     axes.legend(
         handles=handles, frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.02, 0.99),
@@ -203,11 +209,12 @@ def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
     from matplotlib.patches import Patch
 
     kinds = [
-        Patch(color=_ADDED, label=f"kept ({len(most.added)} tokens)"),
-        Patch(color=_DROPPED, label=f"dropped ({len(most.dropped)})"),
+        Patch(color=colour, label=f"{verb}: {len(moved):,} different tokens")
+        for moved, verb, colour in ((most.added, "kept", _ADDED), (most.dropped, "dropped", _DROPPED))
+        if moved
     ]
-    _title(axes, "tokens that geometry moved", kinds)
-    _plain(axes)
+    _title(axes, "Tokens that geometry moved", kinds)
+    _plain(axes, grid="x")
 
 
 def _label(moved: MovedToken) -> str:
