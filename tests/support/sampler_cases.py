@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.rows import Case, Scenario, embedding_table, random_case
+from tests.support.rows import Case, Scenario, embedding_table, random_case
 from topw_deploy.sampling import Geometry, TopWParameters, as_float32, crop, fast_crop
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from benchmarks.rows import (
+from tests.support.rows import (
     LOGPROB_BOUND,
     MASS_BOUND,
     Case,

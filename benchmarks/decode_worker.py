@@ -1,21 +1,26 @@
-"""One graph that samples either way: the exported decoder with Top-W or ArgMax at its end, as an input says.
+"""The worker of `benchmarks.decode`: one decoder that ends in Top-W or ArgMax, in turns of a few steps.
 
-Two models of equal weights differ in speed by several per cent, by the luck of where their weights lie in memory, for
-as long as they are open. That is more than what a sampler costs. Here both ways read the same weights in one session.
+Two sessions over equal weights differ in speed by several per cent, depending on where their weights lie in memory,
+which is more than a sampler costs. So an input of one graph selects the sampler, and both use the same weights, threads
+and cache length. They take turns in a random order; a turn's result is the median of its steps.
 """
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from benchmarks.common import UNCOUNTED, median_step, one_thread_pool
 from topw_deploy.bench.decode.argmax import share_weights
 from topw_deploy.export.tail import OP_TYPE
-from topw_deploy.manifest import DecoderManifest, Manifest
+from topw_deploy.manifest import DecoderManifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Caches
@@ -24,12 +29,13 @@ from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, 
 from topw_deploy.runtime.session import SAMPLER_INPUTS, OpenGraph
 from topw_deploy.sampling import TopWParameters
 
-CHOICE = "argmax"  # a bool, the input that decides
+CHOICE = "argmax"  # the input, a bool
 FILE = "either.onnx"
+CONTROL = "control"
 
 
 def write_either(export: Path, folder: Path) -> Path:
-    """`folder/either.onnx`: `export` with its sampler's node in one branch of an If, and ArgMax in the other."""
+    """Write `folder/either.onnx`: `export` with its sampler in one branch of an If and ArgMax in the other."""
     model = ir.load(export / "model.onnx")
     graph = model.graph
     (sampler,) = [node for node in graph if node.op_type == OP_TYPE]
@@ -67,11 +73,11 @@ def write_either(export: Path, folder: Path) -> Path:
 
 
 class Either(OpenGraph):
-    """A session over such a file, as the runtime's loop and bindings want one. native: with the native operator."""
+    """A session over the file of `write_either`. native: with the native operator."""
 
     def __init__(self, path: Path, *, native: bool) -> None:
         options = ort.SessionOptions()
-        options.use_per_session_threads = False  # the process's pool, which `bursts.start` makes
+        options.use_per_session_threads = False  # the process's pool, made by `start`
         options.log_severity_level = 3
         if native:
             options.register_custom_ops_library(str(library_path()))
@@ -79,7 +85,7 @@ class Either(OpenGraph):
 
 
 class TopW:
-    """The runtime's own loop, taken apart into steps."""
+    """The runtime's loop, step by step."""
 
     def __init__(self, export: Path, session: Either) -> None:
         self.session = session
@@ -88,8 +94,8 @@ class TopW:
         self.certified: list[bool] = []
 
     def begin(self, prompt: list[int], new_tokens: int) -> None:
-        settings = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
-        requests, _, _ = self.model._requests([prompt], settings)
+        asked = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
+        requests, _, _ = self.model._requests([prompt], asked)
         self.row = Row(0, requests[0], None)
         model = self.model
         self.generation = Generation(self.session, model._caches, [self.row])
@@ -100,16 +106,15 @@ class TopW:
         accept(self.generation, decode_one_token(self.generation))
 
     def end(self) -> None:
-        """Remember which steps were certified."""
+        """Record which steps were certified, and free the cache."""
         self.certified += self.generation.record.of("certified", 0, self.row.steps)
         self.generation.close()
 
 
 class ArgMax:
-    """The least that a loop can do: the last token in, the next token out, the cache handed on."""
+    """A minimal greedy loop over the same session."""
 
-    def __init__(self, manifest: Manifest, session: Either) -> None:
-        assert manifest.decoder is not None
+    def __init__(self, manifest: DecoderManifest, session: Either) -> None:
         self.session, self.caches = session, Caches(session, manifest.decoder)  # type: ignore[arg-type]
         self.token = np.zeros(1, np.int64)
         self.unused = {name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")}
@@ -133,5 +138,37 @@ class ArgMax:
         self.binding.run()
 
     def end(self) -> None:
-        """Let go of the cache; nothing else is kept."""
         self.caches.close(self.cache)
+
+
+def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings: export, either (the file of `write_either`), samplers, threads, seed."""
+    one_thread_pool(settings["threads"])
+    loops: dict[str, TopW | ArgMax] = {}
+    for name in settings["samplers"]:
+        session = Either(Path(settings["either"]), native=name == "native")
+        topw = TopW(Path(settings["export"]), session)
+        loops |= {name: topw, f"{name} argmax": ArgMax(topw.model.manifest, session)}
+    # ArgMax again over the last session: how far its ratio is from 1 is the measurement's error
+    loops[CONTROL] = ArgMax(topw.model.manifest, session)
+    loops[f"{CONTROL} argmax"] = loops[f"{settings['samplers'][-1]} argmax"]
+    distinct = [name for name in loops if name != f"{CONTROL} argmax"]
+    order = random.Random(settings["seed"])
+
+    def sweep(prompt: list[int], turns: int, steps: int) -> list[dict[str, float]]:
+        """Seconds of a step by name, for each of `turns` turns after the prompt."""
+        for name in distinct:
+            loops[name].begin(prompt, turns * (steps + UNCOUNTED))
+        found = []
+        for _ in range(turns):
+            times = {name: median_step(loops[name].step, steps) for name in order.sample(distinct, len(distinct))}
+            found.append(times | {f"{CONTROL} argmax": times[f"{settings['samplers'][-1]} argmax"]})
+        for name in distinct:
+            loops[name].end()
+        return found
+
+    def certified() -> float:
+        every = [step for way in loops.values() if isinstance(way, TopW) for step in way.certified]
+        return sum(every) / max(1, len(every))
+
+    return {"sweep": sweep, "certified": certified}

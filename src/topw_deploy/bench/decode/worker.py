@@ -1,4 +1,7 @@
-"""The loops that run on an export of this project: `TopWModel`, and the same decoder with ArgMax."""
+"""The worker for this project's loops: `TopWModel`, and the same decoder with ArgMax.
+
+Imports are inside the functions: loading a side includes importing what it needs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,15 @@ from typing import Any
 Run = Callable[[list[int], int], dict[str, float]]
 
 
-def topw(settings: dict[str, Any]) -> Run:
+def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings: folder, variant ("native", "graph" or "argmax"), threads; argmax (that variant's file)."""
+    began = time.perf_counter()
+    run = (_argmax if settings["variant"] == "argmax" else _topw)(settings)
+    took = time.perf_counter() - began
+    return {"run": run, "load_seconds": lambda: took}
+
+
+def _topw(settings: dict[str, Any]) -> Run:
     from topw_deploy.runtime import TopWModel
 
     model = TopWModel.from_pretrained(
@@ -35,7 +46,7 @@ def topw(settings: dict[str, Any]) -> Run:
     return run
 
 
-def argmax(settings: dict[str, Any]) -> Run:
+def _argmax(settings: dict[str, Any]) -> Run:
     import onnxruntime as ort
 
     from topw_deploy.bench.decode.argmax import ArgMaxLoop
@@ -56,11 +67,3 @@ def argmax(settings: dict[str, Any]) -> Run:
         return {"first": first - started, "rest": time.perf_counter() - first, "tokens": new_tokens}
 
     return run
-
-
-def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: folder, variant ("native", "graph" or "argmax"), threads; argmax, the file for that variant."""
-    began = time.perf_counter()
-    run = (argmax if settings["variant"] == "argmax" else topw)(settings)
-    took = time.perf_counter() - began
-    return {"run": run, "load_seconds": lambda: took}

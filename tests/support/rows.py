@@ -1,7 +1,4 @@
-"""Random rows for samplers, of every kind that could go wrong, and which differences from the reference are allowed.
-
-Shared by all fuzz runs. Needs numpy only, so it also runs where nothing is installed.
-"""
+"""Random rows for samplers, and which differences from the reference are allowed. Imports numpy only."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ MASS_BOUND = 5e-4  # relative: the float32 sum behind it has a term per token, a
 
 @dataclass(frozen=True)
 class Scenario:
-    """One graph: what is baked, over which vocabulary and table."""
+    """The baked options of a graph, and its vocabulary and table."""
 
     options: TopWOptions
     vocab_size: int
@@ -36,7 +33,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: its logits float32 [V], parameters (numbers float32 can hold), uniform number, and kind."""
+    """One row: logits float32 [V], parameters (float32 values), uniform number and kind."""
 
     logits: np.ndarray
     parameters: dict[str, float]
@@ -132,10 +129,9 @@ def random_case(rng: np.random.Generator, vocab: int) -> Case:
 
 
 def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, pool_cut: bool = True) -> str | None:
-    """Which tie of docs/contract/graph.md, section 4, allows the difference; None if none does.
+    """The tie of docs/contract/graph.md, section 4, that allows the difference; None if none does.
 
-    pool_cut: whether equal logits across the pool's cut are an excuse, which implementations that order them by id
-    themselves do not need.
+    pool_cut: whether equal logits across the pool's cut count; not for implementations that order them by id.
     """
     ties = wanted.ties
     if difference in ("kept set", "certified"):
@@ -157,7 +153,7 @@ def _plain(bound: float) -> str:
 
 
 def reference(scenario: Scenario, geometry: Geometry, case: Case) -> Row:
-    """The definition's answer."""
+    """The answer of the reference."""
     return sample_row(case.logits, case.parameters, scenario.options, geometry, case.uniform)
 
 

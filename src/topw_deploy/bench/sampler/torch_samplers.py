@@ -1,6 +1,6 @@
-"""Sides that are logits processors of PyTorch: scores in, scores with everything outside the crop at -inf out.
+"""The samplers that are logits processors of PyTorch: they set scores outside the crop to -inf.
 
-Only the processor is timed. What `generate` does after it (softmax, multinomial) is the same for all of them.
+Only the processor is timed; what `generate` does after it (softmax, multinomial) is the same for all.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from topw_deploy.bench.authors import load_processor
-from topw_deploy.bench.sampler.catalogue import MIN_P, TOP_K, TOP_P
-from topw_deploy.bench.sampler.problem import TABLE, Case, Logits, Problem
-from topw_deploy.bench.sampler.side import Call
+from topw_deploy.bench.sampler.inputs import TABLE, Case, Inputs, Logits
+from topw_deploy.bench.sampler.samplers import Call
+from topw_deploy.bench.sides import MIN_P, TOP_K, TOP_P, load_processor
 from topw_deploy.errors import BenchmarkError
 
 Processor = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-class TorchSide:
+class TorchSampler:
     """`crop_rows` on the CPU, all rows at once."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         from topw_deploy.sampling.torch import TensorGeometry
 
-        self._options, bound = problem.options, problem.neighbour_bound
+        self._options, bound = inputs.options, inputs.neighbour_bound
         self._bound = None if bound is None else torch.from_numpy(bound)
         self._geometry = None
-        if problem.embeddings is not None:
-            table = torch.from_file(str(problem.folder / TABLE), size=problem.embeddings.size).view(
-                problem.embeddings.shape
+        if inputs.embeddings is not None:
+            table = torch.from_file(str(inputs.folder / TABLE), size=inputs.embeddings.size).view(
+                inputs.embeddings.shape
             )
-            self._geometry = TensorGeometry.from_embeddings(table, problem.options.metric)
+            self._geometry = TensorGeometry.from_embeddings(table, inputs.options.metric)
 
     def step(self, case: Case, logits: Logits) -> Call:
         scores = torch.from_numpy(logits)
@@ -50,8 +49,8 @@ class TorchSide:
         return crop_rows(scores, case.parameters, self._options, self._geometry, neighbour_bound=self._bound)
 
 
-class WarperSide:
-    """A warper of transformers over logits divided by the temperature, as `generate` orders them."""
+class Warper:
+    """A warper of transformers, over logits already divided by the temperature, as in `generate`."""
 
     def __init__(self, rule: str) -> None:
         from transformers.generation import logits_process as rules
@@ -70,20 +69,20 @@ class WarperSide:
         return None
 
 
-class AuthorsSide:
-    """The processor of arashgholami/top-w-decoding, from the user's copy, with the same parameters as ours.
+class AuthorsProcessor:
+    """The processor of arashgholami/top-w-decoding, from the user's copy, with our parameters.
 
-    It measures distance by its cosine whatever the metric here, and takes one row at a time.
+    It measures cosine distances whatever the metric is here, and takes one row at a time.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        if problem.embeddings is None:
+    def __init__(self, inputs: Inputs) -> None:
+        if inputs.embeddings is None:
             raise BenchmarkError("authors needs embeddings, but the metric is uniform; choose another --metric.")
-        if problem.authors is None:
+        if inputs.authors is None:
             raise BenchmarkError("authors needs its file: give --authors.")
-        self._options, self._class = problem.options, load_processor(problem.authors)
-        self._embeddings = np.asarray(problem.embeddings)
-        self._latest: Any = None
+        self._options, self._class = inputs.options, load_processor(inputs.authors)
+        self._embeddings = np.asarray(inputs.embeddings)
+        self._instance: Any = None
 
     def step(self, case: Case, logits: Logits) -> Call:
         processor, rows = self._processor(case), [torch.from_numpy(row[None]) for row in logits]
@@ -95,9 +94,9 @@ class AuthorsSide:
         return [np.flatnonzero(np.isfinite(row)) for row in masked]
 
     def _processor(self, case: Case) -> Processor:
-        """One for the case; its first copy's statistics serve the later ones, as they take passes over the table."""
+        """The one processor, set to the case's parameters: its statistics, computed at construction, are costly."""
         p = case.parameters
-        chosen = {
+        parameters = {
             "selection_temperature": p.selection_temperature or p.temperature,
             "top_m": self._options.top_m,
             "init_top_p": p.init_top_p,
@@ -106,8 +105,8 @@ class AuthorsSide:
             "lam_fixed": p.lam,
             "beta": p.beta,
         }
-        if self._latest is None:
-            self._latest = self._class(self._embeddings, print_params=False, print_kept=False, **chosen)
-        for name, value in chosen.items():
-            setattr(self._latest, name, value)
-        return self._latest  # type: ignore[no-any-return]
+        if self._instance is None:
+            self._instance = self._class(self._embeddings, print_params=False, print_kept=False, **parameters)
+        for name, value in parameters.items():
+            setattr(self._instance, name, value)
+        return self._instance  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What the sides of `topw bench sampler` are given: logits, parameters, and a table of embeddings."""
+"""The inputs of every sampler in `topw bench sampler`: logits, parameters, and a table of embeddings."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Logits = NDArray[np.float32]
 Table = NDArray[np.float32]
 
 REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
-    # settled by the certificate among few candidates, as nearly all steps of a language model are
+    # certified among few candidates, as nearly all steps of a language model are
     "certified": ((1.0, 2.0), {}),
-    # certified too, but with a crop of a hundred tokens and thousands in the warm start
+    # certified, but with a crop of a hundred tokens and thousands in the warm start
     "flat": ((2.0,), {}),
-    # distances decide, over the whole pool: nothing is likely, and the warm start is a third of it
+    # distances decide over the whole pool: no token is likely, and the warm start is a third of the pool
     "uncertified": ((2.0,), {"lam": 1.0, "init_top_p": 0.5}),
 }
-"""Regime -> (its temperatures where none are given, parameters that differ from the defaults)."""
+"""Regime -> (default temperatures, parameters that differ from the defaults)."""
 
 TABLE = "table.bin"
 _BELL, _LIKELY, _LOWEST_LIKELY = 2.2, 20, 7.7
 _FLAT_LIKELY, _FLAT_HEIGHT, _FLAT_SPREAD = 120, 10.0, 0.2
-_BLOCK = 1024  # rows of the table looked at at once
-_SLACK = 1e-3  # of a distance: far more than float32 can lose on random points
+_BLOCK = 1024  # rows of the table per step
+_SLACK = 1e-3  # of a distance: far more than float32 loses on random points
 
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters and logits of one column of the report."""
+    """The parameters of one case of the report, and the regime of its logits."""
 
     regime: str
     parameters: TopWParameters
@@ -46,12 +46,14 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Everything that a side may look at. B rows, V tokens, d coordinates.
+class Inputs:
+    """The inputs of all samplers. B rows, V tokens, d coordinates.
 
-    cases: each with its logits, float32 [B, V]. uniform: float32 [B]. embeddings: float32 [V, d] and their geometry;
-    None under the `uniform` metric. neighbour_bound: float32 [V], or None. folder: where models may be written; it
-    holds the embeddings as TABLE.
+    logits: float32 [B, V] for each case.
+    uniform: float32 [B].
+    embeddings: float32 [V, d]; None under the `uniform` metric.
+    neighbour_bound: float32 [V], or None.
+    folder: holds the embeddings as TABLE; samplers write their models there.
     """
 
     cases: tuple[Case, ...]
@@ -67,8 +69,11 @@ class Problem:
 
 
 def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: float) -> tuple[Case, ...]:
-    """One case for every regime and temperature; without temperatures the regime's own. Numbers are rounded to float32,
-    as the native sides and the graph receive them. Raises ParameterError for those out of range."""
+    """One case per regime and temperature; without temperatures, the regime's own.
+
+    Numbers are rounded to float32, as the native sampler and the graph receive them. Raises ParameterError for numbers
+    out of range.
+    """
     return tuple(
         Case(regime, as_float32({**REGIMES[regime][1], "temperature": temperature, "geom_scale": geom_scale}))
         for regime in regimes
@@ -77,7 +82,7 @@ def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: flo
 
 
 def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab], shaped like a language model's: a bell of deviation 2.2 and twenty tokens above it."""
+    """float32 [batch, vocab], shaped like a language model's: normal with deviation 2.2, and twenty likely tokens."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(batch):
@@ -89,8 +94,10 @@ def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
 
 
 def flat_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab]: 120 tokens about equally likely over a narrow bell. They are kept, which is more than the
-    64 candidates that the graph's first stage looks at."""
+    """float32 [batch, vocab]: standard normal, with 120 about equally likely tokens above.
+
+    All 120 are kept, more than the 64 candidates of the graph's first stage.
+    """
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((batch, vocab))
     for row in rows:
@@ -100,17 +107,17 @@ def flat_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
 
 
 def bell_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab]: the bell of `likely_logits` with nothing above it."""
+    """float32 [batch, vocab]: `likely_logits` without the likely tokens."""
     return (np.random.default_rng(seed).standard_normal((batch, vocab)) * _BELL).astype(np.float32)
 
 
 def given_logits(path: Path) -> Logits:
-    """The rows of a .npy file, [V] or [B, V], as float32. ParameterError if it holds anything else."""
+    """The rows of a .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError for anything else."""
     try:
         loaded = np.load(path, allow_pickle=False)
     except OSError as error:
         raise ParameterError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, EOFError):  # numpy takes anything else for a pickle, and says how to open it unsafely
+    except (ValueError, EOFError):  # numpy's message for other files advises loading a pickle, which is unsafe
         raise ParameterError(f"{path} cannot be read as a .npy file of numbers; save it with numpy.save.") from None
     if loaded.ndim not in (1, 2) or 0 in loaded.shape or loaded.dtype.kind != "f":
         raise ParameterError(
@@ -131,7 +138,7 @@ _LOGITS = {"certified": likely_logits, "flat": flat_logits, "uncertified": bell_
 
 
 def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
-    """Random embeddings float32 [vocab, hidden] in `folder / TABLE`, mapped from there: no side needs a copy."""
+    """Write random embeddings float32 [vocab, hidden] to `folder / TABLE`; returns them memory-mapped."""
     rng = np.random.default_rng([seed, 1])
     table = np.memmap(folder / TABLE, np.float32, "w+", shape=(vocab, hidden))
     for start in range(0, vocab, _BLOCK):
@@ -142,9 +149,9 @@ def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
 
 
 def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArray[np.float32]:
-    """The neighbour bound [V] of the tokens in the pools of `rows`, 0 for all others.
+    """The neighbour bound [V] for the tokens in the pools of `rows`, 0 (a valid bound) for all others.
 
-    A true lower bound that costs pools x V distances where the whole one costs V x V; no other token's is looked at.
+    Costs pools x V distances instead of V x V; samplers read no other token's bound.
     """
     vocab = rows[0].shape[1]
     ids = np.unique(np.concatenate([pool(row.astype(np.float64), top_m)[0] for batch in rows for row in batch]))
@@ -161,7 +168,7 @@ def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArra
 
 
 def _distances(metric: str, x: NDArray[np.float32], y: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[n, m] in float32; a square that rounding may have made of nothing becomes 0, which bounds anything."""
+    """Distances [n, m], float32; 0, a valid lower bound, where rounding could exceed the true value."""
     products = x @ y.T
     if metric == "cosine":
         distances = 1 - products

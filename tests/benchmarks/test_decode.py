@@ -1,15 +1,16 @@
-"""The decoder that ends in Top-W or ArgMax: each way answers as the model that has it alone."""
+"""The decoder that ends in Top-W or ArgMax gives the same results as a model with only one of them."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import pytest
 
-from benchmarks import bursts
-from benchmarks.either import CHOICE, write_either
+from benchmarks import decode_worker
+from benchmarks.decode_worker import CHOICE, write_either
 from tests.support.toy_graph import FORMS, HEAD_DIMS
 from tests.support.toy_model import VOCAB, Toy, export
 from topw_deploy.bench.process import Worker
@@ -25,7 +26,7 @@ def toy() -> Toy:
 
 @pytest.fixture(scope="module")
 def folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export(tmp_path_factory.mktemp("bursts") / "out", toy)
+    return export(tmp_path_factory.mktemp("either") / "out", toy)
 
 
 def feeds(session: ort.InferenceSession, uniform: float) -> dict[str, np.ndarray]:
@@ -48,7 +49,7 @@ def feeds(session: ort.InferenceSession, uniform: float) -> dict[str, np.ndarray
     return given
 
 
-def test_either_way_answers_as_the_model_that_has_it_alone(toy: Toy, folder: Path, tmp_path: Path) -> None:
+def test_each_branch_equals_the_model_with_that_sampler_alone(toy: Toy, folder: Path, tmp_path: Path) -> None:
     alone = ort.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     both = ort.InferenceSession(write_either(folder, tmp_path), providers=["CPUExecutionProvider"])
     names = [node.name for node in alone.get_outputs()]
@@ -68,14 +69,14 @@ def test_either_way_answers_as_the_model_that_has_it_alone(toy: Toy, folder: Pat
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_sweep_times_every_way_and_the_control(
+def test_a_sweep_times_every_sampler_and_the_control(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     folder = export(tmp_path / "out", toy, form=form)
-    monkeypatch.setenv("PYTHONPATH", str(Path(bursts.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(decode_worker.__file__).parents[1]), prepend=os.pathsep)
     settings = {"export": str(folder), "either": str(write_either(folder, tmp_path)), "samplers": ["graph"],
                 "threads": 1, "seed": 0}  # fmt: skip
-    with Worker("the models", Path(bursts.__file__), settings) as worker:
+    with Worker("the models", Path(decode_worker.__file__), settings) as worker:
         turns = worker.call("sweep", prompt=PROMPT, turns=3, steps=2)
         assert worker.call("certified") > 0
     assert len(turns) == 3

@@ -1,6 +1,6 @@
-"""`generate` of transformers, on a model of transformers or on optimum's ORTModelForCausalLM.
+"""transformers' `generate`, over its own model or optimum's ORTModelForCausalLM.
 
-Runs where those are; this project is imported for processors alone.
+Imports topw_deploy for logits processors only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 
 class _Clock:
-    """A streamer that notes when each token came, and does nothing else. The prompt comes first."""
+    """A streamer that records when the prompt and each token arrived."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -28,15 +28,15 @@ class _Clock:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: library ("transformers" or "optimum"), folder, search (fields of a GenerationConfig), threads;
+    """settings: library ("transformers" or "optimum"), folder, threads, search (fields of a GenerationConfig),
     processor (None, "topw", or the path of the authors' file)."""
     torch.set_num_threads(settings["threads"])
-    make_processors = _processors(settings["processor"])  # before the model: a wrong file is told at once
+    make_processors = _processors(settings["processor"])  # before the model, so that a wrong file fails at once
     began = time.perf_counter()
     model = _load(settings)
     took = time.perf_counter() - began
     processors = make_processors(model)
-    # what the folder's own configuration says must not decide: an end of sequence, or the default top_k of 50
+    # replaces the folder's own, which could end sequences early or set a top_k
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None, **settings["search"])
 
     def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
@@ -74,15 +74,15 @@ def _load(settings: dict[str, Any]) -> Any:
 
 
 def _processors(wanted: str | None) -> Callable[[Any], list[Any]]:
-    """Model -> the processors for its `generate`."""
+    """A function from the model to the logits processors for its `generate`."""
     if wanted is None:
         return lambda _model: []
     if wanted == "topw":
         from topw_deploy.processors import TopWLogitsProcessor
 
         return lambda model: [TopWLogitsProcessor(model)]
-    from topw_deploy.bench.authors import load_processor
+    from topw_deploy.bench.sides import load_processor
 
     theirs = load_processor(Path(wanted))
-    # alt_iters and geom_scale as this project's defaults have them
+    # alt_iters and geom_scale: this project's defaults
     return lambda model: [theirs(model.get_input_embeddings().weight, alt_iters=3, geom_scale=1.0)]

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import installed_size
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""The worker of `benchmarks.int4` in llama-cpp-python's environment: GGUF files of the same weights, their losses and
-their steps.
+"""The worker of `benchmarks.int4` for llama.cpp: GGUF files of the same weights, their losses and steps.
 
-Needs llama-cpp-python (0.3.36 was used) and gguf. The file is written in float32 and quantised by llama.cpp's own
-quantiser, without an importance matrix.
+Runs in an environment with llama-cpp-python (tested with 0.3.36) and gguf, and imports nothing of this project. Files
+are written in float32 and quantised by llama.cpp, without an importance matrix.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ def gguf_name(name: str) -> str:
 
 
 def rotated_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbouring numbers of a head, Hugging Face's Llama the two halves."""
+    """Reorder rows: llama.cpp rotates neighbouring numbers of a head, Hugging Face's Llama its two halves."""
     outputs, inputs = weight.shape
     return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
 
 
 def write(weights: str, config: dict[str, Any], target: str) -> None:
-    """A GGUF file in float32 of `weights`, a .npz of the checkpoint's tensors by name."""
+    """Write a float32 GGUF file. weights: a .npz file of the checkpoint's tensors by name."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     writer.add_context_length(config["max_position_embeddings"])
@@ -81,7 +80,7 @@ def write(weights: str, config: dict[str, Any], target: str) -> None:
 
 
 class Model:
-    """One context over one file; a token in, its logits out."""
+    """One context over one GGUF file."""
 
     def __init__(self, path: str, threads: int, length: int) -> None:
         settings = llama_cpp.llama_model_default_params()
@@ -102,7 +101,7 @@ class Model:
         self.used = 0
 
     def run(self, ids: list[int], *, every: bool) -> np.ndarray:
-        """Logits of each id, or of the last one only."""
+        """Logits of every id, or of the last one."""
         batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for place, token in enumerate(ids):
@@ -129,7 +128,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     threads = int(settings["threads"])
 
     def make(source: str, kind: str, target: str) -> int:
-        """A file of `kind` from one in float32; its bytes."""
+        """Quantise a float32 file to `kind`; returns its size."""
         how = llama_cpp.llama_model_quantize_default_params()
         how.ftype, how.nthread = TYPES[kind], 2
         if llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(how)):
@@ -162,7 +161,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         return time.perf_counter() - began
 
     def turn(name: str, steps: int) -> list[float]:
-        """Seconds of each of `steps` greedy steps, after those that are not counted."""
+        """Seconds of each of `steps` greedy steps, after UNCOUNTED others."""
         model, times, token = models[name], [], 5
         for number in range(steps + UNCOUNTED):
             began = time.perf_counter()

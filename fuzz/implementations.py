@@ -1,7 +1,7 @@
-"""The implementations that `fuzz.sampler` compares with the reference, behind one face.
+"""The implementations that `fuzz.sampler` compares with the reference, behind one protocol.
 
-An adapter opens an implementation for one scenario and answers lists of rows. It is imported when asked for, and
-raises `Absent` with the reason where what it needs is not installed.
+An adapter opens an implementation for one scenario and answers lists of rows. It imports what it needs when called, and
+raises `Absent` with the reason if that is not installed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.rows import Case
+from tests.support.rows import Case
 from tests.support.sampler_cases import Visit
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import as_float32, fast_crop
@@ -22,13 +22,16 @@ Answerer = Callable[[list[Case]], list["Answer"]]
 
 
 class Absent(Exception):  # noqa: N818 - a state, not a failure
-    """The implementation is not here; says why."""
+    """Why an implementation cannot run here."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One row's answer. kept: ids by (logit descending, id ascending), or ascending where `ordered` is false; the
-    drawn token and its numbers only where the implementation draws."""
+    """The answer for one row.
+
+    kept: ids by (logit descending, id ascending), or ascending if not `ordered`.
+    next_token, logprob, mass: None for implementations that do not draw.
+    """
 
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     certified: bool = False
@@ -105,7 +108,7 @@ def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 class Sampling(Protocol):
-    """Whatever samples with the face of plugins.kernel.Kernel, KernelSamples included: on a CPU, on a GPU, emulated."""
+    """The interface of plugins.kernel.Kernel, on a CPU, on a GPU or emulated."""
 
     def sample(self, logits: Any, columns: Any, options: Any, table: Any, *, mass: bool, keep_mask: bool) -> Any: ...
 
@@ -113,9 +116,10 @@ class Sampling(Protocol):
 def open_kernel(
     kernel: Sampling, options: TopWOptions, table: object, logits: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> Answerer:
-    """A kernel for the tables and options of one scenario, the rows as one batch.
+    """A kernel with the table and options of one scenario, all rows as one batch.
 
-    table: KernelTable, or None for the uniform metric. logits: makes of float32 rows what the kernel is to be given.
+    table: KernelTable, or None for the uniform metric.
+    logits: converts float32 rows to the kernel's input type.
     """
     from topw_deploy.plugins.kernel import STAGES
 
