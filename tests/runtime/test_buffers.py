@@ -8,7 +8,7 @@ import pytest
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime import memory
-from topw_deploy.runtime.cache.buffers import BufferPool, Buffers
+from topw_deploy.runtime.cache.buffers import Buffers, MemoryPool
 from topw_deploy.runtime.memory import HostMemory
 
 HEADS, DIMS = (2, 1), (4, 3)
@@ -20,7 +20,7 @@ class Host:
     memory = HostMemory
 
 
-def pool(step: int = 0, least: int = 0, **sizes: int) -> BufferPool:
+def pool(step: int = 0, least: int = 0, **sizes: int) -> MemoryPool:
     decoder = DecoderInfo(
         model_type="test",
         kv_form="static",
@@ -33,7 +33,7 @@ def pool(step: int = 0, least: int = 0, **sizes: int) -> BufferPool:
         buffer_step=step,
         buffer_least=least,
     )
-    return BufferPool(Host(), decoder, **sizes)  # type: ignore[arg-type]
+    return MemoryPool(Host(), decoder, **sizes)  # type: ignore[arg-type]
 
 
 def tensors(buffers: Buffers) -> list[np.ndarray]:

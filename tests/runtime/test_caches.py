@@ -16,7 +16,7 @@ from tests.support.toy_model import BOS, CONTEXT, PAD, Toy, byte_ids, export
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.buffers import Buffers
-from topw_deploy.runtime.session import Binding
+from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
 IN_PLACE = FORMS[1:]
@@ -82,13 +82,13 @@ def test_a_prompts_pieces_say_how_far_they_reach_and_steps_how_long_the_buffer_i
 ) -> None:
     told: list[int] = []
 
-    def bind_on_host(self: Binding, name: str, array: np.ndarray) -> None:
+    def bind_on_host(self: HostBinding, name: str, array: np.ndarray) -> None:
         assert name == "total_sequence_length"
         assert (array.dtype, array.shape) == (np.int32, (1,))
         told.append(int(array[0]))
         self.bind_array(name, array)
 
-    monkeypatch.setattr(Binding, "bind_on_host", bind_on_host)
+    monkeypatch.setattr(HostBinding, "bind_on_host", bind_on_host)
     tokens(opened("grouped", prefill_chunk=chunk, max_length=48), "sixteen letters!")
     assert told == [*pieces, 48]  # which is bound once for all steps
 
@@ -148,14 +148,14 @@ def test_a_piece_that_draws_nothing_knows_nothing_of_its_rows_parameters(
     opened: Open, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, list[float], tuple[int, ...]]] = []
-    original = Binding.run
+    original = HostBinding.run
 
-    def watched(self: Binding, step: int | None = None) -> None:
+    def watched(self: HostBinding, step: int | None = None) -> None:
         arrays = self._arrays
         seen.append((step is None, arrays["temperature"].tolist(), arrays["edit_ids"].shape))
         original(self, step)
 
-    monkeypatch.setattr(Binding, "run", watched)
+    monkeypatch.setattr(HostBinding, "run", watched)
     opened(form, prefill_chunk=4).generate("ten letter", max_new_tokens=2, temperature=2.0, logit_bias={7: -np.inf})
     pieces = [(temperature, shape) for undrawn, temperature, shape in seen if undrawn]
     assert pieces == [([0.0], (1, 0))] * 2
@@ -166,22 +166,22 @@ def test_a_piece_that_draws_nothing_knows_nothing_of_its_rows_parameters(
 def test_a_step_binds_nothing(opened: Open, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past, present and every small input stay where they were bound; scatter binds again when its buffer grows."""
     runs, bound = [0], []
-    original = Binding.run
+    original = HostBinding.run
 
-    def counted(self: Binding, step: int | None = None) -> None:
+    def counted(self: HostBinding, step: int | None = None) -> None:
         runs[0] += 1
         original(self, step)
 
-    monkeypatch.setattr(Binding, "run", counted)
+    monkeypatch.setattr(HostBinding, "run", counted)
 
     def watch(name: str) -> None:
-        method = getattr(Binding, name)
+        method = getattr(HostBinding, name)
 
-        def watched(self: Binding, *arguments: Any) -> Any:
+        def watched(self: HostBinding, *arguments: Any) -> Any:
             bound.append(runs[0])
             return method(self, *arguments)
 
-        monkeypatch.setattr(Binding, name, watched)
+        monkeypatch.setattr(HostBinding, name, watched)
 
     for name in ("bind_array", "bind_memory", "bind_result", "bind_fresh_again"):
         watch(name)

@@ -18,7 +18,7 @@ import onnx
 import onnxruntime as ort
 
 from tests.support.cuda_double import Gpu
-from topw_deploy.runtime.session import ELEMENT_TYPES
+from topw_deploy.dtypes import ELEMENT_TYPES
 
 SCRATCH = (1000, 5000)  # bytes, of profile 0 and 1
 
@@ -351,7 +351,7 @@ _SIZES = {1: 4, 6: 4, 7: 8, 9: 1, 10: 2, 16: 2}  # bytes by ONNX element type
 
 
 def _bytes(kind: int, shape: tuple[int, ...]) -> int:
-    assert kind in ELEMENT_TYPES.values()
+    assert kind in {element.number for element in ELEMENT_TYPES.values()}
     size = _SIZES[kind]
     for dimension in shape:
         size *= dimension

@@ -1,4 +1,4 @@
-"""The inputs and outputs of a generation on an engine, see runtime/face.py.
+"""The inputs and outputs of a generation on an engine, see runtime/protocols.py.
 
 What crosses between host and device in a step: the arrays that change, in one copy, and the results, in another, both
 through pinned memory and, from the third step of a shape on, inside a CUDA graph together with the engine's work.

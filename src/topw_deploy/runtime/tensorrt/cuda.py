@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.errors import EngineError, GenerationError
-from topw_deploy.runtime.turns import Turns, turns_of
+from topw_deploy.runtime.device_lock import DeviceLock, device_lock
 
 INSTALL = "pip install 'cuda-python>=12.6'"
 
@@ -29,7 +29,7 @@ class Cuda:
         except ImportError as error:
             raise EngineError(f"cuda.bindings.runtime cannot be imported ({error}); run: {INSTALL}") from None
         self._device = device
-        self.turns = turns_of(("cuda", device))
+        self.turns = device_lock(("cuda", device))
         self.use()
 
     def use(self) -> None:
@@ -69,7 +69,7 @@ class Block:
         self._finalizer = weakref.finalize(self, _free, cuda.turns, getattr(cuda.api, free), pointer)
 
 
-def _free(turns: Turns, function: Callable[[int], object], pointer: int) -> None:
+def _free(turns: DeviceLock, function: Callable[[int], object], pointer: int) -> None:
     with turns.using:
         function(pointer)
 
@@ -148,7 +148,7 @@ class Graph:
 
 
 class DeviceMemory:
-    """Zeroed bytes of the device, for a cache (see runtime/face.py)."""
+    """Zeroed bytes of the device, for a cache (see runtime/protocols.py)."""
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = size

@@ -11,9 +11,8 @@ from typing import Any
 from topw_deploy.errors import EngineError, GenerationError, ManifestError
 from topw_deploy.files import open_regular
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.runtime.face import Sampler
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.placement import CpuNode
+from topw_deploy.runtime.protocols import CpuNode, Sampler
 from topw_deploy.runtime.tensorrt.binding import EngineBinding
 from topw_deploy.runtime.tensorrt.cuda import Cuda, DeviceMemory
 from topw_deploy.runtime.tensorrt.lane import Lane
@@ -26,7 +25,7 @@ _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "bool
 
 
 class EngineSession:
-    """The engine of `folder` that fits GPU number `device`, with the face of runtime/face.py.
+    """The engine of `folder` that fits GPU number `device`, with the face of runtime/protocols.py.
 
     stamp: what is known of it. Several generations may run at once, each on a lane of its own.
     Raises EngineError where TensorRT, CUDA, a fitting engine or its plugin is missing, and for an engine that TensorRT

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from topw_deploy.runtime.worker import Worker
+from topw_deploy.runtime.ort.run_thread import RunThread
 
 
 def test_every_call_is_made_on_the_same_thread_in_its_turn() -> None:
-    worker, seen, running = Worker(), list[int](), list[int]()
+    worker, seen, running = RunThread(), list[int](), list[int]()
 
     def work() -> None:
         seen.append(threading.get_ident())
@@ -32,7 +32,7 @@ def test_every_call_is_made_on_the_same_thread_in_its_turn() -> None:
 
 
 def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
-    worker, seen = Worker(), list[str]()
+    worker, seen = RunThread(), list[str]()
 
     def fail() -> None:
         raise ValueError("a reason")
@@ -44,13 +44,13 @@ def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
 
 
 def test_a_call_from_the_thread_itself_is_made_at_once() -> None:
-    worker, seen = Worker(), list[str]()
+    worker, seen = RunThread(), list[str]()
     worker.call(lambda: worker.call(lambda: seen.append("inner")))
     assert seen == ["inner"]
 
 
 def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, ended = Worker(), list[str]()
+    worker, ended = RunThread(), list[str]()
 
     class Interrupted:
         """A lock whose first wait is interrupted, as by Ctrl-C."""
@@ -79,7 +79,7 @@ def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytes
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    worker = Worker()
+    worker = RunThread()
     worker.call(lambda: None)
     thread = worker._thread
     assert thread is not None
