@@ -230,14 +230,14 @@ def test_generations_at_the_same_time_have_memory_of_their_own(folders: dict[str
 def test_memory_grows_for_a_long_prompt_and_is_used_again(folders: dict[str, Path], on_a_device: Open) -> None:
     host = on_the_host(folders["grouped"])
     model, session = on_a_device(folders["grouped"], graphs=True)
-    session_lanes = model._session._buffers  # type: ignore[union-attr]
-    session_lanes._free.append(lane := device_binding.Lane(("cpu", 0)))
-    lane.areas["rest"] = FarArea(256, ("cpu", 0))  # less than the prompt's ids and parameters need
+    pool = model._session._buffers  # type: ignore[union-attr]
+    pool._free.append(lent := device_binding.StepBuffers(("cpu", 0)))
+    lent.areas["rest"] = FarArea(256, ("cpu", 0))  # less than the prompt's ids and parameters need
     for text in ("z" * 40, "short"):
         expected = host.generate(text, seed=1, max_new_tokens=8, **SETTINGS)
         assert model.generate(text, seed=1, max_new_tokens=8, **SETTINGS).token_ids == expected.token_ids
-    assert lane.areas["rest"].size > 256
-    assert session_lanes._free == [lane]
+    assert lent.areas["rest"].size > 256
+    assert pool._free == [lent]
     assert len(session.graphs) == 1
 
 

@@ -40,20 +40,20 @@ def test_attention_windows_are_found_in_the_graph(window: int | None, refused: b
     attributes = {} if window is None else {"local_window_size": window}
     node = helper.make_node("GroupQueryAttention", ["q"], ["o"], domain="com.microsoft", num_heads=2, **attributes)
     graph = helper.make_graph([node], "g", [], [])
-    assert bool(cpu_nodes._WINDOW.search(helper.make_model(graph).SerializeToString())) == refused
+    assert bool(graph_checks._WINDOW.search(helper.make_model(graph).SerializeToString())) == refused
 
 
 def test_a_graph_with_windows_is_refused_by_the_old_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ModelFolder(folder, DecoderManifest)
-    cpu_nodes.check_graph(found)
+    graph_checks.check_before_opening(found)
     monkeypatch.setattr(ort, "__version__", "1.23.2")
-    cpu_nodes.check_graph(found)
+    graph_checks.check_before_opening(found)
     with found.model.open("ab") as stream:
         stream.write(b"\n\x11local_window_size\x18\x08")
     with pytest.raises(ManifestError, match=r"sliding window .*1\.23\.2 makes a token too long; export with"):
-        cpu_nodes.check_graph(found)
+        graph_checks.check_before_opening(found)
     monkeypatch.setattr(ort, "__version__", "1.24.1")
-    cpu_nodes.check_graph(found)
+    graph_checks.check_before_opening(found)
 
 
 def test_an_opset_that_it_does_not_know_is_refused_with_the_number(
