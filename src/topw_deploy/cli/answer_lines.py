@@ -36,7 +36,7 @@ class Kept:
 
 
 def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises ParameterError for a path that cannot be written, or must not be without `resume` or `overwrite`."""
+    """Raises ParameterError if `path` cannot or must not be written."""
     if path.is_dir() or not path.parent.is_dir():
         raise ParameterError(f"{path} is a folder, or its folder does not exist; choose another name.")
     if path.exists() and not path.is_file():
@@ -90,7 +90,7 @@ def _check(found: Any, place: str, index: int, requests: Sequence[str], model: s
 
 
 class AnswerFile:
-    """Lines are added to `path` (None: standard output) behind its first `size` bytes. A context."""
+    """Appends lines to `path` (None: standard output) after its first `size` bytes. A context."""
 
     def __init__(self, path: Path | None, size: int = 0) -> None:
         self._path, self._size = path, size

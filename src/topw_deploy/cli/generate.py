@@ -165,7 +165,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
-    """The parameters that were set on the command line: what was not set is left to the model's defaults."""
+    """The parameters given on the command line, not those left to the model's defaults."""
     given = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}  # 0 is a value
     if "stop_strings" in given:
         given["stop_strings"] = list(given["stop_strings"])
@@ -192,7 +192,7 @@ def _bias(item: str) -> tuple[int, float]:
 
 
 def _streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
-    """Print each sequence while it arrives; of several, the later ones when their turn has come."""
+    """Print sequences while they arrive, in order."""
     results: dict[int, GenerationResult] = {}
     waiting: dict[int, str] = {}
     shown = 0  # the sequence that is being printed
@@ -248,7 +248,7 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
 
 
 def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show: Show, stats: bool) -> None:
-    """Read a line, answer it, remember both; the end of standard input ends it, /clear forgets everything."""
+    """Converse until the end of standard input; /clear starts again."""
     history: list[dict[str, str]] = []
     model.apply_chat_template(user_messages(system, "Hello"))  # no template: say so before the first question
     if sys.stdin.isatty():

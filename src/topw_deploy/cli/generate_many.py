@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def many_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a run over a file of prompts."""
     options = (
         click.option(
             "--prompts-jsonl",
@@ -51,7 +50,7 @@ def many_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where prompts come from and answers go to. source: - is standard input. output: None is standard output."""
+    """Prompts and answers. source: - is standard input. output: None is standard output."""
 
     source: Path
     output: Path | None
@@ -61,7 +60,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What holds for all prompts. given: parameters, which a line's own replace; their seed is the run's."""
+    """Options for all prompts. given: parameters; a line's own take precedence."""
 
     given: Mapping[str, Any]
     chat: bool
@@ -132,8 +131,6 @@ def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
 
 
 class _Job:
-    """The prompts under one model and one seed."""
-
     def __init__(self, model: TopWModel, prompts: Sequence[PromptLine], asked: Asked) -> None:
         from topw_deploy.manifest import MANIFEST_NAME, sha256_of
         from topw_deploy.runtime.draws import fresh_seed
@@ -150,7 +147,7 @@ class _Job:
         self._sequences = self._tokens = self._certified = 0
 
     def resume(self, path: Path) -> Kept:
-        """What an interrupted run left in `path`; its seed becomes this run's."""
+        """Read an interrupted run's answers and take over its seed."""
         kept = kept_of(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
         if kept.run_seed is not None:
             if self._given_seed not in (None, kept.run_seed):
@@ -199,7 +196,6 @@ class _Job:
         return self._model.generate(prompts, **rows, **whole)
 
     def report(self, seconds: float) -> None:
-        """One line on stderr: this run's prompts, tokens and crops."""
         share = f"; certified {self._certified / self._tokens:.1%}" if self._tokens else ""
         tell(
             f"{counted(self._sequences, 'sequence')}, {counted(self._tokens, 'token')} in {seconds:.1f} s{share}; "
@@ -224,14 +220,13 @@ def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
 
 
 def _whole(line: PromptLine) -> dict[str, Any]:
-    """The line's parameters that hold for a whole batch."""
     from topw_deploy.runtime.parameters import REQUEST_PARAMETERS
 
     return {name: value for name, value in line.parameters.items() if name in REQUEST_PARAMETERS}
 
 
 def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLine]]:
-    """Neighbours, at most `size`, whose parameters of the batch as a whole are equal."""
+    """Up to `size` neighbours with equal parameters of the whole batch."""
     batch: list[PromptLine] = []
     for line in prompts:
         if batch and (len(batch) == size or _whole(batch[0]) != _whole(line)):
@@ -244,7 +239,7 @@ def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLi
 
 @contextlib.contextmanager
 def _told_of_resume(path: Path | None) -> Iterator[None]:
-    """Say what an interruption or an error leaves."""
+    """Name the output and --resume after an interruption or an error."""
     try:
         yield
     except (KeyboardInterrupt, TopWError):
@@ -255,7 +250,7 @@ def _told_of_resume(path: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(total: int, done: int) -> Iterator[Callable[[int], object]]:
-    """A bar of prompts where stderr is a terminal; gives the function to call with the number of finished ones."""
+    """A progress bar if stderr is a terminal. Yields the function to advance it."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _count: None
         return

@@ -39,7 +39,7 @@ class PromptLine:
         return int(self.parameters.get("num_return_sequences", 1))
 
     def request(self, limits: Mapping[str, Any]) -> str:
-        """A digest of all that decides the answer but the model and the run's seed. limits: of the opened model."""
+        """A digest of everything that determines the answer but model and seed."""
         asked = [self.id, self.kind, self.prompt, self.parameters, limits]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -73,13 +73,12 @@ def prompt_lines(
 
 
 def user_messages(system: str | None, text: str) -> list[dict[str, str]]:
-    """A chat that begins with the user's `text`."""
     start = [] if system is None else [{"role": "system", "content": system}]
     return [*start, {"role": "user", "content": text}]
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
-    """The line's JSON object; a bare text is its prompt."""
+    """Parse the line; a string is a prompt."""
     try:
         value: Any = json.loads(text, object_pairs_hook=_without_repetition)
     except PromptError as error:
@@ -107,7 +106,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _prompt(value: dict[str, Any]) -> tuple[str, Any]:
-    """The kind of the prompt and the prompt."""
     if not isinstance(value.get("id"), (str, int, type(None))) or isinstance(value.get("id"), bool):
         raise PromptError(f"id is {value['id']!r:.60}, but must be a text or an integer.")
     given = [name for name in (*KINDS, *_ALIASES) if name in value]
@@ -129,7 +127,7 @@ def _are(value: Any, kind: type) -> bool:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters under their own names with checked values, each a single value."""
+    """Parameters by their own names, checked for one row."""
     # imported late: reading and refusing a file must not wait for onnxruntime
     from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names
 

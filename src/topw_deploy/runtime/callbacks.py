@@ -85,12 +85,11 @@ class Watch:
 
 
 def name_of(criterion: object) -> str:
-    """A criterion's name in results: a function's name, else its class's."""
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 def check_streamer(name: str, value: Any) -> Streamer:
-    """Returns `value`. Raises ParameterError if it lacks `put` or `end`."""
+    """Raises ParameterError if `value` lacks `put` or `end`."""
     _check_object(name, value)
     if not callable(getattr(value, "put", None)) or not callable(getattr(value, "end", None)):
         raise ParameterError(
@@ -101,7 +100,7 @@ def check_streamer(name: str, value: Any) -> Streamer:
 
 
 def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
-    """One criterion or a list of them. Raises ParameterError for one that cannot be called with token ids."""
+    """Raises ParameterError for a criterion that cannot be called with token ids alone."""
     criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for criterion in criteria:
         _check_object(name, criterion)

@@ -85,7 +85,7 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """A copy of `value` in plain types, so that the template can call no other methods."""
+    """A copy in plain types, so that the template can call no other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

@@ -111,8 +111,6 @@ class Using:
 
 
 class _Here(threading.local):
-    """How often the calling thread holds the lock."""
-
     depth = 0
 
 
@@ -121,6 +119,6 @@ _registry = threading.Lock()
 
 
 def device_lock(device: tuple[str, int]) -> DeviceLock:
-    """The process's lock of a device, (kind, number) in onnxruntime's words."""
+    """The process's lock of a device (kind, number)."""
     with _registry:
         return _locks.setdefault(device, DeviceLock())

@@ -55,17 +55,15 @@ class Edits:
                 binding.refresh(name)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Update the edits for the drawn tokens, one per row; those of ended rows are ignored."""
+        """Update the edits for the drawn tokens [B]."""
         for index, row in self._rows.items():
             row.accept(tokens[index])
 
     def retire(self, index: int) -> None:
-        """Stop updating the slots of row `index`, which has ended."""
         self._rows.pop(index, None)
         self.active = bool(self._rows)
 
     def grow(self) -> None:
-        """Double the slots of every row and keep their values."""
         if self._fixed is not None:
             raise ParameterError(
                 f"the request edits more than {self._fixed} tokens, which is what this graph was exported for; "
@@ -101,7 +99,7 @@ def _wants_edits(row: RowRequest) -> bool:
 
 
 class _RowEdits:
-    """One row's slots: permanent edits (penalties, biases, plain bans), and bans for single steps."""
+    """One row's slots: permanent edits, and bans for single steps."""
 
     def __init__(self, edits: Edits, index: int, row: RowRequest) -> None:
         self._edits, self._index, self._row = edits, index, row
@@ -157,7 +155,7 @@ class _RowEdits:
             self._remember_ngram(len(self._history))
 
     def _bans(self) -> Iterable[int]:
-        """Distinct tokens that the coming step alone must not draw."""
+        """Tokens banned in the coming step alone."""
         row = self._row
         banned: set[int] = set()
         if self._steps < row.min_new_tokens:

@@ -24,7 +24,7 @@ class ModelFolder(Generic[M_co]):
     """
 
     def __init__(self, path: str | Path, wanted: type[M_co], *, unfinished: bool = False) -> None:
-        """unfinished: also open an export that is still being verified; for the verification itself."""
+        """unfinished: also open an export under verification."""
         self.path = Path(path)
         if not self.path.exists():
             raise ManifestError(f"{self.path} does not exist; give the folder that topw-export wrote.")
@@ -47,13 +47,13 @@ class ModelFolder(Generic[M_co]):
         return name in self.manifest.files
 
     def open(self, name: str) -> BinaryIO:
-        """Open the file for reading. Raises ManifestError if it is not listed, or differs from the manifest."""
+        """Raises ManifestError if the file is not listed or differs from the manifest."""
         if not self.has(name):
             raise ManifestError(f"{name} is not listed in {self.path / MANIFEST_NAME}; export the model again.")
         return open_listed(self.path, name, self.manifest.files[name])
 
     def read_text(self, name: str) -> str:
-        """The file as UTF-8 text. Raises ManifestError if it is not listed or not text."""
+        """Raises ManifestError if the file is not listed or not UTF-8."""
         try:
             with TextIOWrapper(self.open(name), encoding="utf-8") as stream:
                 return stream.read()
@@ -63,7 +63,7 @@ class ModelFolder(Generic[M_co]):
             raise ManifestError(f"{self.path / name} cannot be read: {error.strerror or error}.") from None
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The file as a JSON object; an empty one if the folder has no such file."""
+        """The file's JSON object; {} if it is not listed."""
         if not self.has(name):
             return {}
         try:

@@ -81,7 +81,7 @@ def _is_off(key: str, value: Any) -> bool:
 
 
 def _callers_level() -> int:
-    """The stack level of the code that called this package, for `warnings.warn` in the calling function."""
+    """The stack level of this package's caller, for `warnings.warn` in the calling function."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         level, frame = level + 1, frame.f_back
@@ -112,7 +112,7 @@ def _within(defaults: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 def bos_token(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> int | None:
-    """The beginning-of-sequence id: the generation config's, the model config's, the tokenizer's, or None."""
+    """From the generation config, else the model config, else the tokenizer."""
     for config in (folder.read_json(FILE), *_configs(folder)):
         found = config.get("bos_token_id")
         if isinstance(found, int) and not isinstance(found, bool):
@@ -135,7 +135,6 @@ def _eos_elsewhere(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> tuple
 
 
 def _configs(folder: ModelFolder) -> list[dict[str, Any]]:
-    """`config.json`, and its `text_config` in a composite model."""
     config = folder.read_json("config.json")
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]

@@ -50,7 +50,7 @@ class Row:
         self.finished_at = 0.0  # time.perf_counter()
 
     def take(self, token: int) -> str:
-        """Add a drawn token. Returns the text gained; sets `finish_reason` and `stop` if it is the last token."""
+        """Add a drawn token. Returns the text gained."""
         self.steps += 1
         gained = ""
         if self.watch is not None:
@@ -74,7 +74,6 @@ class Row:
         return gained
 
     def _last_of(self, text: RowText) -> str:
-        """The text held back, once the row has ended."""
         if self.finish_reason is None:
             return ""
         gained = text.flush()  # may complete a stop string that was held back with half a character
@@ -108,14 +107,14 @@ class Record:
         self._kept = self._steps.reshape(-1).data
 
     def keep(self, step: int) -> list[int]:
-        """Copy the last run's outputs as those of `step`. Returns its tokens [B]."""
+        """Copy the last run's outputs. Returns its tokens [B]."""
         start = step * self._size
         self._kept[start : start + self._size] = self._latest
         tokens: list[int] = self._tokens.tolist()
         return tokens
 
     def of(self, name: str, row: int, steps: int) -> list[Any]:
-        """Output `name` of the row's first `steps` steps; [] if the graph has no such output."""
+        """Output `name` of the row's steps; [] if the graph lacks it."""
         if name not in self._columns:
             return []
         values = np.ascontiguousarray(self._steps[:steps, self._columns[name]]).view(_RECORDED[name])  # [steps, B]
@@ -158,7 +157,7 @@ class Generation:
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Make the ended `row`, which runs on with the others, as cheap as possible: greedy, without edits."""
+        """Make the ended `row`, which runs on with the others, greedy and without edits."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id
@@ -176,7 +175,7 @@ class Generation:
 
 
 def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
-    """Run `generation` to its end. Yields the rows that gained text or ended, with the text."""
+    """Yields the rows that gained text or ended, with the text."""
     if not generation.active:
         return
     changed = accept(generation, prefill(generation))
@@ -206,7 +205,7 @@ def decode_one_token(generation: Generation) -> list[int]:
 
 
 def run_step(generation: Generation) -> list[int]:
-    """Write the inputs of this step's draw, run the graph and record its outputs. -> [B]"""
+    """Draw, run the graph and record its outputs. -> [B]"""
     g = generation
     g.draws.write(g.step, g.uniform_view)
     if g.edits.active:
@@ -282,7 +281,7 @@ class RequestRun:
         ]
 
     def pieces(self) -> Iterator[Piece]:
-        """Run to the end. The last piece of each row carries its result; rows without new text give no piece."""
+        """The last piece of each row carries its result; rows without new text give no piece."""
         self._started = time.perf_counter()
         try:
             self._generation = Generation(self._session, self._caches, self._rows)

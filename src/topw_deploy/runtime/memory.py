@@ -42,7 +42,7 @@ def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
 
 
 def machine_bytes() -> int | None:
-    """Bytes of memory of this machine; None where the system does not say."""
+    """None if the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -63,7 +63,7 @@ class HostMemory:
         self.pointer: int = self._array.ctypes.data
 
     def clear(self, size: int) -> None:
-        """Write zeros. Raises GenerationError for more than the machine has: the system would kill the process."""
+        """Raises GenerationError for more than the machine has: the system would kill the process."""
         most = machine_bytes()
         if most is not None and size > most:
             raise GenerationError(

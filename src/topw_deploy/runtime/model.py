@@ -200,7 +200,7 @@ class TopWModel:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def close(self) -> None:
-        """Free the session and the cache. A generation that is still running keeps them until its end."""
+        """Free the session and the cache, after generations that are still running."""
         self._session = self._caches = None
 
     def __enter__(self) -> TopWModel:
@@ -215,7 +215,6 @@ class TopWModel:
         return f"TopWModel({str(self.path)!r}, {self._decoder.model_type}, {short_name(self.provider)})"
 
     def _run_once(self) -> None:
-        """Run the graph over one token. Raises GenerationError if it does not run."""
         (request,), *_ = self._requests([0], {"max_new_tokens": 1, "seed": 0})
         generation = loop.Generation(*self._opened(), [loop.Row(0, request, None)])
         try:
@@ -231,7 +230,7 @@ class TopWModel:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
-        """The rows to run, the values of REQUEST_PARAMETERS, and whether to return one result instead of a list."""
+        """The rows, the values of REQUEST_PARAMETERS, and whether to return one result."""
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
         samples, config = whole["num_return_sequences"], whole["generation_config"]
@@ -295,7 +294,7 @@ class TopWModel:
 
 
 def _limits(manifest: DecoderManifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:
-    """The bounds of the model, and those it is opened with. built_for: most rows of its engine."""
+    """built_for: most rows of the engine."""
     context = manifest.decoder.context_length
     _check_size("max_length", max_length)
     _check_size("max_batch", max_batch)

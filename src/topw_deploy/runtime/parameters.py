@@ -55,7 +55,7 @@ def show(value: Any) -> str:
 
 
 def is_boolean(value: Any) -> bool:
-    """Whether `value` is a boolean of Python, numpy or a tensor library, which Python would accept as 0 or 1."""
+    """Whether `value` is a boolean, which Python would accept as 0 or 1."""
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 
@@ -150,7 +150,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 
 
 def _config(name: str, value: Any) -> dict[str, Any]:
-    """The values of a mapping, or of transformers' GenerationConfig without its own defaults."""
+    """Values of a mapping, or of transformers' GenerationConfig without its defaults."""
     if not isinstance(value, Mapping):
         if not callable(getattr(value, "to_diff_dict", None)):
             raise ParameterError(f"{name} is {show(value)}, but must be a mapping or transformers' GenerationConfig.")
@@ -248,7 +248,7 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with aliases replaced and tensors as lists. Raises ParameterError for a parameter given twice."""
+    """Replaces aliases, and tensors by lists. Raises ParameterError for duplicates."""
     used: dict[str, str] = {}
     for name in given:
         ours = REQUEST_ALIASES.get(name, name)
@@ -259,13 +259,13 @@ def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value`, as a list of numbers if it is a tensor of another library than numpy."""
+    """Tensors of libraries other than numpy as lists."""
     is_tensor = hasattr(value, "tolist") and not isinstance(value, (np.ndarray, np.generic))
     return value.tolist() if is_tensor else value
 
 
 def spread(name: str, value: Any, rows: int) -> list[Any]:
-    """The checked value of parameter `name` for each of `rows` rows; None where a list has None."""
+    """The checked value for each row; None where a list has None."""
     parameter = PARAMETERS[name]
     if not parameter.is_per_row(value):
         return [parameter.parse(name, value)] * rows

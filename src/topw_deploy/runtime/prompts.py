@@ -76,13 +76,12 @@ def read_prompts(
 
 
 def _check_array(prompt: Any, check: Check) -> None:
-    """Call `check` for the rows of an array."""
     if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu" and prompt.ndim in (1, 2) and prompt.size:
         check(prompt.shape[-1], "the prompt" if prompt.ndim == 1 else "prompt 0")
 
 
 def plain(value: Any) -> Any:
-    """`value` as nested lists if it is an array or a tensor on any device; else `value`."""
+    """Arrays and tensors as nested lists; else `value`."""
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     if hasattr(value, "__array__"):
@@ -91,7 +90,7 @@ def plain(value: Any) -> Any:
 
 
 def _opened(prompt: Any, mask: Any) -> tuple[Any, Any]:
-    """The ids and the mask of a tokenizer's output; anything else unchanged."""
+    """Unpacks ids and mask from a tokenizer's output."""
     if isinstance(prompt, Encoding):
         prompt = {"input_ids": prompt.ids, "attention_mask": prompt.attention_mask}
     if not isinstance(prompt, Mapping):
@@ -163,7 +162,7 @@ def _unmasked(ids: list[int], mask: Any, which: str) -> list[int]:
 
 
 def _check_segments(segments: Any) -> None:
-    """Raises PromptError for segments other than 0, which some tokenizers add."""
+    """Some tokenizers add zeros."""
     if segments is not None and _holds_one(segments):
         raise PromptError("token_type_ids holds other values than 0, but a decoder has one segment; leave it out.")
 

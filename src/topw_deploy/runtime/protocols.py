@@ -36,7 +36,7 @@ class Memory(Protocol):
         """Zero at least the first `size` bytes."""
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        """Call `edit` with the bytes, uint8 [size], to change them. Device memory is copied to the host and back."""
+        """Call `edit` with the bytes, uint8 [size]; device memory is copied to the host and back."""
 
 
 class Binding(Protocol):
@@ -46,25 +46,25 @@ class Binding(Protocol):
     """
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
-        """Bind a host array as an input. Later changes to it are sure to be seen only after `refresh`."""
+        """Bind a host array as an input; call `refresh` after changing it."""
 
     def bind_changing(self, name: str, array: np.ndarray) -> None:
-        """Bind a host array as an input that every run reads anew."""
+        """Bind an input that every run reads anew."""
 
     def bind_on_host(self, name: str, array: np.ndarray) -> None:
-        """Bind a host array as an input that the graph reads on the host, wherever it computes."""
+        """Bind an input that the graph reads on the host."""
 
     def refresh(self, name: str) -> None:
-        """Make the next runs see the changes to the array bound as `name`."""
+        """Make runs see changes to the array bound as `name`."""
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
-        """Bind the session's memory at `pointer` as input `source` and output `target`; it must stay alive."""
+        """Bind the session's memory as input `source` and output `target`; it must stay alive."""
 
     def bind_result(self, name: str, array: np.ndarray) -> None:
-        """Have every run write output `name` into this host array, which must have its shape."""
+        """Have runs write output `name` into an array of its shape."""
 
     def another(self) -> Binding:
-        """An empty binding for other runs of the same generation, never at the same time. `close` closes both."""
+        """An empty binding for other runs of this generation, not concurrent ones; `close` closes both."""
 
     def run(self, step: int | None = None) -> None:
         """Run the graph once and wait for its results. step: None for a chunk of a prompt whose results are not read.
@@ -73,7 +73,7 @@ class Binding(Protocol):
         """
 
     def close(self) -> None:
-        """Release what belongs to this generation. Do not call `run` afterwards."""
+        """Release this generation's resources."""
 
 
 class Session(Protocol):
@@ -100,7 +100,7 @@ class Session(Protocol):
     most_edits: int | None
 
     def bind(self) -> Binding:
-        """New bindings for one generation. Several generations may run on one session at once."""
+        """New bindings; generations may run concurrently."""
 
     def memory(self, size: int) -> Memory:
         """Zeroed, aligned memory where the session computes."""

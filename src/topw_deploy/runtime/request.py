@@ -72,7 +72,6 @@ class Limits:
 
     @property
     def tokens(self) -> int:
-        """Most tokens of a sequence by both bounds."""
         return self.context_length if self.max_length is None else min(self.max_length, self.context_length)
 
 
@@ -127,12 +126,12 @@ def resolve(
 
 
 def _with_preset(stated: Mapping[str, Any], geometry: tuple[str, int | None]) -> Mapping[str, Any]:
-    """`stated`, with the parameters of its preset if it names one; its own values take precedence."""
+    """`stated`, completed by its preset."""
     return {**preset_parameters(stated["preset"], *geometry), **stated} if "preset" in stated else stated
 
 
 class _Sources:
-    """The sources of a row's values, by precedence: the request, its generation_config, the model's."""
+    """A row's sources, by precedence: the request, its generation_config, the model's."""
 
     def __init__(self, request: Mapping[str, Any], config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         self.all = (request, config, model)
@@ -219,7 +218,7 @@ def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
 
 
 def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
-    """Most tokens to draw after `prompt` tokens, by `max_new_tokens` or `max_length`, and the context."""
+    """Most tokens to draw after a prompt of `prompt` tokens."""
     if "max_new_tokens" in sources.request and "max_length" in sources.request:
         raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
     wanted = PARAMETERS["max_new_tokens"].default
@@ -239,7 +238,7 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
 
 
 def check_length(tokens: int, limits: Limits, which: str) -> None:
-    """Raises PromptError if `tokens` are more than a sequence may have. which: the prompt, for the message."""
+    """which: the prompt, for the message."""
     if tokens > limits.tokens:
         raise PromptError(f"{which} has {tokens} tokens, {_too_many(tokens, limits)}", "max_length")
 

@@ -176,7 +176,7 @@ def _logits(given: Any, vocab: int) -> np.ndarray:
 
 
 def _numbers(name: str, given: Any, dtype: Any) -> np.ndarray:
-    """`given` as an array of `dtype`; it must hold real numbers, or integers for an integer `dtype`."""
+    """Raises ParameterError unless `given` holds real numbers, or integers for an integer `dtype`."""
     try:
         array = np.asarray(given)
         if array.dtype == object or array.dtype.names or array.dtype.kind in "USmMc":

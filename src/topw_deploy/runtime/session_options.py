@@ -56,7 +56,7 @@ class SessionOptions:
 
     @property
     def threads(self) -> dict[str, int]:
-        """The thread counts that were given, by onnxruntime's names."""
+        """The given thread counts, by onnxruntime's names."""
         counts = {
             "intra_op_num_threads": self.intra_op_num_threads,
             "inter_op_num_threads": self.inter_op_num_threads,
@@ -70,11 +70,9 @@ class SessionOptions:
 
     @property
     def cuda_graphs(self) -> bool:
-        """Whether steps are to be captured into CUDA graphs."""
         return str((self.provider_options or {}).get("enable_cuda_graph", "0")).lower() not in _OFF
 
     def for_onnxruntime(self) -> ort.SessionOptions:
-        """`session_options`, or new ones, with the thread counts set."""
         options = self.session_options
         if options is None:
             options = ort.SessionOptions()

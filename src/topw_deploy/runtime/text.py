@@ -41,7 +41,7 @@ class IncrementalDecoder:
         self._prompt = len(self._ids)
 
     def push(self, token: int) -> str:
-        """The text that became certain with `token`; "" while a character is incomplete."""
+        """The newly certain text; "" within a character."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
         if text.endswith(REPLACEMENT):
@@ -88,7 +88,7 @@ def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) 
 
 
 def _pending(data: bytes) -> int:
-    """The number of bytes at the end of `data` that begin a character which more bytes can complete."""
+    """Bytes at the end of `data` that begin an incomplete character."""
     for size in range(1, min(len(data), _CHARACTER - 1) + 1):
         for more, last in itertools.product(range(1, _CHARACTER + 1 - size), (b"\x80", b"\xbf")):
             with contextlib.suppress(UnicodeDecodeError):
@@ -100,7 +100,7 @@ def _pending(data: bytes) -> int:
 def _context(
     decode: Callable[[Sequence[int]], str], bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]
 ) -> list[int]:
-    """The last tokens of the prompt that give text, from a whole character on."""
+    """The prompt's last tokens with text, from a whole character on."""
     most = _CONTEXT + _CHARACTER - 1
     last = list(itertools.islice((token for token in reversed(prompt) if bytes_of(token) != b""), most))[::-1]
     for size in range(_CONTEXT, most + 1):
@@ -122,7 +122,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """The new text that cannot belong to a stop string any more."""
+        """New text that cannot be part of a stop string."""
         if self.found is not None or not text:
             return ""
         text = self._held + text
@@ -136,12 +136,12 @@ class StopStrings:
         return text[:cut]
 
     def flush(self) -> str:
-        """The text held back. Call it at the end of the text."""
+        """The text held back, at the end."""
         held, self._held = self._held, ""
         return held
 
     def _possible_beginning(self, text: str) -> int:
-        """Length of the longest suffix of `text` that begins a stop string."""
+        """Length of the longest suffix that begins a stop string."""
         longest = min(len(text), max(map(len, self._stops), default=1) - 1)
         for size in range(longest, 0, -1):
             end = text[-size:]
@@ -163,7 +163,6 @@ class RowText:
 
     @property
     def found(self) -> str | None:
-        """The stop string that was found, if any."""
         return self._stops.found
 
     def push(self, token: int) -> str:

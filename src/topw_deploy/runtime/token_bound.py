@@ -32,7 +32,7 @@ class TokenBound:
     alphanumeric: int | None
 
     def least(self, text: str) -> tuple[int, str]:
-        """A lower bound on the tokens of `text`, and why, in words."""
+        """A lower bound on the tokens of `text`, and the reason."""
         bounds = [(0, "")]
         if self.characters:
             bounds.append((-(-len(text) // self.characters), f"a token holds at most {self.characters} of them"))
@@ -71,7 +71,7 @@ def token_bound(raw: RustTokenizer) -> TokenBound:
 
 
 def _steps(part: Any, children: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, with sequences flattened."""
+    """Steps of a normalizer or pre-tokenizer, flattened."""
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         if state.get("type") == "Sequence":
@@ -92,7 +92,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _factor(steps: list[dict[str, Any]]) -> int | None:
-    """How many characters become one at most; None for a normalizer that may drop any number."""
+    """How many characters become one at most; None for any number."""
     factor = 1
     for step in steps:
         if step["type"] == "Replace":
@@ -108,22 +108,21 @@ def _factor(steps: list[dict[str, Any]]) -> int | None:
 
 
 def _keeps_letters(steps: list[dict[str, Any]]) -> bool:
-    """Whether no step replaces ASCII letters and digits; composing one with accents leaves one character."""
+    """Whether no step replaces ASCII letters and digits."""
     return not any(step["type"] == "Replace" and _ALPHANUMERIC & set(step["pattern"]["String"]) for step in steps)
 
 
 def _forms(raw: RustTokenizer, content: str) -> list[str]:
-    """An added token's text, as it is and normalised."""
     return [content] if raw.normalizer is None else [content, raw.normalizer.normalize_str(content)]
 
 
 def _possible_letters(text: str) -> int:
-    """Number of characters that may come from an ASCII letter or digit; composed with accents, they are not ASCII."""
+    """Counts characters that may come from an ASCII letter or digit; composed with accents, they are not ASCII."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes of a byte-level token, whose characters stand for one byte each; else its UTF-8."""
+    """The bytes of a byte-level token, whose characters are bytes; else its UTF-8."""
     try:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:

@@ -48,7 +48,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens({**folder.read_json(SPECIAL_TOKENS_FILE), **self.config})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises PromptError for half a surrogate pair, which UTF-8 cannot encode."""
+        """Raises PromptError for half a surrogate pair, which UTF-8 cannot encode."""
         try:
             ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
@@ -61,7 +61,7 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> TokenBound:
-        """How much text a token covers at most. Takes about 0.1 us per token of the vocabulary."""
+        """Takes about 0.1 us per token of the vocabulary."""
         return token_bound(self._raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -72,7 +72,6 @@ class Tokenizer:
         return text
 
     def follow(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
-        """A decoder for the tokens that follow `prompt`."""
 
         def decode(ids: Sequence[int]) -> str:
             return self.decode(ids, skip_special_tokens)
@@ -80,13 +79,13 @@ class Tokenizer:
         return IncrementalDecoder(decode, prompt, self._bytes[skip_special_tokens])
 
     def _typed(self, error: BaseException, done: str) -> BaseException:
-        """A TokenizerError for a failure of the library, including its panics, which are no Exception."""
+        """A TokenizerError for the library's errors, and its panics, which are no Exception."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return error  # an interrupt
         return TokenizerError(f"{self._file} cannot be {done} ({one_line(error, 200)}); export the model again.")
 
     def id_of(self, token: str | None) -> int | None:
-        """The id of a token's text; None if there is no such token."""
+        """None for an unknown token."""
         try:
             return None if token is None else self._raw.token_to_id(token)
         except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which no token can hold
@@ -107,7 +106,7 @@ class Tokenizer:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by role. The files hold each as a string or as an object with `content`."""
+    """By role. The files hold strings or objects with `content`."""
     found = {}
     for role in _SPECIAL:
         value = config.get(role)
@@ -133,7 +132,7 @@ class TokenBytes:
         self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
 
     def __call__(self, token: int) -> bytes | None:
-        """The bytes of `token`: b"" if it gives no text, None if it shares no character with other tokens."""
+        """b"" if `token` gives no text, None if it shares no character with other tokens."""
         text = None if token in self._skipped else self._raw.id_to_token(token)
         if text is None:  # the decoder skips unknown ids too
             return b""
@@ -144,7 +143,6 @@ class TokenBytes:
 
 
 def _types(state: Any) -> set[str]:
-    """Every "type" in a serialised part of a tokenizer."""
     if isinstance(state, dict):
         own = {state["type"]} if isinstance(state.get("type"), str) else set()
         return own.union(*map(_types, state.values()))

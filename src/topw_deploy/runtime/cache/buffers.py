@@ -41,11 +41,10 @@ class Layout:
         self._element = element_bytes(decoder.kv_dtype)
 
     def token_bytes(self, heads: int, dim: int) -> int:
-        """Bytes of one token of one row in a tensor of `heads` heads."""
         return heads * dim * self._element
 
     def starts(self, batch: int, length: int) -> list[int]:
-        """Byte offsets of the tensors, followed by the total size."""
+        """The tensors' byte offsets, then the total size."""
         offsets = [0]
         for _, _, heads, dim in self.tensors:
             offsets.append(offsets[-1] + _round_up(batch * length * self.token_bytes(heads, dim), _ALIGNMENT))
@@ -72,11 +71,11 @@ class Buffers:
             binding.bind_memory(past, present, self.layout.element_type, shape, pointer)
 
     def clear(self) -> None:
-        """Zero the buffers: operators that multiply masked values must not read NaN of an earlier request."""
+        """Zero the buffers, because some operators multiply masked values, and 0 * NaN is NaN."""
         self.block.clear(self._starts[-1])
 
     def grow(self, length: int) -> None:
-        """Enlarge every row to `length` tokens, moving its values and zeroing the rest. Bind the buffers again then."""
+        """Enlarge rows to `length` tokens, keeping their values and zeroing the rest. Bind again afterwards."""
         old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
 
         def spread(memory: np.ndarray) -> None:
@@ -125,7 +124,7 @@ class MemoryPool:
         return self._lent + (self._kept.size if self._kept is not None else 0)
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
-        """Buffers for `batch` rows of up to `tokens` tokens, long enough for the `first` of them."""
+        """Buffers for `batch` rows of up to `tokens` tokens; the `first` of them fit at once."""
         tokens, first = max(tokens, self._least), max(first, self._least)
         capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
         size = self._layout.size(batch, capacity)
@@ -147,14 +146,13 @@ class MemoryPool:
         return buffers
 
     def give_back(self, buffers: Buffers) -> None:
-        """Return the buffers' block. The pool keeps the largest one."""
+        """Return the block; the pool keeps the largest one."""
         with self._lock:
             self._lent -= buffers.block.size
             if self._kept is None or self._kept.size < buffers.block.size:
                 self._kept = buffers.block
 
     def make_room(self, buffers: Buffers, tokens: int) -> None:
-        """Enlarge `buffers` to hold `tokens` tokens per row."""
         buffers.grow(min(_round_up(tokens + tokens // _GROWTH, self._step), buffers.capacity))
 
     def _new(self, batch: int, length: int) -> Memory:

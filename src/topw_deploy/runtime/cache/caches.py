@@ -34,13 +34,13 @@ class Cache(Protocol):
     input_ids: np.ndarray
 
     def feed_prompts(self) -> None:
-        """Run all chunks of the prompts but the last, and bind that one: the next run draws."""
+        """Run all chunks of the prompts but the last, and bind that one."""
 
     def begin_decoding(self) -> None:
         """Bind the inputs of a step, one token per row."""
 
     def advance(self, rows: Iterable[int]) -> None:
-        """Make room for one more token in `rows`. The other rows have ended and overwrite their last token."""
+        """Make room for one more token in `rows`; ended rows overwrite their last token."""
 
 
 class Caches:
@@ -67,11 +67,11 @@ class Caches:
 
     @property
     def bytes(self) -> int:
-        """Of the buffers that are allocated; 0 for concat, whose caches belong to onnxruntime."""
+        """Of the allocated buffers; 0 for concat, whose caches belong to onnxruntime."""
         return 0 if self._pool is None else self._pool.bytes
 
     def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
-        """A cache with one row per prompt and room for up to `budgets` tokens after it. Close it with `close`."""
+        """A cache with one row per prompt and room for `budgets` more tokens. Close it."""
         if self._pool is None:
             assert isinstance(binding, HostBinding), "only onnxruntime's sessions have caches of the form concat"
             return ConcatCache(self._session, binding, self._decoder, prompts, max(budgets), self._chunk)
@@ -79,7 +79,6 @@ class Caches:
         return form(self._session, binding, self._decoder, self._pool, prompts, budgets, self._chunk)
 
     def close(self, cache: Cache) -> None:
-        """Release the memory of `cache` for other generations."""
         if isinstance(cache, InPlaceCache):
             cache.close()
 
@@ -91,7 +90,7 @@ def takes_ragged_batches(decoder: DecoderInfo) -> bool:
 
 
 def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple[str, ...]) -> None:
-    """Raises ManifestError if this runtime does not support the decoder's cache, or the graph lacks its tensors."""
+    """Raises ManifestError for an unsupported cache, or a graph that lacks its tensors."""
     if decoder.kv_form not in _INPUTS:
         raise ManifestError(
             f"the cache has the form {decoder.kv_form!r}, this topw_deploy drives {', '.join(KV_FORMS)}; "
@@ -115,7 +114,7 @@ def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple
 
 
 def check_layout(decoder: DecoderInfo, specs: Iterable[TensorSpec]) -> None:
-    """Raises ManifestError if cache tensors among `specs` differ from the decoder's element type, heads or sizes."""
+    """Raises ManifestError if cache tensors among `specs` do not fit `decoder`."""
     by_name = {spec.name: spec for spec in specs}
     for past, present, heads, dim in tensors(decoder):
         for name in (past, present):

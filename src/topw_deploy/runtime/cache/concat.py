@@ -41,7 +41,6 @@ class ConcatCache:
         self._places = self._begin(binding)
 
     def feed_prompts(self) -> None:
-        """Feed ids [B, S], in chunks of columns."""
         ids, positions = self._padded()
         *ends, last = [*range(self._chunk, self._width, self._chunk), self._width]
         start = 0
@@ -61,7 +60,6 @@ class ConcatCache:
             self._binding.bind_changing("position_ids", self._position_ids)
 
     def advance(self, rows: Iterable[int]) -> None:
-        """Make the last run's present the next run's past."""
         _hand_over(self._names, self._binding, self._places, self._binding)
         for row in rows:
             self._mask[row, self._width] = 1
@@ -73,7 +71,7 @@ class ConcatCache:
             self._binding.bind_array("attention_mask", mask)
 
     def _padded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and positions of the prompts, each [B, S]. Also sets their columns in the mask."""
+        """Token ids and positions [B, S]. Also sets the prompts' columns in the mask."""
         shape = self._batch, self._width
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for row, prompt in enumerate(self._prompts):
@@ -84,13 +82,13 @@ class ConcatCache:
         return ids, positions
 
     def _begin(self, binding: HostBinding) -> list[int]:
-        """Bind a past without tokens, and presents to allocate. Returns the indices of these among the outputs."""
+        """Bind an empty past and fresh presents. Returns their indices among the outputs."""
         for past, _, heads, dim in tensors(self._decoder):
             binding.bind_empty(past, (self._batch, heads, 0, dim), self._decoder.kv_dtype)
         return [binding.bind_fresh(present) for _, present in self._names]
 
     def _bind(self, binding: HostBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
-        """Bind columns of the prompts up to, not including, column `end`."""
+        """Bind columns of the prompts before column `end`."""
         binding.bind_array("input_ids", np.ascontiguousarray(ids))
         if self._has_mask:
             binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, :end]))  # [B, past + new]
@@ -101,7 +99,7 @@ class ConcatCache:
 def _hand_over(
     names: Sequence[tuple[str, str]], source: HostBinding, places: Sequence[int], target: HostBinding
 ) -> None:
-    """Make the presents of the last run of `source` the pasts of the next run of `target`."""
+    """Make the presents of `source` the pasts of `target`."""
     outputs, bind, fresh = source.outputs(), target.bind_value, source.bind_fresh_again
     for (past, present), place in zip(names, places, strict=True):
         bind(past, outputs[place])

@@ -72,14 +72,14 @@ class InPlaceCache(ABC):
     @property
     @abstractmethod
     def _ends_rows_anywhere(self) -> bool:
-        """Whether a run returns the logits of each row's own last token, not those of the last column."""
+        """Whether a run returns the logits of each row's last token, not of the last column."""
 
     @abstractmethod
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Bind a Chunk."""
 
     def _make_room(self, columns: int) -> bool:
-        """Enlarge the buffers to `columns` if necessary. Returns whether they moved and must be bound again."""
+        """Returns whether the buffers moved to hold `columns` and must be bound again."""
         if columns <= self._buffers.length:
             return False
         self._pool.make_room(self._buffers, columns)
@@ -110,7 +110,7 @@ class InPlaceCache(ABC):
             yield _right_padded([prompt[start : start + length] for prompt, start, length in ends]), starts, lengths
 
     def _feed_in_groups(self) -> Chunk:
-        """Run all tokens but each row's last; the last ones are returned."""
+        """Run all tokens but each row's last, which are returned."""
         for rows in self._groups():
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
@@ -129,7 +129,7 @@ class InPlaceCache(ABC):
         return last, self._lengths - 1, np.ones_like(self._lengths)
 
     def _groups(self) -> Iterator[range]:
-        """Groups of neighbouring rows that fit one run; a row that does not fit one is a group."""
+        """Neighbouring rows that fit one run, or a single row."""
         first, width = 0, 0
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
@@ -237,7 +237,7 @@ class SharedCache(InPlaceCache):
             binding.bind_array("position_ids", positions)
 
     def _bind_mask(self, binding: Binding, ends: np.ndarray) -> None:
-        """ends: [b, 1] each row's length after the run."""
+        """ends: [b, 1], lengths after the run."""
         rows, width = len(ends), int(ends.max())
         if int(ends.min()) == width:
             if rows * width > len(self._ones):
@@ -249,7 +249,7 @@ class SharedCache(InPlaceCache):
 
 
 def _end(chunk: Chunk) -> int:
-    """Columns of the buffer that a chunk needs, including those its padding is written to."""
+    """Columns of the buffer that a chunk needs, with padding."""
     ids, starts, _ = chunk
     return int(starts.max()) + ids.shape[1]
 

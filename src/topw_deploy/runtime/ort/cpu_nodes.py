@@ -45,12 +45,12 @@ _HINTS = {
 
 
 def reported() -> bool:
-    """Whether this onnxruntime reports where the nodes of a session are (1.24 and newer)."""
+    """Whether this onnxruntime reports the nodes' providers (1.24 and newer)."""
     return hasattr(ort.InferenceSession, "get_provider_graph_assignment_info")
 
 
 def record(options: ort.SessionOptions) -> Profile | None:
-    """Have sessions opened with `options` record where their nodes are. A Profile if that takes a run."""
+    """Record the nodes' providers in sessions opened with `options`. A Profile if that takes a run."""
     if not reported():
         return Profile(options)
     try:
@@ -63,7 +63,7 @@ def record(options: ort.SessionOptions) -> Profile | None:
 
 
 def cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
-    """The CPU's nodes of a session opened after `record`, without those in subgraphs."""
+    """The CPU's nodes, without those in subgraphs. The session was opened after `record`."""
     return tuple(
         CpuNode(node.name, node.op_type, bool(node.domain) or node.op_type not in _ON_SHAPES)
         for group in session.get_provider_graph_assignment_info()
@@ -73,7 +73,7 @@ def cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
 
 
 class Profile:
-    """Profiles the first run of the session that is opened with `options` next."""
+    """Profiles the next session opened with `options`."""
 
     def __init__(self, options: ort.SessionOptions) -> None:
         folder = tempfile.mkdtemp(prefix="topw-")
@@ -84,11 +84,11 @@ class Profile:
         options.profile_file_prefix = str(Path(folder) / "run")
 
     def restore(self) -> None:
-        """Undo the changes to `options`, which belong to the caller."""
+        """Undo the changes to the caller's `options`."""
         self._options.enable_profiling, self._options.profile_file_prefix = self._before
 
     def nodes(self, raw: ort.InferenceSession) -> list[tuple[str, str, str]]:
-        """(name, operator, provider) of each node of the main graph that `raw` has run. Ends the profile."""
+        """(name, operator, provider) of each node run. Ends the profile."""
         events = json.loads(Path(raw.end_profiling()).read_text(encoding="utf-8"))
         self._discard()
         found = [event for event in events if event.get("args", {}).get("provider")]
@@ -101,7 +101,7 @@ def cpu_nodes_in(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]
 
 
 def _outermost(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The events that do not lie within another one, as those of an If's branches do."""
+    """Events that do not lie within another one, unlike those of an If's branches."""
     end = -1
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= end or event["ts"] + event["dur"] > end:
@@ -128,7 +128,6 @@ def complaint(nodes: Sequence[CpuNode], provider: str) -> str:
 
 
 def check(nodes: Sequence[CpuNode], provider: str) -> None:
-    """Raises ProviderError naming the nodes that compute on the CPU."""
     what = complaint(nodes, provider)
     if what:
         raise ProviderError(

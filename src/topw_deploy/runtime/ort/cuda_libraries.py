@@ -39,7 +39,7 @@ def preload() -> str:
 
 
 def _load() -> str:
-    """Returns what onnxruntime printed about libraries that it could not load."""
+    """What onnxruntime printed about missing libraries."""
     load: Callable[..., None] | None = getattr(ort, "preload_dlls", None)
     if load is None:  # before onnxruntime 1.21
         return ""
@@ -61,7 +61,7 @@ def _said_by(load: Callable[[], None]) -> str:
 
 
 def _folders_elsewhere() -> list[Path]:
-    """Folders of libraries in `nvidia` packages that are not beside onnxruntime; cuDNN's after those it needs."""
+    """`nvidia` packages' libraries that are not beside onnxruntime; cuDNN's after those it needs."""
     spec = importlib.util.find_spec("nvidia")
     beside = Path(ort.__file__).parents[1] / "nvidia"
     roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ()) if Path(root) != beside]
@@ -77,7 +77,7 @@ def _clause(said: str) -> str:
 
 
 class _OfThisThread(io.TextIOBase):
-    """Standard output that captures the `lines` of one thread and passes on those of others."""
+    """Standard output that captures the `lines` of one thread."""
 
     def __init__(self, real: TextIO | None) -> None:
         self.lines: list[str] = []

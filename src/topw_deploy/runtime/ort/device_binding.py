@@ -63,7 +63,6 @@ class StepBuffers:
         self.loaded: object = None
 
     def reserve(self, sizes: dict[str, int]) -> None:
-        """Enlarge the areas that have fewer than `sizes` bytes."""
         for name, size in sizes.items():
             if size > self.areas[name].size:
                 self.areas[name] = Area(1 << (size - 1).bit_length(), self._device)
@@ -72,7 +71,7 @@ class StepBuffers:
 
 @dataclass
 class Graph:
-    """A CUDA graph of a step: the options to run the step with, and whether a run has captured it."""
+    """A step's CUDA graph: options to run it with, and whether it is captured."""
 
     options: ort.RunOptions | None
     captured: bool = False
@@ -107,7 +106,7 @@ class BufferPool:
             self._free.append(buffers)
 
     def graph(self, bound: object) -> Graph:
-        """The CUDA graph for exactly these names, addresses and shapes; its first run captures it."""
+        """The CUDA graph for these names, addresses and shapes; its first run captures it."""
         if self.thread is None:
             return self.uncaptured
         with self._free_lock:
@@ -204,7 +203,6 @@ class DeviceBinding(HostBinding):
             self._buffers.areas["results"].download()
 
     def _load(self) -> None:
-        """Copy to the device what it does not have yet."""
         buffers = self._buffers
         if not self._placed or any(buffers.areas[name] is not area for name, area in self._placed.items()):
             self._place()
@@ -216,7 +214,6 @@ class DeviceBinding(HostBinding):
         self._stale, buffers.loaded = False, self
 
     def _place(self) -> None:
-        """Assign each array an address, and bind it."""
         changing = {name: array for name, array in self._arrays.items() if name in self._changes}
         rest = {name: array for name, array in self._arrays.items() if name not in self._changes}
         parts = {"changing": changing, "rest": rest, "results": self._results}
@@ -257,7 +254,7 @@ def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
 def _places(
     area: Area, arrays: Mapping[str, np.ndarray], starts: Mapping[str, int]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Each name with its array's view of the area's host memory."""
+    """Views of the arrays in host memory, by name."""
     for name, array in arrays.items():
         place = area.host[starts[name] : starts[name] + array.nbytes]
         yield name, place.view(array.dtype).reshape(array.shape)

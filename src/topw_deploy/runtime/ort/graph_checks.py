@@ -38,7 +38,7 @@ _TAKES_MIDDLE = (1, 29)  # the first version with the CPU's default zero point
 
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:
-    """Raises ManifestError for a graph that this onnxruntime does not know or computes wrongly everywhere."""
+    """Raises ManifestError for a graph that this onnxruntime cannot run correctly."""
     if not is_older():
         return
     opset = folder.manifest.opset.get("", 0)
@@ -89,7 +89,7 @@ def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
 
 
 def complaint(lookup: Lookup, version: str) -> str:
-    """What onnxruntime `version` does wrong with `lookup` on CUDA, and a remedy, as a clause; "" for nothing."""
+    """What `version` does wrong on CUDA and a remedy, as a clause; "" for nothing."""
     wrongly = f"which onnxruntime {version} reads wrongly on CUDA"
     again = "export the original model again"
     if lookup.bits < 8 and _numbers(version) < _READS_PAIRS:
@@ -103,7 +103,6 @@ def complaint(lookup: Lookup, version: str) -> str:
 
 
 def lookups(folder: ModelFolder[Manifest]) -> list[Lookup]:
-    """The lookups in uint8 tables in the graph of `folder`."""
     with mapped(folder.model) as file:
         if file.find(_LOOKUP.encode()) < 0:
             return []

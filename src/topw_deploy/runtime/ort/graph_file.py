@@ -40,7 +40,7 @@ class Initializer:
 
 
 def read_graph(file: mmap) -> tuple[list[Node], dict[str, Initializer]]:
-    """The nodes of the main graph, and its initializers by name."""
+    """The main graph's nodes, and its initializers by name."""
     nodes, initializers = [], {}
     for number, span in _fields(file, (0, len(file))):
         if number != _GRAPH or isinstance(span, int):
@@ -90,7 +90,7 @@ def _initializer(file: mmap, span: Span) -> Initializer:
 
 
 def _fields(file: mmap, span: Span) -> Iterator[tuple[int, int | Span]]:
-    """(number, value) of each field of the message in `span`. A value is an integer, or the span of its bytes."""
+    """(number, integer or span) of each field of the message in `span`."""
     at, end = span
     while at < end:
         key, at = _varint(file, at)

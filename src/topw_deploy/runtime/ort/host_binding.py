@@ -26,7 +26,7 @@ class RawSession(Protocol):
 
 
 class HostBinding:
-    """onnxruntime's IO binding without its Python wrapper, which would double the cost of binding in each step."""
+    """onnxruntime's IO binding without its Python wrapper, which doubles the cost of binding."""
 
     def __init__(self, session: RawSession) -> None:
         self._io = ort.SessionIOBinding(session.raw._sess)
@@ -66,18 +66,18 @@ class HostBinding:
         self._io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
 
     def bind_empty(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        """Bind a tensor without elements (one dimension is 0) of the manifest's element type `dtype` as an input."""
+        """Bind an input without elements. dtype: a key of ELEMENT_TYPES."""
         value = ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype].number, *self._session.device)
         self.bind_value(name, value._ortvalue)
 
     def bind_fresh(self, name: str) -> int:
-        """Have the next run allocate output `name` on the session's device. Returns its index in `outputs`."""
+        """Have the next run allocate output `name`. Returns its index in `outputs`."""
         self._bound_outputs.append(name)
         self._io.bind_output(name, self._device)
         return len(self._bound_outputs) - 1
 
     def bind_fresh_again(self, name: str) -> None:
-        """Release the value of `name` from the last run: the next run allocates another."""
+        """Have the next run allocate output `name` anew."""
         self._io.bind_output(name, self._device)
 
     def another(self) -> HostBinding:

@@ -19,7 +19,7 @@ _KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
 
 @dataclass(frozen=True)
 class Opened:
-    """A session, what runs its sampler's node ("native" or "graph"), and why it is "graph"."""
+    """An open session. why_graph: why `sampler` is not "native"."""
 
     raw: ort.InferenceSession
     sampler: Sampler
@@ -75,7 +75,7 @@ def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
 
 
 def _no_code(found: library.CudaLibrary, device: int) -> str:
-    """Why the library does not run on this GPU, as a clause; "" if it does, or if the driver does not tell."""
+    """Why the library does not run on this GPU, as a clause; "" if it may."""
     devices = driver.look().devices
     if device >= len(devices) or found.serves(devices[device].architecture):
         return ""

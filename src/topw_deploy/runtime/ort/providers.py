@@ -28,7 +28,7 @@ def short_name(provider: str) -> str:
 
 
 def available() -> tuple[str, ...]:
-    """Short names of the providers that this onnxruntime was built with, best first."""
+    """Short names of this onnxruntime's providers, best first."""
     return tuple(short_name(name) for name in ort.get_available_providers())
 
 
@@ -61,7 +61,7 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
 
 
 def why_absent(provider: str) -> str:
-    """That this onnxruntime lacks `provider`, a short or full name, and what to do, as a clause."""
+    """A clause: that this onnxruntime lacks `provider`, and what to do."""
     remedy = _remedy(provider.lower().removesuffix(_SUFFIX.lower()))
     what = f"this onnxruntime {ort.__version__} was built without {provider!r}"
     return f"{what}: it has {', '.join(available())}; {remedy}"
@@ -74,7 +74,7 @@ def _remedy(wanted: str) -> str:
 
 
 def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
-    """The `providers` argument of InferenceSession: `name` with its options, then those for the nodes it leaves."""
+    """InferenceSession's `providers`: `name`, then those for the nodes it leaves."""
     chain: list[Any] = [(name, dict(options or {}))]
     if name in _WITH_CUDA_BEHIND and CUDA in ort.get_available_providers():
         chain.append((CUDA, {}))
@@ -89,7 +89,7 @@ def device_of(provider: str) -> str:
 
 
 def missing_libraries(provider: str) -> str:
-    """Load the libraries that `provider` needs. Returns which could not be loaded, as a clause; "" for none."""
+    """Load the libraries that `provider` needs. Returns the missing ones, as a clause."""
     return cuda_libraries.preload() if device_of(provider) == "cuda" else ""
 
 

@@ -80,7 +80,7 @@ class OrtSession:
         """Do nothing: there is nothing left to check."""
 
     def __del__(self) -> None:
-        """Close onnxruntime's session under the device's lock, because that frees memory of the device."""
+        """Close the session under the lock, because that frees memory of the device."""
         if self._buffers is not None:
             with self._buffers.lock.using:
                 del self.raw
@@ -152,7 +152,7 @@ class GraphSession(OrtSession):
         self._warn(self.provider, "", graphs_unused=False)
 
     def _warn(self, asked: str, failure: str, graphs_unused: bool) -> None:
-        """Warn of what was accepted instead of the `asked` provider. failure: its error, "" for none."""
+        """failure: the error of the `asked` provider, "" for none."""
         doctor, name = "; `topw doctor` says what is missing", providers.short_name(asked)
         if self.provider != asked:
             if name not in providers.available():
@@ -170,12 +170,11 @@ class GraphSession(OrtSession):
 
 
 def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
-    """All inputs of the graph; onnxruntime lists those that have a default separately."""
+    """Including inputs with a default, which onnxruntime lists separately."""
     return [*session.get_inputs(), *session.get_overridable_initializers()]
 
 
 def _check_captures(folder: ModelFolder[Manifest]) -> None:
-    """Raises ParameterError where steps cannot be captured into CUDA graphs."""
     manifest = folder.manifest
     form = manifest.decoder.kv_form if isinstance(manifest, DecoderManifest) else None
     if form != "static":
@@ -194,7 +193,7 @@ def _open(
     *,
     fallback: bool,
 ) -> tuple[native_sampler.Opened, str]:
-    """The session on `wanted`, or on the CPU if `fallback` allows that, and then why."""
+    """The session on `wanted`, or on the CPU and why."""
     device = providers.device_of(wanted), options.device_number
     missing = providers.missing_libraries(wanted)
 

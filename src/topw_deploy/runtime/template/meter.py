@@ -52,7 +52,7 @@ class Meter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this the meter of the rendering within the block."""
+        """Make this the current meter within the block."""
         token = _METER.set(self)
         try:
             yield
@@ -66,7 +66,7 @@ class Meter:
             self.refuse(f"takes more than {self._step_limit:,} steps")
 
     def expect(self, size: int) -> None:
-        """Refuse a value of `size` characters before it is made, if it is too long."""
+        """Refuse a value of `size` characters, before it is made, if too long."""
         if size > self._longest:
             self.refuse(f"makes a value of {size:,} characters, but may make at most {self._longest:,}")
 
@@ -90,12 +90,12 @@ class Meter:
         self.step(2 + (sum(self.measure(value)[0] for value in values) >> 6))
 
     def search(self, text: str, pattern: Any, *, forward: bool) -> None:
-        """Count a search for `pattern` in `text`: Python's has a bad worst case, backwards without a bound."""
+        """Count a search, by Python's worst case; backwards it has no bound."""
         size = len(pattern) if isinstance(pattern, str) else 1
         self.step(len(text) * (min(size, 128) if forward else size) >> 8)
 
     def measure(self, value: Any) -> tuple[int, int]:
-        """The characters of `value` with those of everything in it, as often as it is there, and its depth."""
+        """The characters of `value` and its items, counted as often as they occur, and its depth."""
         if isinstance(value, (str, bytes)):
             return len(value) + _ITEM, 0
         if isinstance(value, int):
@@ -124,7 +124,7 @@ class Meter:
         return weight, depth + 1
 
     def printed(self, value: Any) -> int:
-        """A bound on the characters that `value` prints as."""
+        """A bound on the length of `value` when printed."""
         if isinstance(value, str):
             return len(value)
         return self.measure(value)[0] * _PRINTED + BITS
@@ -136,7 +136,7 @@ class Meter:
         return str(value)
 
     def join(self, parts: Iterable[str]) -> str:
-        """The joined `parts`, refused before they are joined if there is too much."""
+        """Join `parts`; refuse too much before joining."""
         total, kept = 0, []
         for part in parts:
             total += len(part)
@@ -147,7 +147,7 @@ class Meter:
         return "".join(kept)
 
     def each(self, values: Iterable[Any], cost: int = 1) -> Iterator[Any]:
-        """The items of `values`, each of which is `cost` steps."""
+        """Count `cost` steps for each item."""
         for value in values:
             self.step(cost)
             yield value
@@ -160,12 +160,11 @@ class Meter:
 
 
 def current() -> Meter:
-    """The meter of the rendering that runs. LookupError outside of one, where Jinja tries to fold constants."""
+    """The current rendering's meter. LookupError outside of one, where Jinja folds constants."""
     return _METER.get()
 
 
 def is_container(value: Any) -> bool:
-    """Whether `value` holds other values that count towards its size."""
     return isinstance(value, _CONTAINERS)
 
 

@@ -19,7 +19,7 @@ _BOUNDED_BY_EITHER = frozenset({"eq", "ne", "gt", "gteq", "lt", "lteq"})  # ends
 
 
 def rewrite(template: nodes.Template) -> nodes.Template:
-    """`template`, changed in place. Raises TemplateAssertionError for what cannot be counted."""
+    """Changes `template` in place. Raises TemplateAssertionError for what cannot be counted."""
     _Rewriter().visit(template)
     return template
 
