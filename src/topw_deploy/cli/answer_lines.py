@@ -1,7 +1,7 @@
-"""The file that `topw generate --prompts-jsonl` writes: JSON lines in the order of the prompts, only ever added to.
+"""The output of `topw generate --prompts-jsonl`: JSON lines in the order of the prompts, only ever appended.
 
-Whatever moment the process ends at, the lines before that moment are whole. Every line names its prompt's index, a
-digest of its request and of the model, and the seed of the run, so that a later run can tell whether it may go on.
+If the process dies, all earlier lines are whole. Each line has its prompt's index, digests of its request and the
+model, and the run's seed, so that a later run can check whether it may resume.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _SYNC_SECONDS = 1.0  # least time between two waits for the disk
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an interrupted run left. prompts: finished ones. failed: those of them that are errors. size: their bytes.
-    run_seed: the run's seed, None where nothing is finished."""
+    """What an interrupted run left.
+
+    prompts: finished prompts. failed: those with errors. size: bytes of their lines. run_seed: None if nothing is
+        finished.
+    """
 
     prompts: int = 0
     failed: int = 0
@@ -46,9 +49,9 @@ def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def kept_of(path: Path, requests: Sequence[str], samples: Sequence[int], model: str) -> Kept:
-    """What `path` holds of an interrupted run over these requests: their digests, how many sequences each asks for.
+    """What `path` holds of an interrupted run, without incomplete lines and prompts.
 
-    A last line that was not written to its end does not count, nor do the lines of a prompt that lacks some.
+    requests: digests. samples: sequences per request. model: digest.
     Raises ParameterError for lines of another input, other parameters, another model or another program.
     """
     if not path.exists():
@@ -110,10 +113,7 @@ class AnswerFile:
         return stream
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write whole lines, whose first name is "index", and hand them to the system.
-
-        At most once a second, wait until they are on the disk.
-        """
+        """Write lines, whose first name is "index", and flush them; to the disk at most once a second."""
         texts = [json.dumps(line, ensure_ascii=False).translate(_ESCAPED) + "\n" for line in lines]
         self._stream.write("".join(texts).encode())
         self._stream.flush()

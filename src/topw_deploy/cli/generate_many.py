@@ -1,4 +1,4 @@
-"""`topw generate --prompts-jsonl`: many prompts, one JSON line for each, in order, as they are finished."""
+"""`topw generate --prompts-jsonl`: many prompts, one JSON line for each, in order."""
 
 from __future__ import annotations
 
@@ -70,10 +70,7 @@ class Asked:
 
 
 def files_of(options: dict[str, Any]) -> Files | None:
-    """Take the files of such a run out of the command's `options`; None where none is asked for.
-
-    Raises a usage error for options of such a run without one, and for those that exclude each other.
-    """
+    """Remove the options of --prompts-jsonl from `options`; None without it. Raises UsageError for bad combinations."""
     source, output = options.pop("prompts_jsonl"), options.pop("output")
     resume, overwrite = options.pop("resume"), options.pop("overwrite")
     if source is None:
@@ -159,9 +156,9 @@ class _Job:
         return kept
 
     def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
-        """The lines of a batch; of its prompts one by one, if one of them cannot be run.
+        """The lines of a batch. If a prompt cannot be run, its prompts run one by one.
 
-        Raises GenerationError where the machine is at fault: no memory for the batch, a device that fails.
+        Raises GenerationError if the machine is at fault: no memory, a failing device.
         """
         try:
             found = self._generate(batch)
@@ -204,9 +201,9 @@ class _Job:
 
 
 def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
-    """What the model is given: a text, or token ids; or the error of a template that refuses the messages.
+    """The prompt as text or token ids, or the error of a template that refuses the messages.
 
-    Raises TokenizerError naming the line where the model has no template.
+    Raises TokenizerError naming the line if the model has no template.
     """
     if line.kind != "messages":
         prompt: str | list[int] = line.prompt

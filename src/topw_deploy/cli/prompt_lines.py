@@ -1,4 +1,4 @@
-"""Prompts from JSON lines: what each line asks for, checked before any of them is run."""
+"""Prompts from JSON lines, all checked before any is run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _FORM = 'write "text", {"prompt": "text"}, {"prompt_ids": [1, 2]} or {"messages"
 class PromptLine:
     """One prompt of the file.
 
-    index: from 0, blank lines not counted. where: the line, for messages. id: the line's own, or None. kind: one of
-    KINDS; prompt: a text, token ids or messages. parameters: checked, those of the command line included.
+    index: from 0, without blank lines.
+    where: the line, for messages.
+    kind: one of KINDS.
+    parameters: checked, with those of the command line.
     """
 
     index: int
@@ -47,11 +49,12 @@ class PromptLine:
 def prompt_lines(
     data: bytes, where: str, given: Mapping[str, Any], *, chat: bool, system: str | None
 ) -> list[PromptLine]:
-    """The prompts of a file. given: parameters for all of them, which a line's own replace.
+    """The prompts of a file.
 
+    given: parameters for all of them; a line's own take precedence.
     chat: a text is the user's message, after the system message `system`.
-    Raises ParameterError for `given`, PromptError naming the line for everything that is wrong in one, and for a file
-    without prompts.
+
+    Raises ParameterError for `given`, PromptError naming a bad line, or for a file without prompts.
     """
     checked = _checked(given)
     found: list[PromptLine] = []

@@ -1,8 +1,7 @@
 """Chat templates: Jinja2 programs that render messages to a prompt.
 
-A template comes with the model, so it is untrusted code. It runs in Jinja's immutable sandbox, with bounds on its steps
-and its output (`template.meter`), over copies of the caller's data that hold only strings, numbers, lists and
-dictionaries.
+A template is untrusted code. It runs in Jinja's immutable sandbox with bounds on its steps and output
+(`template.meter`), over copies of the caller's data in plain types.
 """
 
 from __future__ import annotations

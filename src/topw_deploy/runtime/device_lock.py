@@ -1,11 +1,9 @@
 """A lock per device: runs share it, and the capture of a CUDA graph has it alone.
 
-onnxruntime captures with cudaStreamCaptureModeGlobal. During such a capture, CUDA refuses allocations, frees and
-synchronous copies in every other thread of the process, and each attempt spoils the capture. So a capture waits until
-nobody uses the device, and new users wait for the capture, which takes two runs of one step.
-
-Opening a session may take minutes. A capture does not wait for that: the step runs without capture, and a later step
-is captured.
+onnxruntime captures with cudaStreamCaptureModeGlobal: meanwhile CUDA refuses allocations, frees and synchronous copies
+in all other threads, and each attempt spoils the capture. So a capture waits until nobody uses the device, and new
+users wait for its two runs. It does not wait while a session is being opened, which may take minutes: a later step is
+captured instead.
 """
 
 from __future__ import annotations
@@ -16,11 +14,8 @@ from contextlib import contextmanager
 
 
 class DeviceLock:
-    """The lock of one device.
-
-    using: hold it for every run, copy, allocation and release. Reentrant, because the garbage collector may close a
-        session in the middle of a run.
-    """
+    """using: hold it for every run, copy, allocation and release. Reentrant, because the garbage collector may close a
+    session in the middle of a run."""
 
     def __init__(self) -> None:
         self.using = Using(self)

@@ -1,7 +1,7 @@
 """Seeds and uniform numbers, as docs/contract/graph.md section 5 defines them.
 
-A row's number for a step depends only on (seed, position, sample). Philox increments its counter, so a generator
-started at a position also yields the numbers of the following positions: blocks of them cost next to nothing per step.
+Each number depends only on (seed, position, sample). Philox increments its counter, so one generator yields the numbers
+of consecutive positions: blocks of them cost next to nothing per step.
 """
 
 from __future__ import annotations

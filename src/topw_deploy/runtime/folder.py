@@ -18,7 +18,7 @@ M_co = TypeVar("M_co", bound=Manifest, covariant=True)
 class ModelFolder(Generic[M_co]):
     """A folder checked against its manifest.
 
-    Only regular files that the manifest lists are opened, not through links: files added later are never read.
+    Opens only regular files that the manifest lists, not through links.
 
     Raises ManifestError if the folder is missing, unfinished, changed, or not of the kind `wanted`.
     """

@@ -51,9 +51,8 @@ _HERE = str(Path(__file__).parent)
 
 
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
-    """The settings among `stated` that are `known`, checked and under our names. None counts as not stated.
+    """The `known` settings, checked and under our names. Warns of others that would change the tokens.
 
-    Warns once, naming all other settings that would change the tokens.
     Raises ParameterError naming `where` for a value out of range, or a parameter stated under two names.
     """
     honoured, ignored = {}, {}
@@ -92,8 +91,8 @@ def model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[
     """The parameters of the model's `generation_config.json`, without token ids beyond the model's logits.
 
     If it states no end-of-sequence ids, they come from `config.json` or the tokenizer.
+    Warns of settings without effect.
 
-    Warns once, naming the settings that have no effect here.
     Raises ParameterError naming the file for a value out of range.
     """
     known = {name: parameter for name, parameter in PARAMETERS.items() if name not in _NOT_FROM_A_FILE}

@@ -1,7 +1,7 @@
 """The generation loop: `prefill`, then `decode_one_token` until every row has ended.
 
-The decoder and Top-W are one graph, so one run is one step. It takes the last tokens and each row's parameters, edits
-and uniform number, and returns the next tokens. Only those cross to the host; logits and the cache stay.
+The decoder and Top-W are one graph, so one run is one step: last tokens, parameters, edits and uniform numbers in, next
+tokens out. Logits and the cache never cross to the host.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _RECORDED: dict[str, type[Any]] = {
 class Row:
     """One sequence in progress.
 
-    text: None if its text is not needed before the end.
-    watch: None if no streamer or criterion follows its tokens.
+    text: None if not needed before the end.
+    watch: None without callbacks.
     """
 
     def __init__(self, index: int, request: RowRequest, text: RowText | None, watch: Watch | None = None) -> None:
@@ -88,8 +88,8 @@ class Row:
 class Record:
     """The sampler's outputs of every step, each [B] per step.
 
-    They lie side by side in one array, so that keeping a step is one copy. It is a copy between memoryviews: numpy's
-    assignment touches many more lines of code, which are not in the CPU's cache after a run.
+    One array holds them all, so that keeping a step is one copy. It is between memoryviews: numpy's assignment runs
+    much more code, which a run has swept from the CPU's cache.
     """
 
     def __init__(self, outputs: Collection[str], binding: Binding, batch: int, steps: int) -> None:
@@ -122,10 +122,9 @@ class Record:
 
 
 class Generation:
-    """The state of one batch: the arrays that the graph reads and writes, bound once where possible.
+    """The state of one batch of B rows: the arrays that the graph reads and writes, bound once where possible.
 
-    Close it when it has ended or is abandoned. In comments below, B is the number of rows, S of the longest prompt's
-    tokens.
+    Close it when it has ended or is abandoned.
     """
 
     def __init__(self, session: Session, caches: Caches, rows: Sequence[Row]) -> None:
@@ -217,7 +216,7 @@ def run_step(generation: Generation) -> list[int]:
 
 
 def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
-    """Add the drawn tokens to their rows and retire ended rows. Returns rows that gained text or ended, with the text.
+    """Add the drawn tokens to their rows. Returns rows that gained text or ended, with the text.
 
     Raises LogitsError for a row with invalid logits.
     """
@@ -245,13 +244,10 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
 class RequestRun:
     """One call of `generate` or `stream`: row requests in, pieces of text and results out.
 
-    Text is decoded token by token only if `streaming`, and in rows with stop strings. Other rows' text is decoded once,
-    at their end, with the same result.
+    Text is decoded token by token if `streaming` and in rows with stop strings, else once at the end.
 
-    follow: makes the decoder for the tokens after a prompt, from the prompt's token ids.
-    load_seconds: copied into the results.
-    streamer: gets the prompt and every token of the only row.
-    criteria: end a row after a token; see callbacks.py.
+    follow: prompt's token ids -> decoder of the tokens after it.
+    load_seconds: for the results.
     """
 
     def __init__(
@@ -289,7 +285,7 @@ class RequestRun:
                 yield from self._steps()
             finally:
                 self._generation.close()
-        finally:  # even after an error, or a thread that reads from the streamer would wait for ever
+        finally:  # even after an error: a thread may wait for it
             if self._streamer is not None:
                 self._streamer.end()
 

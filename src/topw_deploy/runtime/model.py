@@ -36,14 +36,10 @@ class TopWModel:
 
     Several threads may use one model at once: each generation has its own bindings and cache.
 
-    manifest: the exporter's description of the model.
-    tokenizer: its tokenizer.
     defaults: parameters from the model's `generation_config.json`.
-    provider: onnxruntime's name of the execution provider in use, or "tensorrt" for an engine.
+    provider: onnxruntime's name of the execution provider, or "tensorrt" for an engine.
     cpu_nodes: nodes that a device's provider left to the CPU.
-    sampler: "native", "plugin" or "graph" (docs/guide/native.md).
-    why_graph: why `sampler` is "graph".
-    load_seconds: how long it took to open the model.
+    sampler: "native", "plugin" or "graph" (docs/guide/native.md); why_graph: why "graph".
     """
 
     def __init__(
@@ -97,13 +93,12 @@ class TopWModel:
     ) -> TopWModel:
         """Open a folder that `topw-export` wrote. Reads nothing outside it, and executes nothing but its graph.
 
-        See `SessionOptions` for the options from `provider` to `sampler`.
+        See `SessionOptions` for `provider` to `sampler`.
 
-        max_length: most tokens of a sequence, prompt and answer together, at most the model's context.
-        max_batch: most sequences of one call. Memory for the cache of `max_batch` sequences of `max_length` tokens is
-            allocated at once; without max_length it follows the largest call so far.
-        prefill_chunk: most tokens of the prompts, all rows together, that one run takes, but at least one per row.
-            Less saves memory. None: 1,024.
+        max_length: most tokens of a sequence, prompt included. None: the model's context.
+        max_batch: most sequences of one call. With max_length, the cache's memory is allocated at once; without it, the
+            cache grows with the calls.
+        prefill_chunk: most tokens of the prompts, all rows together, in one run; less saves memory. None: 1,024.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an option out of its bounds.
         """
@@ -125,7 +120,7 @@ class TopWModel:
     def cache_bytes(self) -> int:
         """Bytes of the key-value buffers; 0 if onnxruntime owns the cache ("concat").
 
-        On the host, only the pages that sequences have written take memory.
+        On the host, only pages already written take memory.
         """
         return 0 if self._caches is None else self._caches.bytes
 
@@ -143,12 +138,11 @@ class TopWModel:
     def generate(self, prompt: Any = None, **parameters: Any) -> Any:
         """Continue `prompt`. Returns one GenerationResult, or a list for a batch or `num_return_sequences` > 1.
 
-        prompt: a text, token ids, a list of either (a batch), or a tokenizer's output, also as keywords
-            (`**tokenizer(text)`). Token ids are a list, an array or a tensor; one of two dimensions is a batch.
+        prompt: a text, token ids (list, array or tensor), a batch of either, or a tokenizer's output, also as keywords
+            (`**tokenizer(text)`).
         parameters: see docs/guide/runtime.md. Each may be a list with one value per prompt.
 
-        Raises ParameterError, PromptError, or GenerationError if the model fails or its logits are invalid. Errors of a
-        streamer or a stopping criterion are not caught.
+        Raises ParameterError, PromptError, GenerationError, and what a streamer or criterion raises.
         """
         with ending(parameters.get("streamer")):
             requests, whole, alone = self._requests(prompt, parameters)
@@ -157,10 +151,7 @@ class TopWModel:
         return results[0] if alone else [results[row] for row in range(len(requests))]
 
     def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
-        """Like `generate`, piece by piece. Parameters are checked at once, not at the first piece.
-
-        The pieces of a sequence join to its result's text; the last one carries its GenerationResult.
-        """
+        """Like `generate`, piece by piece; a sequence's last piece carries its result. Checks parameters at once."""
         with ending(parameters.get("streamer")):
             requests, whole, _ = self._requests(prompt, parameters)
             return self._run(requests, whole, streaming=True)
@@ -186,9 +177,7 @@ class TopWModel:
     ) -> str:
         """Render `messages` with the model's chat template.
 
-        The result includes special tokens: encode it with add_special_tokens=False.
-
-        variables: further variables of the template, such as `tools` and `enable_thinking`.
+        Encode the result with add_special_tokens=False. variables: the template's own, such as `tools`.
 
         Raises TokenizerError if the model has no template, PromptError if the template refuses the messages.
         """
@@ -250,10 +239,7 @@ class TopWModel:
         return rows, whole, alone and samples == 1
 
     def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
-        """Token ids of every prompt, and whether a single one (not a list of one) was given.
-
-        Too long or too many prompts are refused before they are converted or tokenised.
-        """
+        """Token ids of every prompt, and whether a single one was given. Refuses too much before tokenising it."""
 
         def check(tokens: int, which: str) -> None:
             check_length(tokens, self._limits, which)

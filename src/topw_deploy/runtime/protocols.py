@@ -14,12 +14,7 @@ Sampler: TypeAlias = Literal["native", "plugin", "graph"]
 
 @dataclass(frozen=True)
 class CpuNode:
-    """A node that a device's provider left to the CPU.
-
-    name: in the graph.
-    operator: its type.
-    computes: whether it does more than arithmetic on shapes and indices.
-    """
+    """A node that a device's provider left to the CPU. computes: more than arithmetic on shapes and indices."""
 
     name: str
     operator: str
@@ -40,10 +35,7 @@ class Memory(Protocol):
 
 
 class Binding(Protocol):
-    """The named inputs and outputs of one generation's runs.
-
-    Host arrays are read and written in place: they must stay alive and be contiguous.
-    """
+    """The inputs and outputs of one generation's runs. Host arrays must stay alive and be contiguous."""
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         """Bind a host array as an input; call `refresh` after changing it."""
@@ -80,7 +72,6 @@ class Session(Protocol):
     """An open model.
 
     provider: onnxruntime's name of the execution provider, or "tensorrt" for an engine.
-    sampler: what runs the sampler's node.
     why_graph: why `sampler` is "graph", as a clause.
     cpu_nodes: nodes that a device's provider left to the CPU.
     inputs, outputs: the graph's names.

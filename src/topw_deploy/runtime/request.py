@@ -30,11 +30,10 @@ class RowRequest:
     """The prompt and parameters of one sequence.
 
     prompt: token ids, at least one.
-    budget: most new tokens, from all limits together, >= 0.
-    eos_token_ids: drawing one ends the row; only the stop_token_ids if `ignore_eos`.
+    budget: most new tokens by all limits, >= 0.
+    eos_token_ids: end the row; with `ignore_eos`, only the stop_token_ids.
     pad_token_id: fed after the end.
-    min_new_tokens: before so many tokens, eos_token_ids are banned and stop strings do not count.
-    seed, sample: of the draws.
+    min_new_tokens: until then, eos_token_ids are banned and stop strings ignored.
     """
 
     prompt: tuple[int, ...]
@@ -59,10 +58,8 @@ class RowRequest:
 class Limits:
     """Bounds of the model, and those it was opened with.
 
-    context_length: most tokens of a sequence.
-    vocab_size: number of token ids.
-    max_length: most tokens of a sequence; None: no bound.
-    rows: most sequences of a call; None: no bound.
+    context_length, max_length: most tokens of a sequence.
+    rows: most sequences of a call.
     """
 
     context_length: int
@@ -76,9 +73,9 @@ class Limits:
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameters of the rows, and those of the whole request with defaults filled in. All names are checked.
+    """Checked parameters of the rows, and of the whole request with defaults filled in.
 
-    The row parameters of `generation_config` stay under that name in the second mapping.
+    The latter hold the row parameters of `generation_config` under that name.
     """
     named = check_names(given)
     config: dict[str, Any] = {}
@@ -105,11 +102,10 @@ def resolve(
 ) -> list[RowRequest]:
     """One RowRequest per prompt and sample; the samples of a prompt are neighbours.
 
-    given: the request's row parameters (see `split`), each one value for all prompts or a list with one per prompt.
-    model: the model's defaults.
-    exported: the export's defaults.
-    config: the row parameters of the request's `generation_config`.
-    geometry: the model's metric and the width of its embeddings, for `preset`.
+    given: the row parameters from `split`, each one value for all prompts or a list with one per prompt.
+    model, exported: defaults of the model and the export.
+    config: row parameters of `generation_config`.
+    geometry: metric and width of embeddings, for `preset`.
 
     Raises ParameterError for a bad value, PromptError for a prompt that is empty, too long or has unknown ids.
     """
@@ -244,10 +240,7 @@ def check_length(tokens: int, limits: Limits, which: str) -> None:
 
 
 def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
-    """Raises PromptError if `text` certainly has more tokens than a sequence may have.
-
-    A shorter text may still have too many: check its tokens with `check_length`.
-    """
+    """Raises PromptError if `text` certainly has more tokens than a sequence may have."""
     if len(text) <= _QUICK * limits.tokens:
         return
     tokens, why = tokenizer.bound.least(text)

@@ -32,8 +32,8 @@ class GenerationResult:
     """One generated sequence.
 
     text: the text after the prompt, without the end-of-sequence token and cut before a stop string.
-    token_ids: every token drawn, including the end-of-sequence token and those of a stop string.
-    logprobs: per token, its log-probability under the crop it was drawn from (renormalised, at `temperature`).
+    token_ids: every token drawn, with the end-of-sequence token and those of a stop string.
+    logprobs: per token, the log-probability under its crop (renormalised, at `temperature`).
     kept: per token, how many tokens the crop kept.
     certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
     mass: per token, the crop's share of the full softmax; None unless the model was exported with it.

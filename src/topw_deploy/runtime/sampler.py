@@ -55,9 +55,8 @@ class Samples:
 class TopWSampler:
     """Samples from logits with a folder that `topw export-sampler` wrote. Open one with `from_pretrained`.
 
-    provider: onnxruntime's name of the execution provider in use.
-    sampler: "native" or "graph" (docs/guide/native.md).
-    why_graph: why `sampler` is not "native".
+    provider: onnxruntime's name of the execution provider.
+    sampler: "native" or "graph" (docs/guide/native.md); why_graph: why "graph".
     cpu_nodes: nodes that a device's provider left to the CPU.
     """
 
@@ -114,17 +113,13 @@ class TopWSampler:
         preset: str | None = None,
         **parameters: Any,
     ) -> Samples:
-        """Draw one token from each row of `logits`.
+        """Draw one token from each row of `logits`, with either `uniform` or `seed` and `position`.
 
-        Give either `uniform`, or `seed` and `position`. Logits of no rows give results of no rows.
-
-        logits: float [B, V]; [V] is one row.
-        uniform: the draw, in [0, 1), for all rows or one per row.
-        seed, position, sample: the draw's key (docs/contract/graph.md section 5). position: number of tokens before the
-            one to draw. sample: distinguishes several draws for one position.
-        edit_ids: int64 [B, N], -1 is padding; edit_penalty, edit_bias: float32 [B, N] (docs/contract/graph.md
-            section 6).
-        preset: values of Top-W parameters that are not given (docs/lab/lively.md). None: the export's defaults.
+        logits: float [B, V]; [V] is one row; B may be 0.
+        uniform: the draws, in [0, 1), one for all rows or one per row.
+        seed, position, sample: the draws' key (docs/contract/graph.md section 5); position: tokens before the draw.
+        edit_ids: int64 [B, N], -1 is padding; edit_penalty, edit_bias: float32 [B, N] (section 6).
+        preset: source of Top-W parameters not given (docs/lab/lively.md). None: the export's defaults.
         parameters: Top-W parameters, each one number or one per row.
 
         Raises ParameterError for bad arguments, GenerationError naming the rows whose logits are invalid.

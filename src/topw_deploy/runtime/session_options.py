@@ -19,15 +19,14 @@ _OFF = ("0", "false")  # how onnxruntime's provider options say no
 class SessionOptions:
     """Options of a session. Raises ParameterError for a value out of its bounds.
 
-    provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name. "tensorrt" runs an engine that
-        `topw build-engine` put into the folder if one fits this machine, else onnxruntime's provider of that name.
-    provider_options: of that provider, as onnxruntime documents them. "enable_cuda_graph" captures each shape of a
-        decoding step once and launches it from then on; the cache must have the form "static".
-    session_options: used as given, except for the thread counts, the native operator's registration and the record of
-        nodes. It may serve several sessions.
-    intra_op_num_threads, inter_op_num_threads: at most 1024; 0: onnxruntime's choice. None: as in `session_options`.
-    allow_fallback: accept another provider if the requested one cannot start, and nodes that it leaves to the CPU.
-    sampler: "auto" (the native operator if it can be used, else the function in the file), "native" or "graph".
+    provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name. "tensorrt" runs the folder's
+        engine if one fits this machine, else onnxruntime's provider.
+    provider_options: as onnxruntime documents them. "enable_cuda_graph" captures each shape of a step once and launches
+        it from then on; the cache must have the form "static".
+    session_options: may serve several sessions. Gets the thread counts and the native operator's registration.
+    intra_op_num_threads, inter_op_num_threads: at most 1024; 0: onnxruntime's choice.
+    allow_fallback: accept another provider, and nodes that a provider leaves to the CPU.
+    sampler: "auto" (the native operator if possible, else the function in the file), "native" or "graph".
     """
 
     provider: str = "auto"

@@ -14,16 +14,13 @@ _CHARACTER = 4  # most tokens that can share one character: UTF-8 has at most fo
 class IncrementalDecoder:
     """Decodes tokens one by one.
 
-    A token's text depends on the tokens before it: a byte-level token may hold part of a character, a SentencePiece one
-    loses its leading space at the start of a text. So each token is decoded together with the last ones that gave text,
-    and their text is removed. Text that ends inside a character is held back.
-
-    If the prompt ends inside a character, the text begins with that character, or with U+FFFD if no later token
-    completes it.
+    A byte-level token may hold part of a character, and a SentencePiece one loses its leading space at the start of a
+    text. So each token is decoded after the last ones that gave text, whose text is removed. An unfinished character is
+    held back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
 
     decode: token ids -> text.
-    prompt: the prompt's token ids; the last few are the context.
-    bytes_of: the bytes of a token; b"" if it gives no text, None if it shares no character with other tokens.
+    prompt: token ids; the last few are context.
+    bytes_of: a token's bytes, see `TokenBytes`.
     """
 
     def __init__(
@@ -49,10 +46,7 @@ class IncrementalDecoder:
         return self._new_text(text)
 
     def flush(self) -> str:
-        """The text held back, with U+FFFD for an unfinished character. Call it once, at the end.
-
-        "" if no token followed the prompt.
-        """
+        """The text held back at the end, with U+FFFD for an unfinished character; "" without new tokens."""
         if len(self._ids) in (self._read, self._prompt):
             return ""
         return self._new_text(self._decode(self._ids[self._start :]))
@@ -66,10 +60,7 @@ class IncrementalDecoder:
 
 
 def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) -> tuple[list[int], int]:
-    """The tokens of the unfinished character at the prompt's end, and the first one's characters before it.
-
-    No tokens if the prompt ends with a whole character.
-    """
+    """The tokens of an unfinished character at the prompt's end, and the first one's characters before it."""
     tokens: list[int] = []
     spelled: list[bytes] = []
     for token in reversed(prompt):
@@ -111,10 +102,7 @@ def _context(
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, which may be split over several pieces.
-
-    The stop string that ends first wins; of two that end together, the longer.
-    """
+    """Passes text on up to the stop string that ends first; of two that end together, the longer."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -151,10 +139,7 @@ class StopStrings:
 
 
 class RowText:
-    """The text of one row: decoder and stop strings. `push` and `flush` return text that may be shown.
-
-    guarded: number of tokens required by `min_new_tokens`, before which no stop string counts.
-    """
+    """The text of one row, cut at stop strings. guarded: tokens before which they do not count."""
 
     def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], guarded: int = 0) -> None:
         self._decoder = decoder

@@ -23,9 +23,8 @@ _CUTTERS = frozenset({"Split", "Punctuation"})  # these too, except with the beh
 class TokenBound:
     """How much text one token covers at most; None if the tokenizer may drop or join any amount of it.
 
-    characters: characters of any kind.
-    alphanumeric: ASCII letters and digits. The longest tokens (rows of spaces or dashes) hold few of them, so that this
-        bound is sharper for words.
+    alphanumeric: ASCII letters and digits: a sharper bound for words, as the longest tokens are rows of spaces or
+        dashes.
     """
 
     characters: int | None

@@ -1,7 +1,6 @@
 """The memory of in-place caches: one block, split into a buffer for each layer's keys and values.
 
-A block has the length that the model was opened for, or that the largest request so far needed. On the host, the
-operating system provides zeroed pages on their first write, so unused length costs no memory.
+On the host, the operating system provides zeroed pages on their first write, so unused length costs no memory.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Buffers:
 class MemoryPool:
     """A session's block of memory, lent to one generation at a time. Concurrent generations get temporary blocks.
 
-    length: tokens per row to allocate at once, for `rows` rows. None: the block follows the requests.
+    length: tokens to allocate for each of `rows` rows at once. None: as requests need.
     """
 
     def __init__(

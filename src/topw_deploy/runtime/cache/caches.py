@@ -24,11 +24,9 @@ _INPUTS = {
 
 
 class Cache(Protocol):
-    """The cache of one generation, with the inputs of its form.
+    """The cache of one generation: `feed_prompts`, run, `begin_decoding`; then `advance` and run for each step.
 
-    Call `feed_prompts`, run the binding, call `begin_decoding`; then `advance` before each step's run.
-
-    input_ids: int64 [B, 1], what the next step feeds. Write it after `begin_decoding` or a run, before `advance`.
+    input_ids: int64 [B, 1], what the next step feeds; write it before `advance`.
     """
 
     input_ids: np.ndarray
@@ -46,8 +44,7 @@ class Cache(Protocol):
 class Caches:
     """The caches of all generations of a session.
 
-    max_length, max_batch: allocate memory for these at once, see `MemoryPool`.
-    prefill_chunk: most tokens, of all rows together, that one run takes.
+    max_length, max_batch: see `MemoryPool`. prefill_chunk: most tokens of all rows in one run.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from topw_deploy.runtime.protocols import Session
 class ConcatCache:
     """`past_key_values.{i}.key|value` in, `present.{i}.key|value` out, each [B, kv_heads, tokens, head_dim].
 
-    The present of a run becomes the past of the next one as onnxruntime's own values, without a copy. Prompts are
-    padded on the left, so that the last column has every row's last token.
+    A run's present becomes the next one's past without a copy. Prompts are padded on the left, so that the last column
+    has every row's last token.
     """
 
     def __init__(

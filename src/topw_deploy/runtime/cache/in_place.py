@@ -21,10 +21,10 @@ _TOTAL = "total_sequence_length"
 class InPlaceCache(ABC):
     """`past_key_values.{i}.key|value` and `present.{i}.key|value` [B, kv_heads, max_length, head_dim], the same memory.
 
-    Prompts are fed with at most `chunk` tokens of all rows per run, in one of two ways:
+    Prompts are fed with at most `chunk` tokens of all rows per run:
     - all rows together, padded on the right, if one run takes them all or the graph supports ragged chunks;
-    - else first all tokens but the last, for as many rows as fit one run or row by row, then the last tokens of all
-      rows. GroupQueryAttention requires this: after a past, it takes one token of each row or several of a single row.
+    - else in groups of rows all tokens but the last, then the last tokens of all rows: after a past,
+      GroupQueryAttention takes one token of each row or several of a single row.
     """
 
     def __init__(
@@ -100,9 +100,8 @@ class InPlaceCache(ABC):
         return last
 
     def _chunks(self) -> Iterator[Chunk]:
-        """The prompts in chunks of all rows. A row without tokens left repeats its last one in place, so that the last
-        run returns the logits of every row's last token."""
-        width = int(self._lengths.max())
+        """The prompts in chunks of all rows. Ended rows repeat their last token in place: the last run draws for
+        all.""" width = int(self._lengths.max())
         for begin in range(0, width, self._columns_per_run):
             starts = np.minimum(begin, self._lengths - 1)
             lengths = np.minimum(begin + self._columns_per_run, self._lengths) - starts
@@ -114,7 +113,7 @@ class InPlaceCache(ABC):
         for rows in self._groups():
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
-            # a run needs at least one token: a row of one feeds it here, and overwrites it in the last run
+            # a run needs a token: the last run overwrites it
             bodies = [self._prompts[row][:-1] or self._prompts[row] for row in rows]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
@@ -143,11 +142,10 @@ class InPlaceCache(ABC):
 class StaticCache(InPlaceCache):
     """This project's form. Inputs: `write_indices` [B], tokens in each row's buffer; `row_lengths` [B], tokens to add.
 
-    A step changes only the token ids and the write indices, in the bound arrays. If the cost of attention follows the
-    buffer's length (`buffer_step`), the buffer grows with the rows.
+    If the cost of attention follows the buffer's length (`buffer_step`), the buffer grows with the rows.
 
-    `total_sequence_length`, an input of some graphs, stays on the host. For chunks of a prompt it is the longest row's
-    length; for a step, which may be captured and launched again with longer rows, the buffer's.
+    `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer's for a step, which
+    may be captured and launched again with longer rows.
     """
 
     def begin_decoding(self) -> None:
@@ -195,10 +193,8 @@ class StaticCache(InPlaceCache):
 class SharedCache(InPlaceCache):
     """The form of other exporters, such as onnxruntime-genai's builder.
 
-    Inputs: `attention_mask` [B, past + new], as wide as the longest row, where a row's sum is its length and padding is
-    on the right; `position_ids` [B, new], in some graphs, counts each row's tokens.
-
-    If the graph does not support rows of different lengths (`right_padding`), ended rows advance with the others.
+    Inputs: `attention_mask` [B, past + new], padded on the right, whose sum is a row's length; `position_ids` [B, new]
+    in some graphs. Without support for rows of different lengths (`right_padding`), ended rows advance with the others.
     """
 
     def __init__(self, *arguments: Any) -> None:

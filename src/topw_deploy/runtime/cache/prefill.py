@@ -14,10 +14,7 @@ AnyBinding = TypeVar("AnyBinding", bound=Binding)
 
 
 def greedy(session: Session, binding: AnyBinding, batch: int) -> AnyBinding:
-    """Make the sampler of `binding` greedy and without edits, its cheapest setting. Returns `binding`.
-
-    The rows' own parameters do not apply: they are for the logits after the whole prompt.
-    """
+    """Bind the sampler's cheapest inputs, greedy and without edits. Returns `binding`."""
     parameters = TopWParameters(temperature=0.0)
     for name in (*PARAMETER_NAMES, "uniform"):
         if name in session.inputs:

@@ -1,9 +1,7 @@
 """Finds the nodes of a session that onnxruntime left on the CPU although another provider was requested.
 
-onnxruntime keeps arithmetic on shapes and indices on the CPU on purpose: it is a few numbers, and on a device they
-would have to be waited for. Any other operator there moves tensors between device and host in every step.
-
-onnxruntime before 1.24 does not report where nodes are; they are read from the profile of one run.
+onnxruntime keeps arithmetic on shapes and indices there on purpose. Any other operator moves tensors between device and
+host in every step. Before 1.24, onnxruntime does not report nodes; they are read from the profile of one run.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from topw_deploy.runtime.protocols import CpuNode
 _RECORD = "session.record_ep_graph_assignment_info"  # onnxruntime 1.24 and newer
 _TIMED = "_kernel_time"  # what a profile appends to a node's name
 
-# Arithmetic on shapes and indices. A larger tensor may go through these operators too, and is not distinguished: every
-# device's provider has them for all types, so they are on the CPU by choice.
+# Arithmetic on shapes and indices. Every device's provider has these operators, so they are on the CPU by choice.
 # fmt: off
 _ON_SHAPES = frozenset((
     "Abs", "Add", "And", "Cast", "Ceil", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Floor",

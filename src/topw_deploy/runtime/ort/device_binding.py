@@ -1,13 +1,10 @@
 """Inputs and outputs in a device's memory.
 
 Each step copies its changed inputs to the device in one copy and its results back in another. Addresses stay the same
-while shapes do, also in the next generation, so that the CUDA graph of a step can be launched again.
+while shapes do, so that later generations can launch a step's CUDA graph again. Such steps run on one thread
+(run_thread.py) and are captured alone on the device (device_lock.py).
 
-Steps of a session with CUDA graphs run on one thread (run_thread.py), and are captured while nobody else uses the
-device (device_lock.py).
-
-Tested with onnxruntime's CPU provider and a double of the device, and with its CUDA provider over a stand-in for CUDA's
-runtime whose kernels do nothing; not run on a GPU.
+Tested with doubles of the device and of CUDA's runtime; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -51,9 +48,9 @@ class Area:
 
 
 class StepBuffers:
-    """One generation's memory for small tensors, lent by the session's `BufferPool`.
+    """One generation's memory for small tensors.
 
-    areas: one each for the inputs that every run copies ("changing"), for the other inputs and for the results.
+    areas: one for inputs that every run copies ("changing"), for the "rest" and for "results".
     loaded: the binding whose inputs are in it.
     """
 
@@ -78,12 +75,7 @@ class Graph:
 
 
 class BufferPool:
-    """A session's StepBuffers and CUDA graphs.
-
-    lock: the device's.
-    thread: the thread that runs the session if it has graphs.
-    uncaptured: how to run what is not repeated.
-    """
+    """A session's StepBuffers and CUDA graphs. thread: runs the session if it has graphs."""
 
     def __init__(self, device: tuple[str, int], *, graphs: bool) -> None:
         self._device, self._free = device, list[StepBuffers]()
@@ -240,10 +232,7 @@ class DeviceBinding(HostBinding):
 
 
 def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Offsets of the arrays in an area, and the end as `_END`.
-
-    In the order of names, so that equal shapes give equal offsets. An array without elements has an address too.
-    """
+    """Offsets of the arrays in an area, equal for equal shapes, and the end as `_END`."""
     starts, end = {}, 0
     for name in sorted(arrays):
         starts[name] = end

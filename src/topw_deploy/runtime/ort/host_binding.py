@@ -13,12 +13,7 @@ from topw_deploy.errors import GenerationError, one_line
 
 
 class RawSession(Protocol):
-    """An open session of onnxruntime.
-
-    raw: onnxruntime's object.
-    device: (kind, number) of its tensors' memory, in onnxruntime's words.
-    with_defaults: inputs that have a default value.
-    """
+    """An open session, see `OrtSession`."""
 
     raw: ort.InferenceSession
     device: tuple[str, int]

@@ -31,9 +31,7 @@ def operator_library(
 ) -> tuple[library.Library | None, str]:
     """The native library for a session on `provider` (a full name), or None and why not, as a clause.
 
-    table_form: how the model's embedding table is looked up, from its manifest.
-    options: the session's; they may have operators registered already.
-    device: the GPU's number.
+    table_form: the manifest's. options: may have operators registered already. device: the GPU's number.
     """
     kind = _KINDS.get(provider)
     if kind is None:
@@ -94,8 +92,7 @@ def open_session(
 ) -> Opened:
     """Open a session with `new_session`, which uses `options`: natively if `sampler` allows it and it works.
 
-    onnxruntime prefers a registered operator to a function of the same name. If the operator refuses, the session does
-    not open, and is opened again without it.
+    If the registered operator refuses, the session does not open, and is opened again without it.
 
     Raises what `new_session` raises, and ProviderError if `sampler` is "native" and the operator cannot be used.
     """

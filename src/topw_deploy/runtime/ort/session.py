@@ -37,10 +37,9 @@ _HARMFUL = ["GroupQueryAttentionFusion"]
 class OrtSession:
     """The Session protocol over an open InferenceSession.
 
-    raw: the InferenceSession.
-    device: (kind, number) of its tensors' memory, in onnxruntime's words.
+    device: (kind, number) of its tensors' memory.
     with_defaults: inputs that have a default value.
-    graphs: whether steps are captured into CUDA graphs.
+    graphs: whether to capture steps into CUDA graphs.
     """
 
     provider = providers.CPU

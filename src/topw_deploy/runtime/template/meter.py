@@ -12,15 +12,14 @@ from typing import Any, NoReturn
 from topw_deploy.errors import TokenizerError
 
 STEPS, STEPS_PER_ITEM, STEPS_PER_INPUT = 2_000_000, 5_000, 2
-"""Steps of any rendering, and more for each value in the messages and for each of their characters. A step is one
-node of the template or the reading of 64 characters; calls, filters and operators are some steps each. Published
-templates take about 1,000 a message."""
+"""Steps of a rendering, plus some per value and per character of the messages. A step is one node of the template or 64
+characters read; calls, filters and operators take several. Published templates take about 1,000 per message."""
 CHARACTERS, CHARACTERS_PER_INPUT = 2**27, 256
-"""Characters of all values together that a rendering makes, and more for each character of the messages."""
+"""Characters that a rendering makes in all, plus some per character of the messages."""
 LONGEST, LONGEST_PER_INPUT = 2**24, 16
-"""Most characters of a single value, or so many times the messages' characters."""
+"""Most characters of a value, or a multiple of the messages' characters."""
 DEPTH = 100
-"""Most lists and mappings within each other: hashing and comparing recurse in C without a bound of their own."""
+"""Most levels of lists and mappings: hashing and comparing recurse in C without a bound."""
 BITS = 4096
 """Most bits of an integer."""
 
@@ -33,9 +32,9 @@ _METER: ContextVar[Meter] = ContextVar("meter")
 
 
 class Meter:
-    """Counts what one rendering uses. Raises TokenizerError, naming the template, where a bound is passed.
+    """Counts what one rendering uses. Raises TokenizerError, naming the template, past a bound.
 
-    name: the template's file. data: the values that the template is given, which nothing changes while it runs.
+    name: the template's file. data: the template's values, which do not change while it runs.
     """
 
     def __init__(self, name: str, data: Collection[Any]) -> None:
