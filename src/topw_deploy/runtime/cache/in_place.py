@@ -100,8 +100,8 @@ class InPlaceCache(ABC):
         return last
 
     def _chunks(self) -> Iterator[Chunk]:
-        """The prompts in chunks of all rows. Ended rows repeat their last token in place: the last run draws for
-        all.""" width = int(self._lengths.max())
+        """The prompts in chunks of all rows. Ended rows repeat their last token, so that the last run draws for all."""
+        width = int(self._lengths.max())
         for begin in range(0, width, self._columns_per_run):
             starts = np.minimum(begin, self._lengths - 1)
             lengths = np.minimum(begin + self._columns_per_run, self._lengths) - starts
