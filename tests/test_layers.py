@@ -17,6 +17,7 @@ ALLOWED = {
     "errors": set(),
     "dtypes": set(),
     "progress": set(),
+    "memory": set(),
     "telemetry": set(),
     "printable": set(),
     "files": {"errors"},
@@ -31,7 +32,7 @@ ALLOWED = {
     "plugins": {"errors", "files", "dtypes", "progress", "install", "sampling"},
     "tensorrt": LEAVES | {"plugins"},
     "runtime": LEAVES | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
-    "export": LEAVES | {"install", "sizes", "runtime", "demo"},
+    "export": LEAVES | {"memory", "install", "sizes", "runtime", "demo"},
     "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
     "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "export", "processors"},
     "cli": LEAVES
