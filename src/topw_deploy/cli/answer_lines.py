@@ -25,7 +25,7 @@ _SYNC_SECONDS = 1.0  # least time between two waits for the disk
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Finished:
     """What an interrupted run left.
 
     prompts: finished prompts. failed: those with errors. size: bytes of their lines. run_seed: None if nothing is
@@ -48,27 +48,27 @@ def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
         raise ParameterError(f"{path} exists; go on with it by --resume, or replace it with --overwrite.")
 
 
-def kept_of(path: Path, requests: Sequence[str], samples: Sequence[int], model: str) -> Kept:
+def read_finished(path: Path, requests: Sequence[str], samples: Sequence[int], model: str) -> Finished:
     """What `path` holds of an interrupted run, without incomplete lines and prompts.
 
     requests: digests. samples: sequences per request. model: digest.
     Raises ParameterError for lines of another input, other parameters, another model or another program.
     """
     if not path.exists():
-        return Kept()
-    kept, place, seen = Kept(), 0, 0
+        return Finished()
+    finished, place, seen = Finished(), 0, 0
     *lines, unfinished = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         found = _parsed(line)
-        _check(found, f"line {number} of {path}", kept.prompts, requests, model, kept.run_seed)
+        _check(found, f"line {number} of {path}", finished.prompts, requests, model, finished.run_seed)
         place += len(line) + 1
         seen += 1
         error = "error" in found
-        if error or seen == samples[kept.prompts]:
-            kept, seen = Kept(kept.prompts + 1, kept.failed + error, place, found["run_seed"]), 0
+        if error or seen == samples[finished.prompts]:
+            finished, seen = Finished(finished.prompts + 1, finished.failed + error, place, found["run_seed"]), 0
     if not unfinished.startswith(_START[: len(unfinished)]):
         raise ParameterError(f"the end of {path} is no line of this command; choose another --output.")
-    return kept
+    return finished
 
 
 def _parsed(line: bytes) -> Any:

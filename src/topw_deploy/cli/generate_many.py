@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from topw_deploy.cli.answer_lines import AnswerFile, Kept, check_answers, kept_of
+from topw_deploy.cli.answer_lines import AnswerFile, Finished, check_answers, read_finished
 from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
 from topw_deploy.cli.sources import read_source
 from topw_deploy.cli.terminal import tell
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Open = Callable[[], TopWModel]
 
 
-def many_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option(
             "--prompts-jsonl",
@@ -59,7 +59,7 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RunOptions:
     """Options for all prompts. given: parameters; a line's own take precedence."""
 
     given: Mapping[str, Any]
@@ -69,7 +69,7 @@ class Asked:
     max_context: int | None
 
 
-def files_of(options: dict[str, Any]) -> Files | None:
+def take_files(options: dict[str, Any]) -> Files | None:
     """Remove the options of --prompts-jsonl from `options`; None without it. Raises UsageError for bad combinations."""
     source, output = options.pop("prompts_jsonl"), options.pop("output")
     resume, overwrite = options.pop("resume"), options.pop("overwrite")
@@ -97,7 +97,7 @@ def files_of(options: dict[str, Any]) -> Files | None:
     return Files(source, output, resume, overwrite)
 
 
-def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
+def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> None:
     """Answer every prompt of the file, in order.
 
     Raises PromptError after the last prompt if some could not be run: their lines hold the error.
@@ -105,21 +105,25 @@ def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
     path = files.output
     if path is not None:
         check_answers(path, resume=files.resume, overwrite=files.overwrite)
-    parameters = {name: value for name, value in asked.given.items() if name != "seed"}
-    prompts = prompt_lines(*read_source(files.source), parameters, chat=asked.chat, system=asked.system)
+    parameters = {name: value for name, value in options.given.items() if name != "seed"}
+    prompts = prompt_lines(*read_source(files.source), parameters, chat=options.chat, system=options.system)
     with open_model() as model:
-        job = _Job(model, prompts, asked)
-        kept = job.resume(path) if files.resume and path is not None else Kept()
-        if kept.prompts:
-            tell(f"{kept.prompts} of {counted(len(prompts), 'prompt')} are in {path}; going on from there.")
+        job = _Job(model, prompts, options)
+        finished = job.resume(path) if files.resume and path is not None else Finished()
+        if finished.prompts:
+            tell(f"{finished.prompts} of {counted(len(prompts), 'prompt')} are in {path}; going on from there.")
         started = time.perf_counter()
-        with AnswerFile(path, kept.size) as answers, _told_of_resume(path), _bar(len(prompts), kept.prompts) as advance:
-            for batch in _batches(prompts[kept.prompts :], asked.batch_size):
+        with (
+            AnswerFile(path, finished.size) as answers,
+            _resume_hint(path),
+            _bar(len(prompts), finished.prompts) as advance,
+        ):
+            for batch in _batches(prompts[finished.prompts :], options.batch_size):
                 answers.add(job.answers(batch))
                 advance(len(batch))
         if stats:
             job.report(time.perf_counter() - started)
-    failed = kept.failed + job.failed
+    failed = finished.failed + job.failed
     if failed:
         place = "standard output" if path is None else path
         raise PromptError(
@@ -128,7 +132,7 @@ def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
 
 
 class _Job:
-    def __init__(self, model: TopWModel, prompts: Sequence[PromptLine], asked: Asked) -> None:
+    def __init__(self, model: TopWModel, prompts: Sequence[PromptLine], options: RunOptions) -> None:
         from topw_deploy.manifest import MANIFEST_NAME, sha256_of
         from topw_deploy.runtime.draws import fresh_seed
         from topw_deploy.runtime.parameters import PARAMETERS
@@ -136,24 +140,24 @@ class _Job:
         self._model, self._prompts = model, prompts
         self._encoded = [_encoded(model, line) for line in prompts]
         self._model_digest = sha256_of(model.path / MANIFEST_NAME)[:32]
-        self._requests = [line.request({"max_context": asked.max_context}) for line in prompts]
-        seed = asked.given.get("seed")
+        self._requests = [line.request({"max_context": options.max_context}) for line in prompts]
+        seed = options.given.get("seed")
         self._given_seed = None if seed is None else PARAMETERS["seed"].parse("seed", seed)
         self._run_seed = fresh_seed() if self._given_seed is None else self._given_seed
         self.failed = 0
         self._sequences = self._tokens = self._certified = 0
 
-    def resume(self, path: Path) -> Kept:
+    def resume(self, path: Path) -> Finished:
         """Read an interrupted run's answers and take over its seed."""
-        kept = kept_of(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
-        if kept.run_seed is not None:
-            if self._given_seed not in (None, kept.run_seed):
+        finished = read_finished(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
+        if finished.run_seed is not None:
+            if self._given_seed not in (None, finished.run_seed):
                 raise ParameterError(
-                    f"{path} was made with seed {kept.run_seed}, but seed is {self._given_seed}; give that seed or "
+                    f"{path} was made with seed {finished.run_seed}, but seed is {self._given_seed}; give that seed or "
                     "none, or start again with --overwrite."
                 )
-            self._run_seed = kept.run_seed
-        return kept
+            self._run_seed = finished.run_seed
+        return finished
 
     def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
         """The lines of a batch. If a prompt cannot be run, its prompts run one by one.
@@ -235,7 +239,7 @@ def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLi
 
 
 @contextlib.contextmanager
-def _told_of_resume(path: Path | None) -> Iterator[None]:
+def _resume_hint(path: Path | None) -> Iterator[None]:
     """Name the output and --resume after an interruption or an error."""
     try:
         yield
