@@ -63,7 +63,7 @@ def test_every_token_equals_the_reference_in_whatever_pieces_the_prompt_goes_in(
 
 @pytest.mark.parametrize("chunk", [None, 1, 4, 40])  # 40: the two rows in the middle share a run
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_of_different_lengths_are_what_they_are_alone(opened: Open, form: str, chunk: int | None) -> None:
+def test_rows_of_different_lengths_equal_those_run_alone(opened: Open, form: str, chunk: int | None) -> None:
     model = opened(form, prefill_chunk=chunk)
     columns: dict[str, list[Any]] = {
         "max_new_tokens": [30, 3, 17, 50, 2],  # they end one after the other
@@ -77,7 +77,7 @@ def test_rows_of_different_lengths_are_what_they_are_alone(opened: Open, form: s
 
 
 @pytest.mark.parametrize(("chunk", "pieces"), [(None, [16]), (6, [6, 12, 16])])
-def test_a_prompts_pieces_say_how_far_they_reach_and_steps_how_long_the_buffer_is(
+def test_total_sequence_length_is_that_of_the_prompt_then_of_the_buffer(
     opened: Open, monkeypatch: pytest.MonkeyPatch, chunk: int | None, pieces: list[int]
 ) -> None:
     told: list[int] = []
@@ -95,7 +95,7 @@ def test_a_prompts_pieces_say_how_far_they_reach_and_steps_how_long_the_buffer_i
 
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("chunk", [None, 4, 20])
-def test_rows_of_equal_lengths_are_what_they_are_alone_in_a_foreign_graph(
+def test_rows_of_equal_lengths_equal_those_run_alone_in_a_foreign_graph(
     toy: Toy, tmp_path: Path, chunk: int | None, padding: bool
 ) -> None:
     folder = export(tmp_path / "out", toy, form="shared", padding=padding)
@@ -144,7 +144,7 @@ def test_nan_in_the_cache_of_a_request_does_not_reach_the_next(toy: Toy, tmp_pat
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_piece_that_draws_nothing_knows_nothing_of_its_rows_parameters(
+def test_chunks_before_the_last_run_greedy_without_the_rows_parameters(
     opened: Open, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, list[float], tuple[int, ...]]] = []
@@ -255,7 +255,7 @@ def test_max_length_beyond_the_context_is_an_error(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("form", ["scatter", "grouped"])
-def test_memory_is_set_aside_once_for_the_sizes_that_the_model_was_opened_for(opened: Open, form: str) -> None:
+def test_memory_for_the_sizes_of_opening_is_allocated_once(opened: Open, form: str) -> None:
     model = opened(form, max_length=80, max_batch=3)
     per_token = 4 * 2 * sum({"scatter": (4, 3), "grouped": (8, 16)}[form])
     assert model.cache_bytes >= 3 * 80 * per_token
@@ -267,7 +267,7 @@ def test_memory_is_set_aside_once_for_the_sizes_that_the_model_was_opened_for(op
 
 
 @pytest.mark.parametrize("form", IN_PLACE)
-def test_without_sizes_the_memory_follows_the_largest_request(opened: Open, form: str) -> None:
+def test_without_sizes_memory_follows_the_largest_request(opened: Open, form: str) -> None:
     model = opened(form)
     assert model.cache_bytes == 0
     sizes = []
@@ -317,7 +317,7 @@ def test_a_stream_holds_its_buffers_until_it_ends_or_is_given_up(opened: Open, f
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_closed_model_has_let_go_of_session_and_memory(opened: Open, form: str) -> None:
+def test_a_closed_model_has_freed_session_and_memory(opened: Open, form: str) -> None:
     model = opened(form)
     tokens(model, "a")
     session = weakref.ref(model._session)
@@ -327,7 +327,7 @@ def test_a_closed_model_has_let_go_of_session_and_memory(opened: Open, form: str
 
 
 @pytest.mark.parametrize("form", IN_PLACE)
-def test_a_request_that_fails_gives_its_buffers_back(opened: Open, form: str) -> None:
+def test_a_failed_request_returns_its_buffers(opened: Open, form: str) -> None:
     model = opened(form)
     tokens(model, "a")
     kept = model.cache_bytes

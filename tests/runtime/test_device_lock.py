@@ -1,4 +1,4 @@
-"""Whoever uses a device waits for a capture, and a capture for whoever uses it."""
+"""The device lock: users wait for captures, and captures for users."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_several_threads_use_a_device_at_once() -> None:
 
 
 @pytest.mark.parametrize("other", [use, open_a_session, capture])
-def test_nobody_else_begins_anything_during_a_capture(other: Callable[[DeviceLock], None]) -> None:
+def test_new_users_wait_for_a_capture(other: Callable[[DeviceLock], None]) -> None:
     lock = DeviceLock()
     with lock.capturing() as alone:
         assert alone
@@ -57,7 +57,7 @@ def test_nobody_else_begins_anything_during_a_capture(other: Callable[[DeviceLoc
     assert ends(waiting)
 
 
-def test_a_capture_waits_for_those_who_use_the_device_and_goes_before_those_who_come_later() -> None:
+def test_a_capture_waits_for_current_users_and_precedes_new_ones() -> None:
     lock, order = DeviceLock(), list[str]()
     captured = threading.Event()
 
@@ -86,7 +86,7 @@ def test_a_capture_waits_for_those_who_use_the_device_and_goes_before_those_who_
     assert order == ["again", "capture True", "later"]
 
 
-def test_a_capture_is_given_up_while_a_session_is_being_opened() -> None:
+def test_nothing_is_captured_while_a_session_is_being_opened() -> None:
     lock = DeviceLock()
     opened = threading.Event()
 
@@ -104,7 +104,7 @@ def test_a_capture_is_given_up_while_a_session_is_being_opened() -> None:
         assert alone
 
 
-def test_one_that_is_given_up_counts_as_a_user() -> None:
+def test_a_run_that_may_not_capture_counts_as_a_user() -> None:
     lock = DeviceLock()
     opened, ran = threading.Event(), threading.Event()
 
@@ -129,7 +129,7 @@ def test_one_that_is_given_up_counts_as_a_user() -> None:
     assert ends(capturing)
 
 
-def test_a_capture_that_fails_lets_the_others_go_on() -> None:
+def test_a_failed_capture_releases_the_lock() -> None:
     lock = DeviceLock()
     with pytest.raises(RuntimeError), lock.capturing():
         raise RuntimeError
@@ -137,6 +137,6 @@ def test_a_capture_that_fails_lets_the_others_go_on() -> None:
     assert ends(in_a_thread(lambda: capture(lock)))
 
 
-def test_a_device_has_one_object_in_the_process() -> None:
+def test_a_device_has_one_lock_in_the_process() -> None:
     assert device_lock(("cuda", 7)) is device_lock(("cuda", 7))
     assert device_lock(("cuda", 7)) is not device_lock(("cuda", 8))

@@ -34,7 +34,7 @@ def test_a_provider_that_computes_nothing_is_an_error_that_names_what_the_cpu_wo
 
 
 @needs_a_provider_without_nodes
-def test_what_is_accepted_is_warned_of_and_can_be_asked_for(folder: Path) -> None:
+def test_what_is_accepted_is_warned_of_and_listed(folder: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"azure leaves \d+ nodes to the CPU"):
         model = TopWModel.from_pretrained(folder, provider="azure", allow_fallback=True)
     assert model.provider == "AzureExecutionProvider"

@@ -283,9 +283,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_nothing_is_asked_of_the_device_but_in_turn(
-    folders: dict[str, Path], on_a_device: Open, log: list[str]
-) -> None:
+def test_every_use_of_the_device_holds_its_lock(folders: dict[str, Path], on_a_device: Open, log: list[str]) -> None:
     model, _ = on_a_device(folders["grouped"], graphs=True)
     memory = DeviceMemory(64, ("cpu", 0))
     memory.change(lambda _: log.append("changes"))
@@ -354,7 +352,7 @@ def test_a_session_with_graphs_runs_on_one_thread_whoever_calls(
     assert (threading.get_ident() in threads) != graphs
 
 
-def test_a_session_is_closed_in_its_turn(folders: dict[str, Path], on_a_device: Open, log: list[str]) -> None:
+def test_a_session_is_closed_under_the_lock(folders: dict[str, Path], on_a_device: Open, log: list[str]) -> None:
     model = on_a_device(folders["grouped"], graphs=True)[0]
     model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
     weakref.finalize(model._session.raw._sess, log.append, "closed")  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""onnxruntime before 1.24: graphs that it would not know or compute wrongly, and where its nodes are."""
+"""onnxruntime before 1.24: graphs that it refuses or computes wrongly, and finding its nodes on the CPU."""
 
 from __future__ import annotations
 
