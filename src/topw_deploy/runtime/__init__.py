@@ -8,7 +8,7 @@
 | `text`, `tokenizer`, `token_bound`, `chat`, `template/` | text and tokens, chat templates |
 | `cache/`, `memory` | key-value caches and their memory |
 | `protocols`, `session_options`, `open_session` | what a session is and how one is opened |
-| `ort/`, `tensorrt/`, `device_lock` | sessions of onnxruntime and of TensorRT |
+| `ort/`, `device_lock` | sessions of onnxruntime; those of TensorRT are in `topw_deploy.tensorrt.run` |
 """
 
 from topw_deploy import install, telemetry

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from topw_deploy.errors import EngineError, ParameterError, ProviderError
 from topw_deploy.manifest import DecoderManifest
+from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.session import GraphSession
 from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.session_options import SessionOptions
-from topw_deploy.runtime.tensorrt.session import EngineSession
-from topw_deploy.tensorrt.find import has_engines
+from topw_deploy.tensorrt.engines import has_engines
+from topw_deploy.tensorrt.run.session import EngineSession
 
 ENGINE = "tensorrt"
 """The short name that means an engine first; `TensorrtExecutionProvider` always means onnxruntime's provider."""
@@ -47,7 +48,8 @@ def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
 
 
 def _engine(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> EngineSession:
-    session = EngineSession(folder, options.device_number)
+    device = options.device_number
+    session = EngineSession(folder.path, folder.manifest, device_lock(("cuda", device)), device)
     names = {name for name in options.provider_options or {} if name != "device_id"}
     given = {"session_options": options.session_options, **options.threads, "provider_options": names or None}
     for name, value in given.items():

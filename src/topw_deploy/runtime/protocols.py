@@ -1,4 +1,4 @@
-"""What the loop and the caches need from a session: `ort/` implements it for onnxruntime, `tensorrt/` for TensorRT."""
+"""What the loop and the caches need from a session: Implemented in `ort/` and `topw_deploy.tensorrt.run`."""
 
 from __future__ import annotations
 
