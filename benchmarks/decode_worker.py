@@ -26,7 +26,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache import Caches
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
-from topw_deploy.runtime.session import SAMPLER_INPUTS, OpenGraph
+from topw_deploy.runtime.ort.session import SAMPLER_INPUTS, OrtSession
 from topw_deploy.sampling import TopWParameters
 
 CHOICE = "argmax"  # the input, a bool
@@ -72,7 +72,7 @@ def write_either(export: Path, folder: Path) -> Path:
     return folder / FILE
 
 
-class Either(OpenGraph):
+class Either(OrtSession):
     """A session over the file of `write_either`. native: with the native operator."""
 
     def __init__(self, path: Path, *, native: bool) -> None:

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache import Cache, Caches
-from topw_deploy.runtime.session import OpenGraph
+from topw_deploy.runtime.ort.session import OrtSession
 
 FILE = "argmax.onnx"
 
@@ -75,7 +75,7 @@ class ArgMaxLoop:
 
     def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:
         raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self._session = OpenGraph(raw)
+        self._session = OrtSession(raw)
         self._caches = Caches(self._session, decoder)
         self._cache: Cache | None = None
         self._token = np.zeros(1, np.int64)

@@ -16,7 +16,8 @@ from topw_deploy.export.verification.reference import Reference
 from topw_deploy.manifest import Check, DecoderManifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.session import GraphSession
+from topw_deploy.runtime.ort.session import GraphSession
+from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling import Geometry, TopWParameters, sample_row, uniform_for
 
 TOKENS = 10
@@ -46,7 +47,7 @@ def generation_checks(
     """Same prompt, same seed, token by token. Where the decoders' own rounding may turn a draw (their difference is
     bounded by the decoder checks), the comparison ends there and says so."""
     opened = ModelFolder(folder, DecoderManifest, unfinished=True)
-    with TopWModel(opened, GraphSession(opened, provider="cpu", sampler="graph"), 0.0) as model:
+    with TopWModel(opened, GraphSession(opened, SessionOptions(provider="cpu", sampler="graph")), 0.0) as model:
         for name, setting in _SETTINGS:
             parameters = TopWParameters(**{**asdict(manifest.defaults), **setting})
             result = model.generate(

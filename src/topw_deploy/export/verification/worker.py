@@ -29,7 +29,7 @@ from topw_deploy.export.verification.reference import MakersReference, Reference
 from topw_deploy.export.verification.sampler_checks import graph_geometry, sampler_checks
 from topw_deploy.manifest import Check, DecoderManifest, load_decoder_manifest, open_listed
 from topw_deploy.memory import peak_bytes
-from topw_deploy.runtime.native import operator_library
+from topw_deploy.runtime.ort.native_sampler import operator_library
 from topw_deploy.sampling import Geometry
 
 _TEXT = (

@@ -12,7 +12,7 @@ from topw_deploy.manifest import DecoderManifest
 from topw_deploy.tensorrt import api, plugin_choice
 from topw_deploy.tensorrt.engines import fitting, this_machine
 from topw_deploy.tensorrt.run.binding import EngineBinding
-from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda, Turns
+from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda, DeviceLock
 from topw_deploy.tensorrt.run.engine import Engine
 
 
@@ -25,7 +25,7 @@ class EngineSession:
     provider = "tensorrt"
     cpu_nodes: tuple[Any, ...] = ()
 
-    def __init__(self, folder: Path, manifest: DecoderManifest, turns: Turns, device: int = 0) -> None:
+    def __init__(self, folder: Path, manifest: DecoderManifest, lock: DeviceLock, device: int = 0) -> None:
         trt = api.load()
         path, self.stamp = fitting(folder, this_machine(str(trt.__version__), device))
         try:
@@ -47,7 +47,7 @@ class EngineSession:
         self.most_columns: int | None = self.stamp.most_sequence
         self.most_edits: int | None = self.stamp.most_edits
         try:
-            self.engine = Engine(trt, path, self.stamp, manifest.inputs, manifest.outputs, Cuda(turns, device))
+            self.engine = Engine(trt, path, self.stamp, manifest.inputs, manifest.outputs, Cuda(lock, device))
         except GenerationError as error:
             raise EngineError(f"{path} cannot be opened: {error}") from None
 

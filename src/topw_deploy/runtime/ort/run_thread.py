@@ -1,8 +1,8 @@
-"""One thread that makes the calls of a session, whichever thread asks for them.
+"""The thread that runs a session with CUDA graphs.
 
 onnxruntime's CUDA provider keeps handles and CUDA graphs for every thread that ever ran a session with
-enable_cuda_graph, until the session is closed: a step called from another thread is captured again, and nothing bounds
-how often. A session with graphs therefore runs on one thread of its own.
+enable_cuda_graph, until the session is closed: a step run from another thread is captured again, without bound. So
+such a session runs on one thread of its own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 
-class Worker:
-    """The thread starts with the first call and ends with this object."""
+class RunThread:
+    """Starts with the first call and ends with this object."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
@@ -22,11 +22,11 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call `function` on the thread and wait for its end. Raises what it raises.
+        """Call `function` on the thread, wait for its end, and raise what it raises.
 
-        An interrupted caller waits for the end too: what `function` works with is the caller's.
+        An interrupted caller waits too, because `function` uses the caller's objects.
         """
-        if threading.current_thread() is self._started():  # a generation that the garbage collector closes there
+        if threading.current_thread() is self._started():  # the garbage collector closes a generation there
             function()
             return
         task = _Task(function)
@@ -60,7 +60,7 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         try:
             task.function()
-        except BaseException as error:  # noqa: BLE001  # it is the caller's
+        except BaseException as error:  # noqa: BLE001  # raised again in the caller
             task.error = error
         task.ended.release()
         del task  # or it would keep the session until the next one

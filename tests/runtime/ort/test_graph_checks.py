@@ -15,8 +15,9 @@ from onnx import TensorProto, helper
 
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import ManifestError
-from topw_deploy.runtime import TopWModel, lookups, providers
-from topw_deploy.runtime.lookups import Lookup, complaint
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.ort import graph_checks, providers
+from topw_deploy.runtime.ort.graph_checks import Lookup, complaint
 from topw_deploy.sampling import TopWOptions
 
 ROWS = 6
@@ -56,7 +57,7 @@ def graph(
 
 def found(tmp_path: Path, model: bytes) -> list[Lookup]:
     (tmp_path / "model.onnx").write_bytes(model)
-    return lookups.lookups(SimpleNamespace(model=tmp_path / "model.onnx"))  # type: ignore[arg-type]
+    return graph_checks.lookups(SimpleNamespace(model=tmp_path / "model.onnx"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_each_version_has_its_defects(lookup: Lookup, version: str, words: str) 
 
 def test_only_a_session_on_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = export(tmp_path / "toy", Toy.random(1, options=TopWOptions(top_m=64, metric="uniform")))
-    monkeypatch.setattr(lookups, "lookups", lambda _folder: [Lookup(4, 64, 96, True)])
+    monkeypatch.setattr(graph_checks, "lookups", lambda _folder: [Lookup(4, 64, 96, True)])
     TopWModel.from_pretrained(folder, provider="cpu")
     monkeypatch.setattr(providers, "check_used", lambda *_: providers.CUDA)
     with pytest.raises(

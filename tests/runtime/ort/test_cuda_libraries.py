@@ -15,7 +15,8 @@ from tests.support.toy_model import Toy, export
 from topw_deploy import install
 from topw_deploy.cli import doctor
 from topw_deploy.errors import ProviderError
-from topw_deploy.runtime import TopWModel, cuda_libraries, session
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.ort import cuda_libraries, session
 
 NOT_FOUND = "cannot open shared object file: No such file or directory"
 Preload = Callable[[Callable[..., None]], list[Any]]

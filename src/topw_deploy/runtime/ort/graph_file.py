@@ -1,7 +1,6 @@
-"""What the runtime must know of a graph and onnxruntime does not tell: nodes and sizes of initializers, from ONNX's own
-encoding. Weights are skipped, not read.
+"""Reads nodes and shapes of initializers from an ONNX file, which onnxruntime does not report. Skips weights.
 
-The file must be one that onnxruntime has opened: nothing is checked here.
+onnxruntime must have opened the file: nothing is checked here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from mmap import mmap
 
 Span = tuple[int, int]
-"""Where a field's bytes begin and end in the file."""
+"""Start and end of a field's bytes in the file."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of Protocol Buffers
 _GRAPH = 7  # field of ModelProto
@@ -23,7 +22,7 @@ _SIZES, _TYPE, _TENSOR_NAME = 1, 2, 8  # of TensorProto
 
 @dataclass
 class Node:
-    """integers: the attributes that are one integer."""
+    """integers: attributes that are one integer."""
 
     operator: str = ""
     inputs: list[str] = field(default_factory=list)
@@ -41,7 +40,7 @@ class Initializer:
 
 
 def read_graph(file: mmap) -> tuple[list[Node], dict[str, Initializer]]:
-    """The nodes of the main graph, and its initializers by name."""
+    """The main graph's nodes, and its initializers by name."""
     nodes, initializers = [], {}
     for number, span in _fields(file, (0, len(file))):
         if number != _GRAPH or isinstance(span, int):
@@ -91,7 +90,7 @@ def _initializer(file: mmap, span: Span) -> Initializer:
 
 
 def _fields(file: mmap, span: Span) -> Iterator[tuple[int, int | Span]]:
-    """(number, value) of each field of the message in `span`: an integer, or the span of bytes."""
+    """(number, integer or span) of each field of the message in `span`."""
     at, end = span
     while at < end:
         key, at = _varint(file, at)

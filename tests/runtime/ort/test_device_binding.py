@@ -20,12 +20,14 @@ import pytest
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.runtime import TopWModel, device_binding, turns
-from topw_deploy.runtime.device_binding import Area, DeviceBinding, Lanes
+from topw_deploy.runtime import TopWModel, device_lock
+from topw_deploy.runtime.device_lock import DeviceLock
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.memory import DeviceMemory
-from topw_deploy.runtime.session import GraphSession
-from topw_deploy.runtime.turns import Turns, turns_of
+from topw_deploy.runtime.ort import device_binding
+from topw_deploy.runtime.ort.device_binding import Area, BufferPool, DeviceBinding
+from topw_deploy.runtime.ort.session import GraphSession
+from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling import TopWOptions
 
 TOY = Toy.random(5, options=TopWOptions(top_m=64, metric="mahalanobis"))
@@ -107,10 +109,10 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Open:
 
     def open_(path: Path, *, graphs: bool) -> tuple[TopWModel, Capturing]:
         folder = ModelFolder(path, DecoderManifest)
-        session = GraphSession(folder, provider="cpu", intra_op_num_threads=1)
+        session = GraphSession(folder, SessionOptions(provider="cpu", intra_op_num_threads=1))
         capturing = Capturing(session.raw._sess)
         session.raw = SimpleNamespace(_sess=capturing)
-        session._lanes = Lanes(("cpu", 0), graphs=graphs)
+        session._buffers = BufferPool(("cpu", 0), graphs=graphs)
         return TopWModel(folder, session, time.perf_counter()), capturing
 
     return open_
@@ -228,14 +230,14 @@ def test_generations_at_the_same_time_have_memory_of_their_own(folders: dict[str
 def test_memory_grows_for_a_long_prompt_and_is_used_again(folders: dict[str, Path], on_a_device: Open) -> None:
     host = on_the_host(folders["grouped"])
     model, session = on_a_device(folders["grouped"], graphs=True)
-    session_lanes = model._session._lanes  # type: ignore[union-attr]
-    session_lanes._free.append(lane := device_binding.Lane(("cpu", 0)))
-    lane.areas["rest"] = FarArea(256, ("cpu", 0))  # less than the prompt's ids and parameters need
+    pool = model._session._buffers  # type: ignore[union-attr]
+    pool._free.append(lent := device_binding.StepBuffers(("cpu", 0)))
+    lent.areas["rest"] = FarArea(256, ("cpu", 0))  # less than the prompt's ids and parameters need
     for text in ("z" * 40, "short"):
         expected = host.generate(text, seed=1, max_new_tokens=8, **SETTINGS)
         assert model.generate(text, seed=1, max_new_tokens=8, **SETTINGS).token_ids == expected.token_ids
-    assert lane.areas["rest"].size > 256
-    assert session_lanes._free == [lane]
+    assert lent.areas["rest"].size > 256
+    assert pool._free == [lent]
     assert len(session.graphs) == 1
 
 
@@ -248,11 +250,11 @@ def test_a_failed_run_says_where_and_gives_its_memory_back(folders: dict[str, Pa
     session.run_with_iobinding = fail  # type: ignore[method-assign]
     with pytest.raises(GenerationError, match="onnxruntime failed at step 0: CUDA failure 700"):
         model.generate("abcd", max_new_tokens=20)
-    assert len(model._session._lanes._free) == 1  # type: ignore[union-attr]
+    assert len(model._session._buffers._free) == 1  # type: ignore[union-attr]
 
 
-class Logged(Turns):
-    """Turns that note what is asked of them."""
+class Logged(DeviceLock):
+    """DeviceLock that note what is asked of them."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__()
@@ -275,24 +277,22 @@ class Logged(Turns):
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the device's turns."""
+    """What is asked of the device's lock."""
     asked: list[str] = []
-    monkeypatch.setitem(turns._turns, ("cpu", 0), Logged(asked))
+    monkeypatch.setitem(device_lock._locks, ("cpu", 0), Logged(asked))
     return asked
 
 
-def test_nothing_is_asked_of_the_device_but_in_turn(
-    folders: dict[str, Path], on_a_device: Open, log: list[str]
-) -> None:
+def test_every_use_of_the_device_holds_its_lock(folders: dict[str, Path], on_a_device: Open, log: list[str]) -> None:
     model, _ = on_a_device(folders["grouped"], graphs=True)
     memory = DeviceMemory(64, ("cpu", 0))
     memory.change(lambda _: log.append("changes"))
     memory.clear(64)
-    model._session._lanes.borrow()  # type: ignore[union-attr]
+    model._session._buffers.borrow()  # type: ignore[union-attr]
     assert log == ["in", "out", "in", "changes", "out", "in", "out", "in", "out"]
     log.clear()
     model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
-    # its lane, its cache, the prompt; a step that is captured after its inputs are copied, and two that are replayed
+    # its buffers, its cache, the prompt; a step that is captured after its inputs are copied, and two that are replayed
     assert log == ["in", "out"] * 4 + ["captures True"] + ["in", "out"] * 2
 
 
@@ -301,7 +301,7 @@ def test_a_step_is_not_captured_while_another_model_is_being_opened(
 ) -> None:
     model, session = on_a_device(folders["grouped"], graphs=True)
     expected = on_the_host(folders["grouped"]).generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
-    with turns_of(("cpu", 0)).opening():
+    with device_lock.device_lock(("cpu", 0)).opening():
         found = model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
     assert found.token_ids == expected.token_ids
     assert log.count("captures False") == 3
@@ -322,7 +322,7 @@ def test_a_step_whose_capture_failed_is_captured_another_time(folders: dict[str,
     session.run_with_iobinding = fail_once  # type: ignore[method-assign]
     with pytest.raises(GenerationError, match="failed at step 1: CUDA failure 901"):
         model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
-    (graph,) = model._session._lanes._graphs.values()  # type: ignore[union-attr]
+    (graph,) = model._session._buffers._graphs.values()  # type: ignore[union-attr]
     assert not graph.captured
     model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
     assert graph.captured
@@ -352,7 +352,7 @@ def test_a_session_with_graphs_runs_on_one_thread_whoever_calls(
     assert (threading.get_ident() in threads) != graphs
 
 
-def test_a_session_is_closed_in_its_turn(folders: dict[str, Path], on_a_device: Open, log: list[str]) -> None:
+def test_a_session_is_closed_under_the_lock(folders: dict[str, Path], on_a_device: Open, log: list[str]) -> None:
     model = on_a_device(folders["grouped"], graphs=True)[0]
     model.generate("abc", seed=0, max_new_tokens=4, **SETTINGS)
     weakref.finalize(model._session.raw._sess, log.append, "closed")  # type: ignore[union-attr]

@@ -1,11 +1,9 @@
-"""Turns on a device: everything of this process may use it at once, except while a CUDA graph is captured.
+"""A lock per device: runs share it, and the capture of a CUDA graph has it alone.
 
-onnxruntime captures with cudaStreamCaptureModeGlobal. Until such a capture has ended, CUDA refuses allocations, frees
-and synchronous copies of every other thread of the process, and each of them spoils the capture. So a capture waits
-until nobody uses the device, and whoever comes meanwhile waits for the capture. A capture takes two runs of one step.
-
-A session that is being opened may take minutes. A capture does not wait for it: the step runs without, and is captured
-another time.
+onnxruntime captures with cudaStreamCaptureModeGlobal: meanwhile CUDA refuses allocations, frees and synchronous copies
+in all other threads, and each attempt spoils the capture. So a capture waits until nobody uses the device, and new
+users wait for its two runs. It does not wait while a session is being opened, which may take minutes: a later step is
+captured instead.
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Turns:
-    """Of one device. `using` is to be held for every run, copy, allocation and release; a thread that holds it may take
-    it again, as when the garbage collector closes a session in the middle of a run."""
+class DeviceLock:
+    """using: hold it for every run, copy, allocation and release. Reentrant, because the garbage collector may close a
+    session in the middle of a run."""
 
     def __init__(self) -> None:
         self.using = Using(self)
@@ -45,7 +43,7 @@ class Turns:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """To be held while a session is opened. Steps that run meanwhile are not captured."""
+        """Hold this while a session is opened. No step is captured meanwhile."""
         with self._changed:
             self._wait_for_captures()
             self._openings += 1
@@ -59,8 +57,10 @@ class Turns:
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
-        """To be held for a run that captures. Yields whether it may: while a session is being opened, it may not, and
-        is a run like any other. The thread must not be using the device."""
+        """Hold this for a run that captures. Yields False, and is held like `using`, while a session is being opened.
+
+        The calling thread must not hold `using`.
+        """
         alone = self._begin_capture()
         if not alone:
             with self.using:
@@ -77,7 +77,7 @@ class Turns:
 
     def _begin_capture(self) -> bool:
         with self._changed:
-            self._waiting += 1  # from here on nobody else begins anything
+            self._waiting += 1  # blocks new users
             try:
                 while (self._users or self._capturing) and not self._openings:
                     self._changed.wait()
@@ -93,29 +93,27 @@ class Turns:
 
 
 class Using:
-    """`with turns.using:`, for as many threads and as often as wanted."""
+    """`with lock.using:`, reentrant and for any number of threads."""
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, lock: DeviceLock) -> None:
+        self._lock = lock
 
     def __enter__(self) -> None:
-        self._turns.enter()
+        self._lock.enter()
 
     def __exit__(self, *_: object) -> None:
-        self._turns.leave()
+        self._lock.leave()
 
 
 class _Here(threading.local):
-    """How many times the calling thread is using the device."""
-
     depth = 0
 
 
-_turns: dict[tuple[str, int], Turns] = {}
-_lock = threading.Lock()
+_locks: dict[tuple[str, int], DeviceLock] = {}
+_registry = threading.Lock()
 
 
-def turns_of(device: tuple[str, int]) -> Turns:
-    """The turns of a device, (kind, number) in onnxruntime's words; the same for all models of the process."""
-    with _lock:
-        return _turns.setdefault(device, Turns())
+def device_lock(device: tuple[str, int]) -> DeviceLock:
+    """The process's lock of a device (kind, number)."""
+    with _registry:
+        return _locks.setdefault(device, DeviceLock())

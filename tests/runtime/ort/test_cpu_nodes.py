@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ParameterError, ProviderError
-from topw_deploy.runtime import TopWModel, TopWSampler, placement, session
+from topw_deploy.runtime import TopWModel, TopWSampler
+from topw_deploy.runtime.ort import cpu_nodes, session
 from topw_deploy.sampling import TopWOptions
 
 
@@ -33,7 +34,7 @@ def test_a_provider_that_computes_nothing_is_an_error_that_names_what_the_cpu_wo
 
 
 @needs_a_provider_without_nodes
-def test_what_is_accepted_is_warned_of_and_can_be_asked_for(folder: Path) -> None:
+def test_what_is_accepted_is_warned_of_and_listed(folder: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"azure leaves \d+ nodes to the CPU"):
         model = TopWModel.from_pretrained(folder, provider="azure", allow_fallback=True)
     assert model.provider == "AzureExecutionProvider"
@@ -52,15 +53,15 @@ def test_on_the_cpu_there_is_nothing_to_name(folder: Path, tmp_path: Path) -> No
 def test_every_node_of_a_real_session_is_listed_with_its_operator(folder: Path) -> None:
     options = ort.SessionOptions()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "0")
-    placement.record(options)
-    placement.record(options)  # a second time changes nothing
+    cpu_nodes.record(options)
+    cpu_nodes.record(options)  # a second time changes nothing
     raw = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
-    found = placement.cpu_nodes(raw)
+    found = cpu_nodes.cpu_nodes(raw)
     assert {"TopK", "Concat"} <= {node.operator for node in found}
-    assert all(node.computes == (node.operator not in placement._ON_SHAPES) for node in found)
+    assert all(node.computes == (node.operator not in cpu_nodes._ON_SHAPES) for node in found)
 
 
-def nodes(*operators: str) -> tuple[placement.CpuNode, ...]:
+def nodes(*operators: str) -> tuple[cpu_nodes.CpuNode, ...]:
     def group(provider: str, domain: str, operator: str) -> Any:
         node = SimpleNamespace(name=f"node.{operator}", domain=domain, op_type=operator)
         return SimpleNamespace(ep_name=provider, get_nodes=lambda: [node])
@@ -69,18 +70,18 @@ def nodes(*operators: str) -> tuple[placement.CpuNode, ...]:
     for operator in operators:
         domain = "com.microsoft" if operator in ("GroupQueryAttention", "MatMulNBits") else ""
         groups.append(group("CPUExecutionProvider", domain, operator))
-    return placement.cpu_nodes(SimpleNamespace(get_provider_graph_assignment_info=lambda: groups))  # type: ignore[arg-type]
+    return cpu_nodes.cpu_nodes(SimpleNamespace(get_provider_graph_assignment_info=lambda: groups))  # type: ignore[arg-type]
 
 
 def test_arithmetic_on_shapes_is_no_complaint() -> None:
     found = nodes("Squeeze", "Concat", "Add", "Sub", "Cast", "ReduceMax")
     assert [node.computes for node in found] == [False] * 6
-    placement.check(found, "CUDAExecutionProvider")
+    cpu_nodes.check(found, "CUDAExecutionProvider")
 
 
 def test_an_operator_that_cuda_has_for_other_types_only_comes_with_what_to_do() -> None:
     with pytest.raises(ProviderError) as raised:
-        placement.check(nodes("Shape", *["GroupQueryAttention"] * 4), "CUDAExecutionProvider")
+        cpu_nodes.check(nodes("Shape", *["GroupQueryAttention"] * 4), "CUDAExecutionProvider")
     assert str(raised.value) == (
         "cuda leaves 4 nodes to the CPU: 4 GroupQueryAttention (node.GroupQueryAttention, node.GroupQueryAttention, "
         "node.GroupQueryAttention, ...); onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16"

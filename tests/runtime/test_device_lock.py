@@ -1,4 +1,4 @@
-"""Whoever uses a device waits for a capture, and a capture for whoever uses it."""
+"""The device lock: users wait for captures, and captures for users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from topw_deploy.runtime.turns import Turns, turns_of
+from topw_deploy.runtime.device_lock import DeviceLock, device_lock
 
 PAUSE = 0.05  # seconds in which a thread that may go on surely does
 
@@ -24,59 +24,59 @@ def ends(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def use(turns: Turns) -> None:
-    with turns.using:
+def use(lock: DeviceLock) -> None:
+    with lock.using:
         pass
 
 
-def open_a_session(turns: Turns) -> None:
-    with turns.opening():
+def open_a_session(lock: DeviceLock) -> None:
+    with lock.opening():
         pass
 
 
-def capture(turns: Turns) -> None:
-    with turns.capturing() as alone:
+def capture(lock: DeviceLock) -> None:
+    with lock.capturing() as alone:
         assert alone
 
 
 def test_several_threads_use_a_device_at_once() -> None:
-    turns = Turns()
-    with turns.using:
-        assert ends(in_a_thread(lambda: use(turns)))
-        assert ends(in_a_thread(lambda: open_a_session(turns)))
+    lock = DeviceLock()
+    with lock.using:
+        assert ends(in_a_thread(lambda: use(lock)))
+        assert ends(in_a_thread(lambda: open_a_session(lock)))
 
 
 @pytest.mark.parametrize("other", [use, open_a_session, capture])
-def test_nobody_else_begins_anything_during_a_capture(other: Callable[[Turns], None]) -> None:
-    turns = Turns()
-    with turns.capturing() as alone:
+def test_new_users_wait_for_a_capture(other: Callable[[DeviceLock], None]) -> None:
+    lock = DeviceLock()
+    with lock.capturing() as alone:
         assert alone
-        waiting = in_a_thread(lambda: other(turns))
+        waiting = in_a_thread(lambda: other(lock))
         time.sleep(PAUSE)
         assert waiting.is_alive()
     assert ends(waiting)
 
 
-def test_a_capture_waits_for_those_who_use_the_device_and_goes_before_those_who_come_later() -> None:
-    turns, order = Turns(), list[str]()
+def test_a_capture_waits_for_current_users_and_precedes_new_ones() -> None:
+    lock, order = DeviceLock(), list[str]()
     captured = threading.Event()
 
     def capture() -> None:
-        with turns.capturing() as alone:
+        with lock.capturing() as alone:
             order.append(f"capture {alone}")
             captured.wait(5)
 
     def come_later() -> None:
-        with turns.using:
+        with lock.using:
             order.append("later")
 
-    with turns.using:
+    with lock.using:
         capturing = in_a_thread(capture)
         time.sleep(PAUSE)
         later = in_a_thread(come_later)
         time.sleep(PAUSE)
         assert order == []
-        with turns.using:  # a thread that is using it does not wait for a capture that waits for it
+        with lock.using:  # a thread that is using it does not wait for a capture that waits for it
             order.append("again")
     time.sleep(PAUSE)
     assert order == ["again", "capture True"]
@@ -86,34 +86,34 @@ def test_a_capture_waits_for_those_who_use_the_device_and_goes_before_those_who_
     assert order == ["again", "capture True", "later"]
 
 
-def test_a_capture_is_given_up_while_a_session_is_being_opened() -> None:
-    turns = Turns()
+def test_nothing_is_captured_while_a_session_is_being_opened() -> None:
+    lock = DeviceLock()
     opened = threading.Event()
 
     def open_slowly() -> None:
-        with turns.opening():
+        with lock.opening():
             opened.wait(5)
 
     opening = in_a_thread(open_slowly)
     time.sleep(PAUSE)
-    with turns.capturing() as alone:
+    with lock.capturing() as alone:
         assert not alone
     opened.set()
     assert ends(opening)
-    with turns.capturing() as alone:
+    with lock.capturing() as alone:
         assert alone
 
 
-def test_one_that_is_given_up_counts_as_a_user() -> None:
-    turns = Turns()
+def test_a_run_that_may_not_capture_counts_as_a_user() -> None:
+    lock = DeviceLock()
     opened, ran = threading.Event(), threading.Event()
 
     def open_slowly() -> None:
-        with turns.opening():
+        with lock.opening():
             opened.wait(5)
 
     def run() -> None:
-        with turns.capturing():
+        with lock.capturing():
             ran.wait(5)
 
     threads = [in_a_thread(open_slowly)]
@@ -122,21 +122,21 @@ def test_one_that_is_given_up_counts_as_a_user() -> None:
     time.sleep(PAUSE)
     opened.set()
     ends(threads[0])
-    capturing = in_a_thread(lambda: capture(turns))
+    capturing = in_a_thread(lambda: capture(lock))
     time.sleep(PAUSE)
     assert capturing.is_alive()
     ran.set()
     assert ends(capturing)
 
 
-def test_a_capture_that_fails_lets_the_others_go_on() -> None:
-    turns = Turns()
-    with pytest.raises(RuntimeError), turns.capturing():
+def test_a_failed_capture_releases_the_lock() -> None:
+    lock = DeviceLock()
+    with pytest.raises(RuntimeError), lock.capturing():
         raise RuntimeError
-    assert ends(in_a_thread(lambda: use(turns)))
-    assert ends(in_a_thread(lambda: capture(turns)))
+    assert ends(in_a_thread(lambda: use(lock)))
+    assert ends(in_a_thread(lambda: capture(lock)))
 
 
-def test_a_device_has_one_object_in_the_process() -> None:
-    assert turns_of(("cuda", 7)) is turns_of(("cuda", 7))
-    assert turns_of(("cuda", 7)) is not turns_of(("cuda", 8))
+def test_a_device_has_one_lock_in_the_process() -> None:
+    assert device_lock(("cuda", 7)) is device_lock(("cuda", 7))
+    assert device_lock(("cuda", 7)) is not device_lock(("cuda", 8))

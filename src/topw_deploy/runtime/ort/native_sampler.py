@@ -1,4 +1,4 @@
-"""Who answers the sampler's node of a session: the native operator where it opens, else the function in the file."""
+"""Opens a session with the native operator for the sampler's node if possible, else with the function in the file."""
 
 from __future__ import annotations
 
@@ -7,40 +7,31 @@ from dataclasses import dataclass
 
 import onnxruntime as ort
 
-from topw_deploy.errors import ParameterError, ProviderError
+from topw_deploy.errors import ProviderError, one_line
 from topw_deploy.plugins import driver
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.shared_library import library_path
-from topw_deploy.runtime import providers
-from topw_deploy.runtime.face import Sampler
+from topw_deploy.runtime.ort import providers
+from topw_deploy.runtime.protocols import Sampler
 
-SAMPLERS = ("auto", "native", "graph")
 _KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A session and what samples in it: `native`, or `graph` (the model's function) with the reason why."""
+    """An open session. why_graph: why `sampler` is not "native"."""
 
     raw: ort.InferenceSession
     sampler: Sampler
     why_graph: str = ""
 
 
-def check_choice(sampler: str) -> None:
-    """Raises ParameterError unless `sampler` is one of SAMPLERS."""
-    if sampler not in SAMPLERS:
-        raise ParameterError(f"sampler is {sampler!r}, but must be one of {', '.join(SAMPLERS)}.", "sampler")
-
-
 def operator_library(
     provider: str, table_form: str, options: ort.SessionOptions | None = None, device: int = 0
 ) -> tuple[library.Library | None, str]:
-    """The library to open a session on `provider` with, for a model whose table is looked up in `table_form`; or
-    None and why not, as a clause.
+    """The native library for a session on `provider` (a full name), or None and why not, as a clause.
 
-    options: what the session is to be opened with, which may have operators registered already. device: the GPU's
-    number.
+    table_form: the manifest's. options: may have operators registered already. device: the GPU's number.
     """
     kind = _KINDS.get(provider)
     if kind is None:
@@ -59,12 +50,12 @@ def operator_library(
 
 
 def _registered(options: ort.SessionOptions | None) -> library.Kind | None:
-    """Whose operators `options` have: those of the CPU's library or of the CUDA library."""
+    """Which library's operators are registered with `options`."""
     if options is None:
         return None
     try:
         entry = options.get_session_config_entry("topw.registered")
-    except Exception:  # noqa: BLE001  # onnxruntime's way of saying that there is none
+    except Exception:  # noqa: BLE001  # onnxruntime raises if there is no such entry
         return None
     return "cuda" if entry == "cuda" else "cpu"
 
@@ -82,7 +73,7 @@ def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
 
 
 def _no_code(found: library.CudaLibrary, device: int) -> str:
-    """Why the library has nothing for this GPU, as a clause; empty where it has, or where the driver does not tell."""
+    """Why the library does not run on this GPU, as a clause; "" if it may."""
     devices = driver.look().devices
     if device >= len(devices) or found.serves(devices[device].architecture):
         return ""
@@ -99,12 +90,11 @@ def open_session(
     sampler: str,
     device: int = 0,
 ) -> Opened:
-    """Open a session with `new_session`, which takes `options`, natively where `sampler` allows and it succeeds.
+    """Open a session with `new_session`, which uses `options`: natively if `sampler` allows it and it works.
 
-    onnxruntime prefers a registered operator to a function of the same name, but does not go back to the function
-    where the operator refuses: the session does not open. It is then opened again without.
+    If the registered operator refuses, the session does not open, and is opened again without it.
 
-    Raises what `new_session` does, and ProviderError where `sampler` is "native" and it cannot be.
+    Raises what `new_session` raises, and ProviderError if `sampler` is "native" and the operator cannot be used.
     """
     refused: Exception | None = None
     if sampler == "graph":
@@ -127,7 +117,7 @@ def open_session(
         with library.hidden():
             raw = new_session()
     except Exception:
-        if refused is not None:  # so it is not about the operator, or this model runs only with it
+        if refused is not None:  # the operator is not the cause, or this model runs only with it
             raise refused from None
         raise
     if sampler == "native":
@@ -135,7 +125,3 @@ def open_session(
             f"sampler='native' cannot be had: {why}; see `topw doctor`, or use sampler='auto'.", "sampler"
         )
     return Opened(raw, "graph", why)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -1,4 +1,4 @@
-"""Execution providers by their everyday names: which one a session gets, and proof that it got it."""
+"""Execution providers: their short names, which one a session gets, and a check that it got it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import onnxruntime as ort
 
 from topw_deploy import install
-from topw_deploy.errors import ParameterError, ProviderError, UnknownProviderError
-from topw_deploy.runtime import cuda_libraries
+from topw_deploy.errors import ProviderError, UnknownProviderError
+from topw_deploy.runtime.ort import cuda_libraries
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 _SUFFIX = "ExecutionProvider"
 _CHOOSE = "choose one of those or 'auto'"
 
-# Where onnxruntime keeps a tensor of each provider; every other provider takes and gives host memory.
+# The device memory that providers compute in; the others take and give host memory.
 _DEVICES = {CUDA: "cuda", "TensorrtExecutionProvider": "cuda", "NvTensorRTRTXExecutionProvider": "cuda"}
 _WITH_CUDA_BEHIND = ("TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
 
@@ -28,33 +28,17 @@ def short_name(provider: str) -> str:
 
 
 def available() -> tuple[str, ...]:
-    """Short names of the providers that this installation of onnxruntime was built with, best first."""
+    """Short names of this onnxruntime's providers, best first."""
     return tuple(short_name(name) for name in ort.get_available_providers())
 
 
-def check_options(provider: object, options: object) -> None:
-    """Raises ParameterError for a provider that is no name, for options that are no mapping from names, and for a
-    device_id that is no GPU's number."""
-    if not isinstance(provider, str):
-        raise ParameterError(
-            f"provider is {provider!r}, but must be a name such as 'auto', 'cpu', 'cuda', 'tensorrt'.", "provider"
-        )
-    if options is None:
-        return
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise ParameterError(
-            f"provider_options is {options!r:.60}, but must be a mapping from onnxruntime's names, like "
-            "{'device_id': 0}."
-        )
-    device = str(options.get("device_id", 0))
-    if not device.isdecimal():
-        raise ParameterError(f"device_id is {device!r}, but must be the number of a GPU, from 0.")
-
-
 def resolve(provider: str, allow_fallback: bool = False) -> str:
-    """onnxruntime's full name for `provider`: `auto` (CUDA where this build has it, else the CPU), a short name
-    in any case (`cuda`), or a full one. Raises ProviderError for a name that is no provider, and when this build of
-    onnxruntime does not have it, unless `allow_fallback`."""
+    """onnxruntime's full name for `provider`: "auto" (CUDA if this build has it, else the CPU), a short name in any
+    case ("cuda"), or a full one.
+
+    Raises UnknownProviderError for a name that is no provider, and ProviderError if this build of onnxruntime lacks it
+    and `allow_fallback` is False.
+    """
     built = ort.get_available_providers()
     if provider == "auto":
         return CUDA if CUDA in built else CPU
@@ -77,7 +61,7 @@ def resolve(provider: str, allow_fallback: bool = False) -> str:
 
 
 def why_absent(provider: str) -> str:
-    """Why this onnxruntime does not have `provider`, a short name or a full one, and what to do, as a clause."""
+    """A clause: that this onnxruntime lacks `provider`, and what to do."""
     remedy = _remedy(provider.lower().removesuffix(_SUFFIX.lower()))
     what = f"this onnxruntime {ort.__version__} was built without {provider!r}"
     return f"{what}: it has {', '.join(available())}; {remedy}"
@@ -90,7 +74,7 @@ def _remedy(wanted: str) -> str:
 
 
 def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
-    """The `providers` argument of InferenceSession: `name` with its options, then what may serve its leftovers."""
+    """InferenceSession's `providers`: `name`, then those for the nodes it leaves."""
     chain: list[Any] = [(name, dict(options or {}))]
     if name in _WITH_CUDA_BEHIND and CUDA in ort.get_available_providers():
         chain.append((CUDA, {}))
@@ -100,18 +84,20 @@ def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]
 
 
 def device_of(provider: str) -> str:
-    """The kind of memory, in onnxruntime's words, that `provider` computes in."""
+    """The kind of memory that `provider` computes in, in onnxruntime's words."""
     return _DEVICES.get(provider, "cpu")
 
 
 def missing_libraries(provider: str) -> str:
-    """Load the libraries that `provider` needs. Returns those that could not be loaded, as a clause; "" for none."""
+    """Load the libraries that `provider` needs. Returns the missing ones, as a clause."""
     return cuda_libraries.preload() if device_of(provider) == "cuda" else ""
 
 
 def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:
-    """The provider that `session` really runs on. onnxruntime drops one that fails to start and goes on without a
-    word, so this raises ProviderError when the wanted one is gone, unless `allow_fallback`."""
+    """The provider that `session` runs on. onnxruntime silently drops one that fails to start.
+
+    Raises ProviderError if that is not `wanted` and `allow_fallback` is False.
+    """
     used = session.get_providers()
     if wanted in used:
         return wanted

@@ -1,4 +1,4 @@
-"""onnxruntime before 1.24: graphs that it would not know or compute wrongly, and where its nodes are."""
+"""onnxruntime before 1.24: graphs that it refuses or computes wrongly, and finding its nodes on the CPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from onnx import helper
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import GenerationError, ManifestError, ProviderError
 from topw_deploy.manifest import DecoderManifest, load_manifest, save_manifest
-from topw_deploy.runtime import TopWModel, TopWSampler, loop, older, placement, session
+from topw_deploy.runtime import TopWModel, TopWSampler, loop
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.ort import cpu_nodes, graph_checks, session
 from topw_deploy.sampling import TopWOptions
 
 
@@ -25,13 +26,13 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "reported", lambda: False)
+    monkeypatch.setattr(cpu_nodes, "reported", lambda: False)
 
 
 @pytest.mark.parametrize(("version", "old"), [("1.23.2", True), ("1.24.0", False), ("1.31.1", False), ("2.0.0", False)])
 def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, version: str, old: bool) -> None:
     monkeypatch.setattr(ort, "__version__", version)
-    assert older.is_older() == old
+    assert graph_checks.is_older() == old
 
 
 @pytest.mark.parametrize(("window", "refused"), [(None, False), (-1, False), (1, True), (4096, True)])
@@ -39,20 +40,20 @@ def test_attention_windows_are_found_in_the_graph(window: int | None, refused: b
     attributes = {} if window is None else {"local_window_size": window}
     node = helper.make_node("GroupQueryAttention", ["q"], ["o"], domain="com.microsoft", num_heads=2, **attributes)
     graph = helper.make_graph([node], "g", [], [])
-    assert bool(older._WINDOW.search(helper.make_model(graph).SerializeToString())) == refused
+    assert bool(graph_checks._WINDOW.search(helper.make_model(graph).SerializeToString())) == refused
 
 
 def test_a_graph_with_windows_is_refused_by_the_old_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ModelFolder(folder, DecoderManifest)
-    older.check_graph(found)
+    graph_checks.check_before_opening(found)
     monkeypatch.setattr(ort, "__version__", "1.23.2")
-    older.check_graph(found)
+    graph_checks.check_before_opening(found)
     with found.model.open("ab") as stream:
         stream.write(b"\n\x11local_window_size\x18\x08")
     with pytest.raises(ManifestError, match=r"sliding window .*1\.23\.2 makes a token too long; export with"):
-        older.check_graph(found)
+        graph_checks.check_before_opening(found)
     monkeypatch.setattr(ort, "__version__", "1.24.1")
-    older.check_graph(found)
+    graph_checks.check_before_opening(found)
 
 
 def test_an_opset_that_it_does_not_know_is_refused_with_the_number(
@@ -88,7 +89,7 @@ def test_a_run_shows_what_a_provider_leaves_to_the_cpu(folder: Path, tmp_path: P
 @needs_a_provider_without_nodes
 @pytest.mark.usefixtures("without_reports")
 def test_a_profile_without_nodes_is_no_proof(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(older.Profile, "nodes", lambda _self, _raw: [])
+    monkeypatch.setattr(cpu_nodes.Profile, "nodes", lambda _self, _raw: [])
     with pytest.raises(ProviderError, match="does not say which nodes azure runs; install"):
         TopWModel.from_pretrained(folder, provider="azure")
 
@@ -96,7 +97,7 @@ def test_a_profile_without_nodes_is_no_proof(folder: Path, monkeypatch: pytest.M
 @needs_a_provider_without_nodes
 @pytest.mark.usefixtures("without_reports")
 def test_the_profile_leaves_nothing_behind(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(older.tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(cpu_nodes.tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     options = ort.SessionOptions()
     with pytest.warns(RuntimeWarning):
@@ -106,8 +107,8 @@ def test_the_profile_leaves_nothing_behind(folder: Path, tmp_path: Path, monkeyp
 
 
 def test_where_nodes_are_reported_nothing_is_run_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert placement.reported()
-    monkeypatch.setattr(older, "Profile", None)
+    assert cpu_nodes.reported()
+    monkeypatch.setattr(cpu_nodes, "Profile", None)
     TopWModel.from_pretrained(folder, provider="cpu")
 
 
@@ -130,7 +131,7 @@ def test_nodes_of_branches_are_left_out() -> None:
         {"name": name, "ts": start, "dur": length, "args": {"op_name": "Op", "provider": "P"}}
         for name, start, length in (("in the branch", 12, 3), ("first", 0, 5), ("if", 10, 10), ("last", 20, 0))
     ]
-    assert [event["name"] for event in older._outermost(events)] == ["first", "if", "last"]
+    assert [event["name"] for event in cpu_nodes._outermost(events)] == ["first", "if", "last"]
 
 
 def test_an_optimisation_that_ends_the_process_is_switched_off_for_devices(

@@ -1,4 +1,4 @@
-"""Calls that are made on one thread, whoever asks for them."""
+"""Calls from several threads run on one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from topw_deploy.runtime.worker import Worker
+from topw_deploy.runtime.ort.run_thread import RunThread
 
 
-def test_every_call_is_made_on_the_same_thread_in_its_turn() -> None:
-    worker, seen, running = Worker(), list[int](), list[int]()
+def test_calls_run_on_one_thread_in_order() -> None:
+    runner, seen, running = RunThread(), list[int](), list[int]()
 
     def work() -> None:
         seen.append(threading.get_ident())
@@ -21,7 +21,7 @@ def test_every_call_is_made_on_the_same_thread_in_its_turn() -> None:
         time.sleep(0.001)
         running.pop()
 
-    callers = [threading.Thread(target=lambda: [worker.call(work) for _ in range(5)]) for _ in range(4)]
+    callers = [threading.Thread(target=lambda: [runner.call(work) for _ in range(5)]) for _ in range(4)]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -31,26 +31,26 @@ def test_every_call_is_made_on_the_same_thread_in_its_turn() -> None:
     assert len(set(seen)) == 1
 
 
-def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
-    worker, seen = Worker(), list[str]()
+def test_an_error_is_raised_in_the_caller_and_the_thread_continues() -> None:
+    runner, seen = RunThread(), list[str]()
 
     def fail() -> None:
         raise ValueError("a reason")
 
     with pytest.raises(ValueError, match="a reason"):
-        worker.call(fail)
-    worker.call(lambda: seen.append("next"))
+        runner.call(fail)
+    runner.call(lambda: seen.append("next"))
     assert seen == ["next"]
 
 
-def test_a_call_from_the_thread_itself_is_made_at_once() -> None:
-    worker, seen = Worker(), list[str]()
-    worker.call(lambda: worker.call(lambda: seen.append("inner")))
+def test_a_call_from_the_thread_itself_runs_at_once() -> None:
+    runner, seen = RunThread(), list[str]()
+    runner.call(lambda: runner.call(lambda: seen.append("inner")))
     assert seen == ["inner"]
 
 
 def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, ended = Worker(), list[str]()
+    runner, ended = RunThread(), list[str]()
 
     class Interrupted:
         """A lock whose first wait is interrupted, as by Ctrl-C."""
@@ -66,7 +66,7 @@ def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytes
             self.real.acquire()
 
     real = threading.Lock
-    worker.call(lambda: None)  # so that the thread is there
+    runner.call(lambda: None)  # so that the thread is there
     monkeypatch.setattr(threading, "Lock", lambda: Interrupted(real()))
 
     def work() -> None:
@@ -74,17 +74,17 @@ def test_an_interrupted_caller_waits_until_its_call_has_ended(monkeypatch: pytes
         ended.append("work")
 
     with pytest.raises(KeyboardInterrupt):
-        worker.call(work)
+        runner.call(work)
     assert ended == ["work"]
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    worker = Worker()
-    worker.call(lambda: None)
-    thread = worker._thread
+    runner = RunThread()
+    runner.call(lambda: None)
+    thread = runner._thread
     assert thread is not None
     assert thread.is_alive()
-    del worker
+    del runner
     gc.collect()
     thread.join(5)
     assert not thread.is_alive()

@@ -1,8 +1,8 @@
-"""CUDA's and cuDNN's libraries from Python packages, loaded before onnxruntime opens its first session on a GPU.
+"""Loads CUDA's and cuDNN's libraries from Python packages before onnxruntime opens its first session on a GPU.
 
-onnxruntime's providers find them by the system's search path alone, which does not know the packages that the
-extra [gpu] or PyTorch install. onnxruntime.preload_dlls loads those that lie beside onnxruntime; packages in other
-folders of Python's path, such as a PyTorch of the system, are looked for here. Neither imports torch.
+onnxruntime's providers look on the system's search path alone, not in the packages that the extra [gpu] or PyTorch
+install. onnxruntime.preload_dlls loads those beside onnxruntime; those in other folders of Python's path, such as a
+PyTorch of the system, are found here. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from topw_deploy import install
 
 _MISSING = re.compile(r"Failed to load (\S+?):")
 _lock = threading.Lock()
-_outcome: list[str] = []  # what `preload` answers, once it has looked
+_outcome: list[str] = []  # of `preload`, after its first call
 
 
 def preload() -> str:
-    """Load the libraries, once in a process. Returns which ones could not be loaded, as a clause; "" for none.
+    """Load the libraries once per process. Returns which could not be loaded, as a clause; "" for none.
 
-    That is no error yet: CUDA may be linked into a build, or be on the system's path under another name.
+    That is not an error: CUDA may be linked into a build, or be on the system's path under another name.
     """
     with _lock:
         if not _outcome:
@@ -39,7 +39,7 @@ def preload() -> str:
 
 
 def _load() -> str:
-    """What onnxruntime printed of libraries that it could not load."""
+    """What onnxruntime printed about missing libraries."""
     load: Callable[..., None] | None = getattr(ort, "preload_dlls", None)
     if load is None:  # before onnxruntime 1.21
         return ""
@@ -55,13 +55,13 @@ def _said_by(load: Callable[[], None]) -> str:
     try:
         with redirect_stdout(said):
             load()
-    except Exception as error:  # noqa: BLE001  # it is reported if the provider does not start
+    except Exception as error:  # noqa: BLE001  # reported if the provider does not start
         said.lines.append(f"{type(error).__name__}: {error}")
     return "".join(said.lines)
 
 
 def _folders_elsewhere() -> list[Path]:
-    """Folders of libraries in packages `nvidia` that do not lie beside onnxruntime, cuDNN's after those it needs."""
+    """`nvidia` packages' libraries that are not beside onnxruntime; cuDNN's after those it needs."""
     spec = importlib.util.find_spec("nvidia")
     beside = Path(ort.__file__).parents[1] / "nvidia"
     roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ()) if Path(root) != beside]
@@ -77,7 +77,7 @@ def _clause(said: str) -> str:
 
 
 class _OfThisThread(io.TextIOBase):
-    """Standard output that keeps the `lines` of one thread and passes on what others print."""
+    """Standard output that captures the `lines` of one thread."""
 
     def __init__(self, real: TextIO | None) -> None:
         self.lines: list[str] = []
