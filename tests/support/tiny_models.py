@@ -43,7 +43,7 @@ _COMMON = {
     "pad_token_id": 0,
 }
 
-# Heads of 16 numbers may be turned inside GroupQueryAttention, heads of 8 may not.
+# GroupQueryAttention can rotate heads of 16 numbers itself, but not heads of 8.
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama_tied": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
     "llama_untied": lambda: LlamaConfig(**_COMMON, head_dim=16, tie_word_embeddings=False),

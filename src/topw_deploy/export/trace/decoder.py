@@ -1,4 +1,4 @@
-"""A decoder traced from a Hugging Face checkpoint and lowered to standard operators."""
+"""From a Hugging Face checkpoint to a traced and lowered decoder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from topw_deploy.export.source.checkpoint import context_length, load_unread, ov
 from topw_deploy.export.source.packed.formats import packed_format
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.source.streamed import streamed
-from topw_deploy.export.trace.saved import load_trace, save_trace
-from topw_deploy.export.trace.trace import TracedDecoder, has_experts, trace
+from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
+from topw_deploy.export.trace.workarounds import has_experts
 from topw_deploy.manifest import DecoderInfo
 
-_IR_VERSION = 11  # the first that knows opset 23
+_IR_VERSION = 11  # the first with opset 23
 _ONNX_NAMES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 _SAMPLE_TEXT = """The quick brown fox jumps over the lazy dog. In 1815 the treaty was signed; 3.14159 is near pi.
 def add(a, b):
@@ -43,10 +43,10 @@ def traced_decoder(
     quantised: bool = False,
     stages: Stages | None = None,
 ) -> Decoder:
-    """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know.
+    """Load, check, trace and lower the checkpoint of `source`. Adds notices for the user to `notices`.
 
-    quantised: whether the weights will be, whose small products are worth joining where float ones are not.
-    stages: where the traced graph of an interrupted export may lie, and this one's is kept; None for a dry run.
+    quantised: whether the weights will be quantised. Fused gate and up products are faster only then.
+    stages: keeps the trace of this export and finds that of an interrupted one; None for a dry run.
     """
     progress(f"Loading {source.id} in {dtype}")
     model, read_whole = load_unread(
@@ -62,13 +62,13 @@ def traced_decoder(
     notices += _limits_of(model, dtype)
     traced = _traced(model, opset, progress, stages)
     context = context_length(model.config)
-    # Codes of a checkpoint stay its own only where a whole product is packed alike, which two joined ones may not be.
-    join_gates = quantised and packed_format(source.folder) is None
-    lowered = lower(traced, kv=kv, target=target, context_length=context, max_length=max_length, join_gates=join_gates)
+    # A checkpoint's own codes are kept only for whole products packed alike, which two fused ones may not be.
+    fuse_gates = quantised and packed_format(source.folder) is None
+    lowered = lower(traced, kv=kv, target=target, context_length=context, max_length=max_length, fuse_gates=fuse_gates)
     progress(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)
-    # Traced at 23, where norms and rotary embeddings stay whole operators; 24 takes all of them as they are.
+    # Traced at 23, whose operators are all valid at 24.
     traced.model.opset_imports[""] = max(opset, traced.model.opset_imports[""])
     traced.model.ir_version = max(traced.model.ir_version, _IR_VERSION)
     info = DecoderInfo(
@@ -91,7 +91,7 @@ def traced_decoder(
 
 
 def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
-    """What a graph of this model will not do, or not cheaply, in sentences."""
+    """Notices of what a graph of this model cannot do, or only at a cost."""
     found = []
     if dtype == "bfloat16":
         found.append(
@@ -140,7 +140,7 @@ def _overflow_notice(model: PreTrainedModel, folder: Path, stages: Stages | None
 
 
 def sample_batches(model: PreTrainedModel, folder: Path) -> list[torch.Tensor]:
-    """Token ids [1, n]: the sample text where the tokenizer can be read, and ids spread over the whole vocabulary."""
+    """Token ids [1, n]: ids spread over the vocabulary, and the sample text if there is a tokenizer.json."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     length = min(64, context_length(model.config))
     batches = [torch.linspace(0, vocab - 1, length).long()[None]]

@@ -1,0 +1,103 @@
+"""Workarounds for what the tracer and its optimizer cannot take or should not do."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+
+import onnx_ir as ir
+import torch
+from transformers import PreTrainedModel
+
+_DEFAULT_ROPE = "default"
+_BATCHED_EXPERTS = "batched_mm"  # the only implementation whose shapes do not depend on the routing
+_SMALLEST_TERM = 1e-7  # the optimizer drops up to 1e-8; a larger bound costs nothing
+
+
+@contextlib.contextmanager
+def fixed_frequencies(model: torch.nn.Module) -> Iterator[None]:
+    """Let the rotary embeddings of `model` keep their current frequencies within the block.
+
+    `longrope` and `dynamic` choose others once a sequence is longer than in training. They look at the values of the
+    positions for that and write into the module, neither of which can be traced. The export's context ends at that
+    length (`checkpoint.switching_rope`).
+    """
+    modules = [module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str | dict)]
+    before = [module.rope_type for module in modules]
+    for module, kind in zip(modules, before, strict=True):
+        fixed = dict.fromkeys(kind, _DEFAULT_ROPE) if isinstance(kind, dict) else _DEFAULT_ROPE
+        vars(module)["rope_type"] = fixed
+    try:
+        yield
+    finally:
+        for module, kind in zip(modules, before, strict=True):
+            vars(module)["rope_type"] = kind
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether the model routes tokens to experts that can be traced."""
+    return bool(getattr(model, "_can_set_experts_implementation", lambda: False)())
+
+
+def batch_experts(model: PreTrainedModel) -> None:
+    """Let the experts of `model`, if any, multiply with fixed shapes."""
+    if has_experts(model):
+        model.set_experts_implementation(_BATCHED_EXPERTS)
+
+
+@contextlib.contextmanager
+def small_terms_kept(graph: ir.Graph) -> Iterator[None]:
+    """Hide small constant terms of sums from the optimizer, which drops terms of up to 1e-8.
+
+    One is the epsilon of Helium's norms, without which a row of zeros, such as the embedding of padding, becomes NaN.
+    The terms are inputs of `graph` within the block and initializers after it.
+    """
+    hidden: dict[tuple[str, bytes], tuple[ir.Value, ir.TensorProtocol]] = {}
+    for node in graph:
+        for place, term in enumerate(node.inputs):
+            tensor = _small_term(node, term)
+            if tensor is None:
+                continue
+            key = (tensor.dtype.name, tensor.tobytes())
+            if key not in hidden:
+                name = f"small_term_{len(hidden)}"
+                value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape))
+                graph.inputs.append(value)
+                hidden[key] = value, tensor
+            node.replace_input_with(place, hidden[key][0])
+    yield
+    for value, tensor in hidden.values():
+        graph.inputs.remove(value)
+        value.const_value = tensor
+        graph.register_initializer(value)
+
+
+def _small_term(node: ir.Node, value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor of `value` if `node` adds or subtracts it and it is one small number other than 0."""
+    producer = None if value is None else value.producer()
+    if node.domain or node.op_type not in ("Add", "Sub") or producer is None or producer.op_type != "Constant":
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    if tensor is None or tensor.size != 1 or not tensor.dtype.is_floating_point():
+        return None
+    return tensor if 0 < abs(float(tensor.numpy().reshape(-1)[0])) <= _SMALLEST_TERM else None
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Keep torch.onnx from printing progress to stdout and, after a failure, the whole graph."""
+    loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "transformers", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)  # the error itself says what failed
+    try:
+        nowhere = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
