@@ -1,1 +1,1 @@
-"""Decoders that another exporter wrote: how they are read, and what they leave out."""
+"""Decoders that another exporter wrote."""

@@ -37,7 +37,7 @@ def is_written_in_place(graph: ir.Graph) -> bool:
 
 
 def takes_right_padding(graph: ir.Graph) -> bool:
-    """Whether every GroupQueryAttention takes the sum of a row's mask as its length, so that rows may differ.
+    """Whether every GroupQueryAttention takes the sum of a row's mask as its length.
 
     False if one keeps only a sliding window: it places all rows by the longest one, or refuses.
     """
@@ -47,7 +47,7 @@ def takes_right_padding(graph: ir.Graph) -> bool:
 
 
 def kept_window(node: ir.Node) -> int:
-    """The sliding window to which `node` may cut its cache, the shortest buffer it takes; 0 if it keeps all tokens."""
+    """The sliding window that `node` may keep alone, its shortest buffer; 0 if it keeps all tokens."""
     keeps = node.attributes.get("sliding_window_cache")
     return node.attributes["local_window_size"].as_int() if keeps is not None and keeps.as_int() else 0
 

@@ -1,8 +1,7 @@
-"""What ends the sequences of a decoder of another exporter, and what such a decoder leaves out of its model.
+"""What ends the sequences of another exporter's decoder, and what it leaves out of its model.
 
-A graph without its model's sliding window is right up to the window and silently wrong beyond it. One without the soft
-cap on attention scores is wrong everywhere. Comparing a graft with its own decoder would show neither, so both are
-found from graph and configuration.
+A graph without its model's sliding window is silently wrong beyond it, one without the soft cap everywhere. Comparing a
+graft with its own decoder shows neither, so both are found from graph and configuration.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ _CAP_TOLERANCE = 1e-3  # relative: a cap may have been rounded to half precision
 
 @dataclass(frozen=True)
 class Window:
-    """A model's sliding window.
+    """A sliding window of `size` tokens, the query included.
 
-    size: tokens that a query sees, itself included.
-    layers: number of layers that have it; None if the configuration does not say, which means at least one.
+    layers: number of layers that have it; None if the configuration does not say (at least one).
     """
 
     size: int
@@ -40,14 +38,14 @@ class Window:
 
 @dataclass(frozen=True)
 class SequenceLimit:
-    """Tokens of the longest sequence. notices: why they are fewer than the configuration states."""
+    """Tokens of the longest sequence, and why they are fewer than configured."""
 
     tokens: int
     notices: tuple[str, ...] = ()
 
 
 def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> SequenceLimit:
-    """The smallest of the configured context, the position tables of `graph`, and a window that `graph` ignores."""
+    """The smallest of the configured context, the graph's position tables, and a window that it ignores."""
     tokens, notices = configured, []
     rows = min(_position_rows(graph), default=tokens)
     if rows < tokens:
@@ -66,7 +64,7 @@ def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> S
 
 
 def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
-    """The sliding window in config.json (its text part) or, if that is empty, genai_config.json (its decoder)."""
+    """The sliding window in config.json (text part) or, if empty, genai_config.json (decoder)."""
     if config:
         size, types = config.get("sliding_window"), config.get("layer_types")
         if not _is_size(size) or config.get("use_sliding_window") is False:
@@ -85,9 +83,9 @@ def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
 
 
 def applies_window(graph: ir.Graph, window: Window) -> bool:
-    """Whether `graph` applies the window in as many layers as should have it.
+    """Whether as many layers apply the window as should.
 
-    GroupQueryAttention has it as an attribute. A graph of plain operators applies it if it compares anything with it.
+    An attribute of GroupQueryAttention, or a number in comparisons of plain operators.
     """
     fused = [node for node in graph if node.op_type == "GroupQueryAttention"]
     if not fused:
@@ -97,9 +95,9 @@ def applies_window(graph: ir.Graph, window: Window) -> bool:
 
 
 def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
-    """The soft cap on attention scores that `config` states (Gemma 2) and `graph` does not apply, else None.
+    """The soft cap on attention scores (Gemma 2) in `config` that `graph` does not apply, else None.
 
-    Attention operators have it as an attribute. In plain operators it is a Tanh before the Softmax.
+    An attribute of attention operators, or a Tanh before the Softmax.
     """
     cap = config.get("attn_logit_softcapping")
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
@@ -116,7 +114,7 @@ def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
 
 
 def _position_rows(graph: ir.Graph) -> Iterator[int]:
-    """Rows of every constant table that is indexed by positions: rotary caches and learned embeddings."""
+    """Rows of constant tables indexed by positions: rotary caches and learned embeddings."""
     for node in graph:
         if node.domain == "com.microsoft" and node.op_type in _COS_CACHE_AT:
             at = _COS_CACHE_AT[node.op_type]
@@ -139,7 +137,7 @@ def _table_rows(table: ir.Value | None) -> Iterator[int]:
 
 
 def _compared_numbers(graph: ir.Graph) -> Iterator[int]:
-    """Each constant integer that something is compared with, subtracted from or added to."""
+    """Constant integers that are compared, subtracted or added."""
     for node in graph.all_nodes():
         if node.domain == "" and node.op_type in _COMPARISONS:
             for value in node.inputs:
@@ -149,7 +147,7 @@ def _compared_numbers(graph: ir.Graph) -> Iterator[int]:
 
 
 def _is_near(value: int, window: int) -> bool:
-    """The window, or the last position in it or the first outside; negative if it was added."""
+    """The window, its last position or the first outside; negative if added."""
     return abs(value) in (window - 1, window, window + 1)
 
 
@@ -168,7 +166,7 @@ def _comes_from_tanh(value: ir.Value | None) -> bool:
 
 
 def _attribute(node: ir.Node, name: str) -> float:
-    """The number in attribute `name`, or 0, the default of the attributes read here."""
+    """The number in attribute `name`, by default 0."""
     attribute = node.attributes.get(name)
     return float(attribute.value) if attribute is not None else 0.0
 

@@ -1,4 +1,4 @@
-"""Reads decoders that another exporter wrote: by reference, checked, and described for the runtime."""
+"""Reads decoders that another exporter wrote."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _OTHER_LAYOUTS = {
 def load_decoder(file: Path, folder: Path, notices: list[str] | None = None) -> Decoder:
     """The decoder of the ONNX `file`, its weights left where they are; configuration from `folder`.
 
-    Adds to `notices` what the graph leaves out of its model and what ends its sequences early (see limits.py).
-    Raises SourceError for a file or data file that cannot be read, UnsupportedModelError for a graph without the
-    ecosystem's inputs and outputs (input_ids, attention_mask, past_key_values.{i}.key|value; logits, present.{i}.*).
+    Adds to `notices` what the graph leaves out of its model and what ends its sequences early (limits.py). Raises
+    SourceError for an unreadable file or data file, UnsupportedModelError for a graph without the ecosystem's inputs
+    and outputs (input_ids, attention_mask, past_key_values.{i}.key|value; logits, present.{i}.*).
     """
     try:
         model = ir.load(file)
@@ -54,7 +54,7 @@ def load_decoder(file: Path, folder: Path, notices: list[str] | None = None) -> 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} if there is no such file. Raises SourceError for anything but a JSON object."""
+    """The object in `path`, {} without such a file. Raises SourceError for anything else."""
     try:
         with open_regular(path, follow=True) as stream:
             data = json.loads(stream.read().decode("utf-8"))
@@ -88,7 +88,7 @@ class _Configuration:
         self.decoder = _object(self.genai, "decoder")
 
     def count(self, *names: str) -> int | None:
-        """The first of the counts `names` that is stated. Raises UnsupportedModelError for one out of range."""
+        """The first of the counts `names`. Raises UnsupportedModelError for one out of range."""
         for name in names:
             for where in (self.text, self.decoder, self.genai):
                 value = where.get(name)
@@ -209,7 +209,7 @@ def _cache_size(value: ir.Value, axis: int, configured: int | None) -> int:
 
 
 def _fix_cache_sizes(graph: ir.Graph, layer: int, heads: int, dim: int) -> None:
-    """Put numbers for heads and head_dim into the graph's signature, where its exporter left symbols."""
+    """Put numbers for heads and head_dim into the graph's signature."""
     names = _cache_names("past_key_values", {str(layer)}) | _cache_names("present", {str(layer)})
     for value in (*graph.inputs, *graph.outputs):
         shape = value.shape

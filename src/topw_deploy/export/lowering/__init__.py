@@ -2,9 +2,9 @@
 
 | lowering | operators | cache | for |
 |---|---|---|---|
-| `group_query` | onnxruntime's GroupQueryAttention | static | onnxruntime |
-| `scatter` | TensorScatter and Attention of opset 24 | static | TensorRT, and any runtime of standard operators |
-| `concat` | Concat and Attention of opset 23 | concat | decoders that the others cannot serve |
+| `group_query` | GroupQueryAttention | static | onnxruntime |
+| `scatter` | TensorScatter, Attention of opset 24 | static | TensorRT |
+| `concat` | Concat, Attention of opset 23 | concat | any other decoder |
 """
 
 from topw_deploy.export.lowering.choose import Lowered, lower

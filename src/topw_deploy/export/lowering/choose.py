@@ -1,4 +1,4 @@
-"""Chooses the lowering for a target, or the copied cache where that lowering refuses the decoder."""
+"""Chooses the lowering for a target."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DEFAULT_LENGTH = 4096  # tokens; half a gigabyte of cache or less in models of 
 
 @dataclass(frozen=True)
 class Lowered:
-    """How the runtime must drive the lowered decoder; the fields are those of manifest.DecoderInfo.
+    """How the runtime must drive the decoder; fields as in manifest.DecoderInfo.
 
     context_length: None for the model's own.
-    notice: for the user, or None.
+    notice: for the user.
     """
 
     kv_form: str = "concat"
@@ -47,9 +47,9 @@ def lower(
     kv: `static`, `concat`, or None for static where possible.
     target: `onnxruntime` or `tensorrt`.
     context_length: tokens of the longest sequence.
-    max_length: slots of a static cache for tensorrt, a multiple of 64; None for `default_length`; 0 leaves the length
-        to the runtime, which only onnxruntime accepts.
-    fuse_gates: fuse the gate and up products, with a static cache only.
+    max_length: slots of a static cache for tensorrt, a multiple of 64; None for `default_length`; 0 for a symbol, which
+        only onnxruntime accepts.
+    fuse_gates: fuse gate and up products, with a static cache only.
     """
     # The trace computes equal angles once per use. Merged, the lowerings see that they are equal.
     CommonSubexpressionEliminationPass()(decoder.model)
@@ -70,7 +70,7 @@ def lower(
 
 
 def default_length(context_length: int) -> int:
-    """Slots of a cache for tensorrt by default: the context, but at most 4,096 tokens."""
+    """Slots of a cache for tensorrt: the context, at most 4,096."""
     return min(-(-context_length // _MULTIPLE) * _MULTIPLE, _DEFAULT_LENGTH)
 
 

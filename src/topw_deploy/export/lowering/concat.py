@@ -1,9 +1,8 @@
-"""Lowers markers to standard attention over a cache that is concatenated in each step.
+"""Lowers markers to standard attention over a concatenated cache.
 
-The mask is computed in the graph from `attention_mask`, once per window. Slots decide what is past and what is future;
-positions (the running count of attended tokens) decide the distance of two tokens. Padding may therefore stand on the
-left, on the right or between two chunks without changing a row's result. A query always sees its own slot, so no
-softmax is over nothing.
+The mask comes from `attention_mask`. Slots decide what is past; positions (the running count of attended tokens) decide
+distances. Padding may therefore stand left, right or between chunks. A query always sees its own slot, so no softmax is
+over nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ PREFIX = "topw.attention"
 
 
 def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
-    """Replace every marker in place and add the graph input `attention_mask`, int64 [batch, past + new].
+    """Replace every marker in place; adds the input `attention_mask`, int64 [batch, past + new].
 
-    tensorrt: decompose attention that TensorRT cannot build as an operator.
+    tensorrt: decompose attention that TensorRT cannot build.
     """
     graph = decoder.model.graph
     editor = GraphEditor(graph, PREFIX)

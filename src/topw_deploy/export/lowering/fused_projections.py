@@ -1,7 +1,6 @@
-"""Fuses linear layers that read one value into one matrix product with concatenated weights.
+"""Fuses linear layers of one value into one matrix product with concatenated weights.
 
-A decode step reads each weight once either way. One product starts its threads and rounds its activations once
-instead of two or three times.
+A decode step reads each weight once either way, but starts its threads and rounds its activations once.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ _ELEMENTWISE = {"Sigmoid", "Tanh", "Gelu", "Relu", "Erf", "Mul", "Div", "Add", "
 
 
 def fuse_qkv(editor: GraphEditor, parts: Sequence[ir.Value]) -> ir.Value | None:
-    """Queries, keys and values [batch, sequence, n_i] as one value [batch, sequence, n].
+    """Queries, keys and values [batch, sequence, n_i] as one value [batch, sequence, n], or None.
 
-    Where the model has one product and splits it (Phi-3, GPT-2), that is returned. None if the parts are not products
-    of one value with stored weights, all with a bias or all without.
+    A product that the model splits (Phi-3, GPT-2) is taken whole. Others need stored weights and one source, and all or
+    none a bias.
     """
     return _split_source(parts) or _fuse_products(editor, parts, "qkv")
 
 
 def fuse_gate_up(model: ir.Model) -> int:
-    """Fuse the two products of gated feed-forward layers, down(act(gate(x)) * up(x)). Returns the number of pairs.
+    """Fuse the products of gated layers, down(act(gate(x)) * up(x)). Returns the number of pairs.
 
-    At two threads a step takes about 3 % less with weights of 4 bits, the same with float32.
+    At two threads a step takes 3 % less with weights of 4 bits, the same with float32.
     """
     editor = GraphEditor(model.graph, "topw.gate")
     fused = sum(_fuse_gate(editor, node) for node in list(model.graph) if is_op(node, "Mul"))
@@ -66,7 +65,7 @@ def _split_source(parts: Sequence[ir.Value]) -> ir.Value | None:
 
 
 def _fuse_gate(editor: GraphEditor, product: ir.Node) -> bool:
-    """Fuse the linear layers behind both inputs of the Mul `product`, one of them behind an activation."""
+    """Fuse the linear layers behind the Mul `product`, one of them behind an activation."""
     parts = [part for part in map(_linear_behind, product.inputs) if part is not None]
     if len(parts) != 2 or parts[0] is parts[1]:
         return False
@@ -84,7 +83,7 @@ def _fuse_gate(editor: GraphEditor, product: ir.Node) -> bool:
 
 
 def _linear_behind(value: ir.Value | None) -> ir.Value | None:
-    """The output of the one linear layer that `value` is computed from element by element."""
+    """The output of the one linear layer that `value` is an elementwise function of."""
     ends: list[ir.Value] = []
     pending = [value]
     while pending:
@@ -104,15 +103,14 @@ def _linear_behind(value: ir.Value | None) -> ir.Value | None:
 
 
 def _is_biased(add: ir.Node) -> bool:
-    """Whether `add` adds a stored bias to a product."""
     nodes = [value.producer() for value in add.inputs if value is not None and not value.is_initializer()]
     return len(nodes) == 1 and nodes[0] is not None and nodes[0].op_type == "MatMul"
 
 
 def _fuse_products(editor: GraphEditor, parts: Sequence[ir.Value], label: str) -> ir.Value | None:
-    """The linear layers `parts` [batch, sequence, n_i] as one [batch, sequence, n]; None if they cannot be fused.
+    """The linear layers `parts` [batch, sequence, n_i] as one [batch, sequence, n], or None.
 
-    The new weights are named after all old ones, so that a pattern for any of them finds them, and end in `label`.
+    The new weights are named after all old ones, so that a pattern for any of them matches.
     """
     linear = [_linear(part) for part in parts]
     if any(one is None for one in linear):
@@ -162,7 +160,6 @@ def _linear(value: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value | None] | Non
 
 
 def _is_transposed(weight: ir.Value) -> bool:
-    """Whether `weight` is the transpose of a stored matrix."""
     node = producer(weight, "Transpose")
     return node is not None and _is_stored(node.inputs[0], 2)
 

@@ -1,12 +1,11 @@
 """Lowers markers to onnxruntime's GroupQueryAttention over a static cache.
 
-The operator takes heads side by side, so no transpose is left, reads only the slots in use, and can rotate queries and
-keys itself. Three of its rules decide its inputs (onnxruntime 1.24 to 1.31):
-- It takes a call as the start of all rows if total_sequence_length equals the number of columns. Otherwise a batch of
-  several rows may have one new token each only (`ragged_chunks: false` in the manifest).
-- It reads total_sequence_length on the host. That is a graph input: a computed one would be copied from the GPU.
-- seqlens_k is a row's tokens *after* the call, less one. It counts padded columns too, because the operator finds the
-  past by subtracting the columns.
+The operator takes heads side by side, without transposes, reads only the slots in use, and can rotate queries and keys.
+Three of its rules (onnxruntime 1.24 to 1.31):
+- A call with as many columns as total_sequence_length starts all rows. In any other, rows of a batch have one new token
+  each (`ragged_chunks: false` in the manifest).
+- It reads total_sequence_length on the host. That is an input, since a computed one would be copied from the GPU.
+- seqlens_k is a row's tokens *after* the call, less one, padded columns included.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def refusal(decoder: TracedDecoder) -> str | None:
 def lower(decoder: TracedDecoder, context_length: int) -> None:
     """Replace every marker in place, in a decoder without a `refusal`.
 
-    context_length: tokens of the longest sequence, the rows of rotary tables.
+    context_length: rows of the rotary tables.
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
@@ -62,10 +61,10 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
 
 
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
-    """seqlens_k, int32 [batch]: the slot of each row's last column.
+    """seqlens_k, int32 [batch].
 
-    half: half precision, which has CUDA kernels. There the number of columns, a shape and so on the host, cannot be
-    added to a value on the device without a copy, but it can be the length of a Range.
+    half: half precision, which has CUDA kernels. There the number of columns is on the host and cannot be added to a
+        value on the device without a copy, but it can be the length of a Range.
     """
     op, constant = editor.op, editor.constant
     if half:
@@ -111,7 +110,7 @@ def _lower_layer(
 
 
 def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value) -> None:
-    """Replace the marker's output with `output` [batch, sequence, heads * head_dim]; most readers only merge heads."""
+    """Replace the marker's output with `output` [batch, sequence, heads * head_dim]."""
     separate = None
     for node, place in list(layer.output.uses()):
         merged = node.outputs[0]

@@ -1,8 +1,7 @@
 """Follows queries, keys and values back to the layout of the linear layers.
 
-Linear layers give [batch, sequence, heads * head_dim]. transformers reshapes and transposes that to
-[batch, heads, sequence, head_dim], often with a norm per head and a rotary embedding on the way.
-GroupQueryAttention takes the first layout, in which no transpose is left.
+transformers reshapes and transposes [batch, sequence, heads * head_dim] to [batch, heads, sequence, head_dim], often
+with a norm per head and a rotary embedding on the way. GroupQueryAttention takes the first layout.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from topw_deploy.export.lowering.rotary import rotary_producer
 
 @dataclass(frozen=True)
 class MergedHeads:
-    """Queries, keys or values with their heads side by side.
+    """Queries, keys or values with heads side by side.
 
-    unrotated: [batch, sequence, heads * head_dim], before the rotary embedding.
+    unrotated: [batch, sequence, heads * head_dim].
     rotary: the RotaryEmbedding node that follows, if any.
     """
 
@@ -30,7 +29,6 @@ class MergedHeads:
     rotary: ir.Node | None = None
 
     def rotated(self, editor: GraphEditor) -> ir.Value:
-        """The same after the rotary embedding, if there is one."""
         if self.rotary is None:
             return self.unrotated
         source = self.unrotated
@@ -75,7 +73,7 @@ def _rows(editor: GraphEditor, value: ir.Value) -> ir.Value:
 
 
 def _is_row_by_row(node: ir.Node) -> bool:
-    """Whether `node` treats each row of head_dim numbers alike, so that it commutes with the transpose."""
+    """Whether `node` treats rows of head_dim numbers alike, so that it commutes with the transpose."""
     norm = node.op_type == "RMSNormalization" and node.attributes["axis"].as_int() in (-1, 3)
     return norm or node.op_type == "Cast"
 

@@ -16,8 +16,7 @@ class AttentionLayer:
     """One layer: its marker and the values around it.
 
     query: [batch, heads, sequence, head_dim].
-    new_key: keys of this call's tokens, [batch, kv_heads, sequence, head_dim].
-    new_value: values of this call's tokens, [batch, kv_heads, sequence, value_dim].
+    new_key, new_value: this call's tokens, [batch, kv_heads, sequence, head_dim or value_dim].
     past_key, past_value: graph inputs.
     softcap: 0 for none.
     window: tokens that a query sees, itself included; 0 for all.
@@ -45,7 +44,6 @@ class AttentionLayer:
 
 
 def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
-    """The layers in order."""
     layers = []
     for index, marker in enumerate(marker_nodes(decoder.model.graph)):
         query, keys, values = marker.inputs

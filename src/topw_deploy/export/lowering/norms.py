@@ -1,4 +1,4 @@
-"""Fits norms to onnxruntime: rows of the weights' type, and one operator with the residual add."""
+"""Fits norms to onnxruntime's operators."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _FUSED = {"RMSNormalization": "SkipSimplifiedLayerNormalization", "LayerNormaliz
 
 
 def cast_rows_of_norms(model: ir.Model) -> int:
-    """Cast the rows of each RMSNormalization to the type of its weights. Returns the number of casts.
+    """Cast the rows of each RMSNormalization to its weights' type. Returns the number of casts.
 
-    Gemma has half-precision rows and float32 weights. Opset 23 allows that, but onnxruntime's CPU has no kernel for
-    it and expands the operator wrongly (1.31.1). The cast is what the operator does inside (`stash_type` 1).
+    Gemma has half-precision rows and float32 weights. Opset 23 allows that, but onnxruntime's CPU expands the operator
+    wrongly (1.31.1). The cast is what it does inside (`stash_type` 1).
     """
     editor = GraphEditor(model.graph, "topw.norm")
     mixed = [node for node in model.graph if is_op(node, "RMSNormalization") and _has_mixed_types(node)]
@@ -30,7 +30,7 @@ def cast_rows_of_norms(model: ir.Model) -> int:
 def fuse_skip_norms(model: ir.Model) -> int:
     """Fuse each residual add with the norm that follows it. Returns the number of fused pairs.
 
-    The fused operator of onnxruntime reads the hidden state once. Its last output is the sum, for the next residual.
+    The fused operator reads the hidden state once. Its last output is the sum, for the next residual.
     """
     editor = GraphEditor(model.graph, "topw.skip")
     fused = sum(_fuse(editor, node) for node in list(model.graph) if is_op(node, "Add"))
@@ -72,13 +72,12 @@ def _adds_rows(add: ir.Node) -> bool:
 
 
 def _is_over_rows(norm: ir.Node) -> bool:
-    """Whether `norm` is over the last axis, with stored weights of that length."""
+    """Whether `norm` is over the last axis, with stored weights."""
     axis = norm.attributes["axis"].as_int() if "axis" in norm.attributes else -1
     return axis in (-1, 2) and all(is_constant(value) and _is_vector(value) for value in norm.inputs[1:])
 
 
 def _has_one_type(add: ir.Node, norm: ir.Node) -> bool:
-    """Whether rows, weights and result have one type, as the fused operator needs."""
     values = (*add.inputs, *norm.inputs[1:], norm.outputs[0])
     return len({value.dtype for value in values if value is not None}) == 1
 

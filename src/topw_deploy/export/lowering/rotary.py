@@ -1,15 +1,13 @@
 """Rewrites rotary embeddings as RotaryEmbedding operators of whole heads, in the heads' own type.
 
-The tracer leaves most of them as separate nodes:
-
     x * cos + rotated(x) * sin      cos = f(Cos(pairs(angles))), sin = f(Sin(pairs(angles)))
 
-Most families pair each number with the one half a head away: rotated(x) is concat(-x[half:], x[:half]), pairs(angles)
-is concat(angles, angles). Others (Cohere, GLM, Ernie, Helium) interleave: rotated(x) is (-x[1], x[0], -x[3], ...) and
-pairs repeats each angle, or each number of the first half of f(Cos(concat(angles, angles))).
+Most families pair numbers half a head apart: rotated(x) is concat(-x[half:], x[:half]), pairs(angles) is concat(angles,
+angles). Others (Cohere, GLM, Ernie, Helium) interleave: rotated(x) is (-x[1], x[0], -x[3], ...) and pairs repeats each
+angle, or each number in the first half of f(Cos(concat(angles, angles))).
 
-The tracer itself finds only the first kind without `f`. In half precision `f` is a cast, with attention scaling (YaRN,
-LongRoPE) a factor. Both work element by element, so the operator can take `f(Cos(angles))`.
+The tracer finds only the first kind without `f`, which is a cast in half precision and a factor with attention scaling
+(YaRN, LongRoPE). Both are elementwise, so the operator takes `f(Cos(angles))`.
 """
 
 from __future__ import annotations
@@ -32,25 +30,24 @@ def fuse_rotary(model: ir.Model) -> int:
 
 
 def narrow_rotary(model: ir.Model) -> int:
-    """Remove the casts around RotaryEmbedding nodes that widen half precision. Returns the number of nodes changed.
+    """Remove casts to float32 around RotaryEmbedding nodes. Returns the number of nodes changed.
 
     OLMo, Cohere and Ernie rotate in float32, which keeps attention from rotating by itself. Cosines and sines are cast
-    to half precision instead, once for all layers, as Llama and Qwen do.
+    to half precision instead, once for all layers, as in Llama and Qwen.
     """
     return rewrite_each(model, "topw.narrow_rotary", "Cast", partial(_narrow, {}))
 
 
 def fuse_partial_rotary(model: ir.Model) -> int:
-    """Replace a rotation of the first part of each head with one operator on the whole. Returns their number.
+    """Replace a rotation of each head's first part with one operator on the whole. Returns their number.
 
-    Phi, StableLM, GPT-NeoX, Nemotron and GLM split the head, rotate the first part and concatenate. The operator does
-    so itself, given `rotary_embedding_dim`.
+    Phi, StableLM, GPT-NeoX, Nemotron and GLM split the head, rotate one part and concatenate.
     """
     return rewrite_each(model, "topw.partial_rotary", "Concat", _fuse_partial)
 
 
 def rotary_producer(value: ir.Value | None) -> ir.Node | None:
-    """The RotaryEmbedding node that makes `value`; None for one with a fourth input, which looks up its tables."""
+    """The RotaryEmbedding node that makes `value`, if it has no fourth input (position ids)."""
     node = producer(value, "RotaryEmbedding")
     return node if node is not None and len(node.inputs) == 3 and node.inputs[0] is not None else None
 
@@ -120,7 +117,7 @@ def _fuse_partial(editor: GraphEditor, concat: ir.Node) -> bool:
 
 
 def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
-    """x [batch, heads, sequence, head_dim], cos, sin, and whether pairs are interleaved, if `add` is a rotation."""
+    """x [batch, heads, sequence, head_dim], cos, sin, and whether pairs are interleaved."""
     for straight, crossed in permutations(producer(value, "Mul") for value in add.inputs):
         if straight is None or crossed is None:
             continue
@@ -133,7 +130,7 @@ def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
 
 
 def _pairing(x: ir.Value | None, rotated: ir.Value | None) -> bool | None:
-    """Whether pairs are interleaved if `rotated` is rotated(x), else None. Both may be cast to the same type."""
+    """Whether pairs are interleaved, or None if `rotated` is not rotated(x). Both may be cast."""
     if x is None or rotated is None:
         return None
     if _half_rotated(rotated) is x:
@@ -174,7 +171,7 @@ def _common_source(
 ) -> ir.Value | None:
     """The x [batch, heads, sequence, even width] of which `plain` and -`negated` are slices.
 
-    ranges: gives (start, stop, step) of both slices for the width.
+    ranges: (start, stop, step) of both slices, given the width.
     """
     neg = producer(negated, "Neg")
     first, second = producer(plain, "Slice"), producer(neg.inputs[0] if neg else None, "Slice")
@@ -190,10 +187,7 @@ def _common_source(
 
 
 def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Value, list[ir.Node]] | None:
-    """The angles behind a factor [batch, 1, sequence, head_dim] of equal pairs.
-
-    Returns (one angle per pair, [batch, sequence, head_dim / 2]; the nodes from `function` to the factor).
-    """
+    """One angle per pair, [batch, sequence, head_dim / 2], and the nodes from `function` to `factor`."""
     steps: list[ir.Node] = []
     value: ir.Value | None = factor
     unsqueezed = repeated = False
@@ -224,7 +218,7 @@ def _joined_to_itself(value: ir.Value | None) -> ir.Value | None:
 
 
 def _halved(value: ir.Value | None) -> ir.Value | None:
-    """The value of which `value` is the first half."""
+    """The value of which this is the first half."""
     part = producer(value, "Slice")
     whole = part.inputs[0] if part is not None else None
     width = whole.shape[-1] if whole is not None and whole.shape is not None else None
@@ -252,7 +246,7 @@ def _repeated(value: ir.Value | None) -> ir.Value | None:
 
 
 def _apply(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], made: dict[ir.Value, ir.Value]) -> ir.Value:
-    """Copies of `steps` applied to `value`. made: the copy's output for each step's output, shared by all layers."""
+    """Copies of `steps` applied to `value`. made: output of a step -> that of its copy."""
     for step in steps:
         whole = step.outputs[0]
         if whole not in made:
@@ -264,7 +258,6 @@ def _apply(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], made: dic
 
 
 def _is_scaling(node: ir.Node) -> bool:
-    """Whether `node` multiplies by one constant number."""
     if not is_op(node, "Mul"):
         return False
     factor = node.inputs[1 - _variable_input(node)]
@@ -272,12 +265,11 @@ def _is_scaling(node: ir.Node) -> bool:
 
 
 def _variable_input(node: ir.Node) -> int:
-    """Index of the input that is not constant."""
     return int(is_constant(node.inputs[0]))
 
 
 def _slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:
-    """(start, stop, step) of a Slice of the last axis, of size `width`."""
+    """(start, stop, step) of a Slice of the last axis."""
     start, stop, axis, step = (constant_integer(value) for value in (*node.inputs[1:], None, None, None)[:4])
     rank = len(node.inputs[0].shape or ()) if node.inputs[0] is not None else 0
     if start is None or stop is None or axis not in (-1, rank - 1):

@@ -1,8 +1,7 @@
-"""Tables of cosines and sines for GroupQueryAttention, which rotates queries and keys itself.
+"""Tables of cosines and sines for GroupQueryAttention, shared by layers with equal frequencies.
 
-The trace computes the angles of a call's positions in every call. The operator reads them from a table of all
-positions, shared by layers with equal frequencies. The table is computed by the trace's own nodes for the positions 0
-to context_length - 1, so it has the model's frequency scaling in the trace's arithmetic.
+The trace's own nodes compute them for the positions 0 to context_length - 1, so they have the model's frequency scaling
+in the trace's arithmetic.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ class RotaryTable:
 
 
 class RotaryTables:
-    """The tables of one graph, computed on first use."""
-
     def __init__(self, editor: GraphEditor, decoder: TracedDecoder, context_length: int) -> None:
         self._editor = editor
         self._length = context_length
@@ -72,7 +69,7 @@ class RotaryTables:
 
 
 def _nodes_between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] | None:
-    """The nodes that compute `value` from `source` and initializers, in order; None if it needs anything else."""
+    """The nodes that compute `value` from `source` and initializers alone, in order."""
     found: list[ir.Node] = []
 
     def visit(value: ir.Value | None) -> bool:
@@ -98,7 +95,7 @@ def _signature(node: ir.Node) -> str:
 
 
 def _run(nodes: list[ir.Node], positions: ir.Value, value: ir.Value, length: int) -> np.ndarray | None:
-    """`value` for the positions 0 to length - 1, [length, n]; None if it has another shape."""
+    """`value` for positions 0 to length - 1, [length, n]."""
     graph = ir.Graph([], [], nodes=[], name="angles", opset_imports={"": 23})
     known = {id(positions): ir.Value(name="positions", type=positions.type, shape=ir.Shape([1, length]))}
     graph.inputs.append(known[id(positions)])

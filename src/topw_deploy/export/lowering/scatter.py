@@ -1,8 +1,7 @@
-"""Lowers markers to standard operators: TensorScatter into a static cache, and Attention of opset 24 over all of it.
+"""Lowers markers to TensorScatter into a static cache, and Attention of opset 24 over all of it.
 
-What a query may see is a boolean mask per window, because NVIDIA's parser ignores the operator's input for lengths
-(`nonpad_kv_seqlen`). Attention reads the whole buffer, so a step costs what the buffer is long: `buffer_step` in the
-manifest tells the runtime to keep it just long enough. Masked slots are multiplied by zero, so they must be finite.
+Boolean masks say what a query sees, since NVIDIA's parser ignores `nonpad_kv_seqlen`. A step costs what the buffer is
+long: `buffer_step` in the manifest keeps it short. Masked slots are multiplied by zero, so they must be finite.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ BUFFER_STEP = 64  # tokens; at 1,024 a step then costs at most 6 % more attentio
 
 
 def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
-    """Replace every marker in place; the model becomes one of opset 24.
+    """Replace every marker in place; the model gets opset 24.
 
-    max_length: slots of the cache as a number in the graph, which NVIDIA's parser needs; None for a symbol.
+    max_length: slots of the cache, a number in the graph for NVIDIA's parser; None for a symbol.
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
@@ -49,10 +48,10 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
 
 
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
-    """The layer with one product, one transpose and one rotation for all its heads: a third of the operators.
+    """The layer with one product, transpose and rotation for all heads: a third of the operators.
 
-    Unchanged if `fuse_qkv` cannot fuse the projections, if queries and keys are rotated differently, or if different
-    numbers of heads are not rotated (see `_slice_heads`).
+    Unchanged if the projections cannot be fused, if queries and keys are rotated differently, or if different numbers
+    of heads are not rotated (see `_slice_heads`).
     """
     query, key, value = (merge_heads(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
     if not _rotate_alike(query, key) or value.rotary is not None or layer.head_dim != layer.value_dim:
@@ -88,7 +87,6 @@ def _slice_heads(editor: GraphEditor, heads: ir.Value, start: int, stop: int) ->
 
 
 def _rotate_alike(query: MergedHeads, key: MergedHeads) -> bool:
-    """Whether both have the same rotary embedding, or neither has one."""
     first, second = query.rotary, key.rotary
     if first is None or second is None:
         return first is second

@@ -1,4 +1,4 @@
-"""Attention in standard operators, over [batch, heads, sequence, head_dim] and a boolean mask."""
+"""Attention in standard operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attend(
     """Replace the layer's marker with attention over `keys` and `values` [batch, kv_heads, tokens, head_dim].
 
     mask: bool [batch, 1, sequence, tokens], True where a query may look.
-    decomposed: use products and a softmax instead of the operator. Soft-capped scores always do.
+    decomposed: without the operator, as soft-capped scores always are.
     """
     attention = _products if decomposed or layer.softcap else _operator
     output = attention(editor, layer, keys, values, mask)
@@ -34,19 +34,19 @@ def attend(
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT has fused attention for such heads, without which it refuses to build the operator.
+    """Whether TensorRT has fused attention for such heads; it refuses to build the operator without.
 
-    It needs half precision and 16 to 256 numbers in multiples of 8 (found by building, TensorRT-RTX 1.7.1).
+    Half precision, 16 to 256 numbers in multiples of 8 (found by building, TensorRT-RTX 1.7.1).
     """
     half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 
 
 def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """The Attention operator with one output, the only form that NVIDIA's parser takes.
+    """The operator with one output, the only form that NVIDIA's parser takes.
 
-    In float32 the query is scaled before it: for one row onnxruntime has a kernel that reads the cache 1.3 times as
-    fast, but only for a product without a factor.
+    In float32 the query is scaled before: for one row onnxruntime has a kernel that reads the cache 1.3 times as fast,
+    but only for a product without a factor.
     """
     query, scale = layer.query, layer.scale
     if query.dtype == ir.DataType.FLOAT:
@@ -55,10 +55,10 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 
 
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """Two products and a softmax; capped scores are cap * tanh(score / cap).
+    """Two products and a softmax; scores are capped as cap * tanh(score / cap).
 
-    The operator's own `softcap` is not used: the specification first applied it after the mask, later before it, and
-    runtimes follow either. After the mask, every query would see the future.
+    The operator's `softcap` is unused: the specification first applied it after the mask, which lets a query see the
+    future, later before it, and runtimes follow either.
     """
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap

@@ -1,8 +1,8 @@
-"""A cache that is written in place: its inputs, the positions computed from them, and its tensors.
+"""A cache that is written in place: its inputs, positions and tensors.
 
-A row's tokens fill its buffer from slot 0, without gaps. `write_indices` is their number, `row_lengths` the number of
-real columns of this call, which come first. Padded columns are computed too and written behind the row's tokens, where
-the next call overwrites them before any query can see them.
+A row's tokens fill its buffer from slot 0. `write_indices` is their number, `row_lengths` the number of real columns of
+this call, which come first. Padded columns are written behind the row's tokens, where the next call overwrites them
+before any query sees them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from topw_deploy.export.trace.marker import MARKER_DOMAIN
 
 
 class StaticCache:
-    """Adds the inputs write_indices and row_lengths, int64 [batch], to the graph of `editor`.
+    """Adds the inputs write_indices and row_lengths, int64 [batch].
 
     sequence: number of columns, int64 [1].
     total: each row's tokens after this call if every column is real, int64 [batch].
@@ -38,16 +38,13 @@ class StaticCache:
         self._positions: ir.Value | None = None
 
     def host_length(self) -> ir.Value:
-        """Add the input total_sequence_length, int32 [1], which GroupQueryAttention reads on the host."""
+        """Add total_sequence_length, int32 [1], which GroupQueryAttention reads on the host."""
         value = ir.Value(name="total_sequence_length", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
         self._editor.graph.inputs.insert(3, value)
         return value
 
     def positions(self) -> ir.Value:
-        """Position of each column, int64 [batch, sequence].
-
-        Padded columns repeat the row's last position, so that no table of positions is read beyond its end.
-        """
+        """int64 [batch, sequence]. Padded columns repeat the last position, so no table is read beyond its end."""
         if self._positions is None:
             op, constant = self._editor.op, self._editor.constant
             count = op("Squeeze", [self.sequence])
@@ -62,7 +59,7 @@ class StaticCache:
     def replace_present(
         self, layer: AttentionLayer, keys: ir.Value, values: ir.Value, slots: int | str = "max_length"
     ) -> None:
-        """Make `keys` and `values` [batch, kv_heads, slots, dim] the layer's presents, and its pasts the same shape."""
+        """Make `keys` and `values` [batch, kv_heads, slots, dim] the layer's presents."""
         outputs = self._editor.graph.outputs
         for kind, past, present in (("key", layer.past_key, keys), ("value", layer.past_value, values)):
             name = f"present.{layer.index}.{kind}"
@@ -75,7 +72,7 @@ class StaticCache:
                 value.shape = ir.Shape(["batch_size", layer.kv_heads, slots, dim])
 
     def finish(self, model: ir.Model) -> None:
-        """Remove what is left of the markers, and replace position_ids: its values are computed here."""
+        """Remove the markers' remains and position_ids, which is computed here."""
         model.opset_imports.pop(MARKER_DOMAIN, None)
         RemoveUnusedNodesPass()(model)
         given = find_input(model.graph, "position_ids")

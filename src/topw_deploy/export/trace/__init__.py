@@ -1,1 +1,1 @@
-"""From a transformers model to an ONNX graph whose weights are read only when they are written."""
+"""From a transformers model to an ONNX graph."""

@@ -91,7 +91,7 @@ def traced_decoder(
 
 
 def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
-    """Notices of what a graph of this model cannot do, or only at a cost."""
+    """Notices of what the graph cannot do, or only at a cost."""
     found = []
     if dtype == "bfloat16":
         found.append(

@@ -1,8 +1,7 @@
 """Marker nodes, which stand for attention in a trace.
 
-While tracing, transformers calls a function that leaves one node of the domain `topw.trace` per layer, with scale, soft
-cap and sliding window as attributes, and no mask. So the trace is the same for every target, and a lowering writes
-attention and cache without matching patterns of nodes.
+Each layer leaves one node of the domain `topw.trace` with scale, soft cap and sliding window as attributes, and no
+mask. So one trace serves every target, and lowerings need not match patterns of nodes.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def marker_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 
 def check_layer_types(model: PreTrainedModel, config: Any) -> None:
-    """Raise UnsupportedModelError if `config` states layers that no marker can stand for."""
+    """Raise UnsupportedModelError for layers that no marker can stand for."""
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if other:
         raise UnsupportedModelError(
@@ -68,7 +67,7 @@ def check_layer_types(model: PreTrainedModel, config: Any) -> None:
 
 
 def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph, layers: int) -> None:
-    """Raise UnsupportedModelError unless each layer has one marker that reads the cache and has the stated window."""
+    """Raise UnsupportedModelError unless each layer has one marker on the cache, with the stated window."""
     nodes = marker_nodes(graph)
     name = type(model).__name__
     if [node.attributes["layer"].as_int() for node in nodes] != list(range(layers)):
@@ -94,7 +93,7 @@ def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph, layers: 
 
 
 def _stated_window(config: Any, layer: int) -> int | None:
-    """The window that the configuration states for a layer, 0 for none; None if it lists no layer types."""
+    """The window in the configuration, 0 for none; None if it lists no layer types."""
     types = getattr(config, "layer_types", None)
     if not types:
         return None
@@ -113,7 +112,7 @@ def _marker_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replaces attention while tracing. Its result in eager mode has the right shape only."""
+    """Replaces attention while tracing. Run eagerly, only its shape is right."""
     unknown = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
     masked = attention_mask is not None  # `_no_mask` gives None, so this is a mask of the model's own
     if masked or unknown or is_causal is False or not getattr(module, "is_causal", True):
@@ -142,4 +141,4 @@ def _marker_attention(
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Replaces transformers' mask: the lowering writes it."""
+    """Replaces transformers' mask; lowerings write it."""

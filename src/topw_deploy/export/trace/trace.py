@@ -1,7 +1,4 @@
-"""Traces a transformers causal LM to an onnx_ir graph with one marker node per attention layer (see marker.py).
-
-transformers' own exporter does the tracing.
-"""
+"""Traces a causal LM with transformers' exporter, leaving one marker node per layer (marker.py)."""
 
 from __future__ import annotations
 
@@ -34,11 +31,10 @@ _PARAMETERS = "checkpoint"  # the data file that a saved trace names for the mod
 
 @dataclass(frozen=True)
 class TracedDecoder:
-    """A traced graph with one marker node per layer.
+    """A traced graph; num_kv_heads and head_dim per layer.
 
     model: takes input_ids, position_ids and past_key_values.{i}.key|value; gives logits [batch, sequence, vocab] and
         present.{i}.key|value.
-    num_kv_heads, head_dim: per layer.
     """
 
     model: ir.Model
@@ -49,8 +45,7 @@ class TracedDecoder:
 def trace(model: PreTrainedModel) -> TracedDecoder:
     """Trace `model` (in evaluation mode, on the CPU) at opset 23.
 
-    Raises UnsupportedModelError, naming the architecture, for layers other than full and sliding-window attention, for
-    an architecture that does not use transformers' attention interface, and for one that cannot be traced.
+    Raises UnsupportedModelError, naming the architecture, for layers without a marker and for a failed trace.
     """
     config = model.config.get_text_config(decoder=True)
     check_layer_types(model, config)
@@ -68,7 +63,7 @@ def trace(model: PreTrainedModel) -> TracedDecoder:
 
 
 def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, stamp: str) -> None:
-    """Keep `traced` for a resumed export, without the weights that are parameters of `model`."""
+    """Keep `traced` for a resumed export, without the parameters of `model`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     values = [value for name, value in traced.model.graph.initializers.items() if name in parameters]
     before = [value.const_value for value in values]
@@ -84,7 +79,7 @@ def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, 
 
 
 def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDecoder | None:
-    """The trace kept under this stamp, with the parameters of `model` as weights; None if there is none."""
+    """The trace kept under this stamp, with the parameters of `model`, or None."""
     found = journal.find(_STAGE, stamp)
     if found is None:
         return None
@@ -97,10 +92,10 @@ def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDe
 
 
 def _filled_cache(model: PreTrainedModel, config: Any, weights: Weights) -> DynamicCache:
-    """A cache of `_PAST` tokens, all zeros, in the shapes that the model itself puts into one.
+    """A cache of `_PAST` tokens, all zeros, in the shapes of the model's own.
 
-    Made without the configuration: a cache that has a sliding window drops old tokens; the graph's never does (the
-    mask hides them).
+    Made without the configuration: a cache with a sliding window drops old tokens; the graph's never does (the mask
+    hides them).
     """
     found = DynamicCache()
     with torch.no_grad(), weights.fake_mode:
@@ -144,7 +139,7 @@ def _export(model: PreTrainedModel, cache: DynamicCache) -> ir.Model:
 
 
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
-    """Attach the weights, then run torch's optimizer, which may fold all constants but weights."""
+    """Attach the weights and run torch's optimizer, which may fold all other constants."""
 
     def may_fold(node: ir.Node) -> bool | None:
         return False if any(value is not None and value.name in weights.by_name for value in node.inputs) else None
@@ -160,7 +155,7 @@ def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weig
 
 
 def _name_inputs_and_outputs(graph: ir.Graph) -> None:
-    """Give inputs and outputs the ecosystem's names, and their dimensions readable ones."""
+    """Give inputs, outputs and their dimensions the ecosystem's names."""
     layer_of = re.compile(r"layers\.(\d+)\.(key|value)s$")
     for values, prefix in ((graph.inputs, "past_key_values"), (graph.outputs, "present")):
         for value in values:
@@ -194,7 +189,7 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _drop_origins(model: ir.Model) -> None:
-    """Drop stack traces, module paths and file names: they bloat the file and reveal the exporting machine."""
+    """Drop stack traces and paths: they bloat the file and reveal the exporting machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.graph.name = "decoder"
@@ -207,7 +202,7 @@ def _drop_origins(model: ir.Model) -> None:
 
 
 def _refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModelError:
-    """The UnsupportedModelError that the tracer has wrapped in `error`, or one that says what failed."""
+    """The UnsupportedModelError wrapped in `error`, or one that states `error`."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UnsupportedModelError):

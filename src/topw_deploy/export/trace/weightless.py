@@ -1,7 +1,6 @@
-"""Traces without weights: parameters are fake tensors while tracing and become initializers afterwards.
+"""Traces without weights: parameters are fake tensors while tracing, initializers afterwards.
 
-A trace needs shapes only, so it takes no memory for weights and computes nothing. Weights that are not read yet
-(`UnreadTensor`) are read when the initializer's values are asked for.
+A trace needs shapes only. Weights that are not read yet (`UnreadTensor`) are read when an initializer's values are.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from topw_deploy.export.source.unread_tensor import UnreadTensor
 
 
 class Weights:
-    """The real parameters of a model while it has fake ones.
+    """The real parameters of a model that has fake ones.
 
-    fake_mode: the mode in which the fake ones compute shapes.
-    by_name: the real ones.
+    fake_mode: computes the shapes of fake tensors.
     """
 
     def __init__(self, by_name: dict[str, torch.Tensor]) -> None:
@@ -34,10 +32,7 @@ class Weights:
         self.by_name = by_name
 
     def attach(self, model: ir.Model) -> None:
-        """Give every fake initializer of `model` the parameter of its name.
-
-        Raises ValueError for one that is no parameter: nothing could be written for it.
-        """
+        """Give fake initializers of `model` the parameters of their names. Raises ValueError for other names."""
         for name, value in model.graph.initializers.items():
             fake = getattr(value.const_value, "raw", None)
             if not isinstance(fake, FakeTensor):
@@ -50,10 +45,7 @@ class Weights:
 
 @contextlib.contextmanager
 def weightless(model: torch.nn.Module) -> Iterator[Weights]:
-    """Replace the parameters of `model` with fake ones within the block.
-
-    Shared parameters stay shared. Buffers keep their values.
-    """
+    """Replace the parameters of `model` with fake ones within the block; shared ones stay shared."""
     real = dict(model.named_parameters(remove_duplicate=False))
     weights = Weights(
         {
@@ -75,7 +67,7 @@ def weightless(model: torch.nn.Module) -> Iterator[Weights]:
 
 
 def weight_tensor(parameter: torch.Tensor, name: str) -> ir.TensorProtocol:
-    """`parameter` as an initializer, which reads it on demand if it is not read yet."""
+    """`parameter` as an initializer, read on demand if it is unread."""
     if not isinstance(parameter, UnreadTensor):
         return tensor_adapters.TorchTensor(parameter.detach(), name=name)
 

@@ -1,4 +1,4 @@
-"""Workarounds for what the tracer and its optimizer cannot take or should not do."""
+"""Workarounds for the tracer and its optimizer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _SMALLEST_TERM = 1e-7  # the optimizer drops up to 1e-8; a larger bound costs no
 
 @contextlib.contextmanager
 def fixed_frequencies(model: torch.nn.Module) -> Iterator[None]:
-    """Let the rotary embeddings of `model` keep their current frequencies within the block.
+    """Let rotary embeddings keep their current frequencies within the block.
 
-    `longrope` and `dynamic` choose others once a sequence is longer than in training. They look at the values of the
-    positions for that and write into the module, neither of which can be traced. The export's context ends at that
-    length (`checkpoint.switching_rope`).
+    `longrope` and `dynamic` choose others for sequences longer than in training, by the values of the positions, and
+    write them into the module. Neither can be traced, so the export's context ends there (`checkpoint.switching_rope`).
     """
     modules = [module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str | dict)]
     before = [module.rope_type for module in modules]
@@ -52,8 +51,8 @@ def batch_experts(model: PreTrainedModel) -> None:
 def small_terms_kept(graph: ir.Graph) -> Iterator[None]:
     """Hide small constant terms of sums from the optimizer, which drops terms of up to 1e-8.
 
-    One is the epsilon of Helium's norms, without which a row of zeros, such as the embedding of padding, becomes NaN.
-    The terms are inputs of `graph` within the block and initializers after it.
+    One is the epsilon of Helium's norms, without which a row of zeros (padding) becomes NaN. The terms are graph inputs
+    within the block, initializers after it.
     """
     hidden: dict[tuple[str, bytes], tuple[ir.Value, ir.TensorProtocol]] = {}
     for node in graph:
@@ -76,7 +75,7 @@ def small_terms_kept(graph: ir.Graph) -> Iterator[None]:
 
 
 def _small_term(node: ir.Node, value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of `value` if `node` adds or subtracts it and it is one small number other than 0."""
+    """The tensor of `value` if `node` adds or subtracts it and it is small but not 0."""
     producer = None if value is None else value.producer()
     if node.domain or node.op_type not in ("Add", "Sub") or producer is None or producer.op_type != "Constant":
         return None
@@ -88,7 +87,7 @@ def _small_term(node: ir.Node, value: ir.Value | None) -> ir.TensorProtocol | No
 
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
-    """Keep torch.onnx from printing progress to stdout and, after a failure, the whole graph."""
+    """Keep torch.onnx from printing progress and, after a failure, the whole graph."""
     loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "transformers", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
