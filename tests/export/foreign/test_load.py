@@ -144,10 +144,10 @@ def test_unsupported_layouts_are_named_in_the_refusal(tmp_path: Path, name: str,
 
 
 def test_a_rotary_table_shorter_than_the_context_limits_sequences(tmp_path: Path) -> None:
-    notices: list[str] = []
     file = written(tmp_path / "made", decoder(rotary_rows=48))
-    assert load_decoder(file, file.parent, notices).info.context_length == 48
-    assert "48 rows, fewer than the context of 64 tokens" in notices[0]
+    read = load_decoder(file, file.parent)
+    assert read.info.context_length == 48
+    assert "48 rows, fewer than the context of 64 tokens" in read.notices[0]
 
 
 def test_a_table_of_position_embeddings_limits_sequences() -> None:
@@ -161,10 +161,10 @@ def test_a_table_of_position_embeddings_limits_sequences() -> None:
 
 
 def test_a_window_that_the_graph_ignores_limits_sequences(tmp_path: Path) -> None:
-    notices: list[str] = []
     file = written(tmp_path / "made", decoder(), sliding_window=16)
-    assert load_decoder(file, file.parent, notices).info.context_length == 16
-    assert "ignores the model's sliding window" in notices[0]
+    read = load_decoder(file, file.parent)
+    assert read.info.context_length == 16
+    assert "ignores the model's sliding window" in read.notices[0]
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,8 @@ def test_a_missing_soft_cap_is_stated(tmp_path: Path, softcap: float, lost: floa
     model = decoder(softcap=softcap)
     assert lost_soft_cap(model.graph, {"attn_logit_softcapping": 50.0}) == lost
     assert lost_soft_cap(model.graph, {"attn_logit_softcapping": None}) is None
-    notices: list[str] = []
     file = written(tmp_path / "made", model, attn_logit_softcapping=50.0)
-    load_decoder(file, file.parent, notices)
+    notices = load_decoder(file, file.parent).notices
     assert ["leaves out the soft cap of 50" in notice for notice in notices] == ([True] if lost else [])
 
 

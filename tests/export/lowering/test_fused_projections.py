@@ -13,10 +13,11 @@ import pytest
 
 from tests.support.lowerings import copy_of
 from tests.support.tiny_models import make_model
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.fused_projections import concatenated, fuse_gate_up, fuse_qkv
+from topw_deploy.export.request import export_request
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 
 HIDDEN, WIDTHS, GATE_WIDTH = 5, (6, 4, 4), 6
@@ -207,6 +208,6 @@ def test_an_export_fuses_gates_of_quantised_weights(
     tmp_path: Path, checkpoint: Callable[[str], Path], dtype: str, fused: int
 ) -> None:
     out = tmp_path / "out"
-    export_model(ExportRequest(model=str(checkpoint("llama_untied")), output=out, dtype=dtype, verify=False))
+    export_model(export_request(model=str(checkpoint("llama_untied")), output=out, dtype=dtype, verify=False))
     splits = [node for node in ir.load(out / "model.onnx").graph if node.op_type == "Split"]
     assert len(splits) == fused  # one for each layer

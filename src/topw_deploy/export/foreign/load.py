@@ -33,10 +33,10 @@ _OTHER_LAYOUTS = {
 }
 
 
-def load_decoder(file: Path, folder: Path, notices: list[str] | None = None) -> Decoder:
+def load_decoder(file: Path, folder: Path) -> Decoder:
     """The decoder of the ONNX `file`, its weights left where they are; configuration from `folder`.
 
-    Adds to `notices` what the graph leaves out of its model and what ends its sequences early (limits.py). Raises
+    Its notices say what the graph leaves out of its model and what ends its sequences early (limits.py). Raises
     SourceError for an unreadable file or data file, UnsupportedModelError for a graph without the ecosystem's inputs
     and outputs (input_ids, attention_mask, past_key_values.{i}.key|value; logits, present.{i}.*).
     """
@@ -50,7 +50,8 @@ def load_decoder(file: Path, folder: Path, notices: list[str] | None = None) -> 
     _check_data(model, file)
     _check_opset(model, file)
     _check_names(model.graph, file)
-    return Decoder(model, _describe(model.graph, folder, [] if notices is None else notices), foreign=True)
+    info, notices = _describe(model.graph, folder)
+    return Decoder(model, info, foreign=True, notices=tuple(notices))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -155,7 +156,8 @@ def _cache_names(prefix: str, layers: set[str]) -> set[str]:
     return {f"{prefix}.{layer}.{kind}" for layer in layers for kind in ("key", "value")}
 
 
-def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
+def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
+    """What the runtime must know about the decoder, and notices for the user."""
     config = _Configuration(folder)
     layers = sum(1 for value in graph.inputs if PAST.fullmatch(value.name or "")) // 2
     heads, dims = [], []
@@ -171,7 +173,7 @@ def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
             "genai_config.json: context_length); add it, or name a folder with the configuration with --tokenizer."
         )
     limit = sequence_limit(graph, length, window_of(config.text, config.decoder))
-    notices += limit.notices
+    notices = list(limit.notices)
     if (cap := lost_soft_cap(graph, config.text)) is not None:
         notices.append(
             f"the decoder leaves out the soft cap of {cap:g} on attention scores that its config.json states, so its "
@@ -179,7 +181,7 @@ def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
         )
     in_place = is_written_in_place(graph)
     operators = {node.op_type for node in graph}
-    return DecoderInfo(
+    info = DecoderInfo(
         model_type=str(config.text.get("model_type") or config.genai.get("type") or "unknown"),
         kv_form="shared" if in_place else "concat",
         num_layers=layers,
@@ -194,6 +196,7 @@ def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
         right_padding=in_place and takes_right_padding(graph),
         buffer_least=max((kept_window(node) for node in graph), default=0),
     )
+    return info, notices
 
 
 def _cache_size(value: ir.Value, axis: int, configured: int | None) -> int:

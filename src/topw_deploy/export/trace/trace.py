@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -70,12 +69,12 @@ def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, 
     for value, tensor in zip(values, before, strict=True):
         shape, name = ir.Shape([int(size) for size in tensor.shape]), value.name or ""
         value.const_value = ir.ExternalTensor(_PARAMETERS, 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+    shapes = {"num_kv_heads": traced.num_kv_heads, "head_dim": traced.head_dim}
     try:
-        ir.save(traced.model, journal.workshop / _FILE)
+        journal.keep_file(_STAGE, stamp, _FILE, lambda path: ir.save(traced.model, path), **shapes)
     finally:
         for value, tensor in zip(values, before, strict=True):
             value.const_value = tensor
-    journal.done(_STAGE, stamp, _FILE, num_kv_heads=traced.num_kv_heads, head_dim=traced.head_dim)
 
 
 def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDecoder | None:
@@ -83,7 +82,7 @@ def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDe
     found = journal.find(_STAGE, stamp)
     if found is None:
         return None
-    graph_model = ir.load(Path(journal.workshop / _FILE))
+    graph_model = ir.load(found["file"])
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in graph_model.graph.initializers.items():
         if isinstance(value.const_value, ir.ExternalTensor):

@@ -6,17 +6,10 @@ first layers are exported once more, by the same steps, options and weights, and
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-
-from topw_deploy.export.build import Built
-from topw_deploy.export.memory import available_bytes
-from topw_deploy.export.request import ExportRequest
-from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.job import Job
 from topw_deploy.export.write.weights import parameter_count, tensors_of
-from topw_deploy.manifest import Verification
+from topw_deploy.memory import available_bytes
 
 LAYERS = 4
 """How many layers stand for the whole."""
@@ -33,41 +26,22 @@ _HELD = {
 }
 
 
-def verification_bytes(built: Built) -> int:
-    """About how much memory verifying all of `built` takes."""
-    fixed, held = _HELD.get(built.decoder.info.weights_dtype, _HELD["float"])
-    return fixed + round(held * parameter_count(built.decoder.model))
+def verification_bytes(decoder: Decoder) -> int:
+    """About how much memory verifying all of `decoder` takes."""
+    fixed, held = _HELD.get(decoder.info.weights_dtype, _HELD["float"])
+    return fixed + round(held * parameter_count(decoder.model))
 
 
-def layers_to_verify(built: Built, source: Source) -> int | None:
+def layers_to_verify(job: Job, decoder: Decoder) -> int | None:
     """None for all; a number where the machine has not the memory for more. A decoder that exists is not cut."""
     free = available_bytes()
-    few = source.onnx is None and built.decoder.info.num_layers > LAYERS
-    return LAYERS if few and 0 < free < verification_bytes(built) else None
+    few = job.source.onnx is None and decoder.info.num_layers > LAYERS
+    return LAYERS if few and 0 < free < verification_bytes(decoder) else None
 
 
-def bytes_beside(built: Built, source: Source, files: int) -> int:
+def bytes_beside(job: Job, decoder: Decoder, files: int) -> int:
     """Bytes on the disk that the verification takes beside an export of `files` bytes: those of its first layers."""
-    if layers_to_verify(built, source) is None:
+    if layers_to_verify(job, decoder) is None:
         return 0
-    tables = 2 * max((int(tensor.nbytes) for tensor in tensors_of(built.decoder.model)), default=0)
-    return min(files, files * LAYERS // built.decoder.info.num_layers + tables)
-
-
-def verify_first_layers(
-    request: ExportRequest,
-    layers: int,
-    folder: Path,
-    export: Callable[[ExportRequest], object],
-    verify: Callable[[ExportRequest], tuple[Verification, bool]],
-) -> tuple[Verification, bool]:
-    """Export the first `layers` into `folder` and verify that; its checks say how deep they went.
-
-    The status is "partial" at best: the whole graph was not run.
-    """
-    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
-    fewer = replace(request, output=folder, num_hidden_layers=layers, verify=False, resume=False, overwrite=False)
-    export(replace(fewer, neighbour_bound=False))
-    verification, may_pad = verify(fewer)
-    checks = tuple(replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks)
-    return Verification(status="partial", checks=checks), may_pad
+    tables = 2 * max((int(tensor.nbytes) for tensor in tensors_of(decoder.model)), default=0)
+    return min(files, files * LAYERS // decoder.info.num_layers + tables)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import SourceError, VerificationError
-from topw_deploy.export.memory import StageMemory
-from topw_deploy.export.progress import Progress
-from topw_deploy.export.request import ExportRequest
-from topw_deploy.export.source.resolve import Source, resolve
+from topw_deploy.export.job import Job
+from topw_deploy.export.request import HubOptions
+from topw_deploy.export.source.resolve import resolve
 from topw_deploy.export.verification.names import LEFT_PADDED, RIGHT_PADDED
 from topw_deploy.manifest import Check, DecoderManifest, Manifest, Verification
+from topw_deploy.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,22 @@ class VerifyOutcome:
         return tuple(check for check in self.checks if not check.passed)
 
 
-def verify_in_subprocess(
-    folder: Path, source: Source, request: ExportRequest, progress: Progress, memory: StageMemory | None = None
-) -> tuple[Verification, bool]:
+def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
     """Verify the folder being exported; also says whether batches may be padded.
 
     Raises VerificationError naming the first check that fails. A decoder of another exporter may fail at padding
     alone: its rows then need equal lengths, which the manifest tells the runtime.
     """
+    source = job.source
     task = {
         "folder": str(folder),
         "onnx": str(source.onnx) if source.onnx else None,
         "checkpoint": None if source.onnx else str(source.folder),
-        "num_hidden_layers": request.num_hidden_layers,
-        "trust_remote_code": request.trust_remote_code,
+        "num_hidden_layers": job.request.graph.num_hidden_layers,
+        "trust_remote_code": job.request.hub.trust_remote_code,
     }
-    outcome = run_checks(task, progress)
-    if memory is not None:
-        memory.peaks["verification"] = outcome.peak
+    outcome = run_checks(task, job.progress)
+    job.memory.peaks["verification"] = outcome.peak
     if source.onnx is not None and [check.name for check in outcome.failed] in ([LEFT_PADDED], [RIGHT_PADDED]):
         kept = tuple(check for check in outcome.checks if check.passed)
         return Verification(status="passed", checks=kept), False
@@ -76,7 +74,7 @@ def recheck(
     task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code, "native": True}
     try:
         revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
-        source = resolve(named or manifest.source["id"], revision=revision, local_files_only=True)
+        source = resolve(named or manifest.source["id"], HubOptions(revision=revision, local_files_only=True))
     except SourceError as error:
         task["no_reference"] = f"the source is not here ({error})"
     else:
@@ -100,10 +98,10 @@ def run_checks(task: dict[str, Any], progress: Progress) -> VerifyOutcome:
     for line in _lines(task):
         if "check" in line:
             checks.append(Check(**line["check"]))
-            progress(tick_line(checks[-1]))
+            progress.say(tick_line(checks[-1]))
         elif "skipped" in line:
             skipped.append((line["skipped"], line["reason"]))
-            progress(f"  -[-] {line['skipped']}: not checked, {line['reason']}")
+            progress.say(f"  -[-] {line['skipped']}: not checked, {line['reason']}")
         elif "peak" in line:
             peak = int(line["peak"])
         else:

@@ -16,7 +16,6 @@ import numpy as np
 
 from topw_deploy.errors import TopWError
 from topw_deploy.export.foreign.load import text_part
-from topw_deploy.export.memory import peak_bytes
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.settings import Quantisation
 from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
@@ -29,6 +28,7 @@ from topw_deploy.export.verification.quantised_checks import quantised_checks
 from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
 from topw_deploy.export.verification.sampler_checks import graph_geometry, sampler_checks
 from topw_deploy.manifest import Check, DecoderManifest, load_decoder_manifest, open_listed
+from topw_deploy.memory import peak_bytes
 from topw_deploy.runtime.native import operator_library
 from topw_deploy.sampling import Geometry
 
