@@ -1,4 +1,4 @@
-"""Tiny random models of every family, built from configuration classes: nothing is downloaded."""
+"""Tiny random models of every family, made from configurations without a download."""
 
 from __future__ import annotations
 
@@ -42,6 +42,14 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+ONE_LAYER = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
 }
 
 # GroupQueryAttention can rotate heads of 16 numbers itself, but not heads of 8.
@@ -97,14 +105,14 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_checkpoint(folder: Path, family: str | PreTrainedConfig) -> Path:
-    """A whole Hugging Face folder: configuration, weights, tokenizer."""
+    """A Hugging Face folder: configuration, weights, tokenizer."""
     make_model(family).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
 
 def write_decoder(folder: Path, family: str, change: Callable[[ir.Model], None] = lambda _model: None) -> Path:
-    """A folder as another exporter would leave it: a decoder with logits of all positions, weights beside it.
+    """A decoder as of another exporter: logits of all positions, weights in a file beside it.
 
     change: edits the graph before it is written.
     """
@@ -120,6 +128,6 @@ def write_decoder(folder: Path, family: str, change: Callable[[ir.Model], None] 
 
 
 def export(model: Path | str, output: Path, **settings: object) -> ExportReport:
-    """Export `model`, unverified unless `settings` (of ExportRequest) say otherwise."""
+    """Export `model`, unverified by default. settings: of export_request."""
     settings = {"verify": False, **settings}
     return export_model(export_request(model=str(model), output=output, **settings))  # type: ignore[arg-type]

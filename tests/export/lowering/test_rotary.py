@@ -12,7 +12,7 @@ import torch
 from transformers import CohereConfig, Ernie4_5Config, GlmConfig, LlamaConfig, Olmo2Config, PhiConfig, PreTrainedConfig
 
 from tests.support.lowerings import attention_nodes, copy_of
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
@@ -229,15 +229,7 @@ def attention(config: PreTrainedConfig, dtype: torch.dtype) -> ir.Node:
     return node
 
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+SIZES = {**ONE_LAYER, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.support.lowerings import attention_nodes, copy_of
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.lowering import lower, rotary_tables
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 
@@ -38,15 +38,8 @@ def test_rows_are_the_angles_of_their_positions(traced: TracedDecoder) -> None:
 
 
 def test_scaled_frequencies_are_in_the_table() -> None:
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    )
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    config = LlamaConfig(**ONE_LAYER, rope_parameters=rope)
     (node,) = attention_nodes(lowered(trace(make_model(config))))
     angles = np.arange(LENGTH)[:, None] / 4 * 10000.0 ** -(np.arange(0, 16, 2) / 16)
     np.testing.assert_allclose(node.inputs[7].const_value.numpy(), np.cos(angles), atol=1e-5)

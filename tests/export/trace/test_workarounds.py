@@ -10,7 +10,7 @@ import pytest
 from transformers import Gemma3TextConfig, HeliumConfig, LlamaConfig
 
 from tests.support.lowerings import attention_nodes, copy_of
-from tests.support.tiny_models import make_model
+from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.source.checkpoint import context_length
@@ -18,14 +18,6 @@ from topw_deploy.export.trace.trace import trace
 from topw_deploy.export.trace.workarounds import fixed_frequencies, small_terms_kept
 
 FLOAT = ir.DataType.FLOAT
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
 PLAIN = 10000.0 ** -(np.arange(0, 16, 2) / 16)
 SHORT = [1.0 + 0.25 * number for number in range(8)]
 LONGROPE = {
@@ -47,7 +39,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 def test_the_graph_has_the_frequencies_of_short_sequences(
     rope: dict[str, object], context: int, frequencies: np.ndarray
 ) -> None:
-    model = make_model(LlamaConfig(**SIZES, rope_parameters=rope))
+    model = make_model(LlamaConfig(**ONE_LAYER, rope_parameters=rope))
     assert context_length(model.config) == context
     decoder = copy_of(trace(model))
     lower(decoder, kv=None, target="onnxruntime", context_length=context)
@@ -60,7 +52,7 @@ def test_a_model_changes_its_frequencies_again_after_its_trace() -> None:
     """Also where layers of another type have other frequencies."""
     rope = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
     types = ["sliding_attention"]
-    model = make_model(Gemma3TextConfig(**SIZES, head_dim=16, layer_types=types, rope_parameters=rope))
+    model = make_model(Gemma3TextConfig(**ONE_LAYER, head_dim=16, layer_types=types, rope_parameters=rope))
     rotary = model.model.rotary_emb
     before = dict(rotary.rope_type)
     with fixed_frequencies(model):
@@ -99,6 +91,6 @@ def test_a_zero_is_still_dropped() -> None:
 
 
 def test_the_norms_of_a_family_have_its_epsilon() -> None:
-    config = HeliumConfig(**SIZES, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-8)
+    config = HeliumConfig(**ONE_LAYER, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-8)
     norms = [node for node in trace(make_model(config)).model.graph if node.op_type == "RMSNormalization"]
     assert [node.attributes["epsilon"].as_float() for node in norms] == pytest.approx([1e-8] * 3)

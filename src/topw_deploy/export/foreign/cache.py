@@ -11,8 +11,8 @@ from topw_deploy.export.graph.editor import find_input
 from topw_deploy.export.graph.values import required_input
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-# Takes the mask as one length per row, which silently misplaces rows padded on the left, and writes in place into a
-# cache that is bound as past and present.
+# Takes one length per row, so it silently misplaces rows padded on the left; writes into a cache bound as past and
+# present.
 IN_PLACE = "GroupQueryAttention"
 _LENGTHS = 5  # the operator's input seqlens_k: a row's tokens, less one
 _TYPES = ("float", "float16", "bfloat16")
@@ -31,7 +31,7 @@ def cache_type(graph: ir.Graph) -> str:
 
 
 def is_written_in_place(graph: ir.Graph) -> bool:
-    """Whether every cache tensor is read by GroupQueryAttention only."""
+    """Whether only GroupQueryAttention reads the cache."""
     pasts = [value for value in graph.inputs if PAST.fullmatch(value.name or "")]
     return all({node.op_type for node, _ in value.uses()} == {IN_PLACE} for value in pasts)
 
@@ -47,13 +47,13 @@ def takes_right_padding(graph: ir.Graph) -> bool:
 
 
 def kept_window(node: ir.Node) -> int:
-    """The sliding window that `node` may keep alone, its shortest buffer; 0 if it keeps all tokens."""
+    """The sliding window that `node` keeps alone, its shortest buffer; 0 if it keeps all tokens."""
     keeps = node.attributes.get("sliding_window_cache")
     return node.attributes["local_window_size"].as_int() if keeps is not None and keeps.as_int() else 0
 
 
 def _sums_rows(value: ir.Value | None, mask: ir.Value | None) -> bool:
-    """Whether `value` is computed from the sums of the rows of `mask`."""
+    """Whether `value` is computed from sums of the rows of `mask`."""
     node = value.producer() if value is not None else None
     while node is not None and node.op_type in _AFTER_SUM:
         source = node.inputs[0]

@@ -1,7 +1,7 @@
 """What ends the sequences of another exporter's decoder, and what it leaves out of its model.
 
 A graph without its model's sliding window is silently wrong beyond it, one without the soft cap everywhere. Comparing a
-graft with its own decoder shows neither, so both are found from graph and configuration.
+graft with its own decoder shows neither.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ _CAP_TOLERANCE = 1e-3  # relative: a cap may have been rounded to half precision
 
 @dataclass(frozen=True)
 class Window:
-    """A sliding window of `size` tokens, the query included.
-
-    layers: number of layers that have it; None if the configuration does not say (at least one).
-    """
+    """A sliding window of `size` tokens, the query included, in `layers` layers (None: at least one)."""
 
     size: int
     layers: int | None
@@ -45,7 +42,7 @@ class SequenceLimit:
 
 
 def sequence_limit(graph: ir.Graph, configured: int, window: Window | None) -> SequenceLimit:
-    """The smallest of the configured context, the graph's position tables, and a window that it ignores."""
+    """The smallest of the configured context, the position tables, and a window that `graph` ignores."""
     tokens, notices = configured, []
     rows = min(_position_rows(graph), default=tokens)
     if rows < tokens:
@@ -76,8 +73,7 @@ def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
     stated = genai.get("sliding_window")
     if not isinstance(stated, dict) or not _is_size(stated.get("window_size")):
         return None
-    # The builder lists the sliding layers of transformers' layer_types. A model without layer_types, which has a window
-    # in every layer, gets an empty list.
+    # The builder writes an empty list for models without layer_types, which have a window in every layer.
     layers = stated.get("layers")
     return Window(stated["window_size"], len(layers) if isinstance(layers, list) and layers else None)
 
@@ -85,7 +81,7 @@ def window_of(config: dict[str, Any], genai: dict[str, Any]) -> Window | None:
 def applies_window(graph: ir.Graph, window: Window) -> bool:
     """Whether as many layers apply the window as should.
 
-    An attribute of GroupQueryAttention, or a number in comparisons of plain operators.
+    GroupQueryAttention has an attribute for it; plain operators compare something with it.
     """
     fused = [node for node in graph if node.op_type == "GroupQueryAttention"]
     if not fused:
@@ -95,9 +91,9 @@ def applies_window(graph: ir.Graph, window: Window) -> bool:
 
 
 def lost_soft_cap(graph: ir.Graph, config: dict[str, Any]) -> float | None:
-    """The soft cap on attention scores (Gemma 2) in `config` that `graph` does not apply, else None.
+    """The soft cap on attention scores (Gemma 2) in `config` that `graph` does not apply.
 
-    An attribute of attention operators, or a Tanh before the Softmax.
+    Attention operators have an attribute for it; plain operators have a Tanh before the Softmax.
     """
     cap = config.get("attn_logit_softcapping")
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
@@ -147,7 +143,7 @@ def _compared_numbers(graph: ir.Graph) -> Iterator[int]:
 
 
 def _is_near(value: int, window: int) -> bool:
-    """The window, its last position or the first outside; negative if added."""
+    """Whether `value` is the window, its last position or the first outside; negative if added."""
     return abs(value) in (window - 1, window, window + 1)
 
 
@@ -166,7 +162,6 @@ def _comes_from_tanh(value: ir.Value | None) -> bool:
 
 
 def _attribute(node: ir.Node, name: str) -> float:
-    """The number in attribute `name`, by default 0."""
     attribute = node.attributes.get(name)
     return float(attribute.value) if attribute is not None else 0.0
 

@@ -36,9 +36,9 @@ _OTHER_LAYOUTS = {
 def load_decoder(file: Path, folder: Path) -> Decoder:
     """The decoder of the ONNX `file`, its weights left where they are; configuration from `folder`.
 
-    Its notices say what the graph leaves out of its model and what ends its sequences early (limits.py). Raises
-    SourceError for an unreadable file or data file, UnsupportedModelError for a graph without the ecosystem's inputs
-    and outputs (input_ids, attention_mask, past_key_values.{i}.key|value; logits, present.{i}.*).
+    Its notices say what the graph leaves out of its model and what ends its sequences early (limits.py).
+    Raises SourceError for an unreadable file or data file, UnsupportedModelError unless inputs are input_ids,
+    attention_mask, (position_ids), past_key_values.{i}.key|value, and outputs logits, present.{i}.key|value.
     """
     try:
         model = ir.load(file)
@@ -76,12 +76,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Configuration:
-    """The configuration beside a decoder.
-
-    text: config.json, its text part.
-    genai: the model of genai_config.json.
-    decoder: that model's decoder.
-    """
+    """config.json (its text part), genai_config.json's model, and that model's decoder."""
 
     def __init__(self, folder: Path) -> None:
         self.text = text_part(read_json(folder / "config.json"))
@@ -157,7 +152,6 @@ def _cache_names(prefix: str, layers: set[str]) -> set[str]:
 
 
 def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
-    """What the runtime must know about the decoder, and notices for the user."""
     config = _Configuration(folder)
     layers = sum(1 for value in graph.inputs if PAST.fullmatch(value.name or "")) // 2
     heads, dims = [], []

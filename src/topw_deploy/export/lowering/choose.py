@@ -21,7 +21,6 @@ class Lowered:
     """How the runtime must drive the decoder; fields as in manifest.DecoderInfo.
 
     context_length: None for the model's own.
-    notice: for the user.
     """
 
     kv_form: str = "concat"
@@ -49,9 +48,9 @@ def lower(
     context_length: tokens of the longest sequence.
     max_length: slots of a static cache for tensorrt, a multiple of 64; None for `default_length`; 0 for a symbol, which
         only onnxruntime accepts.
-    fuse_gates: fuse gate and up products, with a static cache only.
+    fuse_gates: fuse gate and up products; needs a static cache.
     """
-    # The trace computes equal angles once per use. Merged, the lowerings see that they are equal.
+    # The trace computes equal angles once per use; lowerings compare them by identity.
     CommonSubexpressionEliminationPass()(decoder.model)
     fuse_rotary(decoder.model)
     narrow_rotary(decoder.model)
@@ -70,7 +69,7 @@ def lower(
 
 
 def default_length(context_length: int) -> int:
-    """Slots of a cache for tensorrt: the context, at most 4,096."""
+    """Slots of a cache for tensorrt: the context, but at most 4,096."""
     return min(-(-context_length // _MULTIPLE) * _MULTIPLE, _DEFAULT_LENGTH)
 
 

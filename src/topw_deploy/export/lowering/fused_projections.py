@@ -1,6 +1,6 @@
-"""Fuses linear layers of one value into one matrix product with concatenated weights.
+"""Fuses linear layers of one value into one matrix product.
 
-A decode step reads each weight once either way, but starts its threads and rounds its activations once.
+A decode step still reads each weight once, but starts its threads and rounds its activations once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ELEMENTWISE = {"Sigmoid", "Tanh", "Gelu", "Relu", "Erf", "Mul", "Div", "Add", "
 def fuse_qkv(editor: GraphEditor, parts: Sequence[ir.Value]) -> ir.Value | None:
     """Queries, keys and values [batch, sequence, n_i] as one value [batch, sequence, n], or None.
 
-    A product that the model splits (Phi-3, GPT-2) is taken whole. Others need stored weights and one source, and all or
-    none a bias.
+    A product that the model splits (Phi-3, GPT-2) is taken whole. Others need stored weights, one source, and a bias
+    each or none.
     """
     return _split_source(parts) or _fuse_products(editor, parts, "qkv")
 
@@ -40,7 +40,7 @@ def fuse_gate_up(model: ir.Model) -> int:
 
 
 def _split_source(parts: Sequence[ir.Value]) -> ir.Value | None:
-    """The value that `parts` are consecutive slices of, leaving nothing out."""
+    """The value of which `parts` are all slices, in order."""
     nodes = [part.producer() for part in parts]
     first = nodes[0]
     if first is None or first.domain:
@@ -65,7 +65,7 @@ def _split_source(parts: Sequence[ir.Value]) -> ir.Value | None:
 
 
 def _fuse_gate(editor: GraphEditor, product: ir.Node) -> bool:
-    """Fuse the linear layers behind the Mul `product`, one of them behind an activation."""
+    """Fuse the linear layers behind the Mul `product`."""
     parts = [part for part in map(_linear_behind, product.inputs) if part is not None]
     if len(parts) != 2 or parts[0] is parts[1]:
         return False
@@ -83,7 +83,7 @@ def _fuse_gate(editor: GraphEditor, product: ir.Node) -> bool:
 
 
 def _linear_behind(value: ir.Value | None) -> ir.Value | None:
-    """The output of the one linear layer that `value` is an elementwise function of."""
+    """The linear layer's output behind elementwise operators."""
     ends: list[ir.Value] = []
     pending = [value]
     while pending:
@@ -110,7 +110,7 @@ def _is_biased(add: ir.Node) -> bool:
 def _fuse_products(editor: GraphEditor, parts: Sequence[ir.Value], label: str) -> ir.Value | None:
     """The linear layers `parts` [batch, sequence, n_i] as one [batch, sequence, n], or None.
 
-    The new weights are named after all old ones, so that a pattern for any of them matches.
+    The new weights bear all old names, so that a pattern for any of them matches.
     """
     linear = [_linear(part) for part in parts]
     if any(one is None for one in linear):

@@ -1,11 +1,11 @@
 """Lowers markers to onnxruntime's GroupQueryAttention over a static cache.
 
-The operator takes heads side by side, without transposes, reads only the slots in use, and can rotate queries and keys.
-Three of its rules (onnxruntime 1.24 to 1.31):
+The operator takes heads side by side, reads only the slots in use, and can rotate queries and keys. Three of its rules
+(onnxruntime 1.24 to 1.31):
 - A call with as many columns as total_sequence_length starts all rows. In any other, rows of a batch have one new token
   each (`ragged_chunks: false` in the manifest).
-- It reads total_sequence_length on the host. That is an input, since a computed one would be copied from the GPU.
-- seqlens_k is a row's tokens *after* the call, less one, padded columns included.
+- It reads total_sequence_length on the host. A computed one would be copied from the GPU, so it is an input.
+- seqlens_k is a row's tokens *after* the call, less one, counting padded columns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def refusal(decoder: TracedDecoder) -> str | None:
 
 
 def lower(decoder: TracedDecoder, context_length: int) -> None:
-    """Replace every marker in place, in a decoder without a `refusal`.
+    """Replace every marker in place. The decoder must have no `refusal`.
 
     context_length: rows of the rotary tables.
     """
@@ -63,8 +63,8 @@ def lower(decoder: TracedDecoder, context_length: int) -> None:
 def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
     """seqlens_k, int32 [batch].
 
-    half: half precision, which has CUDA kernels. There the number of columns is on the host and cannot be added to a
-        value on the device without a copy, but it can be the length of a Range.
+    half: half precision, which has CUDA kernels. There the number of columns, on the host, cannot be added to a value
+        on the device without a copy, but it can be the length of a Range.
     """
     op, constant = editor.op, editor.constant
     if half:

@@ -1,7 +1,7 @@
 """Follows queries, keys and values back to the layout of the linear layers.
 
 transformers reshapes and transposes [batch, sequence, heads * head_dim] to [batch, heads, sequence, head_dim], often
-with a norm per head and a rotary embedding on the way. GroupQueryAttention takes the first layout.
+with a norm per head and a rotary embedding on the way.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _rows(editor: GraphEditor, value: ir.Value) -> ir.Value:
 
 
 def _is_row_by_row(node: ir.Node) -> bool:
-    """Whether `node` treats rows of head_dim numbers alike, so that it commutes with the transpose."""
+    """Whether `node` commutes with the transpose."""
     norm = node.op_type == "RMSNormalization" and node.attributes["axis"].as_int() in (-1, 3)
     return norm or node.op_type == "Cast"
 

@@ -16,10 +16,10 @@ class AttentionLayer:
     """One layer: its marker and the values around it.
 
     query: [batch, heads, sequence, head_dim].
-    new_key, new_value: this call's tokens, [batch, kv_heads, sequence, head_dim or value_dim].
+    new_key, new_value: of this call's tokens, [batch, kv_heads, sequence, head_dim or value_dim].
     past_key, past_value: graph inputs.
     softcap: 0 for none.
-    window: tokens that a query sees, itself included; 0 for all.
+    window: tokens a query sees, itself included; 0 for all.
     """
 
     index: int

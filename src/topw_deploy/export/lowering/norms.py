@@ -30,7 +30,7 @@ def cast_rows_of_norms(model: ir.Model) -> int:
 def fuse_skip_norms(model: ir.Model) -> int:
     """Fuse each residual add with the norm that follows it. Returns the number of fused pairs.
 
-    The fused operator reads the hidden state once. Its last output is the sum, for the next residual.
+    The fused operator also returns the sum, for the next residual.
     """
     editor = GraphEditor(model.graph, "topw.skip")
     fused = sum(_fuse(editor, node) for node in list(model.graph) if is_op(node, "Add"))

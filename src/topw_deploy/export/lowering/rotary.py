@@ -1,4 +1,4 @@
-"""Rewrites rotary embeddings as RotaryEmbedding operators of whole heads, in the heads' own type.
+"""Rewrites rotary embeddings as RotaryEmbedding operators.
 
     x * cos + rotated(x) * sin      cos = f(Cos(pairs(angles))), sin = f(Sin(pairs(angles)))
 
@@ -6,7 +6,7 @@ Most families pair numbers half a head apart: rotated(x) is concat(-x[half:], x[
 angles). Others (Cohere, GLM, Ernie, Helium) interleave: rotated(x) is (-x[1], x[0], -x[3], ...) and pairs repeats each
 angle, or each number in the first half of f(Cos(concat(angles, angles))).
 
-The tracer finds only the first kind without `f`, which is a cast in half precision and a factor with attention scaling
+The tracer finds the first kind only, and only without `f`: a cast in half precision, a factor with attention scaling
 (YaRN, LongRoPE). Both are elementwise, so the operator takes `f(Cos(angles))`.
 """
 
@@ -33,7 +33,7 @@ def narrow_rotary(model: ir.Model) -> int:
     """Remove casts to float32 around RotaryEmbedding nodes. Returns the number of nodes changed.
 
     OLMo, Cohere and Ernie rotate in float32, which keeps attention from rotating by itself. Cosines and sines are cast
-    to half precision instead, once for all layers, as in Llama and Qwen.
+    to half precision instead, as in Llama and Qwen.
     """
     return rewrite_each(model, "topw.narrow_rotary", "Cast", partial(_narrow, {}))
 
@@ -117,7 +117,7 @@ def _fuse_partial(editor: GraphEditor, concat: ir.Node) -> bool:
 
 
 def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
-    """x [batch, heads, sequence, head_dim], cos, sin, and whether pairs are interleaved."""
+    """x [batch, heads, sequence, head_dim], cos, sin, and whether pairs interleave."""
     for straight, crossed in permutations(producer(value, "Mul") for value in add.inputs):
         if straight is None or crossed is None:
             continue
@@ -246,7 +246,7 @@ def _repeated(value: ir.Value | None) -> ir.Value | None:
 
 
 def _apply(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], made: dict[ir.Value, ir.Value]) -> ir.Value:
-    """Copies of `steps` applied to `value`. made: output of a step -> that of its copy."""
+    """Applies copies of `steps` to `value`. made: step's output -> copy's."""
     for step in steps:
         whole = step.outputs[0]
         if whole not in made:

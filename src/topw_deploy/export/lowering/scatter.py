@@ -50,8 +50,8 @@ def lower(decoder: TracedDecoder, max_length: int | None = None) -> None:
 def _fuse_heads(editor: GraphEditor, layer: AttentionLayer) -> AttentionLayer:
     """The layer with one product, transpose and rotation for all heads: a third of the operators.
 
-    Unchanged if the projections cannot be fused, if queries and keys are rotated differently, or if different numbers
-    of heads are not rotated (see `_slice_heads`).
+    Unchanged if projections cannot be fused, if queries and keys are rotated differently, or if they have different
+    numbers of heads and no rotation (see `_slice_heads`).
     """
     query, key, value = (merge_heads(editor, part) for part in (layer.query, layer.new_key, layer.new_value))
     if not _rotate_alike(query, key) or value.rotary is not None or layer.head_dim != layer.value_dim:

@@ -22,7 +22,7 @@ def attend(
     """Replace the layer's marker with attention over `keys` and `values` [batch, kv_heads, tokens, head_dim].
 
     mask: bool [batch, 1, sequence, tokens], True where a query may look.
-    decomposed: without the operator, as soft-capped scores always are.
+    decomposed: use products and a softmax, as always for soft-capped scores.
     """
     attention = _products if decomposed or layer.softcap else _operator
     output = attention(editor, layer, keys, values, mask)
@@ -34,9 +34,9 @@ def attend(
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT has fused attention for such heads; it refuses to build the operator without.
+    """Whether TensorRT has fused attention for such heads, without which it refuses the operator.
 
-    Half precision, 16 to 256 numbers in multiples of 8 (found by building, TensorRT-RTX 1.7.1).
+    Found by building with TensorRT-RTX 1.7.1.
     """
     half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
@@ -57,8 +57,8 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
     """Two products and a softmax; scores are capped as cap * tanh(score / cap).
 
-    The operator's `softcap` is unused: the specification first applied it after the mask, which lets a query see the
-    future, later before it, and runtimes follow either.
+    The operator's `softcap` is unused: the specification first applied it after the mask, where it lets a query see the
+    future, later before it. Runtimes follow either.
     """
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap
@@ -85,5 +85,4 @@ def _scaled(editor: GraphEditor, value: ir.Value, scale: float) -> ir.Value:
 
 
 def _scalar_type(dtype: ir.DataType) -> type:
-    """The NumPy scalar type of `dtype`."""
     return dtype.numpy().type

@@ -1,8 +1,8 @@
 """A cache that is written in place: its inputs, positions and tensors.
 
 A row's tokens fill its buffer from slot 0. `write_indices` is their number, `row_lengths` the number of real columns of
-this call, which come first. Padded columns are written behind the row's tokens, where the next call overwrites them
-before any query sees them.
+this call, which come first. Padded columns are written behind them, where the next call overwrites them before any
+query sees them.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def traced_decoder(job: Job) -> Decoder:
     notices += _limits_of(model, dtype)
     traced = _traced(model, job)
     context = context_length(model.config)
-    # A checkpoint's own codes are kept only for whole products packed alike, which two fused ones may not be.
+    # A checkpoint's own codes are kept for products packed alike only, which two fused ones may not be.
     fuse_gates = weights.quantisation is not None and packed_format(source.folder) is None
     lowered = lower(
         traced,
@@ -132,7 +132,7 @@ def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
 
 
 def sample_batches(model: PreTrainedModel, folder: Path) -> list[torch.Tensor]:
-    """Token ids [1, n]: ids spread over the vocabulary, and the sample text if there is a tokenizer.json."""
+    """Token ids [1, n]: ids over the whole vocabulary, and the sample text if it can be tokenized."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     length = min(64, context_length(model.config))
     batches = [torch.linspace(0, vocab - 1, length).long()[None]]

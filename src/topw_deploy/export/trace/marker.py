@@ -1,7 +1,7 @@
 """Marker nodes, which stand for attention in a trace.
 
-Each layer leaves one node of the domain `topw.trace` with scale, soft cap and sliding window as attributes, and no
-mask. So one trace serves every target, and lowerings need not match patterns of nodes.
+Each layer leaves one node with scale, soft cap and sliding window as attributes, and no mask. So one trace serves every
+target, and lowerings need not match patterns of nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARKER_DOMAIN = "topw.trace"
 MARKER_OP = "Attention"
 _IMPLEMENTATION = "topw_marker"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Arguments of attention functions that do not change what a causal decoder computes in inference.
+# Arguments of attention functions without effect on a causal decoder in inference.
 _HARMLESS = {
     "dropout",
     "position_ids",
@@ -67,7 +67,7 @@ def check_layer_types(model: PreTrainedModel, config: Any) -> None:
 
 
 def check_markers(model: PreTrainedModel, config: Any, graph: ir.Graph, layers: int) -> None:
-    """Raise UnsupportedModelError unless each layer has one marker on the cache, with the stated window."""
+    """Raise UnsupportedModelError unless each layer has one marker with the stated window."""
     nodes = marker_nodes(graph)
     name = type(model).__name__
     if [node.attributes["layer"].as_int() for node in nodes] != list(range(layers)):
@@ -114,7 +114,7 @@ def _marker_attention(
 ) -> tuple[torch.Tensor, None]:
     """Replaces attention while tracing. Run eagerly, only its shape is right."""
     unknown = sorted(name for name, given in others.items() if name not in _HARMLESS and given is not None)
-    masked = attention_mask is not None  # `_no_mask` gives None, so this is a mask of the model's own
+    masked = attention_mask is not None  # not by `_no_mask`
     if masked or unknown or is_causal is False or not getattr(module, "is_causal", True):
         what = f"the attention argument {unknown[0]}" if unknown else "attention that is not causal"
         what = "an attention mask of its own" if masked else what

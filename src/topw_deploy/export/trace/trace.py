@@ -21,11 +21,11 @@ from topw_deploy.export.trace.weightless import Weights, weight_tensor, weightle
 from topw_deploy.export.trace.workarounds import batch_experts, fixed_frequencies, silenced, small_terms_kept
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_OPSET = 23  # has operators for norms and rotary embeddings; at 24 the tracer decomposes both
-_BATCH, _PAST, _NEW = 2, 5, 3  # sizes of the sample inputs: any, but all different and above 1
+_OPSET = 23  # at 24 the tracer decomposes norms and rotary embeddings
+_BATCH, _PAST, _NEW = 2, 5, 3  # sample sizes: all different and above 1
 _FILE = "trace.onnx"
 _STAGE = "traced graph"
-_PARAMETERS = "checkpoint"  # the data file that a saved trace names for the model's parameters
+_PARAMETERS = "checkpoint"  # stands for the data file of parameters
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TracedDecoder:
 def trace(model: PreTrainedModel) -> TracedDecoder:
     """Trace `model` (in evaluation mode, on the CPU) at opset 23.
 
-    Raises UnsupportedModelError, naming the architecture, for layers without a marker and for a failed trace.
+    Raises UnsupportedModelError for layers without a marker and for a failed trace.
     """
     config = model.config.get_text_config(decoder=True)
     check_layer_types(model, config)
@@ -78,7 +78,7 @@ def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, 
 
 
 def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDecoder | None:
-    """The trace kept under this stamp, with the parameters of `model`, or None."""
+    """The trace kept under this stamp, with the parameters of `model`."""
     found = journal.find(_STAGE, stamp)
     if found is None:
         return None
@@ -91,7 +91,7 @@ def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDe
 
 
 def _filled_cache(model: PreTrainedModel, config: Any, weights: Weights) -> DynamicCache:
-    """A cache of `_PAST` tokens, all zeros, in the shapes of the model's own.
+    """A cache of `_PAST` zero tokens in the model's own shapes.
 
     Made without the configuration: a cache with a sliding window drops old tokens; the graph's never does (the mask
     hides them).
@@ -138,7 +138,7 @@ def _export(model: PreTrainedModel, cache: DynamicCache) -> ir.Model:
 
 
 def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weights) -> None:
-    """Attach the weights and run torch's optimizer, which may fold all other constants."""
+    """Attach the weights and run torch's optimizer, which may fold other constants only."""
 
     def may_fold(node: ir.Node) -> bool | None:
         return False if any(value is not None and value.name in weights.by_name for value in node.inputs) else None
@@ -154,7 +154,6 @@ def _attach_and_optimize(model: PreTrainedModel, traced: ir.Model, weights: Weig
 
 
 def _name_inputs_and_outputs(graph: ir.Graph) -> None:
-    """Give inputs, outputs and their dimensions the ecosystem's names."""
     layer_of = re.compile(r"layers\.(\d+)\.(key|value)s$")
     for values, prefix in ((graph.inputs, "past_key_values"), (graph.outputs, "present")):
         for value in values:

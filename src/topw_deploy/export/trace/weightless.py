@@ -1,6 +1,6 @@
 """Traces without weights: parameters are fake tensors while tracing, initializers afterwards.
 
-A trace needs shapes only. Weights that are not read yet (`UnreadTensor`) are read when an initializer's values are.
+Unread weights (`UnreadTensor`) are read when an initializer's values are.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from topw_deploy.export.source.unread_tensor import UnreadTensor
 
 
 class Weights:
-    """The real parameters of a model that has fake ones.
-
-    fake_mode: computes the shapes of fake tensors.
-    """
+    """The real parameters of a model that has fake ones. fake_mode computes the shapes of these."""
 
     def __init__(self, by_name: dict[str, torch.Tensor]) -> None:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.by_name = by_name
 
     def attach(self, model: ir.Model) -> None:
-        """Give fake initializers of `model` the parameters of their names. Raises ValueError for other names."""
+        """Give fake initializers of `model` their parameters. Raises ValueError for other names."""
         for name, value in model.graph.initializers.items():
             fake = getattr(value.const_value, "raw", None)
             if not isinstance(fake, FakeTensor):
@@ -67,7 +64,7 @@ def weightless(model: torch.nn.Module) -> Iterator[Weights]:
 
 
 def weight_tensor(parameter: torch.Tensor, name: str) -> ir.TensorProtocol:
-    """`parameter` as an initializer, read on demand if it is unread."""
+    """`parameter` as an initializer, read on demand."""
     if not isinstance(parameter, UnreadTensor):
         return tensor_adapters.TorchTensor(parameter.detach(), name=name)
 
