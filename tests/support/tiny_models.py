@@ -31,7 +31,7 @@ from topw_deploy.export.trace.trace import trace
 
 VOCAB = 320
 WINDOW = 8
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -54,20 +54,20 @@ ONE_LAYER = {
 
 # GroupQueryAttention can rotate heads of 16 numbers itself, but not heads of 8.
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama_tied": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
-    "llama_untied": lambda: LlamaConfig(**_COMMON, head_dim=16, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**_COMMON, head_dim=16),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
-    "phi3": lambda: Phi3Config(**_COMMON, head_dim=16),
-    "mistral": lambda: MistralConfig(**_COMMON, head_dim=16, sliding_window=WINDOW),
+    "llama_tied": lambda: LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "llama_untied": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**COMMON, head_dim=16),
+    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=16),
+    "phi3": lambda: Phi3Config(**COMMON, head_dim=16),
+    "mistral": lambda: MistralConfig(**COMMON, head_dim=16, sliding_window=WINDOW),
     "gemma2": lambda: Gemma2Config(
-        **_COMMON, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0
+        **COMMON, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0
     ),
     "gemma3": lambda: Gemma3TextConfig(
-        **_COMMON, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+        **COMMON, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+        **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
