@@ -19,8 +19,8 @@ from topw_deploy.export.graph.lazy_weight import LazyWeight, parts, transposed
 from topw_deploy.export.source.checkpoint import load_checkpoint, load_unread
 from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.export.source.unread_tensor import UnreadTensor, streamed, widen
-from topw_deploy.export.trace.shapes_only import shapes_only, weight_tensor
 from topw_deploy.export.trace.trace import trace
+from topw_deploy.export.trace.weightless import weight_tensor, weightless
 from topw_deploy.memory import StageMemory, resident_bytes
 
 
@@ -116,10 +116,10 @@ def test_unread_and_read_models_have_the_same_trace(checkpoint: Callable[[str], 
 def test_a_trace_leaves_the_model_unchanged() -> None:
     model = make_model("llama_tied")
     before = parameters(model)
-    with shapes_only(model) as shapes:
+    with weightless(model) as weights:
         assert parameters(model)["lm_head.weight"] is parameters(model)["model.embed_tokens.weight"]
         assert all(parameters(model)[name] is not weight for name, weight in before.items())
-        assert shapes.weights["lm_head.weight"].data_ptr() == before["lm_head.weight"].data_ptr()
+        assert weights.by_name["lm_head.weight"].data_ptr() == before["lm_head.weight"].data_ptr()
     assert all(parameters(model)[name] is weight for name, weight in before.items())
 
 
@@ -174,10 +174,10 @@ def test_a_weight_in_parts_equals_the_whole(tmp_path: Path, dtype: torch.dtype) 
     model = torch.nn.Linear(5, 7, bias=False)
     model.weight = torch.nn.Parameter(stored(tmp_path, tensor).to(dtype), requires_grad=False)
     value = ir.Value(name="weight", shape=ir.Shape([7, 5]))
-    with shapes_only(model) as shapes:
+    with weightless(model) as weights:
         value.const_value = ir.tensor_adapters.TorchTensor(model.weight, name="weight")
         graph = ir.Graph([], [], nodes=[], initializers=[value])
-        shapes.attach(ir.Model(graph, ir_version=10))
+        weights.attach(ir.Model(graph, ir_version=10))
     weight = value.const_value
     assert isinstance(weight, LazyWeight)
     for lazy, wanted in ((weight, tensor.to(dtype)), (transposed(weight, (1, 0)), tensor.to(dtype).T.contiguous())):

@@ -1,4 +1,4 @@
-"""What ends the sequences of other exporters' decoders, and what those leave out, told from graphs alone."""
+"""Decoders of other exporters: cache, longest sequence, and what they leave out, found from graph and configuration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.foreign.context_length import reach
-from topw_deploy.export.foreign.left_out import Window, applies_window, lost_soft_cap, window_of
+from topw_deploy.export.foreign.limits import Window, applies_window, lost_soft_cap, sequence_limit, window_of
 from topw_deploy.export.foreign.load import load_decoder
 from topw_deploy.export.graph.editor import GraphEditor
 
@@ -28,7 +27,7 @@ def decoder(
     cache: ir.DataType = ir.DataType.FLOAT,
     extra_input: str = "",
 ) -> ir.Model:
-    """Inputs, outputs and attention as onnxruntime-genai's builder writes them; what lies between is left out."""
+    """Inputs, outputs and attention as onnxruntime-genai's builder writes them, and nothing between."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21, "com.microsoft": 1}, name="decoder")
     editor = GraphEditor(graph, "made")
     ids = editor.input("input_ids", ir.DataType.INT64, ["batch_size", "sequence_length"])
@@ -72,7 +71,7 @@ def written(folder: Path, model: ir.Model, **config: object) -> Path:
     return folder / "model.onnx"
 
 
-def test_a_cache_that_only_grouped_query_attention_reads_is_driven_in_place(tmp_path: Path) -> None:
+def test_a_cache_that_only_group_query_attention_reads_is_shared(tmp_path: Path) -> None:
     file = written(tmp_path / "made", decoder())
     info = load_decoder(file, file.parent).info
     assert (info.kv_form, info.attention) == ("shared", "GroupQueryAttention")
@@ -80,7 +79,7 @@ def test_a_cache_that_only_grouped_query_attention_reads_is_driven_in_place(tmp_
     assert not info.ragged_chunks
 
 
-def test_an_operator_that_keeps_a_window_alone_sets_the_least_length_of_its_buffer(tmp_path: Path) -> None:
+def test_an_operator_that_keeps_only_a_window_sets_the_shortest_buffer(tmp_path: Path) -> None:
     model = decoder(windows=(16, -1))
     node = next(node for node in model.graph if node.name == "attention_0")
     file = written(tmp_path / "made", model)
@@ -90,7 +89,7 @@ def test_an_operator_that_keeps_a_window_alone_sets_the_least_length_of_its_buff
     assert load_decoder(file, file.parent).info.buffer_least == 16
 
 
-def test_rows_may_be_padded_on_the_right_where_the_mask_sums_tell_their_lengths(tmp_path: Path) -> None:
+def test_rows_may_be_padded_on_the_right_if_lengths_are_sums_of_the_mask(tmp_path: Path) -> None:
     model = decoder()
     file = written(tmp_path / "sums", model)
     assert load_decoder(file, file.parent).info.right_padding
@@ -102,7 +101,7 @@ def test_rows_may_be_padded_on_the_right_where_the_mask_sums_tell_their_lengths(
 
 
 @pytest.mark.parametrize("instead", ["Shape", "ReduceMax"])
-def test_rows_told_by_the_width_of_the_mask_must_have_equal_lengths(tmp_path: Path, instead: str) -> None:
+def test_rows_must_be_equally_long_if_lengths_come_from_the_mask_as_a_whole(tmp_path: Path, instead: str) -> None:
     model = decoder()
     mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
     editor = GraphEditor(model.graph, "other")
@@ -113,7 +112,7 @@ def test_rows_told_by_the_width_of_the_mask_must_have_equal_lengths(tmp_path: Pa
     assert not load_decoder(file, file.parent).info.right_padding
 
 
-def test_a_cache_that_something_else_reads_too_is_concatenated(tmp_path: Path) -> None:
+def test_a_cache_with_other_readers_is_concatenated(tmp_path: Path) -> None:
     model = decoder()
     past = next(value for value in model.graph.inputs if value.name == "past_key_values.1.value")
     editor = GraphEditor(model.graph, "other")
@@ -138,30 +137,30 @@ def test_a_quantised_cache_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "advice"), [("key_cache.0", "--static-cache"), ("block_table", "use_paged_attention")]
 )
-def test_other_layouts_of_the_same_makers_are_named(tmp_path: Path, name: str, advice: str) -> None:
+def test_unsupported_layouts_are_named_in_the_refusal(tmp_path: Path, name: str, advice: str) -> None:
     file = written(tmp_path / "made", decoder(extra_input=name))
     with pytest.raises(UnsupportedModelError, match=advice):
         load_decoder(file, file.parent)
 
 
-def test_a_rotary_table_that_ends_before_the_context_ends_sequences(tmp_path: Path) -> None:
+def test_a_rotary_table_shorter_than_the_context_limits_sequences(tmp_path: Path) -> None:
     file = written(tmp_path / "made", decoder(rotary_rows=48))
     read = load_decoder(file, file.parent)
     assert read.info.context_length == 48
     assert "48 rows, fewer than the context of 64 tokens" in read.notices[0]
 
 
-def test_positions_looked_up_in_a_plain_table_end_there_too() -> None:
+def test_a_table_of_position_embeddings_limits_sequences() -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 24}, name="decoder")
     editor = GraphEditor(graph, "made")
     positions = editor.input("position_ids", ir.DataType.INT64, ["batch_size", "sequence_length"])
     flat = editor.op("Reshape", [positions, editor.constant(np.array([-1]))])
     editor.op("Gather", [editor.constant(np.zeros((30, 8), np.float32)), flat])
-    assert reach(graph, 64, None).tokens == 30
-    assert reach(graph, 20, None).tokens == 20
+    assert sequence_limit(graph, 64, None).tokens == 30
+    assert sequence_limit(graph, 20, None).tokens == 20
 
 
-def test_a_window_that_the_graph_ignores_ends_sequences_there(tmp_path: Path) -> None:
+def test_a_window_that_the_graph_ignores_limits_sequences(tmp_path: Path) -> None:
     file = written(tmp_path / "made", decoder(), sliding_window=16)
     read = load_decoder(file, file.parent)
     assert read.info.context_length == 16
@@ -181,14 +180,14 @@ def test_a_window_that_the_graph_ignores_ends_sequences_there(tmp_path: Path) ->
         ((-1, -1), {"sliding_window": 4096}, 64),
     ],
 )
-def test_the_window_counts_in_the_layers_that_should_have_it(
+def test_the_window_must_be_in_as_many_layers_as_the_configuration_states(
     tmp_path: Path, windows: tuple[int, int], config: dict[str, object], tokens: int
 ) -> None:
     file = written(tmp_path / "made", decoder(windows=windows), **config)
     assert load_decoder(file, file.parent).info.context_length == tokens
 
 
-def test_genais_own_configuration_tells_of_a_window_where_there_is_no_other() -> None:
+def test_the_window_comes_from_genai_config_without_a_config_json() -> None:
     assert window_of({}, {"sliding_window": {"window_size": 16, "layers": []}}) == Window(16, None)
     assert window_of({}, {"sliding_window": {"window_size": 16, "layers": [0, 2]}}) == Window(16, 2)
     assert window_of({}, {"sliding_window": {"window_size": -1, "layers": []}}) is None
@@ -196,7 +195,7 @@ def test_genais_own_configuration_tells_of_a_window_where_there_is_no_other() ->
 
 
 @pytest.mark.parametrize(("number", "found"), [(16, True), (-16, True), (15, True), (17, True), (64, False)])
-def test_a_window_of_plain_operators_is_a_number_that_positions_are_compared_with(number: int, found: bool) -> None:
+def test_a_window_in_plain_operators_is_a_number_in_a_comparison(number: int, found: bool) -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="decoder")
     editor = GraphEditor(graph, "made")
     distance = editor.input("distance", ir.DataType.INT64, ["sequence_length"])
@@ -206,7 +205,7 @@ def test_a_window_of_plain_operators_is_a_number_that_positions_are_compared_wit
 
 
 @pytest.mark.parametrize(("softcap", "lost"), [(50.0, None), (0.0, 50.0), (30.0, 50.0)])
-def test_a_soft_cap_that_attention_does_not_have_is_named(tmp_path: Path, softcap: float, lost: float | None) -> None:
+def test_a_missing_soft_cap_is_stated(tmp_path: Path, softcap: float, lost: float | None) -> None:
     model = decoder(softcap=softcap)
     assert lost_soft_cap(model.graph, {"attn_logit_softcapping": 50.0}) == lost
     assert lost_soft_cap(model.graph, {"attn_logit_softcapping": None}) is None
@@ -216,7 +215,7 @@ def test_a_soft_cap_that_attention_does_not_have_is_named(tmp_path: Path, softca
 
 
 @pytest.mark.parametrize("capped", [True, False])
-def test_a_soft_cap_of_plain_operators_is_a_tanh_before_the_softmax(capped: bool) -> None:
+def test_a_soft_cap_in_plain_operators_is_a_tanh_before_the_softmax(capped: bool) -> None:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="decoder")
     editor = GraphEditor(graph, "made")
     scores = editor.input("scores", ir.DataType.FLOAT, ["n", "m"])
