@@ -22,7 +22,7 @@ from topw_deploy.manifest.folder import (
     sha256_of,
     sha256_of_stream,
 )
-from topw_deploy.manifest.parse import MOST_TOKENS
+from topw_deploy.manifest.parse import MOST_TOKENS, verification_from_dict
 from topw_deploy.manifest.parts import (
     KV_FORMS,
     STATUSES,
@@ -30,6 +30,8 @@ from topw_deploy.manifest.parts import (
     Check,
     DecoderInfo,
     FileEntry,
+    NotCompared,
+    Note,
     SamplerInfo,
     TensorSpec,
     Verification,
@@ -47,6 +49,8 @@ __all__ = [
     "DecoderManifest",
     "FileEntry",
     "Manifest",
+    "NotCompared",
+    "Note",
     "SamplerInfo",
     "SamplerManifest",
     "TensorSpec",
@@ -60,4 +64,5 @@ __all__ = [
     "save_manifest",
     "sha256_of",
     "sha256_of_stream",
+    "verification_from_dict",
 ]

@@ -132,6 +132,11 @@ class Fields:
     def listing(self, name: str) -> list[Any]:
         return listing(self._full(name), self.value(name))
 
+    def objects(self, name: str, known: Collection[str]) -> list[Fields]:
+        """A list of objects whose fields are all in `known`."""
+        full = self._full(name)
+        return [Fields(f"{full}[{index}]", item).only(known) for index, item in enumerate(self.listing(name))]
+
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of texts."""
         return tuple(text(f"an item of {self._full(name)}", item) for item in self.listing(name))

@@ -20,6 +20,8 @@ from topw_deploy.manifest.parts import (
     Check,
     DecoderInfo,
     FileEntry,
+    NotCompared,
+    Note,
     SamplerInfo,
     TensorSpec,
     Verification,
@@ -123,10 +125,21 @@ def decoder(data: Fields) -> DecoderInfo:
     )
 
 
+def verification_from_dict(data: object) -> Verification:
+    """The inverse of `dataclasses.asdict`. Raises ValueError as `manifest_from_json` raises ManifestError."""
+    return verification(Fields("verification", data))
+
+
 def verification(data: Fields) -> Verification:
-    checks = data.listing("checks")
+    data.only(_names(Verification))
     return Verification(
-        status=data.one_of("status", STATUSES), checks=tuple(_check(index, item) for index, item in enumerate(checks))
+        status=data.one_of("status", STATUSES),
+        checks=tuple(_check(index, item) for index, item in enumerate(data.listing("checks"))),
+        not_compared=tuple(
+            NotCompared(given.text("name"), given.text("reason"))
+            for given in data.objects("not_compared", _names(NotCompared))
+        ),
+        notes=tuple(Note(given.text("name"), given.text("text")) for given in data.objects("notes", _names(Note))),
     )
 
 

@@ -93,10 +93,35 @@ class Check:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class NotCompared:
+    """Something that the verification could not compare, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A measurement for information, which decides nothing."""
+
+    name: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """`status` is "provisional" (being verified, does not load), "passed", "partial" (something could not be run where
-    it was exported; `checks` says what was) or "skipped" (asked for); a failed export has no folder."""
+    """What comparing the export with its source found. A failed export leaves no folder.
+
+    status: one of STATUSES. "provisional": not verified yet, does not load. "passed": every check ran and passed.
+        "partial": something was not compared, or a check failed and left a limit, which its detail states.
+        "skipped": not asked for.
+    checks: each can fail.
+    not_compared: each makes the status "partial".
+    notes: they do not change the status.
+    """
 
     status: str
     checks: tuple[Check, ...] = ()
+    not_compared: tuple[NotCompared, ...] = ()
+    notes: tuple[Note, ...] = ()

@@ -18,7 +18,7 @@ from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.resume.journal import DataLog, Journal
 from topw_deploy.export.resume.stamp import stamp_of, stamp_of_files
 from topw_deploy.export.write.libraries import library_versions
-from topw_deploy.manifest import Check, Manifest, Verification, sha256_of
+from topw_deploy.manifest import Manifest, Verification, sha256_of, verification_from_dict
 from topw_deploy.sampling import Geometry
 
 # What of a request does not change the decoder and its sampler.
@@ -108,11 +108,9 @@ class Stages:
         stamp = stamp_of(self.weights, files, dataclasses.asdict(manifest.defaults))
         found = self.journal.find(stage, stamp)
         if found is not None:
-            checks = tuple(Check(**check) for check in found["checks"])
-            return Verification(status=found["status"], checks=checks), bool(found["may_pad"])
+            return verification_from_dict(found["verification"]), bool(found["may_pad"])
         verification, may_pad = verify()
-        checks_noted = [dataclasses.asdict(check) for check in verification.checks]
-        self.journal.done(stage, stamp, status=verification.status, checks=checks_noted, may_pad=may_pad)
+        self.journal.done(stage, stamp, verification=dataclasses.asdict(verification), may_pad=may_pad)
         return verification, may_pad
 
 

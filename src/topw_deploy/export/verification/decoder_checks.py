@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from topw_deploy.export.verification.names import LEFT_PADDED, RIGHT_PADDED
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.verification.reference import Reference
+from topw_deploy.export.verification.results import LEFT_PADDED, RIGHT_PADDED
 from topw_deploy.manifest import Check, DecoderInfo
 
 # Largest difference allowed, relative to the largest logit (at least 1). float32 over a few dozen layers stays near

@@ -70,4 +70,4 @@ def verify_first_layers(
     export(replace(fewer, neighbour_bound=False))
     verification, may_pad = verify(fewer)
     checks = tuple(replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks)
-    return Verification(status="partial", checks=checks), may_pad
+    return replace(verification, status="partial", checks=checks), may_pad
