@@ -7,8 +7,7 @@ import pytest
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, crop, fast_crop
-from topw_deploy.sampling.fast.alternation import loss_of_share
-from topw_deploy.sampling.fast.distances import SetDistances
+from topw_deploy.sampling.fast.alternation import SetDistances, loss_of_share
 
 from .brute_force import Case, Points, direct_distances, random_cases, trace
 

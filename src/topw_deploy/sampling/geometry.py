@@ -1,6 +1,4 @@
-"""Token geometry: how far two tokens are apart, from the model's input embeddings (docs/contract/graph.md, section
-2).
-"""
+"""Distances between tokens, from the model's input embeddings (docs/contract/graph.md, section 2)."""
 
 from __future__ import annotations
 
@@ -25,19 +23,19 @@ VARIANCE_ADDED = 1e-12  # mahalanobis: sqrt(variance + this)
 VARIANCE_FLOOR = 1e-6  # unit and cosine: sqrt(max(variance, this))
 
 _BLOCK_VALUES = 1_048_576  # float64 values held at a time while reading a table: 8 MiB
-# |x|^2 + |y|^2 - 2 x.y loses digits as the pair gets close. Where it falls under this share of |x|^2 + |y|^2 the
-# distance is taken again from the difference x - y, which keeps every distance within about 1e-12 of exact.
+# |x|^2 + |y|^2 - 2 x.y loses digits for close pairs. Where it is below this share of |x|^2 + |y|^2, the distance is
+# computed from x - y, which keeps every distance within about 1e-12.
 _NEAR_SHARE = 1e-3
 
 
 def normalise(rows: Floats) -> Floats:
-    """`rows` [n, d] divided by their norms, a norm under 1e-12 counting as 1e-12."""
+    """`rows` [n, d] divided by max(norm, 1e-12)."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.maximum(norms, SMALLEST_NORM)
 
 
 def _blocks(table: Any, metric: str) -> Iterator[Floats]:
-    """The table in float64 blocks of rows, already normalised for the metric that takes its statistics so."""
+    """The table in float64 blocks of rows, normalised for `mahalanobis`."""
     rows = max(1, _BLOCK_VALUES // max(1, table.shape[1]))
     for start in range(0, table.shape[0], rows):
         block = np.asarray(table[start : start + rows]).astype(np.float64)
@@ -51,10 +49,11 @@ def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]
     """Mean and inverse standard deviation of each coordinate over all rows of the embedding table.
 
     table: [V, d], any floating type, also a memory map; read twice, in blocks of 8 MiB.
-    metric: `mahalanobis` takes them over the rows normalised to unit length, `unit` and `cosine` over the raw rows.
-    Returns (mean [d], inverse standard deviation [d]), float64: 1 / sqrt(variance + 1e-12) for `mahalanobis`
-    (paper, Appendix A), 1 / sqrt(max(variance, 1e-6)) for the others.
-    Raises ParameterError for a metric without statistics, a table that is not [V, d] and values that are not finite.
+    metric: `mahalanobis` uses rows normalised to unit length, `unit` and `cosine` raw rows.
+
+    Returns (mean [d], inverse standard deviation [d]), float64. The latter is 1 / sqrt(variance + 1e-12) for
+    `mahalanobis` (paper, Appendix A) and 1 / sqrt(max(variance, 1e-6)) for the others.
+    Raises ParameterError for `uniform`, for a table that is not [V, d] and for values that are not finite.
     """
     if metric not in METRICS or metric == "uniform":
         raise ParameterError(f"metric {metric!r} takes no embedding statistics; only mahalanobis, unit and cosine do.")
@@ -68,7 +67,7 @@ def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]
 
 
 def _as_table(table: ArrayLike) -> Any:
-    """The table as given (a memory map stays one), or an error if it is not a non-empty matrix."""
+    """The table as given (a memory map stays one). Raises ParameterError if it is not a non-empty matrix."""
     array: Any = table if hasattr(table, "shape") else np.asarray(table)
     if len(array.shape) != 2 or 0 in array.shape:
         raise ParameterError(f"the embedding table has shape {tuple(array.shape)}, but must be [V, d], both >= 1.")
@@ -90,8 +89,9 @@ class Geometry:
     ) -> Self:
         """The geometry of an input embedding table [V, d] under `mahalanobis`, `unit` or `cosine`.
 
-        statistics: (mean [d], inverse standard deviation [d]) to use instead of `embedding_statistics(table, metric)`,
-        for instance the float32 ones that a graph carries. The table is kept by reference, not copied.
+        table: kept by reference, not copied.
+        statistics: (mean [d], inverse standard deviation [d]) in place of `embedding_statistics(table, metric)`, for
+            instance the float32 ones of a graph.
         """
         mean, inverse_std = embedding_statistics(table, metric) if statistics is None else statistics
         return cls(
@@ -100,14 +100,14 @@ class Geometry:
 
     @classmethod
     def uniform(cls) -> Self:
-        """The 0-1 geometry (paper, section 4.3): any two different tokens are at distance 1."""
+        """The 0-1 geometry (paper, section 4.3): distance 1 between any two different tokens."""
         return cls("uniform")
 
     def features(self, ids: ArrayLike) -> Floats:
-        """The points [n, d] of the tokens `ids` [n] whose distances the metric measures.
+        """The points [n, d] of the tokens `ids` [n], between which the metric measures.
 
         `mahalanobis`: normalise, subtract the mean, divide by the standard deviation. `unit`, `cosine`: subtract,
-        divide, normalise. `uniform`: the ids themselves [n, 1], of which only equality matters.
+        divide, normalise. `uniform`: the ids themselves, [n, 1].
         """
         ids = np.asarray(ids, dtype=np.int64)
         if self.table is None or self.mean is None or self.inverse_std is None:
@@ -120,7 +120,7 @@ class Geometry:
         return normalise((rows - self.mean) * self.inverse_std)
 
     def distances(self, rows: ArrayLike, cols: ArrayLike) -> Floats:
-        """Distances [n, m] between the tokens `rows` [n] and `cols` [m], both given as ids."""
+        """Distances [n, m] between the token ids `rows` [n] and `cols` [m]."""
         return self.between(self.features(rows), self.features(cols))
 
     def between(self, x: Floats, y: Floats) -> Floats:
@@ -138,8 +138,8 @@ class Geometry:
 def euclidean(x: Floats, y: Floats) -> Floats:
     """Euclidean distances [n, m] between the rows of `x` [n, d] and `y` [m, d], within about 1e-12 relative.
 
-    One matrix product gives |x|^2 + |y|^2 - 2 x.y with an error near 1e-15 (|x|^2 + |y|^2); pairs closer than
-    a thousandth of that sum are computed again from x - y, so near-duplicates lose no digits and duplicates give 0.
+    One matrix product gives |x|^2 + |y|^2 - 2 x.y with an error near 1e-15 (|x|^2 + |y|^2). Pairs closer than a
+    thousandth of that sum are computed again from x - y, so that near-duplicates lose no digits and duplicates give 0.
     """
     sizes = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1)  # [n, m]
     squares = sizes - 2.0 * (x @ y.T)

@@ -52,7 +52,7 @@ def geometry(folder: Path, manifest: DecoderManifest) -> Geometry:
 
 
 def rows(vocab: int, near_ties: Sequence[int]) -> np.ndarray:
-    """Logits [32, vocab] that draw token `position` everywhere, and either of two tokens at the positions `near_ties`."""
+    """Logits [32, vocab] that draw token n in row n; in the rows `near_ties` rounding decides between n and n + 1."""
     found = np.full((32, vocab), -20.0, np.float32)
     found[np.arange(32), np.arange(32)] = 20.0
     for position in near_ties:  # both are kept; which is drawn changes at the middle of their mass

@@ -1,4 +1,4 @@
-"""The sampler checks pass only on enough rows, find what is wrong on each of them, and make rows where there are few."""
+"""The sampler checks pass only on enough rows, find every wrong answer, and make rows where there are few."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.fast.alternation import Alternation
+from topw_deploy.sampling.fast.alternation import Alternation, SetDistances
 from topw_deploy.sampling.fast.candidates import Blocks, Logits, gap, in_pool_order
-from topw_deploy.sampling.fast.distances import SetDistances
 from topw_deploy.sampling.geometry import Floats, Geometry, Ids
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.reference import (

@@ -12,9 +12,8 @@ from torch import Tensor
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.sampling.torch.alternation import Alternation, SetDistances, literal
-from topw_deploy.sampling.torch.candidates import Candidates, settle_by_candidates
+from topw_deploy.sampling.torch.certificate import Candidates, Pool, settle_by_candidates, take_pool
 from topw_deploy.sampling.torch.geometry import TensorGeometry
-from topw_deploy.sampling.torch.pool import Pool, take_pool
 from topw_deploy.sampling.torch.rows import Rows, TensorParameters, read_parameters
 
 
