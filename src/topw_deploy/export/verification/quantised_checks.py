@@ -33,8 +33,12 @@ _SEED = 11
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids to measure on, int64 [rows, columns]; how many at the start of each row are no text (BOS); what they
-    are."""
+    """Text to measure on.
+
+    rows: token ids int64 [rows, columns].
+    prefix: tokens at the start of each row that are no text (BOS).
+    name: a description of the text.
+    """
 
     rows: np.ndarray
     prefix: int
@@ -43,7 +47,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Loss:
-    """Nats per token, of the model in float32 and of the graph, and the standard error of their difference."""
+    """Nats per token of the float32 model and of the graph, and the standard error of their difference."""
 
     exact: float
     quantised: float
@@ -51,8 +55,10 @@ class Loss:
 
     @classmethod
     def of(cls, exact: np.ndarray, quantised: np.ndarray) -> Loss:
-        """Of losses [rows, tokens]. Neighbouring tokens go together, so the error is that of a mean of rows; with one
-        row, of tokens."""
+        """Of losses [rows, tokens]. Neighbouring tokens are correlated, so the error is that of a mean of rows.
+
+        With one row it is that of a mean of tokens.
+        """
         samples = (quantised - exact).mean(axis=1) if len(exact) > 1 else (quantised - exact)[0]
         error = samples.std(ddof=1) / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
         return cls(float(exact.mean()), float(quantised.mean()), float(error))
@@ -119,7 +125,7 @@ def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check
 def _float_losses(
     reference: Reference, rows: np.ndarray, places: set[tuple[int, int]]
 ) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
-    """Losses [rows, columns - 1], and the logits at `places`, a row of all logits at a time in memory."""
+    """Losses [rows, columns - 1], and the logits at `places`. Holds the logits of one row at a time."""
     losses = np.empty((len(rows), rows.shape[1] - 1))
     kept: dict[tuple[int, int], np.ndarray] = {}
     for number, row in enumerate(rows):

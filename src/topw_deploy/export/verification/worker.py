@@ -1,6 +1,6 @@
-"""The process that verifies: reads what to check from its argument, writes one JSON line per result.
+"""The process that verifies: `python -m topw_deploy.export.verification.worker JSON`.
 
-Run as `python -m topw_deploy.export.verification.worker JSON`.
+The argument is the task (see `in_subprocess.run_checks`); stdout gets a JSON line per result.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argument: str) -> int:
 
 
 def run(task: dict[str, Any]) -> Iterator[Result]:
-    """All checks that can be made here of the folder that `task` names (see parent.py for its keys)."""
+    """All results for `task`."""
     folder = Path(task["folder"])
     manifest = load_decoder_manifest(folder)
     reference = _reference(task, manifest)
@@ -100,7 +100,7 @@ def _checks(
 def _cost_of_quantisation(
     task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: TorchReference
 ) -> Iterator[Result]:
-    """The graph as shipped beside the float model; then the weights of `reference` become those of the graph."""
+    """Compare the graph as shipped with the float model, then round the weights of `reference` like the graph's."""
     text = evaluation_text(folder, manifest, reference.parameters)
     if text is None:
         yield NotCompared("perplexity", "there is no tokenizer.json")
@@ -119,8 +119,10 @@ def _cost_of_quantisation(
 
 
 def _native(folder: Path, manifest: DecoderManifest, geometry: Geometry, logits: np.ndarray) -> Iterator[Result]:
-    """The same checks of this machine's native sampler on the file's node. It belongs to the installation and not to
-    the file: `topw verify` asks for it, an export does not, and no manifest tells of it."""
+    """The sampler checks with this machine's native sampler.
+
+    It belongs to the installation and not to the file, so `topw verify` runs them, but an export does not.
+    """
     library, why = operator_library("CPUExecutionProvider", manifest.sampler.table_form)
     if library is None:
         yield NotCompared("native sampler", why)
@@ -141,9 +143,9 @@ def _reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | N
 
 
 def _sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]:
-    """Four sequences of very different lengths, longest first: text where the tokenizer gives it, then any ids.
+    """Four sequences of very different lengths, longest first: text if there is a tokenizer, then random ids.
 
-    The longest goes past the sliding window, where there is one of a testable size.
+    The longest exceeds the sliding window, unless that is too long to test.
     """
     longest = _LONGEST
     window = _window(folder, manifest)
@@ -180,7 +182,7 @@ def _text_ids(folder: Path, manifest: DecoderManifest) -> np.ndarray:
 def _some_logits(
     probe: LogitsProbe | None, reference: Reference | None, sequences: list[np.ndarray]
 ) -> np.ndarray | None:
-    """Logits [4, vocab] that the model gives on the way through its longest sequence."""
+    """Logits [4, vocab] of the model at places of its longest sequence."""
     ids = sequences[0]
     places = sorted({int(n) for n in np.linspace(1, len(ids), 4)})
     if probe is not None:

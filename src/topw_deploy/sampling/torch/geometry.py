@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 _BLOCK_VALUES = 1 << 19  # numbers held at a time while reading a table: 4 MiB in float64, about a cache
-# As in `sampling.geometry`: where |x - y|^2 is under this share of |x|^2 + |y|^2 it is taken again from x - y. float32
-# has lost more digits by then, so it starts sooner.
+# As in `sampling.geometry`: where |x - y|^2 is below this share of |x|^2 + |y|^2, it is computed from x - y. float32
+# has fewer digits to lose, so its share is larger.
 _NEAR_SHARE = {torch.float64: 1e-3, torch.float32: 0.05}
 
 
 def normalise(points: Tensor) -> Tensor:
-    """`points` [n, d] divided by their norms, a norm under 1e-12 counting as 1e-12."""
+    """`points` [n, d] divided by max(norm, 1e-12)."""
     return points / torch.linalg.vector_norm(points, dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
 
 
@@ -61,7 +61,7 @@ class TensorGeometry:
 
     @classmethod
     def uniform(cls) -> Self:
-        """The 0-1 geometry: any two different tokens are at distance 1. Needs no table."""
+        """The 0-1 geometry: distance 1 between any two different tokens. Needs no table."""
         return cls("uniform")
 
     def features(self, ids: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class TensorGeometry:
 
 
 def _blocks(table: Tensor, metric: str) -> Iterator[Tensor]:
-    """The table in blocks of rows in the working type, normalised for the metric that takes its statistics so."""
+    """The table in blocks of rows in the working type, normalised for `mahalanobis`."""
     for block in table.split(max(1, _BLOCK_VALUES // table.shape[1])):
         rows = block.to(working_dtype(table.device), copy=True)
         yield normalise(rows) if metric == "mahalanobis" else rows
