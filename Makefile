@@ -3,7 +3,7 @@
 #
 #   PYTHON     the interpreter that makes the environment (3.11 or newer)
 #   GPU_FLAGS  options of `python3 -m benchmarks.gpu` for `make gpu`
-#   PYTEST_FLAGS  more options for `make test`, for instance "-n 2"
+#   PYTEST_FLAGS  more options for `make test` and `make quick`; --long runs what CI runs
 #   PIP_FLAGS  more options for pip; on Linux without a GPU, name PyTorch's index of CPU wheels here,
 #              otherwise pip brings several gigabytes of CUDA packages along
 
@@ -17,9 +17,10 @@ NVIDIA    := .nvidia
 HOST      := .venv-host
 OLDEST    := .venv-310
 BIN       := $(VENV)/bin
+PYTEST    := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 INSTALL   := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test lint peers cuda-tools nvidia host python310 fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
+.PHONY: demo test quick lint peers cuda-tools nvidia host python310 fuzz fuzz-native fuzz-cuda bench gpu wheels clean help
 
 help:            ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -28,8 +29,11 @@ demo: $(VENV)/export.stamp  ## install, export the bundled model, stream text fr
 	$(BIN)/topw-export demo out/demo --overwrite
 	$(BIN)/topw generate out/demo "class Path" --preset lively --seed 2 --max-new-tokens 120 --stats
 
-test: $(VENV)/dev.stamp     ## install and run the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+test: $(VENV)/dev.stamp     ## install and run the tests on all cores, without the long ones
+	$(PYTEST) $(PYTEST_FLAGS)
+
+quick: $(VENV)/dev.stamp    ## the same without the slow ones: every module, in less than two minutes
+	$(PYTEST) --quick $(PYTEST_FLAGS)
 
 lint: $(VENV)/dev.stamp     ## ruff and mypy
 	$(BIN)/ruff check .

@@ -27,15 +27,17 @@ from topw_deploy.export.graph.editor import GraphEditor
 _CHILD = """
 import json, sys, time
 from pathlib import Path
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
+from topw_deploy.export.request import export_request
+from topw_deploy.progress import Progress
 def peak():  # of this program alone: getrusage would count what the parent held when it forked
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 started = time.perf_counter()
 lines = []
 export_model(
-    ExportRequest(model=sys.argv[1], output=Path(sys.argv[2]), verify=False, hard_link=sys.argv[3] == "1"),
-    lambda line: lines.append((round(time.perf_counter() - started, 2), line)),
+    export_request(model=sys.argv[1], output=Path(sys.argv[2]), verify=False, hard_link=sys.argv[3] == "1"),
+    Progress(lambda line: lines.append((round(time.perf_counter() - started, 2), line))),
 )
 print(json.dumps({"seconds": time.perf_counter() - started, "imports_mib": before / 1024, "peak_mib": peak() / 1024,
                   "phases": lines}))

@@ -28,16 +28,18 @@ from topw_deploy.demo import demo_model_path
 _EXPORT = """
 import dataclasses, json, sys
 from pathlib import Path
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
+from topw_deploy.export.request import export_request
+from topw_deploy.progress import Progress
 settings = json.loads(sys.argv[1])
 settings["output"] = Path(settings["output"])
-report = export_model(ExportRequest(**settings), lambda line: print(line, file=sys.stderr, flush=True))
+report = export_model(export_request(**settings), Progress(lambda line: print(line, file=sys.stderr, flush=True)))
 print(json.dumps({"seconds": report.seconds, "memory": report.memory, "sizes": report.sizes,
                   "status": report.verification.status, "notices": report.notices}))
 """
 _RUN = """
 import json, sys, time
-from topw_deploy.export.memory import peak_bytes
+from topw_deploy.memory import peak_bytes
 from topw_deploy.runtime import TopWModel
 started = time.perf_counter()
 model = TopWModel.from_pretrained(sys.argv[1])

@@ -20,6 +20,28 @@ settings.load_profile("without a clock")
 REPORTED = ("numpy", "onnxruntime", "tokenizers", "onnx", "onnx-ir", "torch", "transformers")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("topw_deploy")
+    group.addoption("--quick", action="store_true", help="leave out what is marked slow or long: `make quick`")
+    group.addoption("--long", action="store_true", help="run what is marked long, too, as CI does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the options leave out, unless it is named; run the longest files first, so that no worker ends
+    with one alone."""
+    unwanted = {"slow", "long"} if config.option.quick else set() if config.option.long else {"long"}
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args if ".py" in argument}
+    left_out = {i for i in items if i.path not in named and any(i.get_closest_marker(mark) for mark in unwanted)}
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+    weights: dict[Path, int] = {}
+    for item in items:
+        weight = 2 if item.get_closest_marker("long") else 1 if item.get_closest_marker("slow") else 0
+        weights[item.path] = max(weights.get(item.path, 0), weight)
+    items.sort(key=lambda item: -weights[item.path])
+
+
 def pytest_report_header() -> str:
     """The versions that decide what the tests see."""
     installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}

@@ -1,106 +1,127 @@
-"""Imports point one way: cli -> export | runtime -> sampling, and the runtime stays light."""
+"""Imports point one way: cli -> export | runtime -> sampling; and each part needs only its own libraries."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import topw_deploy
+from tests.support import import_graph
+from tests.support.import_graph import MODULES, imports
 from topw_deploy import install
 
-ROOT = Path(topw_deploy.__file__).parent
-SOURCES = sorted(ROOT.rglob("*.py"))
-
-# What each part of the package may import from the others, beside itself.
-BASE = {"errors", "files", "manifest", "sampling", "progress", "dtypes"}
+# What each part of the package may import from the others.
+LEAVES = {"errors", "files", "dtypes", "progress", "manifest", "sampling"}
 ALLOWED = {
     "errors": set(),
-    "files": set(),
-    "progress": set(),
     "dtypes": set(),
+    "progress": set(),
+    "memory": set(),
     "telemetry": set(),
     "printable": set(),
+    "files": {"errors"},
     "plain_text": {"errors"},
     "install": {"errors"},
     "sizes": {"errors"},
     "reports": {"errors"},
-    "manifest": {"errors", "files", "sampling"},
-    "sampling": {"errors"},
-    "plugins": {"errors", "install", "sampling"},
-    "tensorrt": BASE | {"plugins"},
-    "runtime": BASE | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
-    "processors": {"errors", "sampling"},
     "demo": {"errors"},
-    "export": BASE | {"install", "sizes", "runtime", "demo"},
-    "stats": BASE | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
-    "bench": BASE | {"install", "printable", "reports", "plugins", "runtime", "export", "processors"},
-    "cli": BASE
+    "sampling": {"errors"},
+    "processors": {"errors", "sampling"},
+    "manifest": {"errors", "files", "sampling"},
+    "plugins": {"errors", "files", "dtypes", "progress", "install", "sampling"},
+    "tensorrt": LEAVES | {"plugins"},
+    "runtime": LEAVES | {"install", "telemetry", "sizes", "plugins", "tensorrt"},
+    "export": LEAVES | {"memory", "install", "sizes", "runtime", "demo"},
+    "stats": LEAVES | {"plain_text", "printable", "reports", "plugins", "runtime", "export"},
+    "bench": LEAVES | {"install", "printable", "reports", "plugins", "runtime", "export", "processors"},
+    "cli": LEAVES
     | {"install", "telemetry", "plain_text", "printable", "sizes", "reports", "plugins", "tensorrt", "runtime"}
     | {"export", "demo", "stats", "bench"},
     "__main__": {"cli"},
 }
-THIRD_PARTY = {
-    "errors": set(),
-    "files": set(),
-    "install": set(),
-    "reports": {"matplotlib"},
+
+# Other libraries that each part imports anywhere, and those that importing any of its modules loads.
+RUNTIME = {"numpy", "onnxruntime", "tokenizers", "jinja2"}
+EXPORTER = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "ml_dtypes"}
+NAMED = {
     "manifest": set(),
     "sampling": {"numpy"},
     "plugins": {"numpy"},
     "tensorrt": {"numpy"},
-    "runtime": {"numpy", "onnxruntime", "tokenizers", "jinja2"},
+    "runtime": RUNTIME,
     "processors": {"torch", "transformers"},
+    "export": EXPORTER | {"numpy", "onnxruntime", "tokenizers", "huggingface_hub"},
+    "stats": {"numpy", "onnx_ir", "matplotlib"},
+    "bench": {"numpy", "onnx", "onnx_ir", "onnxruntime", "onnxruntime_genai", "optimum"}
+    | {"torch", "transformers", "matplotlib"},
+    "demo": {"numpy", "torch", "transformers", "tokenizers", "safetensors", "tqdm", "matplotlib"},
+    "cli": {"click", "onnxruntime", "tqdm"},
+    "reports": {"matplotlib"},
 }
-# Folders that need more than their part does, and that nothing imports unasked.
-THIRD_PARTY_WITHIN = {"sampling/torch": {"numpy", "torch"}}
+LOADED = {
+    "manifest": {"numpy"},
+    "tensorrt": {"numpy"},
+    "runtime": RUNTIME,
+    "processors": {"numpy", "torch", "transformers"},
+    "export": EXPORTER | RUNTIME,
+    "stats": RUNTIME | {"onnx", "onnx_ir", "onnxscript", "ml_dtypes"},
+    "bench": RUNTIME | {"torch", "transformers", "onnxruntime_genai"},
+    "demo": NAMED["demo"] - {"matplotlib"},
+    "cli": {"click", "numpy"},
+    "reports": set(),
+    "__main__": {"click", "numpy"},
+}
+# Rooms that need more than their part does, and that nothing imports unasked.
+WITHIN = {"sampling/torch": {"numpy", "torch"}}
 
 
-def part_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def part_of(module: str) -> str:
+    """`export` of `topw_deploy.export.pipeline`."""
+    return (*module.split("."), "__init__")[1]
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Every module that the file imports, wherever in it, as a dotted name."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively: write the full name"
-            base = node.module or ""
-            yield base
-            if base == "topw_deploy":
-                yield from (f"topw_deploy.{alias.name}" for alias in node.names)
+def libraries(names: set[str]) -> set[str]:
+    """The other projects' packages among modules."""
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {import_graph.PACKAGE}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path: Path) -> None:
-    part = part_of(path)
-    for name in imported(path):
-        pieces = name.split(".")
-        if pieces[0] == "topw_deploy" and len(pieces) > 1 and pieces[1] != part:
-            assert part == "__init__" or pieces[1] in ALLOWED[part], f"{part} may not import {name}"
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module: str) -> None:
+    part = part_of(module)
+    parts = {part_of(found.name) for found in imports(module) if found.name in MODULES}
+    assert parts - {part, "__init__"} <= ALLOWED.get(part, set())
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_each_part_needs_only_its_own_libraries(path: Path) -> None:
-    folder = path.relative_to(ROOT).parent.as_posix()
-    allowed = THIRD_PARTY_WITHIN.get(folder, THIRD_PARTY.get(part_of(path)))
-    if allowed is None:
-        return
-    for name in imported(path):
-        top = name.split(".")[0]
-        assert top in allowed | {"topw_deploy"} or top in sys.stdlib_module_names, f"{path} imports {name}"
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert not import_graph.cycle()
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if part_of(p) == "export"], ids=lambda p: p.stem)
-def test_the_exporter_runs_models_only_to_verify_them(path: Path) -> None:
-    uses_runtime = any(name.startswith("topw_deploy.runtime") for name in imported(path))
-    assert not uses_runtime or "verification" in path.parts, f"{path} imports the runtime"
+@pytest.mark.parametrize("module", MODULES)
+def test_each_part_names_only_its_own_libraries(module: str) -> None:
+    allowed = WITHIN.get(import_graph.room_of(module), NAMED.get(part_of(module), set()))
+    assert libraries({found.name for found in imports(module)}) <= allowed
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_importing_a_module_loads_only_its_part_s_libraries(module: str) -> None:
+    part = part_of(module)
+    allowed = WITHIN.get(import_graph.room_of(module), LOADED.get(part, NAMED.get(part, set())))
+    assert libraries(import_graph.loaded_by(module)) <= allowed
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if part_of(module) == "export"])
+def test_the_exporter_runs_models_only_to_verify_them(module: str) -> None:
+    runs = any(found.name.startswith("topw_deploy.runtime") for found in imports(module))
+    assert not runs or import_graph.room_of(module) == "export/verification"
+
+
+def test_the_graph_sees_through_packages() -> None:
+    named = {found.name for found in imports("topw_deploy.runtime.folder")}
+    assert any(name.startswith("topw_deploy.manifest.") for name in named), (
+        "the package's module, not the package alone"
+    )
+    assert "onnxruntime" in import_graph.loaded_by("topw_deploy.stats.collect")
 
 
 def loaded_by(statement: str) -> set[str]:

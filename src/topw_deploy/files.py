@@ -7,6 +7,7 @@ Writing: a file is whole or not there, with the permissions that the umask leave
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import secrets
 import stat
@@ -54,6 +55,13 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
     Raises NotRegularError for a link (without `follow`), folder, pipe, socket or device; OSError as `open` does.
     """
     return os.fdopen(_opened(path, None, stat.S_ISREG, follow), "rb")
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[mmap.mmap]:
+    """Map the regular file at `path` into memory for reading. Raises what `open_regular` does, ValueError if empty."""
+    with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:

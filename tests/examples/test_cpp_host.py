@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 
 from tests.examples.cpp_host import FORMS, Host, compare, fails, ids_of, native_library, options_of, rewritten
 from tests.support.toy_model import EOS, Toy, export
+from topw_deploy.export.request import export_request
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 
@@ -29,10 +30,10 @@ def test_tokens_are_those_of_the_python_runtime(form: str, sampler: str, host: H
 def test_the_bundled_model_answers_alike_in_both_forms_of_its_cache(
     host: Host, demo_export: Path, tmp_path: Path
 ) -> None:
-    from topw_deploy.export import ExportRequest, export_model
+    from topw_deploy.export import export_model
 
     concat = tmp_path / "concat"
-    export_model(ExportRequest(model="demo", output=concat, verify=False, kv="concat", dtype="fp16"))
+    export_model(export_request(model="demo", output=concat, verify=False, kv="concat", dtype="fp16"))
     for folder in (demo_export, concat):
         with TopWModel.from_pretrained(folder, provider="cpu", intra_op_num_threads=1) as model:
             assert load_manifest(folder).decoder.kv_form == ("concat" if folder == concat else "static")  # type: ignore[union-attr]

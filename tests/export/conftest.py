@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from tests.support.tiny_models import write_checkpoint, write_decoder
-from topw_deploy.export import ExportRequest, export_model
-
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """family -> its Hugging Face folder."""
+    from tests.support.tiny_models import write_checkpoint  # torch, which most tests of the graph do without
+
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
@@ -30,6 +26,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
     """family -> its export with default options, unverified."""
+    from topw_deploy.export import ExportRequest, export_model
+
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
@@ -44,4 +42,6 @@ def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
 @pytest.fixture(scope="session")
 def foreign_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder without a sampler, as another exporter would have written it."""
+    from tests.support.tiny_models import write_decoder
+
     return write_decoder(tmp_path_factory.mktemp("foreign") / "llama", "llama_tied")

@@ -16,9 +16,11 @@ from topw_deploy.errors import (
     ParameterError,
     TokenizerError,
 )
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
+from topw_deploy.export.request import export_request
 from topw_deploy.export.tail import OP_TYPE
 from topw_deploy.manifest import MANIFEST_NAME, load_manifest
+from topw_deploy.progress import Progress
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.parameters import TopWOptions
 
@@ -98,7 +100,7 @@ def test_an_export_with_everything_else_than_the_defaults_verifies(
     tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
     lines: list[str] = []
-    request = ExportRequest(
+    request = export_request(
         model=str(checkpoint("qwen2")),
         output=tmp_path / "out",
         options=TopWOptions(top_m=50, alt_iters=9, metric="cosine", potential="knn", knn_k=2),
@@ -106,12 +108,12 @@ def test_an_export_with_everything_else_than_the_defaults_verifies(
         num_hidden_layers=1,
         opset=24,
     )
-    report = export_model(request, lines.append)
+    report = export_model(request, Progress(lines.append))
     manifest = load_manifest(tmp_path / "out")
     assert manifest.verification.status == "passed"
     assert manifest.verification == report.verification
     assert len([line for line in lines if "[✓]" in line]) == 11
-    assert manifest.sampler.options == request.options
+    assert manifest.sampler.options == request.sampler.options
     assert manifest.sampler.tail == "static"
     assert manifest.opset[""] == 24
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 1
@@ -151,8 +153,8 @@ def test_activations_beyond_half_precision_are_named(tmp_path: Path) -> None:
 
 def test_a_bfloat16_export_says_what_could_not_be_verified(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     lines: list[str] = []
-    request = ExportRequest(model=str(checkpoint("llama_tied")), output=tmp_path / "out", dtype="bf16")
-    report = export_model(request, lines.append)
+    request = export_request(model=str(checkpoint("llama_tied")), output=tmp_path / "out", dtype="bf16")
+    report = export_model(request, Progress(lines.append))
     assert report.verification.status == "partial"
     assert [check.name.split()[0] for check in report.verification.checks] == ["sampler"] * 4
     assert "bfloat16 graphs cannot run on a CPU" in report.notices[0]

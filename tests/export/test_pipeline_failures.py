@@ -110,8 +110,9 @@ def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decod
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     code = (
         "from pathlib import Path\nfrom topw_deploy.export import ExportRequest, export_model\n"
+        "from topw_deploy.progress import Progress\n"
         f"request = ExportRequest(model={str(foreign_decoder)!r}, output=Path({str(out)!r}), overwrite=True)\n"
-        "export_model(request, lambda line: print(line, flush=True))\n"
+        "export_model(request, Progress(lambda line: print(line, flush=True)))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -16,21 +16,22 @@ from transformers import LlamaConfig
 
 from tests.support.tiny_models import write_checkpoint
 from topw_deploy.errors import ExportError, ParameterError
-from topw_deploy.export import ExportReport, ExportRequest, export_model
-from topw_deploy.export.memory import StageMemory, peak_bytes, resident_bytes
+from topw_deploy.export import ExportReport, export_model
+from topw_deploy.export.job import Job
 from topw_deploy.export.plan import Plan
-from topw_deploy.export.request import parse_size
+from topw_deploy.export.request import export_request, parse_size
 from topw_deploy.export.verification import first_layers
 from topw_deploy.export.write import weights
 from topw_deploy.export.write.data_files import file_sizes, lay_out
 from topw_deploy.export.write.staging import SPARE
 from topw_deploy.manifest import Check, Verification, check_hashes, load_manifest
+from topw_deploy.memory import StageMemory, peak_bytes, resident_bytes
 
 SHARD = 40_000
 
 
 def export(model: Path, out: Path, **settings: Any) -> ExportReport:
-    return export_model(ExportRequest(model=str(model), output=out, **{"verify": False, **settings}))
+    return export_model(export_request(model=str(model), output=out, **{"verify": False, **settings}))
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +91,8 @@ def test_the_forecast_of_a_verification_is_within_a_tenth_of_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, dtype: str, parameters: int, measured: int
 ) -> None:
     monkeypatch.setattr(first_layers, "parameter_count", lambda _model: parameters)
-    built = SimpleNamespace(decoder=SimpleNamespace(info=SimpleNamespace(weights_dtype=dtype), model=None))
-    assert first_layers.verification_bytes(built) == pytest.approx(measured * 1e6, rel=0.1)  # type: ignore[arg-type]
+    decoder = SimpleNamespace(info=SimpleNamespace(weights_dtype=dtype), model=None)
+    assert first_layers.verification_bytes(decoder) == pytest.approx(measured * 1e6, rel=0.1)  # type: ignore[arg-type]
 
 
 def test_no_data_file_is_larger_than_asked_for_and_all_of_them_load(sharded: tuple[Path, ExportReport]) -> None:
@@ -129,7 +130,7 @@ def test_sizes_are_read_as_transformers_reads_them(size: int | str, wanted: int)
 @pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "2 gigabytes", 0])
 def test_what_is_no_size_is_refused(tmp_path: Path, size: int | str) -> None:
     with pytest.raises(ParameterError, match="must be a number of bytes"):
-        ExportRequest(model="demo", output=tmp_path, max_shard_size=size)
+        export_request(model="demo", output=tmp_path, max_shard_size=size)
 
 
 def test_shards_of_an_existing_decoder_stay_as_its_maker_cut_them(tmp_path: Path, foreign_decoder: Path) -> None:
@@ -189,10 +190,10 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     monkeypatch.setattr(first_layers, "available_bytes", lambda: 1)
     seen: list[dict[str, Any]] = []
 
-    def verify(folder: Path, _source: object, request: ExportRequest, *_rest: object) -> tuple[Verification, bool]:
+    def verify(job: Job, folder: Path) -> tuple[Verification, bool]:
         decoder = load_manifest(folder).decoder
         assert decoder is not None
-        seen.append({"layers": decoder.num_layers, "asked": request.num_hidden_layers})
+        seen.append({"layers": decoder.num_layers, "asked": job.request.graph.num_hidden_layers})
         return Verification(status="passed", checks=(Check("prefill logits", True, 0.0, 1.0, "torch"),)), True
 
     monkeypatch.setattr("topw_deploy.export.verification.verify_in_subprocess", verify)

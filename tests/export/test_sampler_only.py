@@ -14,7 +14,7 @@ import pytest
 
 from topw_deploy.errors import ExportError, ParameterError, SourceError, UnsupportedModelError, VerificationError
 from topw_deploy.export import sampler_only
-from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
 from topw_deploy.export.source.embedding_table import embeddings_of_file, embeddings_of_folder
 from topw_deploy.export.tail import TAIL_INPUTS
 from topw_deploy.manifest import check_hashes, load_manifest
@@ -43,8 +43,13 @@ def safetensors_file(path: Path, tensors: dict[str, np.ndarray], dtype: str) -> 
 
 def test_a_sampler_from_a_table_is_verified_and_described(npy: Path, tmp_path: Path) -> None:
     defaults = TopWParameters(lam=1.5)
-    request = SamplerRequest(
-        output=tmp_path / "out", embeddings=npy, options=OPTIONS, defaults=defaults, with_mass=True, with_keep_mask=True
+    request = sampler_request(
+        output=tmp_path / "out",
+        embeddings=npy,
+        options=OPTIONS,
+        defaults=defaults,
+        with_mass=True,
+        with_keep_mask=True,
     )
     report = export_sampler(request)
     assert report.files == ("model.onnx", "topw_manifest.json")
@@ -63,7 +68,7 @@ def test_a_sampler_from_a_table_is_verified_and_described(npy: Path, tmp_path: P
 
 def test_the_uniform_metric_needs_only_a_vocabulary_size(tmp_path: Path) -> None:
     options = TopWOptions(metric="uniform", top_m=25)
-    export_sampler(SamplerRequest(output=tmp_path / "out", vocab_size=70, options=options))
+    export_sampler(sampler_request(output=tmp_path / "out", vocab_size=70, options=options))
     manifest = load_manifest(tmp_path / "out")
     assert manifest.sampler.hidden_size is None
     assert manifest.inputs[0].shape == ("batch", 70)
@@ -71,13 +76,13 @@ def test_the_uniform_metric_needs_only_a_vocabulary_size(tmp_path: Path) -> None
 
 
 def test_a_table_may_have_more_rows_than_the_vocabulary(npy: Path, tmp_path: Path) -> None:
-    export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, vocab_size=80, options=OPTIONS))
+    export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, vocab_size=80, options=OPTIONS))
     assert load_manifest(tmp_path / "out").sampler.vocab_size == 80
 
 
 def test_a_large_table_lies_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npy: Path) -> None:
     monkeypatch.setattr("topw_deploy.export.write.weights.EXTERNAL_ABOVE", 1000)
-    report = export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
+    report = export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
     assert "model.onnx_data" in report.files
     assert load_manifest(tmp_path / "out").verification.status == "passed"
 
@@ -92,7 +97,7 @@ def test_a_checkpoint_gives_its_input_embeddings_without_being_loaded(dtype: str
     found = embeddings_of_folder(tmp_path)
     assert isinstance(found, np.memmap)
     assert np.array_equal(found.astype(np.float32), table.astype(np.float32))
-    report = export_sampler(SamplerRequest(output=tmp_path / "out", model=str(tmp_path), options=OPTIONS))
+    report = export_sampler(sampler_request(output=tmp_path / "out", model=str(tmp_path), options=OPTIONS))
     assert report.verification.status == "passed"
 
 
@@ -157,12 +162,12 @@ def test_an_embedding_file_must_be_a_matrix_of_floats(tmp_path: Path) -> None:
 )
 def test_a_request_must_name_one_source(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=message):
-        SamplerRequest(output=tmp_path, **given)
+        sampler_request(output=tmp_path, **given)
 
 
 def test_defaults_that_float32_cannot_hold_are_refused(npy: Path, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"init_top_p is 1e-60, but must be in \(0, 1\] in float32 too"):
-        SamplerRequest(output=tmp_path, embeddings=npy, defaults=TopWParameters(init_top_p=1e-60))
+        sampler_request(output=tmp_path, embeddings=npy, defaults=TopWParameters(init_top_p=1e-60))
 
 
 def test_a_vocabulary_beyond_the_table_is_refused(npy: Path, tmp_path: Path) -> None:
@@ -175,12 +180,12 @@ def test_a_folder_in_use_stays_as_it_is(npy: Path, tmp_path: Path) -> None:
     output.mkdir()
     (output / "mine.txt").write_text("mine")
     with pytest.raises(ExportError, match="not empty"):
-        export_sampler(SamplerRequest(output=output, embeddings=npy, options=OPTIONS))
+        export_sampler(sampler_request(output=output, embeddings=npy, options=OPTIONS))
     assert [file.name for file in output.iterdir()] == ["mine.txt"]
 
 
 def test_a_dry_run_writes_nothing(npy: Path, tmp_path: Path) -> None:
-    report = export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, options=OPTIONS, dry_run=True))
+    report = export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS, dry_run=True))
     assert report.nodes == 1
     assert report.weight_bytes >= TABLE.nbytes
     assert not (tmp_path / "out").exists()
@@ -196,5 +201,5 @@ def test_a_sampler_that_disagrees_with_the_reference_is_not_kept(
 
     monkeypatch.setattr(sampler_only, "sampler_model", wrong)
     with pytest.raises(VerificationError, match="sampler"):
-        export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
+        export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["table.npy"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.plugins.tensorrt.build import build
 from topw_deploy.sampling.parameters import TopWOptions
 
@@ -25,7 +25,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_library_is_the_plugin_that_the_python_class_is(nvidia: Ask, library: Path, tmp_path: Path) -> None:
     """The same engine but for what the builder itself writes anew each time: the fields are the same bytes."""
     options = TopWOptions(metric="uniform", top_m=64)
-    export_sampler(SamplerRequest(output=tmp_path / "out", vocab_size=8192, options=options, verify=False))
+    export_sampler(sampler_request(output=tmp_path / "out", vocab_size=8192, options=options, verify=False))
     task = {"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1], [8, 8], [1, 16]]}
     (native,) = nvidia([task], plugin=str(library))
     (python,) = nvidia([task], plugin="python")
@@ -35,7 +35,7 @@ def test_the_library_is_the_plugin_that_the_python_class_is(nvidia: Ask, library
 
 def test_the_library_refuses_what_the_kernels_cannot_serve(nvidia: Ask, library: Path, tmp_path: Path) -> None:
     options = TopWOptions(metric="uniform", top_m=5000)
-    export_sampler(SamplerRequest(output=tmp_path / "out", vocab_size=8192, options=options, verify=False))
+    export_sampler(sampler_request(output=tmp_path / "out", vocab_size=8192, options=options, verify=False))
     (answer,) = nvidia([{"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1]]}], plugin=str(library))
     assert answer["parsed"]
     assert answer["bytes"] == [0]

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.sampling.parameters import TopWOptions
 
 from .conftest import Ask, assert_built
@@ -37,7 +37,7 @@ def samplers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, settings in VARIANTS.items():
         uniform = settings.get("options", TopWOptions()).metric == "uniform"
         source = {"vocab_size": VOCAB} if uniform else {"embeddings": table}
-        export_sampler(SamplerRequest(output=folder / name, verify=False, **source, **settings))
+        export_sampler(sampler_request(output=folder / name, verify=False, **source, **settings))
     return {name: folder / name / "model.onnx" for name in VARIANTS}
 
 
@@ -100,7 +100,7 @@ def test_the_plugin_refuses_what_the_kernels_cannot_serve_before_there_is_an_eng
     nvidia: Ask, tmp_path: Path
 ) -> None:
     options = TopWOptions(metric="uniform", top_m=5000)
-    export_sampler(SamplerRequest(output=tmp_path / "out", vocab_size=VOCAB, options=options, verify=False))
+    export_sampler(sampler_request(output=tmp_path / "out", vocab_size=VOCAB, options=options, verify=False))
     (answer,) = nvidia([{"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1]]}], plugin="python")
     assert answer["parsed"]
     assert answer["bytes"] == [0]

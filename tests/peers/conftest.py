@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from topw_deploy.export import ExportRequest, export_model
-from topw_deploy.export.request import ExportReport
+from topw_deploy.export import export_model
+from topw_deploy.export.request import ExportReport, export_request
 
 from .models import PEERS, Peer
 
@@ -73,7 +73,7 @@ def grafted(tmp_path_factory: pytest.TempPathFactory, folder: Callable[[str], Fo
             source = folder(name)
             complete = any((source.path / file).is_file() for file in ("config.json", "genai_config.json"))
             has_tokenizer = (source.path / "tokenizer.json").is_file()
-            request = ExportRequest(
+            request = export_request(
                 model=str(source.path),
                 output=tmp_path_factory.mktemp("grafted") / name,
                 with_logits=True,

@@ -172,10 +172,9 @@ def test_the_models_own_configuration_says_the_same_of_its_window(
 ) -> None:
     """genai_config.json is all that the builder writes; --tokenizer names a folder with config.json."""
     source = folder(name)
-    notices: list[str] = []
-    info = load_decoder(source.path / "model.onnx", source.checkpoint, notices).info
-    assert info.context_length == described(grafted(name).path).context_length
-    assert notices == [note for note in grafted(name).report.notices if "window" in note]
+    decoder = load_decoder(source.path / "model.onnx", source.checkpoint)
+    assert decoder.info.context_length == described(grafted(name).path).context_length
+    assert list(decoder.notices) == [note for note in grafted(name).report.notices if "window" in note]
 
 
 def test_a_cache_in_mobiuss_static_layout_is_refused_by_name(folder: Callable, tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from topw_deploy.export import ExportReport, ExportRequest, export_model
+from topw_deploy.export import ExportReport, export_model
 from topw_deploy.export.lowering.concat import lower
+from topw_deploy.export.request import export_request
 from topw_deploy.export.trace.trace import trace
 
 VOCAB = 320
@@ -121,4 +122,4 @@ def write_decoder(folder: Path, family: str, change: Callable[[ir.Model], None] 
 def export(model: Path | str, output: Path, **settings: object) -> ExportReport:
     """Export `model`, unverified unless `settings` (of ExportRequest) say otherwise."""
     settings = {"verify": False, **settings}
-    return export_model(ExportRequest(model=str(model), output=output, **settings))  # type: ignore[arg-type]
+    return export_model(export_request(model=str(model), output=output, **settings))  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,16 @@ def byte_tokenizer(bos: bool = False) -> Tokenizer:
 def byte_ids(data: str | bytes) -> list[int]:
     """Token ids of a text or of raw bytes under `byte_tokenizer`."""
     data = data.encode() if isinstance(data, str) else data
-    by_byte = _byte_characters()
-    return [len(SPECIAL) + BYTES.index(by_byte[byte]) for byte in data]
+    return [_ids_of_bytes()[byte] for byte in data]
 
 
-def _byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for each byte."""
+@cache
+def _ids_of_bytes() -> list[int]:
+    """The token of each byte, by GPT-2's printable stand-in for it."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+    characters = [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+    return [len(SPECIAL) + BYTES.index(character) for character in characters]
 
 
 @dataclass(frozen=True)

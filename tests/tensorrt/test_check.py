@@ -15,7 +15,7 @@ from onnx import helper
 
 from tests.support.toy_model import Toy, export
 from topw_deploy.errors import EngineError, ManifestError, ParameterError
-from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.manifest import describe_files, load_manifest, save_manifest
 from topw_deploy.plugins.tensorrt.module import MODULES
 from topw_deploy.sampling.parameters import TopWOptions
@@ -28,7 +28,7 @@ def sampler(folder: Path, *, tail: str = "portable", options: TopWOptions | None
     np.save(table, np.random.default_rng(0).standard_normal((vocab, 8)).astype(np.float32))
     options = options or TopWOptions(top_m=64)
     given = {"vocab_size": vocab} if options.metric == "uniform" else {"embeddings": table}
-    request = SamplerRequest(output=folder / "out", options=options, tail=tail, verify=False, **given)
+    request = sampler_request(output=folder / "out", options=options, tail=tail, verify=False, **given)
     export_sampler(request)
     return request.output
 

@@ -1,4 +1,4 @@
-"""`topw-export MODEL OUT`: from a model to a folder whose graph samples by Top-W."""
+"""`topw-export MODEL OUT`: export a model with a Top-W sampler."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from topw_deploy.cli.options import (
     NEEDS_EXPORT,
     baked_options,
     bound_option,
+    crop_options,
     given,
     hub_options,
     parameter_options,
     quantisation_options,
+    report_options,
     tail_option,
 )
-from topw_deploy.cli.progress import bar, phase
+from topw_deploy.cli.progress import progress
 from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
@@ -32,102 +34,91 @@ _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16
 @click.command(name="export", context_settings=CONTEXT, epilog=NEEDS_EXPORT)
 @click.argument("model", required=False)
 @click.argument("out", required=False, type=click.Path(path_type=Path))
-@click.option("-m", "--model", "model_option", metavar="MODEL", help="The same as the first argument.")
-@click.option(
-    "-o", "--output", "out_option", metavar="OUT", type=click.Path(path_type=Path), help="The same as the second."
-)
+@click.option("-m", "--model", "model_option", metavar="MODEL", help="MODEL, as an option.")
+@click.option("-o", "--output", "out_option", metavar="OUT", type=click.Path(path_type=Path), help="OUT, as an option.")
 @click.option(
     "--dtype",
     type=click.Choice(_DTYPES),
     default=None,
-    help="Type of weights and cache; int4, int8: of the weights alone.  [default: fp32]",
+    help="Type of weights and cache; int4 and int8 apply to weights only.  [default: fp32]",
 )
-@click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23, 24 for tensorrt]")
+@click.option("--opset", type=int, default=None, help="ONNX opset, 23 or 24.  [default: 23, for tensorrt 24]")
 @click.option(
     "--kv",
     type=click.Choice(("static", "concat")),
     default=None,
-    help="The cache: one buffer written in place, or past in and past + new out.  [default: static where possible]",
+    help="Key-value cache: a buffer updated in place, or a new, longer copy after each step.  [default: static where "
+    "supported]",
 )
 @click.option(
     "--target",
     type=click.Choice(("onnxruntime", "tensorrt")),
     default=None,
-    help="Whose operators the decoder is written in.  [default: onnxruntime]",
+    help="Runtime whose operators the decoder uses.  [default: onnxruntime]",
 )
 @click.option(
     "--max-length",
     type=int,
     default=None,
-    help="Tokens that the cache for tensorrt holds, a multiple of 64; 0: any number, for onnxruntime alone.  "
-    "[default: the model's context, at most 4096]",
+    help="Capacity in tokens of the cache for tensorrt, a multiple of 64; 0 leaves it open, which only onnxruntime "
+    "supports.  [default: the model's context, at most 4096]",
 )
 @quantisation_options
 @tail_option
 @baked_options
 @bound_option
 @parameter_options
-@click.option("--with-logits", is_flag=True, help="Keep the logits as an output.")
-@click.option("--with-mass", is_flag=True, help="Add the crop's probability as an output.")
-@click.option("--with-keep-mask", is_flag=True, help="Add the crop itself, a bool per token, as an output.")
-@click.option("--num-hidden-layers", type=int, default=None, help="Export only the first so many layers (for tests).")
+@click.option("--with-logits", is_flag=True, help="Add an output with the logits.")
+@crop_options
+@click.option("--num-hidden-layers", type=int, default=None, help="Export only the first N layers, for tests.")
 @click.option(
     "--tokenizer",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=None,
-    help="Folder with tokenizer and configuration, for a decoder that comes without.",
+    help="Folder with tokenizer and configuration, for an ONNX decoder without them.",
 )
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
     default=None,
-    help="Most bytes of one data file, like 500MB, 2GB or 2GiB.  [default: one file]",
+    help="Maximum size of a data file, such as 500MB, 2GB or 2GiB.  [default: one file]",
 )
-@click.option("--hard-link", is_flag=True, help="Share an ONNX decoder's data files instead of copying them.")
-@click.option("--dry-run", is_flag=True, help="Say what would be written, and what it would take; write nothing.")
-@click.option("--resume", is_flag=True, help="Go on where an interrupted export to OUT stopped; if interrupted, stay.")
-@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT, at the very end.")
-@click.option("--no-verify", is_flag=True, help="Skip the comparison with the source.")
-@click.option("--keep-failed", is_flag=True, help="Keep what a failed export wrote as OUT.failed.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("--hard-link", is_flag=True, help="Hard-link the data files of an ONNX decoder instead of copying them.")
+@click.option("--dry-run", is_flag=True, help="Show what would be written, with sizes and memory; write nothing.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted export to OUT; keep the files if interrupted.")
+@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end.")
+@click.option("--no-verify", is_flag=True, help="Do not compare the export with the model.")
+@click.option("--keep-failed", is_flag=True, help="Keep the files of a failed export in OUT.failed.")
+@report_options
 @hub_options
-@click.option("--trust-remote-code", is_flag=True, help="Run code that the model brings along.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 def command(
     model: str | None, out: Path | None, model_option: str | None, out_option: Path | None, **values: Any
 ) -> None:
-    """Export MODEL with its Top-W sampler into the folder OUT.
+    """Export MODEL with a Top-W sampler into the folder OUT.
 
-    MODEL is a hub id, a Hugging Face folder, `demo`, or a folder or file with an ONNX decoder made by optimum, mobius
-    or onnxruntime-genai. Options of the sampler either fix it (--top-m, --alt-iters, --metric, --potential, --knn-k)
-    or set the defaults of requests.
+    MODEL is a hub id, a Hugging Face folder, `demo`, or an ONNX decoder (file or folder) made by optimum, mobius or
+    onnxruntime-genai.
+
+    --top-m, --alt-iters, --metric, --potential and --knn-k are fixed in the graph. --lam, --beta, --temperature,
+    --selection-temperature, --init-top-p and --geom-scale set defaults, which each request can override.
     """
     model, out = _one("MODEL", model, model_option), _one("OUT", out, out_option)
     # Imported late: --help and usage errors must not wait for torch.
     install.require("exporting", "export")
     from topw_deploy.export.pipeline import export_model
-    from topw_deploy.export.request import DTYPE_ALIASES, ExportRequest, with_preset
+    from topw_deploy.export.request import DTYPE_ALIASES, export_request, with_preset
 
-    as_json, quiet = values.pop("as_json"), values.pop("quiet")
+    as_json, quiet, verify = values.pop("as_json"), values.pop("quiet"), not values.pop("no_verify")
+    values["dtype"] = DTYPE_ALIASES.get(values["dtype"], values["dtype"])
+    parameters, baked = given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
+    defaults, options = with_preset(values.pop("preset"), parameters, baked)
     try:
-        defaults, options = with_preset(
-            values.pop("preset"), given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
-        )
-        dtype = values.pop("dtype")
-        rest = {name: value for name, value in values.items() if name not in (*PARAMETER_NAMES, *OPTION_NAMES)}
-        request = ExportRequest(
-            model=model,
-            output=out,
-            dtype=DTYPE_ALIASES.get(dtype, dtype),
-            options=options,
-            defaults=defaults,
-            verify=not rest.pop("no_verify"),
-            **rest,
-        )
-        report = export_model(request, *(() if quiet else (phase, bar)))
+        request = export_request(model=model, output=out, options=options, defaults=defaults, verify=verify, **values)
+        report = export_model(request, progress(quiet))
     except KeyboardInterrupt:
         if values["resume"]:
-            tell(f"What is finished stays beside {out}; the same command goes on from there.")
+            tell(f"The finished part stays beside {out}; the same command continues from there.")
         raise
     for notice in report.notices:
         tell(f"Note: {notice}.")
@@ -138,7 +129,7 @@ def command(
 
 
 def _one(name: str, positional: Any, option: Any) -> Any:
-    """The value given as an argument or as an option; a usage error for none or both."""
+    """The value given as an argument or as an option. Raises UsageError for none or both."""
     if positional is not None and option is not None:
         raise click.UsageError(f"{name} is given twice, as an argument and as an option.")
     if positional is None and option is None:
@@ -160,7 +151,7 @@ def _lines(report: Any) -> list[str]:
 
 
 def _amounts(amounts: dict[str, int]) -> list[str]:
-    """A line each: name and bytes, for people and exactly."""
+    """One line per name, with its bytes rounded and exact."""
     width = max(map(len, amounts), default=0)
     return [f"  {name.ljust(width)}  {size_text(size)} ({size:,} bytes)" for name, size in amounts.items()]
 

@@ -1,4 +1,4 @@
-"""`topw export-sampler`: Top-W alone, for logits that come from somewhere else."""
+"""`topw export-sampler`: export the Top-W sampler alone, for logits from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from topw_deploy.cli.options import (
     NEEDS_EXPORT,
     baked_options,
     bound_option,
+    crop_options,
     given,
     hub_options,
     parameter_options,
+    report_options,
     tail_option,
 )
-from topw_deploy.cli.progress import bar, phase
+from topw_deploy.cli.progress import progress
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 
@@ -30,7 +32,7 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 @click.option(
     "--embeddings",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A .npy file with the input embeddings [tokens, hidden], in MODEL's place.",
+    help="A .npy file with the input embeddings [tokens, hidden], instead of MODEL.",
 )
 @click.option("--vocab-size", type=click.IntRange(min=1), help="Width of the logits.  [default: the table's rows]")
 @tail_option
@@ -38,41 +40,40 @@ from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
 @bound_option
 @parameter_options
 @click.option("--opset", type=int, default=None, help="ONNX opset, 18 to 24.  [default: 23]")
-@click.option("--with-mass", is_flag=True, help="Add the crop's probability as an output.")
-@click.option("--with-keep-mask", is_flag=True, help="Add the crop itself, a bool per token, as an output.")
-@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
-@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT, at the very end.")
-@click.option("--no-verify", is_flag=True, help="Skip the comparison with the reference.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@crop_options
+@click.option("--dry-run", is_flag=True, help="Show what would be written; write nothing.")
+@click.option("--overwrite", "--force", is_flag=True, help="Replace an earlier export in OUT at the very end.")
+@click.option("--no-verify", is_flag=True, help="Do not compare the export with the reference.")
+@report_options
 @hub_options
 def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **values: Any) -> None:
     """Export the sampler alone into the folder OUT: logits in, tokens out.
 
-    The token distances come from the input embeddings of MODEL (a hub id, a Hugging Face folder, or `demo`) or from
-    --embeddings FILE; with --metric uniform and --vocab-size there is neither, and OUT is the only argument.
+    Token distances come from the input embeddings of MODEL (a hub id, a Hugging Face folder, or `demo`) or from
+    --embeddings FILE. --metric uniform with --vocab-size needs neither; OUT is then the only argument.
     """
-    if out is None:  # one argument is OUT: there is no MODEL
+    if out is None:  # a single argument is OUT
         model, out = None, Path(model) if model is not None else None
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.")
     # Imported late: --help and usage errors must not wait for onnx.
     install.require("exporting", "export")
     from topw_deploy.export.request import DEFAULT_OPSET, with_preset
-    from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+    from topw_deploy.export.sampler_only import export_sampler, sampler_request
 
-    defaults, options = with_preset(values.pop("preset"), given(values, PARAMETER_NAMES), given(values, OPTION_NAMES))
-    rest = {name: value for name, value in values.items() if name not in (*PARAMETER_NAMES, *OPTION_NAMES)}
-    request = SamplerRequest(
+    parameters, baked = given(values, PARAMETER_NAMES), given(values, OPTION_NAMES)
+    defaults, options = with_preset(values.pop("preset"), parameters, baked)
+    opset, verify = values.pop("opset") or DEFAULT_OPSET, not values.pop("no_verify")
+    request = sampler_request(
         output=out,
         model=model,
         options=options,
         defaults=defaults,
-        opset=rest.pop("opset") or DEFAULT_OPSET,
-        verify=not rest.pop("no_verify"),
-        **rest,
+        opset=opset,
+        verify=verify,
+        **values,
     )
-    report = export_sampler(request, *(() if quiet else (phase, bar)))
+    report = export_sampler(request, progress(quiet))
     for notice in report.notices:
         tell(f"Note: {notice}.")
     if as_json:

@@ -1,4 +1,4 @@
-"""What the commands' options share: both spellings of every name, and the Top-W options."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,35 +15,42 @@ from topw_deploy.sampling.presets import REQUEST_PRESETS
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 CONTEXT: dict[str, Any] = {
-    # --cache-dir and --cache_dir are one option: users of optimum and transformers type either.
+    # Accept --cache_dir for --cache-dir: users of optimum and transformers type either.
     "token_normalize_func": lambda token: token.replace("_", "-"),
     "help_option_names": ["-h", "--help"],
     "max_content_width": 110,
 }
 """`context_settings` of every command."""
 
-NEEDS_EXPORT = "Needs the extra [export]; where it is missing, `topw doctor` says how to install it."
-"""`epilog` of the commands that do nothing without it."""
+NEEDS_EXPORT = "Needs the extra [export]; `topw doctor` shows how to install it."
+"""`epilog` of the commands that need the extra."""
 
 _PARAMETER_HELP = {
     "lam": (("--lam", "--lambda-geom"), "Weight of the entropy term, >= 0."),
     "beta": (("--beta",), "Weight of the log-mass reward, >= 0."),
-    "temperature": (("--temperature",), "Sampling temperature, >= 0; below 1e-5 greedy."),
-    "selection_temperature": (("--selection-temperature",), "Temperature that chooses the crop; 0: as --temperature."),
-    "init_top_p": (("--init-top-p", "--warm-p"), "Mass of the nucleus warm start, in (0, 1]."),
-    "geom_scale": (("--geom-scale",), "Factor on distances; negative repels."),
+    "temperature": (("--temperature",), "Sampling temperature, >= 0; below 1e-5, sampling is greedy."),
+    "selection_temperature": (
+        ("--selection-temperature",),
+        "Temperature for choosing the crop; 0 uses --temperature.",
+    ),
+    "init_top_p": (("--init-top-p", "--warm-p"), "Probability mass of the initial nucleus, in (0, 1]."),
+    "geom_scale": (("--geom-scale",), "Factor on token distances; negative values repel."),
 }
 _OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
-    "top_m": (("--top-m", "--m"), {"type": int}, "Candidate pool size, >= 1."),
-    "alt_iters": (("--alt-iters",), {"type": int}, "Most alternations, >= 1."),
+    "top_m": (("--top-m", "--m"), {"type": int}, "Number of candidate tokens, >= 1."),
+    "alt_iters": (("--alt-iters",), {"type": int}, "Maximum number of alternations, >= 1."),
     "metric": (("--metric",), {"type": click.Choice(METRICS)}, "Token distance."),
-    "potential": (("--potential",), {"type": click.Choice(POTENTIALS)}, "Distance to the set: smallest, or mean of k."),
-    "knn_k": (("--knn-k",), {"type": int}, "Neighbours of the knn potential, >= 1."),
+    "potential": (
+        ("--potential",),
+        {"type": click.Choice(POTENTIALS)},
+        "Distance of a token to the crop: the smallest, or the mean of the k smallest.",
+    ),
+    "knn_k": (("--knn-k",), {"type": int}, "k of the knn potential, >= 1."),
 }
 
 
 def parameter_options(command: Command) -> Command:
-    """One option per Top-W parameter, None where not given."""
+    """One option per Top-W parameter, None by default."""
     for name in reversed(PARAMETER_NAMES):
         names, text = _PARAMETER_HELP[name]
         command = click.option(*names, name, type=float, default=None, help=text)(command)
@@ -51,17 +58,17 @@ def parameter_options(command: Command) -> Command:
 
 
 def preset_option(command: Command) -> Command:
-    """--preset of a request: a named setting of the Top-W parameters; None where not given."""
+    """--preset of a request, a named set of Top-W parameters; None by default."""
     return click.option(
         "--preset",
         type=click.Choice(tuple(REQUEST_PRESETS)),
         default=None,
-        help="Take the Top-W parameters from this setting, but for those given here.  [default: the export's]",
+        help="Named set of Top-W parameters; the options below override it.  [default: the export's parameters]",
     )(command)
 
 
 def baked_options(command: Command) -> Command:
-    """--preset and one option per number that an export fixes, None where not given."""
+    """--preset of an export, and one option per value that the graph fixes, None by default."""
     for name in reversed(OPTION_NAMES):
         names, settings, text = _OPTION_HELP[name]
         command = click.option(*names, name, default=None, help=text, **settings)(command)
@@ -70,34 +77,34 @@ def baked_options(command: Command) -> Command:
         type=click.Choice(tuple(PRESETS)),
         default="paper",
         show_default=True,
-        help="Where the rest comes from.",
+        help="Values of the sampler's options that are not given.",
     )
     return preset(command)
 
 
 def tail_option(command: Command) -> Command:
-    """--tail, the form of the sampler's body."""
+    """--tail, the form of the sampler's function."""
     return click.option(
         "--tail",
         type=click.Choice(("portable", "onnxruntime", "static")),
         default="portable",
         show_default=True,
-        help="Form of the sampler's body: accepted everywhere, cheapest in onnxruntime, or free of control flow.",
+        help="Form of the sampler's graph: for every runtime, fastest in onnxruntime, or without control flow.",
     )(command)
 
 
 def bound_option(command: Command) -> Command:
-    """--neighbour-bound, what an export may measure once."""
+    """--neighbour-bound."""
     return click.option(
         "--neighbour-bound/--no-neighbour-bound",
         default=False,
         show_default=True,
-        help="Measure and store how near each token's nearest other is: fewer distances at run time.",
+        help="Measure and store each token's distance to its nearest neighbour, which saves distances at run time.",
     )(command)
 
 
 def quantisation_options(command: Command) -> Command:
-    """How --dtype int4 and int8 quantise, in the words of onnxruntime's tools; None where not given."""
+    """How --dtype int4 and int8 quantise, named as in onnxruntime's tools; None by default."""
     choices = {
         "block_size": ("16", "32", "64", "128", "256"),
         "accuracy_level": ("0", "1", "2", "3", "4"),
@@ -108,7 +115,7 @@ def quantisation_options(command: Command) -> Command:
             "--compute-dtype",
             type=click.Choice(("fp32", "fp16")),
             default=None,
-            help="int4, int8: type of everything but the weights, the cache included; fp16 for GPUs.  [default: fp32]",
+            help="int4, int8: type of everything but the weights, cache included; fp16 suits GPUs.  [default: fp32]",
         ),
         click.option(
             "--block-size",
@@ -116,18 +123,19 @@ def quantisation_options(command: Command) -> Command:
             "block_size",
             type=click.Choice(choices["block_size"]),
             callback=_whole,
-            help="int4, int8: weights that share a scale.  [default: 128]",
+            help="int4, int8: number of weights that share a scale.  [default: 128]",
         ),
         click.option(
             "--table-bits",
             type=click.Choice(("4", "8")),
             callback=_whole,
-            help="int4: bits of the token table and of the head.  [default: 8]",
+            help="int4: bits of the token table and the output head.  [default: 8]",
         ),
         click.option(
             "--symmetric/--asymmetric",
             default=None,
-            help="int4, int8: without or with zero points.  [default: asymmetric; default, rtn: symmetric]",
+            help="int4, int8: quantise without or with zero points.  [default: symmetric for the algorithms default "
+            "and rtn, else asymmetric]",
         ),
         click.option(
             "--accuracy-level",
@@ -135,7 +143,7 @@ def quantisation_options(command: Command) -> Command:
             "accuracy_level",
             type=click.Choice(choices["accuracy_level"]),
             callback=_whole,
-            help="int4, int8: what activations may be rounded to: 1 float32, 2 float16, 3 bfloat16, 4 int8, 0 unset.  "
+            help="int4, int8: lowest precision for activations: 1 float32, 2 float16, 3 bfloat16, 4 int8, 0 unset.  "
             "[default: 4]",
         ),
         click.option(
@@ -146,7 +154,7 @@ def quantisation_options(command: Command) -> Command:
             "quantisation_algorithm",
             type=click.Choice(choices["algorithm"]),
             default=None,
-            help="int4, int8: how scales are found; all but search are onnxruntime's.  [default: search]",
+            help="int4, int8: how to choose scales; all but search are onnxruntime's.  [default: search]",
         ),
         click.option(
             "--exclude-nodes",
@@ -154,12 +162,10 @@ def quantisation_options(command: Command) -> Command:
             "exclude_nodes",
             metavar="PATTERN",
             multiple=True,
-            help="int4, int8: leave these nodes or weights as they are ('*' and '?' match). Repeatable.",
+            help="int4, int8: do not quantise nodes or weights with a matching name ('*' and '?'). Repeatable.",
         ),
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return _with_options(command, options)
 
 
 def _whole(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
@@ -167,20 +173,42 @@ def _whole(_context: click.Context, _option: click.Parameter, value: str | None)
 
 
 def hub_options(command: Command) -> Command:
-    """Where on the hub a model is and how to get it, spelled as huggingface_hub's users know it."""
+    """How to get a model from the hub, named as in huggingface_hub."""
     options = (
-        click.option("--revision", default=None, help="Branch, tag or commit on the hub."),
-        click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="The hub's cache."),
-        click.option("--token", envvar="HF_TOKEN", default=None, help="Token for the hub.  [env: HF_TOKEN]"),
-        click.option("--local-files-only", is_flag=True, help="Never ask the hub."),
+        click.option("--revision", default=None, help="Branch, tag or commit of a hub model."),
+        click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="Folder of the hub's cache."),
+        click.option("--token", envvar="HF_TOKEN", default=None, help="Access token for the hub.  [env: HF_TOKEN]"),
+        click.option("--local-files-only", is_flag=True, help="Use the hub's cache only; never go online."),
     )
+    return _with_options(command, options)
+
+
+def report_options(command: Command) -> Command:
+    """--json and --quiet of a command that writes a folder."""
+    options = (
+        click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
+        click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr."),
+    )
+    return _with_options(command, options)
+
+
+def crop_options(command: Command) -> Command:
+    """The optional outputs of the sampler."""
+    options = (
+        click.option("--with-mass", is_flag=True, help="Add an output with the crop's probability mass."),
+        click.option("--with-keep-mask", is_flag=True, help="Add an output with the crop, a bool per token."),
+    )
+    return _with_options(command, options)
+
+
+def _with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
 
 
 def check_order(folder: Path, others: Iterable[str]) -> None:
-    """Raises UsageError where the folder OUT is not there, but another argument is an exported folder."""
+    """Raises UsageError if `folder` does not exist but one of `others` is an exported folder."""
     if os.path.exists(folder):
         return
     from topw_deploy.manifest import MANIFEST_NAME
@@ -191,5 +219,6 @@ def check_order(folder: Path, others: Iterable[str]) -> None:
 
 
 def given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of `names` that the user gave."""
-    return {name: values[name] for name in names if values.get(name) is not None}
+    """Remove `names` from `values`; returns those that the user gave."""
+    removed = {name: values.pop(name, None) for name in names}
+    return {name: value for name, value in removed.items() if value is not None}

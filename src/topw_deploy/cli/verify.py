@@ -12,6 +12,7 @@ from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.errors import MissingPackageError
+from topw_deploy.progress import Progress
 
 
 @click.command(name="verify", context_settings=CONTEXT)
@@ -66,7 +67,7 @@ def _checks(out: Path, manifest: Any, source: str | None, trust_remote_code: boo
         reason = str(error)
         tell(f"  -[-] the graph: not compared, {reason}")
         return {"skipped": [("graph", reason)]}
-    outcome = recheck(out, manifest, source, trust_remote_code, tell)
+    outcome = recheck(out, manifest, source, trust_remote_code, Progress(tell))
     return {
         "checks": [dataclasses.asdict(check) for check in outcome.checks],
         "skipped": [(each.name, each.reason) for each in outcome.not_compared],

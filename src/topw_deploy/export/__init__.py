@@ -13,10 +13,25 @@ if sys.version_info < install.EXPORT_PYTHON:
 
 try:
     from topw_deploy.export.pipeline import export_model
-    from topw_deploy.export.request import ExportReport, ExportRequest
+    from topw_deploy.export.request import (
+        ExportReport,
+        ExportRequest,
+        GraphOptions,
+        HubOptions,
+        SamplerOptions,
+        WeightOptions,
+    )
 except ModuleNotFoundError as error:
     if install.extra_of(error.name or "") != "export":
         raise
     raise MissingPackageError(install.sentence("exporting", "export"), name=error.name) from None
 
-__all__ = ["ExportReport", "ExportRequest", "export_model"]
+__all__ = [
+    "ExportReport",
+    "ExportRequest",
+    "GraphOptions",
+    "HubOptions",
+    "SamplerOptions",
+    "WeightOptions",
+    "export_model",
+]

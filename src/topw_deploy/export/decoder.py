@@ -1,8 +1,8 @@
-"""What every route hands to the graft: a decoder graph and the facts the runtime must know about it."""
+"""A decoder graph before and after the sampler is added, with the facts that the runtime must know about it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -10,15 +10,24 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.manifest import DecoderInfo
 
 
-@dataclass
+@dataclass(frozen=True)
 class Decoder:
-    """`model` has the inputs input_ids, past_key_values.{i}.key|value, and attention_mask, (position_ids) or, if its
-    cache is static, write_indices, row_lengths; the outputs logits [batch, sequence, vocab], present.{i}.key|value.
-    `foreign`: written by another exporter, so left as it is."""
+    """What the stages of an export pass on. They rewrite `model` in place; the rest of a Decoder never changes.
+
+    model: inputs input_ids, past_key_values.{i}.key|value, and attention_mask, (position_ids) or, if the cache is
+        static, write_indices, row_lengths; outputs logits [batch, sequence, vocab], present.{i}.key|value.
+    foreign: written by another exporter, so its nodes stay as they are.
+    notices: what the user should know.
+    """
 
     model: ir.Model
     info: DecoderInfo
     foreign: bool
+    notices: tuple[str, ...] = ()
+
+    def noting(self, *notices: str) -> Decoder:
+        """The same decoder with further notices."""
+        return replace(self, notices=(*self.notices, *notices))
 
     @property
     def vocab_size(self) -> int:

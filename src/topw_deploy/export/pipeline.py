@@ -1,179 +1,239 @@
-"""The export from end to end: find the source, build the graph, write it, verify it, rename it into place."""
+"""The export from end to end: find the source, make the graph, write it, verify it, rename it into place."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from topw_deploy.errors import ExportError
-from topw_deploy.export.build import Built, build
-from topw_deploy.export.memory import StageMemory
+from topw_deploy.errors import ExportError, ParameterError, UnsupportedModelError
+from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.graft.embedding_node import find_embedding
+from topw_deploy.export.graft.neighbour_bound import measure_for
+from topw_deploy.export.graft.sampler_node import graft
+from topw_deploy.export.job import Job
 from topw_deploy.export.plan import brought_files, plan_of
-from topw_deploy.export.progress import Bar, Progress, no_bar
+from topw_deploy.export.quantise import quantise
+from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.request import ExportReport, ExportRequest
+from topw_deploy.export.resume.finished import FinishedStages, stamp_of_source
 from topw_deploy.export.resume.journal import Journal
-from topw_deploy.export.resume.stages import Stages
-from topw_deploy.export.resume.stamp import stamp_of_source
+from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
 from topw_deploy.export.source.resolve import Source, refuse_special_files, resolve
-from topw_deploy.export.verification.first_layers import layers_to_verify, verification_bytes, verify_first_layers
+from topw_deploy.export.tail import TailSpec
+from topw_deploy.export.verification.first_layers import layers_to_verify, verification_bytes
 from topw_deploy.export.write.configuration import bring_genai_configuration, write_configuration
-from topw_deploy.export.write.manifest import manifest_of, report_of, sizes_in
+from topw_deploy.export.write.manifest import decoder_manifest, decoder_report, sizes_in
 from topw_deploy.export.write.staging import StagedFolder, bring, check_free, require_space
 from topw_deploy.export.write.tokenizer_files import bring_tokenizer, check_tokenizer
-from topw_deploy.export.write.weights import bytes_by_type, write_model
+from topw_deploy.export.write.weights import bytes_by_type, tidy, write_model
 from topw_deploy.manifest import DecoderManifest, Verification, save_manifest
+from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sizes import decimal_size
 
 
-def export_model(request: ExportRequest, progress: Progress = lambda _line: None, bar: Bar = no_bar) -> ExportReport:
-    """Write the folder that `request` asks for, verified, in one piece; or raise and leave OUT as it was.
+def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportReport:
+    """Write the folder that `request` asks for, verified and in one rename; on an error `output` stays as it was.
 
-    Raises the errors of topw_deploy.errors: SourceError, UnsupportedModelError, TokenizerError and ParameterError
-    before anything is written, ExportError for the writing, VerificationError if the graph disagrees with its source.
+    Raises SourceError, UnsupportedModelError, TokenizerError and ParameterError before anything is written, ExportError
+    if writing fails, and VerificationError if the graph disagrees with its source.
     """
     started = time.monotonic()
     check_free(request.output, request.overwrite)
-    progress(f"Finding {request.model}")
-    source = resolve(
-        request.model,
-        revision=request.revision,
-        cache_dir=request.cache_dir,
-        token=request.token,
-        local_files_only=request.local_files_only,
-        trust_remote_code=request.trust_remote_code,
-    )
-    tokenizer_folder = request.tokenizer or source.folder
-    if request.tokenizer is not None and request.tokenizer.is_dir():
-        refuse_special_files(request.tokenizer)
-    check_tokenizer(tokenizer_folder)
-    memory = StageMemory()
+    source = _find_source(request, progress)
     if request.dry_run:
-        return _dry_run(request, source, tokenizer_folder, started, memory, progress, bar)
+        job = Job(request, source, FinishedStages(Journal(None), request), progress, started=started)
+        return _dry_run(job)
     with StagedFolder(
         request.output, overwrite=request.overwrite, keep_failed=request.keep_failed, resume=request.resume
     ) as staged:
-        stages = Stages(Journal(staged.workshop, progress), request, stamp_of_source(source, _data_files(source)))
-        with memory.stage("graph"):
-            built = build(request, source, progress, bar, stages)
-        with memory.stage("writing"):
-            manifest = _write(built, request, source, tokenizer_folder, staged.path, stages, progress, bar)
-        verification = _verify(built, request, source, manifest, staged.path, stages, memory, progress)
-        save_manifest(staged.path, replace(manifest, decoder=built.decoder.info, verification=verification))
-        report = report_of(built, request, started, sizes_in(staged.path), memory.peaks, verification)
-        progress(f"Moving it to {request.output}")
+        finished = FinishedStages(Journal(staged.workshop, progress.say), request, stamp_of_source(source))
+        job = Job(request, source, finished, progress, started=started)
+        decoder, manifest = _make(job, staged.path)
+        decoder, verification = _verify(job, decoder, manifest, staged)
+        save_manifest(staged.path, replace(manifest, decoder=decoder.info, verification=verification))
+        report = decoder_report(job, decoder, sizes_in(staged.path), job.memory.peaks, verification)
+        progress.say(f"Moving it to {request.output}")
         staged.commit()
     return report
 
 
-def _dry_run(
-    request: ExportRequest,
-    source: Source,
-    tokenizer_folder: Path,
-    started: float,
-    memory: StageMemory,
-    progress: Progress,
-    bar: Bar,
-) -> ExportReport:
-    """The report on an export that is not made: its graph is, so that what follows can be foreseen."""
-    with memory.stage("graph"):
-        built = build(request, source, progress, bar)
-    plan = plan_of(built, source, tokenizer_folder, Path(request.output), request)
-    return report_of(built, request, started, plan.files, {**memory.peaks, **plan.memory})
+def _find_source(request: ExportRequest, progress: Progress) -> Source:
+    """The model on this machine, with a tokenizer that can be exported."""
+    progress.say(f"Finding {request.model}")
+    source = resolve(request.model, request.hub)
+    if request.tokenizer is not None and request.tokenizer.is_dir():
+        refuse_special_files(request.tokenizer)
+    check_tokenizer(request.tokenizer or source.folder)
+    return source
 
 
-def _data_files(source: Source) -> list[Path]:
-    """The data files of an ONNX decoder."""
-    if source.onnx is None:
-        return []
-    names = source.onnx.name
-    return [path for path in source.onnx.parent.iterdir() if path.is_file() and path.name != names]
+def _dry_run(job: Job) -> ExportReport:
+    """Report on the export without writing it; its graph is made, for the sizes."""
+    with job.memory.stage("graph"):
+        decoder, _ = _make_graph(job)
+    plan = plan_of(job, decoder, job.request.output)
+    return decoder_report(job, decoder, plan.files, {**job.memory.peaks, **plan.memory})
 
 
-def _write(
-    built: Built,
-    request: ExportRequest,
-    source: Source,
-    tokenizer_folder: Path,
-    folder: Path,
-    stages: Stages,
-    progress: Progress,
-    bar: Bar,
-) -> DecoderManifest:
-    """All files of the export, under a provisional manifest, which does not load."""
-    plan = plan_of(built, source, tokenizer_folder, folder, request)
-    stages.clear(folder, plan.files)
+def _make(job: Job, folder: Path) -> tuple[Decoder, DecoderManifest]:
+    """Make the graph and write all files of the export into `folder`."""
+    with job.memory.stage("graph"):
+        decoder, sampler = _make_graph(job)
+    with job.memory.stage("writing"):
+        return _write(job, decoder, sampler, folder)
+
+
+def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
+    """The decoder with its sampler, its weights still in the source's files."""
+    request, progress = job.request, job.progress
+    decoder = _read_decoder(job, job.source.onnx) if job.source.onnx is not None else _trace_decoder(job)
+    sampler = request.sampler
+    progress.say(f"Grafting the sampler (top_m {sampler.options.top_m}, metric {sampler.options.metric})")
+    measure = measure_for(sampler.neighbour_bound, request.dry_run, progress)
+    if sampler.neighbour_bound:
+        measure = job.finished.measured(measure)
+    spec = graft(decoder, sampler, measure)
+    if not decoder.foreign:
+        try:
+            table = find_embedding(decoder.model.graph).data[0]
+        except UnsupportedModelError:  # with the uniform metric a decoder need not have one
+            tidy(decoder.model, None)
+        else:
+            tidy(decoder.model, table if table.producer() is None else None)
+    return decoder, spec
+
+
+def _read_decoder(job: Job, file: Path) -> Decoder:
+    """The existing ONNX decoder in `file`."""
+    from topw_deploy.export.foreign.load import load_decoder
+
+    job.request.check_for_onnx(file.name)
+    job.progress.say(f"Reading the decoder {file}")
+    return load_decoder(file, job.tokenizer_folder)
+
+
+def _trace_decoder(job: Job) -> Decoder:
+    """The decoder traced from a checkpoint, lowered and, if requested, quantised."""
+    weights = job.request.weights
+    if weights.hard_link:
+        raise ParameterError(
+            "hard_link shares the data files of an ONNX decoder, but the weights of this model are written anew; "
+            "leave --hard-link out.",
+            "hard_link",
+        )
+    from topw_deploy.export.trace.decoder import traced_decoder
+
+    if weights.quantisation is None:
+        return traced_decoder(job)
+    packed = PackedCheckpoint.of(job.source.folder)
+    if packed is not None and weights.torch_dtype != "float32":
+        raise ParameterError(
+            f"compute_dtype is {weights.compute_dtype!r}, but {job.source.id} holds {packed.kind.method.upper()} "
+            "codes, which are kept for products in fp32 only; leave --compute-dtype out.",
+            "compute_dtype",
+        )
+    decoder = traced_decoder(job)
+    chosen = weights.quantisation
+    job.progress.say(f"Replacing products and embedding by {chosen.dtype}")
+    rows = PackedRows(packed) if packed is not None else None
+    notices = quantise(decoder.model, chosen, rows, cut=job.request.graph.num_hidden_layers is not None)
+    info = replace(decoder.info, weights_dtype=chosen.dtype, quantisation=chosen.as_dict())
+    return replace(decoder, info=info).noting(*notices)
+
+
+def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple[Decoder, DecoderManifest]:
+    """Write all files of the export, with a provisional manifest, which the runtime refuses to load."""
+    request, finished, progress = job.request, job.finished, job.progress
+    plan = plan_of(job, decoder, folder)
+    finished.clear(folder, plan.files)
     there = sum(min(size, plan.files.get(name, 0)) for name, size in sizes_in(folder).items())
     require_space(folder.parent, plan.needed - there)
-    log = stages.log()
-    progress(f"Writing {decimal_size(sum(plan.files.values()))}")
-    with bar(plan.data, "B") as advance:
-        _bring_data(built, source, folder, request.hard_link, stages, advance)
+    log = finished.data_log()
+    progress.say(f"Writing {decimal_size(sum(plan.files.values()))}")
+    with progress.bar(plan.data, "B") as advance:
+        _bring_data(job, decoder, folder, advance)
         try:
-            write_model(built.decoder.model, folder, advance, plan.slots, log)
+            write_model(decoder.model, folder, advance, plan.slots, log)
         except (MemoryError, ValueError) as error:
             raise ExportError(f"the graph cannot be written ({error}); report this model.") from error
-    progress("Bringing tokenizer and configuration")
-    built.notices += stages.small_files(
-        tokenizer_folder,
-        folder,
-        lambda: bring_tokenizer(tokenizer_folder, folder, trust_remote_code=request.trust_remote_code),
+    progress.say("Bringing tokenizer and configuration")
+    tokenizer = job.tokenizer_folder
+    remote_code = request.hub.trust_remote_code
+    notices = finished.tokenizer_files(
+        tokenizer, folder, partial(bring_tokenizer, tokenizer, folder, trust_remote_code=remote_code)
     )
-    write_configuration(source, tokenizer_folder, folder, request.num_hidden_layers)
-    built.notices += bring_genai_configuration(source, folder, request.with_logits)
-    built.decoder.info = replace(built.decoder.info, weights=bytes_by_type(built.decoder.model))
-    manifest = manifest_of(built, request, source, folder, log.hashes)
+    write_configuration(job.source, tokenizer, folder, request.graph.num_hidden_layers)
+    notices = [*notices, *bring_genai_configuration(job.source, folder, request.sampler.with_logits)]
+    info = replace(decoder.info, weights=bytes_by_type(decoder.model))
+    decoder = replace(decoder, info=info).noting(*notices)
+    manifest = decoder_manifest(job, decoder, sampler, folder, log.hashes)
     save_manifest(folder, manifest)
-    return manifest
+    return decoder, manifest
 
 
-def _bring_data(
-    built: Built, source: Source, folder: Path, hard_link: bool, stages: Stages, advance: Callable[[int], object]
-) -> None:
-    """Every data file that the graph's weights lie in already."""
-    for location, path in brought_files(built, source).items():
+def _bring_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int], object]) -> None:
+    """Copy or hard-link the data files of an ONNX decoder."""
+    hard_link = job.request.weights.hard_link
+    for location, path in brought_files(job, decoder).items():
         target = folder / location
-        make = partial(bring, path, target, hard_link=hard_link, progress=advance)
-        if not stages.copied(path, target, make, hard_link):
+        copy = partial(bring, path, target, hard_link=hard_link, progress=advance)
+        if not job.finished.copied(path, target, copy, hard_link):
             advance(target.stat().st_size)
 
 
 def _verify(
-    built: Built,
-    request: ExportRequest,
-    source: Source,
-    manifest: DecoderManifest,
-    folder: Path,
-    stages: Stages,
-    memory: StageMemory,
-    progress: Progress,
-) -> Verification:
-    """Compare the written folder with its source; what it may not do is taken from the decoder's description."""
-    verification, may_pad = Verification(status="skipped"), not built.decoder.foreign
-    if request.verify:
+    job: Job, decoder: Decoder, manifest: DecoderManifest, staged: StagedFolder
+) -> tuple[Decoder, Verification]:
+    """Compare the written folder with its source; the decoder comes back without what it got wrong."""
+    verification, may_pad = Verification(status="skipped"), not decoder.foreign
+    if job.request.verify:
         from topw_deploy.export.verification import verify_in_subprocess
 
-        def verify(wanted: ExportRequest, where: Path = folder) -> tuple[Verification, bool]:
-            return verify_in_subprocess(where, source, wanted, progress, memory)
-
-        layers, few = layers_to_verify(built, source), stages.journal.workshop / "first-layers"
+        layers = layers_to_verify(job, decoder)
         if layers is None:
-            progress("Verifying")
-            verification, may_pad = stages.verified(manifest, partial(verify, request))
+            job.progress.say("Verifying")
+            verify = partial(verify_in_subprocess, job, staged.path)
         else:
-            built.notices.append(
-                f"memory does not suffice to verify all {built.decoder.info.num_layers} layers, which takes about "
-                f"{decimal_size(verification_bytes(built))}: the first {layers} were exported alone and verified"
+            decoder = decoder.noting(
+                f"memory does not suffice to verify all {decoder.info.num_layers} layers, which takes about "
+                f"{decimal_size(verification_bytes(decoder))}: the first {layers} were exported alone and verified"
             )
-            progress(f"Verifying the first {layers} layers")
-            checked = partial(verify_first_layers, request, layers, few, export_model, partial(verify, where=few))
-            verification, may_pad = stages.verified(manifest, checked)
-    info = built.decoder.info
+            job.progress.say(f"Verifying the first {layers} layers")
+            verify = partial(_verify_first_layers, job, layers, staged.workshop / "first-layers")
+        verification, may_pad = job.finished.verified(manifest, verify)
+    info = decoder.info
     if (info.left_padding or info.right_padding) and not may_pad:
         side = "left" if info.left_padding else "right"
-        built.decoder.info = replace(info, left_padding=False, right_padding=False)
-        why = f"is wrong for rows padded on the {side}" if request.verify else f"was not checked for {side} padding"
-        built.notices.append(f"this decoder {why}, so the prompts of a batch must have equal lengths")
-    return verification
+        why = f"is wrong for rows padded on the {side}" if job.request.verify else f"was not checked for {side} padding"
+        decoder = replace(decoder, info=replace(info, left_padding=False, right_padding=False)).noting(
+            f"this decoder {why}, so the prompts of a batch must have equal lengths"
+        )
+    return decoder, verification
+
+
+def _verify_first_layers(job: Job, layers: int, folder: Path) -> tuple[Verification, bool]:
+    """Export the first `layers` into `folder` in the same way and verify those.
+
+    The status is "partial": the whole graph was not run. Each check names the layers.
+    """
+    from topw_deploy.export.verification import verify_in_subprocess
+
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted attempt
+    request = replace(
+        job.request,
+        output=folder,
+        graph=replace(job.request.graph, num_hidden_layers=layers),
+        sampler=replace(job.request.sampler, neighbour_bound=False),
+    )
+    fewer = Job(request, job.source, FinishedStages(Journal(None), request))
+    with StagedFolder(folder) as staged:
+        _, manifest = _make(fewer, staged.path)
+        save_manifest(staged.path, replace(manifest, verification=Verification(status="skipped")))
+        staged.commit()
+    verification, may_pad = verify_in_subprocess(replace(fewer, progress=job.progress, memory=job.memory), folder)
+    checks = tuple(replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks)
+    return replace(verification, status="partial", checks=checks), may_pad

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.graft.sampler_node import GraftOptions
 from topw_deploy.export.quantise.settings import DTYPE_BITS, Quantisation
 from topw_deploy.manifest import TARGETS, TensorSpec, Verification
 from topw_deploy.sampling import as_float32
@@ -15,7 +15,7 @@ from topw_deploy.sampling.parameters import PRESETS, TopWOptions, TopWParameters
 from topw_deploy.sizes import parse_size
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int4": "float32", "int8": "float32"}
-"""Names of --dtype -> torch's type of the traced weights; those of int4 and int8 are quantised afterwards."""
+"""Values of dtype -> torch's type of the traced weights; int4 and int8 are quantised afterwards."""
 COMPUTE_DTYPES = ("fp32", "fp16")
 DTYPE_ALIASES = {"f32": "fp32", "float32": "fp32", "f16": "fp16", "float16": "fp16", "bfloat16": "bf16"}
 DEFAULT_OPSET = 23
@@ -23,73 +23,39 @@ KV_REQUESTS = ("static", "concat")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportRequest:
-    """All that `topw-export` can be told.
+class HubOptions:
+    """How to get a model from the hub; the names are huggingface_hub's.
 
-    model: hub id, folder, ONNX file or `demo`. output: the folder to write.
-    dtype: fp32, fp16, bf16, int4 or int8; opset: of the traced graph; kv: the cache's form, static or concat; target:
-    whose operators the decoder is written in, onnxruntime or tensorrt. None for the defaults (fp32; 23, or 24 for
-    tensorrt; static where the decoder can; onnxruntime), the only choice for an ONNX decoder that exists already, as
-    is num_hidden_layers.
-    compute_dtype: fp32 or fp16, the type of all but the weights in an int4 or int8 export; None for fp32.
-    max_length: tokens that a static cache for tensorrt holds, fixed in the graph. None for the model's context, at most
-    4,096; 0 leaves the length to the runtime, which only onnxruntime accepts.
-    block_size, table_bits, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8, see
-    quantise.Quantisation; None for its defaults.
-    options: baked into the sampler; defaults: parameters of a request that names none.
-    neighbour_bound: measure how near each token's nearest other is, and store it (export/graft/neighbour_bound.py).
-    max_shard_size: bytes of a data file at most, or text such as "2GB" (10^9 each) or "2GiB"; None for one file.
-    resume: go on where an interrupted export of the same folder stopped, and can be gone on with itself.
-    hard_link: share the data files of an ONNX decoder with its folder instead of copying them (see folder.bring).
-    tokenizer: folder to take tokenizer and configuration from, for a model that comes without.
-    Raises ParameterError for a dtype, opset, cache form, target or layer count out of range, for a combination that
-    does not exist, for defaults that float32 cannot hold, and for a bound under the uniform metric.
+    trust_remote_code: download and run Python code that comes with the model.
     """
 
-    model: str
-    output: Path
-    dtype: str | None = None
-    opset: int | None = None
-    kv: str | None = None
-    target: str | None = None
-    max_length: int | None = None
-    compute_dtype: str | None = None
-    block_size: int | None = None
-    table_bits: int | None = None
-    symmetric: bool | None = None
-    accuracy_level: int | None = None
-    quantisation_algorithm: str | None = None
-    exclude_nodes: tuple[str, ...] = ()
-    options: TopWOptions = field(default_factory=TopWOptions)
-    defaults: TopWParameters = field(default_factory=TopWParameters)
-    tail: str = "portable"
-    with_logits: bool = False
-    with_mass: bool = False
-    with_keep_mask: bool = False
-    neighbour_bound: bool = False
-    num_hidden_layers: int | None = None
-    tokenizer: Path | None = None
-    max_shard_size: int | str | None = None
-    hard_link: bool = False
-    resume: bool = False
-    dry_run: bool = False
-    overwrite: bool = False
-    verify: bool = True
-    keep_failed: bool = False
     revision: str | None = None
     cache_dir: Path | None = None
     token: str | None = None
     local_files_only: bool = False
     trust_remote_code: bool = False
 
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions:
+    """The decoder's graph. None stands for the default, the only choice for an existing ONNX decoder.
+
+    target: whose operators to use, onnxruntime (default) or tensorrt.
+    opset: 23 or 24; by default 23, for tensorrt 24.
+    kv: form of the cache, static or concat; by default static where the decoder allows it.
+    max_length: capacity in tokens of the static cache for tensorrt, fixed in the graph; a multiple of 64. By default
+        the model's context, at most 4,096. 0 leaves the length to the runtime, which only onnxruntime supports.
+    num_hidden_layers: export only the first layers.
+    Raises ParameterError for a value out of range or a combination that does not exist.
+    """
+
+    target: str | None = None
+    opset: int | None = None
+    kv: str | None = None
+    max_length: int | None = None
+    num_hidden_layers: int | None = None
+
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ParameterError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.", "dtype")
-        if self.compute_dtype is not None and self.compute_dtype not in COMPUTE_DTYPES:
-            raise ParameterError(
-                f"compute_dtype is {self.compute_dtype!r}, but must be one of {', '.join(COMPUTE_DTYPES)}.",
-                "compute_dtype",
-            )
         if self.opset is not None and not 23 <= self.opset <= 24:
             raise ParameterError(
                 f"opset is {self.opset}, but must be 23 or 24: older ones have no Attention operator.", "opset"
@@ -115,30 +81,57 @@ class ExportRequest:
             raise ParameterError(
                 f"num_hidden_layers is {self.num_hidden_layers}, but must be an integer >= 1.", "num_hidden_layers"
             )
-        as_float32(self.defaults)  # what no graph can be handed is no default
-        check_bound(self.neighbour_bound, self.options)
-        _ = self.shard_bytes
-        if self.quantisation is not None and self.target == "tensorrt":
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOptions:
+    """The weights and their files.
+
+    dtype: fp32 (default), fp16, bf16, int4 or int8.
+    compute_dtype: fp32 (default) or fp16, the type of everything but the weights of an int4 or int8 export.
+    block_size, table_bits, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8; see
+        quantise.Quantisation, whose defaults None stands for.
+    max_shard_size: maximum bytes of a data file, a number or text such as "2GB" (10^9 each) or "2GiB"; None writes one
+        file.
+    hard_link: hard-link the data files of an ONNX decoder instead of copying them.
+    Raises ParameterError for a value out of range, and for an option of quantised weights with another dtype.
+    """
+
+    dtype: str | None = None
+    compute_dtype: str | None = None
+    block_size: int | None = None
+    table_bits: int | None = None
+    symmetric: bool | None = None
+    accuracy_level: int | None = None
+    quantisation_algorithm: str | None = None
+    exclude_nodes: tuple[str, ...] = ()
+    max_shard_size: int | str | None = None
+    hard_link: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ParameterError(f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.", "dtype")
+        if self.compute_dtype is not None and self.compute_dtype not in COMPUTE_DTYPES:
             raise ParameterError(
-                f"dtype is {self.dtype}, but target tensorrt has no operator for quantised weights (MatMulNBits); "
-                "export as fp16 or fp32.",
-                "dtype",
+                f"compute_dtype is {self.compute_dtype!r}, but must be one of {', '.join(COMPUTE_DTYPES)}.",
+                "compute_dtype",
             )
+        _ = self.shard_bytes, self.quantisation
 
     @property
     def shard_bytes(self) -> int | None:
-        """max_shard_size in bytes. Raises ParameterError for what is no size."""
+        """max_shard_size in bytes."""
         return None if self.max_shard_size is None else parse_size(self.max_shard_size, "max_shard_size")
 
     @property
     def torch_dtype(self) -> str:
-        """torch's name of the type that the decoder is traced in."""
+        """torch's name of the type in which the decoder is traced."""
         return DTYPES[self.compute_dtype or self.dtype or "fp32"]
 
     @property
     def quantisation(self) -> Quantisation | None:
-        """How the weights are quantised; None for a floating-point dtype. Raises ParameterError for wrong options."""
-        given = {
+        """How to quantise the weights; None for a floating-point dtype."""
+        options = {
             "block_size": self.block_size,
             "table_bits": self.table_bits,
             "symmetric": self.symmetric,
@@ -146,42 +139,128 @@ class ExportRequest:
             "algorithm": self.quantisation_algorithm,
             "exclude": tuple(self.exclude_nodes) or None,
         }
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         if self.dtype in DTYPE_BITS:
-            return Quantisation(bits=DTYPE_BITS[self.dtype], **chosen)
+            return Quantisation(bits=DTYPE_BITS[self.dtype], **given)
         if self.compute_dtype is not None:
-            chosen = {"compute_dtype": self.compute_dtype, **chosen}
-        if chosen:
+            given = {"compute_dtype": self.compute_dtype, **given}
+        if given:
             raise ParameterError(
-                f"{next(iter(chosen))} is an option of quantised weights, but dtype is {self.dtype or 'fp32'}; "
+                f"{next(iter(given))} is an option of quantised weights, but dtype is {self.dtype or 'fp32'}; "
                 "give --dtype int4 or int8, or leave it out.",
-                next(iter(chosen)),
+                next(iter(given)),
             )
         return None
 
-    @property
-    def graft(self) -> GraftOptions:
-        return GraftOptions(
-            options=self.options,
-            tail=self.tail,
-            with_logits=self.with_logits,
-            with_mass=self.with_mass,
-            with_keep_mask=self.with_keep_mask,
-        )
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerOptions:
+    """The sampler.
+
+    options: baked into the graph.
+    defaults: parameters of a generation request that names none.
+    tail: form of the function's body: portable, onnxruntime or static.
+    with_logits, with_mass, with_keep_mask: optional outputs.
+    neighbour_bound: measure and store each token's distance to its nearest neighbour (graft/neighbour_bound.py).
+    Raises ParameterError for defaults that float32 cannot hold, and for a bound under the uniform metric.
+    """
+
+    options: TopWOptions = field(default_factory=TopWOptions)
+    defaults: TopWParameters = field(default_factory=TopWParameters)
+    tail: str = "portable"
+    with_logits: bool = False
+    with_mass: bool = False
+    with_keep_mask: bool = False
+    neighbour_bound: bool = False
+
+    def __post_init__(self) -> None:
+        as_float32(self.defaults)
+        if self.neighbour_bound and self.options.metric == "uniform":
+            raise ParameterError(
+                "the uniform metric has no neighbour bound to store; leave --neighbour-bound out.", "neighbour_bound"
+            )
 
 
-def check_bound(wanted: bool, options: TopWOptions) -> None:
-    """Raises ParameterError for a neighbour bound under the uniform metric, whose distances are all 1."""
-    if wanted and options.metric == "uniform":
-        raise ParameterError(
-            "the uniform metric has no neighbour bound to store; leave --neighbour-bound out.", "neighbour_bound"
-        )
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """One export.
+
+    model: hub id, folder, ONNX file or `demo`.
+    output: the folder to write.
+    tokenizer: folder with tokenizer and configuration, for a model that comes without.
+    resume: continue an interrupted export to the same folder; if interrupted, stay resumable.
+    dry_run: report what would be written, and write nothing.
+    overwrite: replace an earlier export in `output`.
+    verify: compare the written graph with the model before the folder appears.
+    keep_failed: keep the files of a failed export, as `output`.failed.
+    Raises ParameterError for quantised weights with the target tensorrt.
+    """
+
+    model: str
+    output: Path
+    hub: HubOptions = field(default_factory=HubOptions)
+    graph: GraphOptions = field(default_factory=GraphOptions)
+    weights: WeightOptions = field(default_factory=WeightOptions)
+    sampler: SamplerOptions = field(default_factory=SamplerOptions)
+    tokenizer: Path | None = None
+    resume: bool = False
+    dry_run: bool = False
+    overwrite: bool = False
+    verify: bool = True
+    keep_failed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights.quantisation is not None and self.graph.target == "tensorrt":
+            raise ParameterError(
+                f"dtype is {self.weights.dtype}, but target tensorrt has no operator for quantised weights "
+                "(MatMulNBits); export as fp16 or fp32.",
+                "dtype",
+            )
+
+    def check_for_onnx(self, file: str) -> None:
+        """Raises ParameterError for an option that cannot be applied to `file`, an existing ONNX decoder."""
+        traced = {
+            "dtype": self.weights.dtype,
+            "compute_dtype": self.weights.compute_dtype,
+            **dataclasses.asdict(self.graph),
+            "max_shard_size": self.weights.max_shard_size,
+        }
+        for name, value in traced.items():
+            if value is not None:
+                raise ParameterError(
+                    f"{name} is {value!r}, but {file} is an ONNX decoder that exists already; leave "
+                    f"--{name.replace('_', '-')} out or export from the original model.",
+                    name,
+                )
+
+
+Request = TypeVar("Request")
+_GROUPS: dict[str, Any] = {
+    "hub": HubOptions,
+    "graph": GraphOptions,
+    "weights": WeightOptions,
+    "sampler": SamplerOptions,
+}
+
+
+def export_request(**values: Any) -> ExportRequest:
+    """Build an ExportRequest from flat keyword arguments, as the command line has them."""
+    return grouped(ExportRequest, values)
+
+
+def grouped(kind: type[Request], values: dict[str, Any]) -> Request:
+    """Build a request of `kind` from `values`, each of which may be a field of one of its groups."""
+    values = dict(values)
+    for name in [f.name for f in dataclasses.fields(kind) if f.name in _GROUPS]:  # type: ignore[arg-type]
+        names = {f.name for f in dataclasses.fields(_GROUPS[name])} & values.keys()
+        values[name] = _GROUPS[name](**{name: values.pop(name) for name in names})
+    return kind(**values)
 
 
 def with_preset(
     preset: str, parameters: dict[str, float], options: dict[str, object]
 ) -> tuple[TopWParameters, TopWOptions]:
-    """Default parameters and baked options of `preset`, with the given ones in place of the preset's."""
+    """The default parameters and baked options of `preset`, overridden by the given ones."""
     if preset not in PRESETS:
         raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(PRESETS)}.", "preset")
     base_parameters, base_options = PRESETS[preset]
@@ -192,10 +271,12 @@ def with_preset(
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What was written, or would be (`dry_run`). Sizes in bytes; `notices`: what the user should know.
+    """What was written, or would be (`dry_run`).
 
-    sizes: file -> bytes. memory: stage -> most bytes resident while it ran, measured, or in a dry run foreseen; the
-    stages are graph (until the graph is finished), writing and, in a process of its own, verification.
+    sizes: file -> bytes.
+    memory: stage -> peak resident bytes, measured or, in a dry run, estimated. The stages are graph, writing and, in a
+        process of its own, verification.
+    notices: what the user should know.
     """
 
     output: Path

@@ -13,13 +13,12 @@ have them.
 from __future__ import annotations
 
 import math
-import mmap
 from dataclasses import dataclass
 
 import onnxruntime as ort
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import open_regular
+from topw_deploy.files import mapped
 from topw_deploy.runtime import providers
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.graph_file import Initializer, Node, read_graph
@@ -70,7 +69,7 @@ def complaint(lookup: Lookup, version: str) -> str:
 
 def lookups(folder: ModelFolder) -> list[Lookup]:
     """The lookups in uint8 tables in the graph of `folder`."""
-    with open_regular(folder.model) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as file:
+    with mapped(folder.model) as file:
         if file.find(_OPERATOR.encode()) < 0:
             return []
         nodes, initializers = read_graph(file)

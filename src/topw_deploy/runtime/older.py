@@ -7,7 +7,6 @@ are either: that is read from the profile of one run.
 from __future__ import annotations
 
 import json
-import mmap
 import re
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 import onnxruntime as ort
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.files import open_regular
+from topw_deploy.files import mapped
 from topw_deploy.runtime.folder import ModelFolder
 
 _MOST_OPSET = 23
@@ -43,7 +42,7 @@ def check_graph(folder: ModelFolder) -> None:
             f"{folder.path} has operators of opset {opset}, but onnxruntime {ort.__version__} knows them up to opset "
             f"{_MOST_OPSET}; export without --target tensorrt, or install onnxruntime 1.26 or newer."
         )
-    with open_regular(folder.model) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as graph:
+    with mapped(folder.model) as graph:
         found = _WINDOW.search(graph)
     if found:
         raise ManifestError(

@@ -145,10 +145,10 @@ def test_other_layouts_of_the_same_makers_are_named(tmp_path: Path, name: str, a
 
 
 def test_a_rotary_table_that_ends_before_the_context_ends_sequences(tmp_path: Path) -> None:
-    notices: list[str] = []
     file = written(tmp_path / "made", decoder(rotary_rows=48))
-    assert load_decoder(file, file.parent, notices).info.context_length == 48
-    assert "48 rows, fewer than the context of 64 tokens" in notices[0]
+    read = load_decoder(file, file.parent)
+    assert read.info.context_length == 48
+    assert "48 rows, fewer than the context of 64 tokens" in read.notices[0]
 
 
 def test_positions_looked_up_in_a_plain_table_end_there_too() -> None:
@@ -162,10 +162,10 @@ def test_positions_looked_up_in_a_plain_table_end_there_too() -> None:
 
 
 def test_a_window_that_the_graph_ignores_ends_sequences_there(tmp_path: Path) -> None:
-    notices: list[str] = []
     file = written(tmp_path / "made", decoder(), sliding_window=16)
-    assert load_decoder(file, file.parent, notices).info.context_length == 16
-    assert "ignores the model's sliding window" in notices[0]
+    read = load_decoder(file, file.parent)
+    assert read.info.context_length == 16
+    assert "ignores the model's sliding window" in read.notices[0]
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,8 @@ def test_a_soft_cap_that_attention_does_not_have_is_named(tmp_path: Path, softca
     model = decoder(softcap=softcap)
     assert lost_soft_cap(model.graph, {"attn_logit_softcapping": 50.0}) == lost
     assert lost_soft_cap(model.graph, {"attn_logit_softcapping": None}) is None
-    notices: list[str] = []
     file = written(tmp_path / "made", model, attn_logit_softcapping=50.0)
-    load_decoder(file, file.parent, notices)
+    notices = load_decoder(file, file.parent).notices
     assert ["leaves out the soft cap of 50" in notice for notice in notices] == ([True] if lost else [])
 
 

@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from tests.support.tiny_models import VOCAB
 from topw_deploy.errors import ParameterError, VerificationError
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
 from topw_deploy.export.graft import neighbour_bound as module
 from topw_deploy.export.graft.neighbour_bound import neighbour_bound
-from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.request import export_request
+from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
 from topw_deploy.export.verification.sampler_checks import bound_check, nearest_distances, stored_bound
 from topw_deploy.manifest import load_manifest
+from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions
 
@@ -144,7 +146,7 @@ def test_every_pair_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (total, unit) == (45 * 44 // 2, "pairs")
         yield told.append
 
-    neighbour_bound(Geometry.from_embeddings(random_table(45, 4), "unit"), 45, bar)
+    neighbour_bound(Geometry.from_embeddings(random_table(45, 4), "unit"), 45, Progress(bar=bar))
     assert sum(told) == 45 * 44 // 2
 
 
@@ -167,9 +169,9 @@ def test_the_uniform_metric_has_no_bound(tmp_path: Path) -> None:
         neighbour_bound(Geometry.uniform(), 4)
     options = TopWOptions(metric="uniform")
     with pytest.raises(ParameterError, match="leave --neighbour-bound out"):
-        ExportRequest(model="demo", output=tmp_path / "out", options=options, neighbour_bound=True)
+        export_request(model="demo", output=tmp_path / "out", options=options, neighbour_bound=True)
     with pytest.raises(ParameterError, match="leave --neighbour-bound out"):
-        SamplerRequest(output=tmp_path / "out", vocab_size=9, options=options, neighbour_bound=True)
+        sampler_request(output=tmp_path / "out", vocab_size=9, options=options, neighbour_bound=True)
 
 
 @pytest.mark.parametrize("tail", ["portable", "onnxruntime", "static"])
@@ -177,7 +179,7 @@ def test_the_uniform_metric_has_no_bound(tmp_path: Path) -> None:
 def test_every_form_runs_with_a_stored_bound_and_is_verified(tail: str, metric: str, tmp_path: Path) -> None:
     np.save(tmp_path / "table.npy", random_table(90, 6))
     options = TopWOptions(top_m=25, metric=metric)
-    request = SamplerRequest(
+    request = sampler_request(
         output=tmp_path / "out",
         embeddings=tmp_path / "table.npy",
         vocab_size=80,
@@ -206,9 +208,9 @@ def test_without_the_option_the_place_of_the_bound_stays_empty(tmp_path: Path) -
 
 
 def test_a_decoder_gets_the_bound_of_its_own_table(tmp_path: Path, foreign_decoder: Path) -> None:
-    request = ExportRequest(model=str(foreign_decoder), output=tmp_path / "out", neighbour_bound=True)
+    request = export_request(model=str(foreign_decoder), output=tmp_path / "out", neighbour_bound=True)
     lines: list[str] = []
-    export_model(request, lines.append)
+    export_model(request, Progress(lines.append))
     manifest = load_manifest(tmp_path / "out")
     tokens = manifest.sampler.vocab_size
     assert f"Measuring how near each of {tokens} tokens has its nearest other" in lines
@@ -222,7 +224,7 @@ def test_a_dry_run_measures_nothing_and_counts_its_bytes(
     monkeypatch.setattr(module, "neighbour_bound", lambda *_: pytest.fail("a dry run measured"))
     plain, bound = (
         export_model(
-            ExportRequest(model=str(foreign_decoder), output=tmp_path / "out", dry_run=True, neighbour_bound=wanted)
+            export_request(model=str(foreign_decoder), output=tmp_path / "out", dry_run=True, neighbour_bound=wanted)
         )
         for wanted in (False, True)
     )
@@ -231,8 +233,10 @@ def test_a_dry_run_measures_nothing_and_counts_its_bytes(
 
 def test_a_bound_that_is_too_large_fails_the_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save(tmp_path / "table.npy", random_table(90, 6))
-    monkeypatch.setattr(module, "neighbour_bound", lambda geometry, tokens, bar: neighbour_bound(geometry, tokens) + 1)
-    request = SamplerRequest(output=tmp_path / "out", embeddings=tmp_path / "table.npy", neighbour_bound=True)
+    monkeypatch.setattr(
+        module, "neighbour_bound", lambda geometry, tokens, _progress: neighbour_bound(geometry, tokens) + 1
+    )
+    request = sampler_request(output=tmp_path / "out", embeddings=tmp_path / "table.npy", neighbour_bound=True)
     with pytest.raises(VerificationError, match="neighbour bound"):
         export_sampler(request)
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export.request import export_request
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.session import SAMPLER_INPUTS
@@ -18,7 +19,7 @@ from topw_deploy.runtime.session import SAMPLER_INPUTS
 @pytest.fixture(scope="module")
 def with_logits(foreign_decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("grafted") / "out"
-    export_model(ExportRequest(model=str(foreign_decoder), output=out, with_logits=True))
+    export_model(export_request(model=str(foreign_decoder), output=out, with_logits=True))
     return out
 
 
@@ -80,7 +81,7 @@ def test_genais_own_configuration_comes_along_where_its_loop_can_run(foreign_dec
     (folder / "genai_config.json").write_text(text)
 
     def export(name: str, **options: bool) -> tuple[Path, tuple[str, ...]]:
-        request = ExportRequest(model=str(folder), output=tmp_path / name, verify=False, **options)
+        request = export_request(model=str(folder), output=tmp_path / name, verify=False, **options)
         return tmp_path / name / "genai_config.json", export_model(request).notices
 
     kept, _ = export("kept", with_logits=True)

@@ -13,10 +13,11 @@ import onnxruntime as ort
 import pytest
 
 from tests.support.tiny_models import make_model
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.lowering.packed_gate_up import pack_gates
+from topw_deploy.export.request import export_request
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 
 HIDDEN, WIDTH = 5, 6
@@ -119,6 +120,6 @@ def test_an_export_joins_the_gates_of_weights_to_be_quantised(
     tmp_path: Path, checkpoint: Callable[[str], Path], dtype: str, joined: int
 ) -> None:
     out = tmp_path / "out"
-    export_model(ExportRequest(model=str(checkpoint("llama_untied")), output=out, dtype=dtype, verify=False))
+    export_model(export_request(model=str(checkpoint("llama_untied")), output=out, dtype=dtype, verify=False))
     splits = [node for node in ir.load(out / "model.onnx").graph if node.op_type == "Split"]
     assert len(splits) == joined  # one for each layer

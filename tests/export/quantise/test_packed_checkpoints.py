@@ -14,6 +14,7 @@ from tests.export.quantise.packed_checkpoints import Rounded, write_packed
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
 from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.quantise.blocks import unpacked
+from topw_deploy.export.request import export_request
 from topw_deploy.export.source.checkpoint import load_checkpoint
 from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
 from topw_deploy.export.source.packed.formats import packed_format
@@ -71,7 +72,7 @@ def codes_in(folder: Path) -> set[bytes]:
 def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path: Path) -> None:
     layers = written(tmp_path / "model", kind)
     report = export_model(
-        ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", verify=kind != "awq")
+        export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", verify=kind != "awq")
     )
     assert any("keep the checkpoint's own codes" in notice for notice in report.notices)
     found = codes_in(tmp_path / "out")
@@ -84,7 +85,7 @@ def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path
 
 def test_a_packed_checkpoints_codes_are_not_rounded_again_for_half_precision(tmp_path: Path) -> None:
     written(tmp_path / "model", "gptq")
-    request = ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", compute_dtype="fp16")
+    request = export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", compute_dtype="fp16")
     with pytest.raises(ParameterError, match=r"holds GPTQ codes, which are kept for products in fp32 only; leave"):
         export_model(request)
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,8 @@ import onnx_ir as ir
 import pytest
 
 from topw_deploy.demo import demo_model_path
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
+from topw_deploy.export.request import export_request
 from topw_deploy.export.verification import evaluation_text as texts
 from topw_deploy.export.verification.evaluation_text import evaluation_text, tokens_for
 from topw_deploy.export.verification.probe import LogitsProbe
@@ -41,7 +42,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         name = "-".join(map(str, options.values())) or "as-it-comes"
         if name not in made:
             made[name] = tmp_path_factory.mktemp("demo") / name
-            export_model(ExportRequest(model="demo", output=made[name], dtype="int4", verify=False, **options))
+            export_model(export_request(model="demo", output=made[name], dtype="int4", verify=False, **options))
         return made[name]
 
     return folder

@@ -9,7 +9,7 @@ import pytest
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.export.quantise import Quantisation
-from topw_deploy.export.request import ExportRequest
+from topw_deploy.export.request import export_request
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_patterns_name_nodes_and_weights_as_file_names() -> None:
 
 
 def test_a_request_says_how_to_quantise_only_where_it_quantises() -> None:
-    request = ExportRequest(model="m", output=Path("o"), dtype="int8", block_size=64, symmetric=False)
-    assert request.quantisation == Quantisation(bits=8, block_size=64, symmetric=False)
-    assert ExportRequest(model="m", output=Path("o"), dtype="fp16").quantisation is None
+    request = export_request(model="m", output=Path("o"), dtype="int8", block_size=64, symmetric=False)
+    assert request.weights.quantisation == Quantisation(bits=8, block_size=64, symmetric=False)
+    assert export_request(model="m", output=Path("o"), dtype="fp16").weights.quantisation is None
     with pytest.raises(ParameterError, match="block_size is an option of quantised weights, but dtype is fp32"):
-        ExportRequest(model="m", output=Path("o"), block_size=64)
+        export_request(model="m", output=Path("o"), block_size=64)
     with pytest.raises(ParameterError, match="tensorrt has no operator"):
-        ExportRequest(model="m", output=Path("o"), dtype="int4", target="tensorrt")
+        export_request(model="m", output=Path("o"), dtype="int4", target="tensorrt")

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.support.tiny_models import write_checkpoint
 from topw_deploy.errors import ParameterError, VerificationError
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
 from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.quantise import weight as weight_module
 from topw_deploy.export.quantise.blocks import Blocks
+from topw_deploy.export.request import export_request
 from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
 from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
@@ -37,7 +38,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
     def folder(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp("quantised") / family
-            export_model(ExportRequest(model=str(checkpoint(family)), output=made[family], **CASES[family]))  # type: ignore[arg-type]
+            export_model(export_request(model=str(checkpoint(family)), output=made[family], **CASES[family]))  # type: ignore[arg-type]
         return made[family]
 
     return folder
@@ -78,7 +79,7 @@ def test_every_form_of_the_sampler_reads_the_quantised_table(
     tail: str, tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
     how = {"dtype": "int4", "block_size": 32, "table_bits": 4, "symmetric": True}
-    request = ExportRequest(
+    request = export_request(
         model=str(checkpoint("llama_tied")),
         output=tmp_path / tail,
         **how,
@@ -109,7 +110,9 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
         return made
 
     monkeypatch.setattr(weight_module, "quantise_weight", wrong)
-    request = ExportRequest(model=str(checkpoint("llama_tied")), output=tmp_path / "out", dtype="int4", symmetric=False)
+    request = export_request(
+        model=str(checkpoint("llama_tied")), output=tmp_path / "out", dtype="int4", symmetric=False
+    )
     with pytest.raises(VerificationError, match="prefill logits"):
         export_model(request)
     assert not (tmp_path / "out").exists()
@@ -151,7 +154,7 @@ def test_blocks_of_a_checkpoint_wider_than_a_table_may_have_are_halved(tmp_path:
         tie_word_embeddings=False,
     )  # fmt: skip
     write_checkpoint(tmp_path / "model", config)
-    request = ExportRequest(
+    request = export_request(
         model=str(tmp_path / "model"),
         output=tmp_path / "out",
         dtype="int4",
@@ -178,6 +181,6 @@ def test_a_compute_dtype_is_that_of_all_but_the_weights(verified: Callable[[str]
 @pytest.mark.parametrize("dtype", [None, "fp16", "bf16"])
 def test_a_compute_dtype_belongs_to_quantised_weights(dtype: str | None, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="compute_dtype is an option of quantised weights"):
-        ExportRequest(model="demo", output=tmp_path, dtype=dtype, compute_dtype="fp16")
+        export_request(model="demo", output=tmp_path, dtype=dtype, compute_dtype="fp16")
     with pytest.raises(ParameterError, match="compute_dtype is 'bf16', but must be one of fp32, fp16"):
-        ExportRequest(model="demo", output=tmp_path, dtype="int4", compute_dtype="bf16")
+        export_request(model="demo", output=tmp_path, dtype="int4", compute_dtype="bf16")

@@ -16,20 +16,24 @@ import pytest
 
 from tests.support.tiny_models import write_checkpoint, write_decoder
 from topw_deploy.errors import ExportError
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
+from topw_deploy.export.request import export_request
+from topw_deploy.export.resume.finished import stamp_of_files
 from topw_deploy.export.resume.journal import DataLog, Journal
-from topw_deploy.export.resume.stamp import stamp_of_files
 from topw_deploy.export.write import data_files, weights
 from topw_deploy.export.write.staging import StagedFolder
 from topw_deploy.manifest import load_manifest
+from topw_deploy.progress import Progress
 from topw_deploy.sampling.parameters import TopWParameters
 
 # An export of MODEL to OUT that kills itself: at the line that starts with STOP, before weight number STOP, or never.
 EXPORT = """
 import os, signal, sys
 from pathlib import Path
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
+from topw_deploy.export.request import export_request
 from topw_deploy.export.write import data_files
+from topw_deploy.progress import Progress
 from topw_deploy.export.write import weights
 weights.EXTERNAL_ABOVE = 10_000
 model, out, stop = sys.argv[1:]
@@ -47,7 +51,7 @@ def counted(*arguments):
             die()
     return write(*arguments)
 data_files._write_weight = counted
-export_model(ExportRequest(model=model, output=Path(out), resume=True, neighbour_bound=True), say)
+export_model(export_request(model=model, output=Path(out), resume=True, neighbour_bound=True), Progress(say))
 """
 STOPS = ("Lowered", "Writing", "9", "Verifying", "Moving")
 
@@ -64,7 +68,7 @@ def killed_export(model: Path, out: Path, stop: str) -> list[str]:
 def export(model: Path, out: Path, **settings: object) -> list[str]:
     lines: list[str] = []
     settings = {"neighbour_bound": True, "verify": False, **settings}
-    export_model(ExportRequest(model=str(model), output=out, **settings), lines.append)  # type: ignore[arg-type]
+    export_model(export_request(model=str(model), output=out, **settings), Progress(lines.append))  # type: ignore[arg-type]
     return lines
 
 
@@ -249,7 +253,7 @@ def test_kept_weights_that_are_damaged_are_written_again(tmp_path: Path) -> None
     assert path.read_bytes() == whole
     assert sum(done) == len(whole)
     assert lines == ["Kept from the interrupted export: 1 weights of model.onnx_data"]
-    assert len(Journal(tmp_path)._files[data_files.DATA_FILE]["weights"]) == 3
+    assert len(Journal(tmp_path).data_file(data_files.DATA_FILE)["weights"]) == 3
 
 
 def test_a_torn_line_ends_a_journal_quietly(tmp_path: Path) -> None:
@@ -275,7 +279,10 @@ def interrupted(model: Path, out: Path, stop: str, **settings: object) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_model(ExportRequest(model=str(model), output=out, verify=False, resume=True, **settings), say)  # type: ignore[arg-type]
+        export_model(
+            export_request(model=str(model), output=out, verify=False, resume=True, **settings),
+            Progress(say),
+        )  # type: ignore[arg-type]
 
 
 def test_going_on_with_another_model_writes_into_no_file_that_is_hard_linked(model: Path, tmp_path: Path) -> None:

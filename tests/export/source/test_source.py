@@ -14,6 +14,7 @@ from huggingface_hub import errors
 
 from topw_deploy.demo import demo_model_path
 from topw_deploy.errors import SourceError
+from topw_deploy.export.request import HubOptions
 from topw_deploy.export.source.resolve import resolve
 from topw_deploy.manifest import MANIFEST_NAME
 
@@ -116,7 +117,7 @@ def test_a_name_that_could_be_both_is_looked_for_in_both(tmp_path: Path, monkeyp
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError) as refusal:
-        resolve("models/nope", cache_dir=tmp_path / "cache", local_files_only=True)
+        resolve("models/nope", HubOptions(cache_dir=tmp_path / "cache", local_files_only=True))
     assert str(refusal.value).startswith(
         f"models/nope is neither a local path (the folder models holds no nope) nor whole in the hub's cache "
         f"{tmp_path / 'cache'}, and the hub was not asked or did not answer; check the path, or download the model"
@@ -134,13 +135,13 @@ def test_a_path_that_may_not_be_looked_at_is_one_sentence(monkeypatch: pytest.Mo
 
 def test_a_hub_model_in_the_cache_is_found_without_the_network(tmp_path: Path) -> None:
     commit = hub_cache(tmp_path, "config.json", "model.safetensors", "tokenizer.json")
-    source = resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)
+    source = resolve("me/tiny", HubOptions(cache_dir=tmp_path, local_files_only=True))
     assert (source.revision, source.route) == (commit, "trace")
 
 
 def test_a_graph_in_the_hubs_cache_is_found_behind_its_links(tmp_path: Path) -> None:
     hub_cache(tmp_path, "config.json", "onnx/model.onnx", "onnx/model.onnx_data")
-    source = resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)
+    source = resolve("me/tiny", HubOptions(cache_dir=tmp_path, local_files_only=True))
     assert source.onnx is not None
     assert source.onnx.is_symlink()
     assert source.folder.name == "a" * 40
@@ -149,13 +150,13 @@ def test_a_graph_in_the_hubs_cache_is_found_behind_its_links(tmp_path: Path) -> 
 def test_a_hub_model_without_any_weights_is_named(tmp_path: Path) -> None:
     hub_cache(tmp_path, "config.json")
     with pytest.raises(SourceError, match="neither safetensors"):
-        resolve("me/tiny", cache_dir=tmp_path, local_files_only=True)
+        resolve("me/tiny", HubOptions(cache_dir=tmp_path, local_files_only=True))
 
 
 @pytest.mark.parametrize("given", [{"local_files_only": True}, {}], ids=["asked", "HF_HUB_OFFLINE"])
 def test_a_hub_model_that_is_not_here_says_how_to_get_it(tmp_path: Path, given: dict[str, bool]) -> None:
     with pytest.raises(SourceError, match=r"nor whole in the hub's cache .*HF_HUB_OFFLINE unset"):
-        resolve("me/missing", cache_dir=tmp_path, **given)
+        resolve("me/missing", HubOptions(cache_dir=tmp_path, **given))
 
 
 def answer(status: int) -> Any:
@@ -183,7 +184,7 @@ def test_every_way_a_download_fails_has_its_sentence(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(SourceError, match=message):
-        resolve("me/tiny", revision="v9")
+        resolve("me/tiny", HubOptions(revision="v9"))
 
 
 def test_what_the_user_gave_reaches_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_what_the_user_gave_reaches_the_hub(monkeypatch: pytest.MonkeyPatch, tmp
         return str(touch(tmp_path / ("b" * 40), "config.json", "model.safetensors"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    resolve("me/tiny", revision="v1", cache_dir=tmp_path, token="secret")
+    resolve("me/tiny", HubOptions(revision="v1", cache_dir=tmp_path, token="secret"))
     assert asked[0]["revision"] == "v1"
     assert asked[0]["token"] == "secret"
     assert asked[0]["cache_dir"] == tmp_path

@@ -16,13 +16,13 @@ from transformers import Glm4MoeConfig, LlamaConfig
 from tests.support.tiny_models import FAMILIES, make_model
 from topw_deploy.errors import SourceError
 from topw_deploy.export.graph.lazy_weight import LazyWeight, parts, transposed
-from topw_deploy.export.memory import StageMemory, resident_bytes
 from topw_deploy.export.source.checkpoint import load_checkpoint, load_unread
 from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.export.source.streamed import streamed, widen
 from topw_deploy.export.source.unread_tensor import UnreadTensor
 from topw_deploy.export.trace.shapes_only import shapes_only, weight_tensor
 from topw_deploy.export.trace.trace import trace
+from topw_deploy.memory import StageMemory, resident_bytes
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

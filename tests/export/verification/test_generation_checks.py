@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from topw_deploy.export import ExportRequest, export_model
+from topw_deploy.export import export_model
+from topw_deploy.export.request import export_request
 from topw_deploy.export.verification import generation_checks as generation
 from topw_deploy.export.verification.generation_checks import Agreement, compare_tokens, generation_checks
 from topw_deploy.export.verification.sampler_checks import graph_geometry
@@ -37,7 +38,7 @@ class Fixed:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("demo") / "out"
-    export_model(ExportRequest(model="demo", output=made, verify=False))
+    export_model(export_request(model="demo", output=made, verify=False))
     return made
 
 

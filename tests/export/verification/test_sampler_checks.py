@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.export.verification import sampler_checks as module
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.verification.sampler_checks import made_logits, sampler_checks
@@ -45,7 +45,7 @@ def sampler(tmp_path_factory: pytest.TempPathFactory) -> tuple[SamplerManifest, 
     folder = tmp_path_factory.mktemp("sampler")
     np.save(folder / "table.npy", TABLE)
     options = TopWOptions(top_m=64)
-    request = SamplerRequest(embeddings=folder / "table.npy", output=folder / "out", options=options, verify=False)
+    request = sampler_request(embeddings=folder / "table.npy", output=folder / "out", options=options, verify=False)
     export_sampler(request)
     manifest = load_manifest(folder / "out")
     assert isinstance(manifest, SamplerManifest)
@@ -113,7 +113,7 @@ def test_a_sampler_that_could_not_be_compared_is_exported_as_partial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FEWEST_ROWS", 10_000)
-    request = SamplerRequest(vocab_size=50, output=tmp_path / "out", options=TopWOptions(metric="uniform"))
+    request = sampler_request(vocab_size=50, output=tmp_path / "out", options=TopWOptions(metric="uniform"))
     report = export_sampler(request)
     assert report.verification.status == "partial"
     assert [each.name for each in report.verification.not_compared] == ["sampler"]

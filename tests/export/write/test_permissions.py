@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.tiny_models import export
 from tests.test_manifest import a_manifest
-from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
+from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.export.write.staging import StagedFolder
 from topw_deploy.manifest import MANIFEST_NAME, save_manifest
 from topw_deploy.sampling.parameters import TopWOptions
@@ -107,6 +107,6 @@ def test_a_whole_export_follows_the_umask(checkpoint: Callable[[str], Path], tmp
 def test_a_sampler_follows_the_umask(tmp_path: Path) -> None:
     with umask(0o077):
         export_sampler(
-            SamplerRequest(output=tmp_path / "out", vocab_size=64, options=TopWOptions(metric="uniform", top_m=25))
+            sampler_request(output=tmp_path / "out", vocab_size=64, options=TopWOptions(metric="uniform", top_m=25))
         )
     check(tmp_path / "out", 0o077)

@@ -14,6 +14,7 @@ from tests.support.cuda_double import Gpu
 from tests.support.tensorrt_double import TensorRT
 from tests.support.toy_model import BOS, PAD, Toy, byte_ids, export
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
+from topw_deploy.export.request import export_request
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.tensorrt.build import build_engine
 from topw_deploy.tensorrt.request import EngineRequest
@@ -207,8 +208,8 @@ def test_the_demo(demo_for_tensorrt: Path, trt: TensorRT) -> None:
 @pytest.fixture(scope="session")
 def demo_for_tensorrt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model as --target tensorrt --max-length 128 writes it."""
-    from topw_deploy.export import ExportRequest, export_model
+    from topw_deploy.export import export_model
 
     output = tmp_path_factory.mktemp("demo") / "export"
-    export_model(ExportRequest(model="demo", output=output, verify=False, target="tensorrt", max_length=128))
+    export_model(export_request(model="demo", output=output, verify=False, target="tensorrt", max_length=128))
     return output

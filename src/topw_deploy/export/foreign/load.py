@@ -33,10 +33,10 @@ _OTHER_LAYOUTS = {
 }
 
 
-def load_decoder(file: Path, folder: Path, notices: list[str] | None = None) -> Decoder:
+def load_decoder(file: Path, folder: Path) -> Decoder:
     """The decoder of the ONNX `file`, its weights left where they are; configuration from `folder`.
 
-    Appends to `notices` what the graph leaves out of its model (export/foreign/left_out.py) and what ends its sequences
+    Its notices: what the graph leaves out of its model (export/foreign/left_out.py) and what ends its sequences
     before the context that the configuration states (export/foreign/context_length.py).
     Raises SourceError for a file or data file that cannot be read, UnsupportedModelError for a graph without the
     ecosystem's inputs and outputs (input_ids, attention_mask, past_key_values.{i}.key|value; logits, present.{i}.*).
@@ -51,7 +51,8 @@ def load_decoder(file: Path, folder: Path, notices: list[str] | None = None) -> 
     _check_data(model, file)
     _check_opset(model, file)
     _check_names(model.graph, file)
-    return Decoder(model, _describe(model.graph, folder, [] if notices is None else notices), foreign=True)
+    info, notices = _describe(model.graph, folder)
+    return Decoder(model, info, foreign=True, notices=tuple(notices))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _check_names(graph: ir.Graph, file: Path) -> None:
         )
 
 
-def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
+def _describe(graph: ir.Graph, folder: Path) -> tuple[DecoderInfo, list[str]]:
     text, genai = text_part(read_json(folder / "config.json")), read_json(folder / "genai_config.json").get("model")
     genai = genai if isinstance(genai, dict) else {}
     decoder = genai.get("decoder", {}) if isinstance(genai.get("decoder"), dict) else {}
@@ -135,14 +136,14 @@ def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
             "genai_config.json: context_length); add it, or name a folder with the configuration with --tokenizer."
         )
     limit = reach(graph, length, window_of(text, decoder))
-    notices += limit.notices
+    notices = list(limit.notices)
     if (cap := lost_soft_cap(graph, text)) is not None:
         notices.append(
             f"the decoder leaves out the soft cap of {cap:g} on attention scores that its config.json states, so its "
             "logits are not the model's"
         )
     in_place = _reads_in_place(graph)
-    return DecoderInfo(
+    info = DecoderInfo(
         model_type=str(text.get("model_type") or genai.get("type") or "unknown"),
         kv_form="shared" if in_place else "concat",
         num_layers=layers,
@@ -157,6 +158,7 @@ def _describe(graph: ir.Graph, folder: Path, notices: list[str]) -> DecoderInfo:
         right_padding=in_place and takes_right_padding(graph),
         buffer_least=max((kept_window(node) for node in graph), default=0),
     )
+    return info, notices
 
 
 def _reads_in_place(graph: ir.Graph) -> bool:

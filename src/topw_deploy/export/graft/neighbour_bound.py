@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.export.progress import Bar, Progress, no_bar
+from topw_deploy.progress import SILENT, Progress
 from topw_deploy.sampling import Geometry
 
 Bound = NDArray[np.float32]
@@ -53,7 +53,7 @@ def zero_bound(_geometry: Geometry, tokens: int) -> Bound:
     return np.zeros(tokens, dtype=np.float32)
 
 
-def measure_for(wanted: bool, dry_run: bool, progress: Progress, bar: Bar) -> Measure:
+def measure_for(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
     """The Measure of an export that may want the bound, and may be a dry run."""
     if not wanted:
         return no_bound
@@ -61,21 +61,22 @@ def measure_for(wanted: bool, dry_run: bool, progress: Progress, bar: Bar) -> Me
         return zero_bound
 
     def measured(geometry: Geometry, tokens: int) -> Bound:
-        progress(f"Measuring how near each of {tokens} tokens has its nearest other")
-        return neighbour_bound(geometry, tokens, bar)
+        progress.say(f"Measuring how near each of {tokens} tokens has its nearest other")
+        return neighbour_bound(geometry, tokens, progress)
 
     return measured
 
 
-def neighbour_bound(geometry: Geometry, tokens: int, bar: Bar = no_bar) -> Bound:
+def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT) -> Bound:
     """A lower bound, float32 [tokens], of each token's distance to the nearest *other* one of the first `tokens`.
 
     geometry: of `mahalanobis`, `unit` or `cosine`, its statistics in float64. The bound holds for these statistics and
     for their float32 roundings, which a graph carries. It is 0 for duplicates, for near-duplicates whose distance is
     within float32's rounding, and for a token that has no other. Under `knn` it holds too: the mean of the k smallest
     distances is at least the smallest.
-    bar: shows pairs of tokens. Memory: about 500 MB beside the table, however large that is, as the points are made
-    anew from its rows, a block at a time. Time: tokens^2 / 2 products of width d.
+    progress: its bar shows pairs of tokens.
+    Memory: about 500 MB beside the table, however large that is, as the points are made anew from its rows, a block at
+    a time. Time: tokens^2 / 2 products of width d.
     Raises ParameterError for the `uniform` metric, under which every distance is 1.
     """
     if geometry.metric == "uniform":
@@ -84,7 +85,7 @@ def neighbour_bound(geometry: Geometry, tokens: int, bar: Bar = no_bar) -> Bound
     lowest = np.full(tokens, np.inf, dtype=np.float32)
     block = max(1, min(_BLOCK, _BLOCK_VALUES // points.width))
     held = max(1, _HELD_VALUES // (points.width * block)) * block
-    with bar(tokens * (tokens - 1) // 2, "pairs") as advance:
+    with progress.bar(tokens * (tokens - 1) // 2, "pairs") as advance:
         for first in range(0, tokens, held):
             left = _held_points(points, first, min(first + held, tokens), block)
             for start in range(first, tokens, block):

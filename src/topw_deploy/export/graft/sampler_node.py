@@ -5,8 +5,6 @@ Nothing of the decoder is copied or read but the embedding table's statistics. W
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -19,6 +17,7 @@ from topw_deploy.export.graft.neighbour_bound import Measure, no_bound
 from topw_deploy.export.graft.optional_inputs import with_defaults
 from topw_deploy.export.graft.table import EmbeddingTable
 from topw_deploy.export.graph.editor import GraphEditor, find_input
+from topw_deploy.export.request import SamplerOptions
 from topw_deploy.export.tail import (
     DOMAIN,
     DOMAIN_VERSION,
@@ -30,7 +29,6 @@ from topw_deploy.export.tail import (
     tail_outputs,
 )
 from topw_deploy.sampling import Geometry
-from topw_deploy.sampling.parameters import TopWOptions
 
 NODE_NAME = "topw_sample"
 BOUND_NAME = "topw.neighbour_bound"
@@ -45,18 +43,7 @@ _OUTPUT_TYPES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GraftOptions:
-    """What the sampler is to be: baked options, form of its body (`portable`, `onnxruntime`, `static`), outputs."""
-
-    options: TopWOptions
-    tail: str = "portable"
-    with_logits: bool = False
-    with_mass: bool = False
-    with_keep_mask: bool = False
-
-
-def graft(decoder: Decoder, wanted: GraftOptions, measure: Measure = no_bound) -> TailSpec:
+def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> TailSpec:
     """Add the sampler to `decoder.model` in place; returns what was added. `measure` makes the neighbour bound.
 
     The output `logits` stays only on request: for a foreign decoder as its maker wrote it, otherwise

@@ -1,1 +1,1 @@
-"""Going on with an interrupted export: the journal and the stamps of finished stages."""
+"""Continuing an interrupted export: its journal and the stages that it finished."""

@@ -1,83 +1,103 @@
-"""What an export has finished so far, kept beside what it writes, so that an interrupted one can go on.
+"""What an export has finished so far, written beside its files, so that it can continue after an interruption.
 
-A journal is a file of JSON lines, only ever added to: whatever moment the process dies at, the lines before that moment
-are whole. Each stage is noted under a stamp of all it was made from (stamp.py); under another stamp it is not found.
+A journal is a file of JSON lines that is only appended to: if the process dies, all lines but the last are whole. Each
+stage is recorded under a stamp of everything it was made from, and is not found under another stamp.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from topw_deploy.export.progress import Progress
-from topw_deploy.export.resume.stamp import stamp_of
 from topw_deploy.manifest import sha256_of
 
 _FILE = "journal.jsonl"
 
 
-class Journal:
-    """The journal of one hidden folder. `say` hears which stages are gone on with and which start over, and why."""
+def stamp_of(*parts: object) -> str:
+    """A hash of `parts`, anything that JSON or str can express."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
-    def __init__(self, workshop: Path, say: Progress = lambda _line: None) -> None:
-        self.workshop = workshop
-        self._say = say
+
+class Journal:
+    """The journal in `folder`; without a folder, a journal that records and finds nothing.
+
+    say: called with a line for each stage that is kept or starts over, and why.
+    """
+
+    def __init__(self, folder: Path | None, say: Callable[[str], object] = lambda _line: None) -> None:
+        self._folder = folder
+        self.say = say
         self._stages: dict[str, dict[str, Any]] = {}
         self._files: dict[str, dict[str, Any]] = {}
-        self._path = workshop / _FILE
-        if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if folder is not None and (folder / _FILE).exists():
+            for line in (folder / _FILE).read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     self._apply(json.loads(line))
                 except (ValueError, KeyError, TypeError, AttributeError):
                     break  # the line that was being written
 
     def find(self, stage: str, stamp: str) -> dict[str, Any] | None:
-        """What `done` noted of this stage under this stamp, or None; a file it noted must be as it was."""
-        noted = self._stages.get(stage)
-        if noted is None:
-            return None
-        file = noted["note"].get("file")
-        if noted["stamp"] != stamp:
-            self._say(f"Starting over: {stage} (its source, options or libraries have changed)")
-        elif file is not None and not self._is_whole(file, noted["note"]["sha256"]):
-            self._say(f"Starting over: {stage} (what was kept of it is damaged)")
-        else:
-            self._say(f"Kept from the interrupted export: {stage}")
-            return dict(noted["note"])
-        return None
+        """The note of `stage` if it was recorded under `stamp` and its file, if any, is unchanged; else None.
 
-    def noted(self, stage: str) -> dict[str, Any]:
-        """What `done` noted of this stage last, whatever the stamp; empty if nothing."""
+        `file` in the note is the path of that file.
+        """
+        found = self._stages.get(stage)
+        if found is None or self._folder is None:
+            return None
+        note = found["note"]
+        if found["stamp"] != stamp:
+            self.say(f"Starting over: {stage} (its source, options or libraries have changed)")
+            return None
+        if "file" in note:
+            path = self._folder / note["file"]
+            if not (path.is_file() and sha256_of(path) == note["sha256"]):
+                self.say(f"Starting over: {stage} (what was kept of it is damaged)")
+                return None
+            note = {**note, "file": path}
+        self.say(f"Kept from the interrupted export: {stage}")
+        return dict(note)
+
+    def last_note(self, stage: str) -> dict[str, Any]:
+        """The last note of `stage` under any stamp; empty without one."""
         return dict(self._stages[stage]["note"]) if stage in self._stages else {}
 
-    def done(self, stage: str, stamp: str, file: str | None = None, **note: Any) -> None:
-        """Note that `stage` is finished. file: its result, in the workshop."""
-        if file is not None:
-            note |= {"file": file, "sha256": sha256_of(self.workshop / file)}
-        self._write({"stage": stage, "stamp": stamp, "note": note})
+    def done(self, stage: str, stamp: str, **note: Any) -> None:
+        """Record that `stage` is finished."""
+        self.append({"stage": stage, "stamp": stamp, "note": note})
 
-    def array(self, stage: str, stamp: str) -> np.ndarray | None:
-        """The array that `keep_array` kept, or None."""
+    def keep_file(self, stage: str, stamp: str, name: str, write: Callable[[Path], object], **note: Any) -> None:
+        """Record `stage` with a file as its result: `write` is called with the path."""
+        if self._folder is not None:
+            write(self._folder / name)
+            self.done(stage, stamp, **note, file=name, sha256=sha256_of(self._folder / name))
+
+    def array(self, stage: str, stamp: str, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """The array that `make` returns, computed once."""
         found = self.find(stage, stamp)
-        return None if found is None else np.load(self.workshop / found["file"], allow_pickle=False)
-
-    def keep_array(self, stage: str, stamp: str, array: np.ndarray) -> None:
-        """Keep the result of `stage`."""
+        if found is not None:
+            kept: np.ndarray = np.load(found["file"], allow_pickle=False)
+            return kept
+        made = make()
         name = f"{stage.replace(' ', '-')}.npy"
-        np.save(self.workshop / name, array, allow_pickle=False)
-        self.done(stage, stamp, name)
+        self.keep_file(stage, stamp, name, lambda path: np.save(path, made, allow_pickle=False))
+        return made
 
-    def _is_whole(self, file: str, digest: str) -> bool:
-        path = self.workshop / file
-        return path.is_file() and sha256_of(path) == digest
+    def data_file(self, name: str) -> dict[str, Any] | None:
+        """Layout and weights (name, SHA-256) of a data file that was begun."""
+        return self._files.get(name)
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def append(self, line: dict[str, Any]) -> None:
+        """Add `line`: a stage, the beginning of a data file, or a weight in one."""
+        if self._folder is None:
+            return
         self._apply(line)
-        with self._path.open("a", encoding="utf-8") as stream:
+        with (self._folder / _FILE).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 
     def _apply(self, line: dict[str, Any]) -> None:
@@ -90,9 +110,9 @@ class Journal:
 
 
 class DataLog:
-    """The journal as write_data uses it (data_files.Log), under the stamp of all that decides the weights' values.
+    """The journal of the data files (a data_files.Log), under a stamp of everything that determines the weights.
 
-    `hashes`: SHA-256 of each finished file, which need not be read for it again.
+    hashes: SHA-256 of each finished file.
     """
 
     def __init__(self, journal: Journal, stamp: str) -> None:
@@ -100,23 +120,23 @@ class DataLog:
         self.hashes: dict[str, str] = {}
 
     def written(self, file: str, layout: str) -> list[tuple[str, str]]:
-        noted = self._journal._files.get(file)
+        noted = self._journal.data_file(file)
         if noted is None:
             return []
         if noted["layout"] != stamp_of(self._stamp, layout):
-            self._journal._say(f"Starting over: {file} (its source, options or libraries have changed)")
+            self._journal.say(f"Starting over: {file} (its source, options or libraries have changed)")
             return []
         return [(str(name), str(digest)) for name, digest in noted["weights"]]
 
     def began(self, file: str, layout: str, kept: list[tuple[str, str]]) -> None:
         if kept:
-            self._journal._say(f"Kept from the interrupted export: {len(kept)} weights of {file}")
-        self._journal._write({"began": file, "layout": stamp_of(self._stamp, layout)})
+            self._journal.say(f"Kept from the interrupted export: {len(kept)} weights of {file}")
+        self._journal.append({"began": file, "layout": stamp_of(self._stamp, layout)})
         for name, digest in kept:
             self.wrote(file, name, digest)
 
     def wrote(self, file: str, name: str, digest: str) -> None:
-        self._journal._write({"wrote": file, "name": name, "sha256": digest})
+        self._journal.append({"wrote": file, "name": name, "sha256": digest})
 
     def finished(self, file: str, digest: str) -> None:
         self.hashes[file] = digest

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import SourceError
+from topw_deploy.export.request import HubOptions
 from topw_deploy.files import open_regular, special_files
 from topw_deploy.manifest import MANIFEST_NAME
 
@@ -16,6 +17,8 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights once more, in their makers' own layout
 _ENDINGS = {".json", ".jinja", ".model", ".txt", ".py", ".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+_DEFAULT_HUB = HubOptions()
 
 
 @dataclass(frozen=True)
@@ -37,18 +40,10 @@ class Source:
         return "trace" if self.onnx is None else "graft"
 
 
-def resolve(
-    model: str,
-    *,
-    revision: str | None = None,
-    cache_dir: Path | None = None,
-    token: str | None = None,
-    local_files_only: bool = False,
-    trust_remote_code: bool = False,
-) -> Source:
+def resolve(model: str, hub: HubOptions = _DEFAULT_HUB) -> Source:
     """The source that `model` names: `demo`, a folder, an ONNX file, or a hub id (downloaded into the hub's cache).
 
-    Raises SourceError, saying what was looked for and what to do, for anything that cannot be had.
+    Raises SourceError for a model that is missing, gated, unreadable or not a model.
     """
     if model == "demo":
         from topw_deploy.demo import demo_model_path
@@ -62,7 +57,7 @@ def resolve(
         raise SourceError(f"{path} cannot be read: {error.strerror or error}; check its permissions.") from None
     if not _HUB_ID.fullmatch(model) or path.suffix == ".onnx":
         raise SourceError(f"{model} does not exist, and is not a hub id (owner/name) either; check the path.")
-    snapshot = _download(model, revision, cache_dir, token, local_files_only, trust_remote_code)
+    snapshot = _download(model, hub)
     return _local(model, snapshot, snapshot.name)
 
 
@@ -143,28 +138,26 @@ def _named_by_genai(folder: Path) -> Path | None:
     return folder / name if isinstance(name, str) and Path(name).name == name else None
 
 
-def _download(
-    model: str, revision: str | None, cache_dir: Path | None, token: str | None, local_only: bool, remote_code: bool
-) -> Path:
+def _download(model: str, hub: HubOptions) -> Path:
     """The hub's snapshot folder of `model`: small files and safetensors; pickled weights or ONNX only without those."""
     from huggingface_hub import snapshot_download
 
-    small = [*_SMALL_FILES, "*.py"] if remote_code else _SMALL_FILES
+    small = [*_SMALL_FILES, "*.py"] if hub.trust_remote_code else _SMALL_FILES
     for patterns in (["*.safetensors"], ["pytorch_model*.bin"], ["*.onnx", "*.onnx_data", "*.onnx.data"]):
         try:
             folder = Path(
                 snapshot_download(
                     model,
-                    revision=revision,
-                    cache_dir=cache_dir,
-                    token=token,
-                    local_files_only=local_only,
+                    revision=hub.revision,
+                    cache_dir=hub.cache_dir,
+                    token=hub.token,
+                    local_files_only=hub.local_files_only,
                     allow_patterns=small + patterns,
                     ignore_patterns=_SECOND_COPIES,
                 )
             )
         except Exception as error:  # the hub's client raises errors of five libraries
-            raise _download_error(model, revision, cache_dir, error) from error
+            raise _download_error(model, hub, error) from error
         if any(file for pattern in patterns for file in folder.rglob(pattern)):
             return folder
     raise SourceError(f"{model} on the hub holds neither safetensors, pytorch_model.bin nor ONNX files; check the id.")
@@ -176,28 +169,27 @@ def _nearest(model: str) -> str:
     return f" (the folder {folder} holds no {Path(model).name})" if folder.name and folder.is_dir() else ""
 
 
-def _download_error(model: str, revision: str | None, cache_dir: Path | None, error: Exception) -> SourceError:
+def _download_error(model: str, hub: HubOptions, error: Exception) -> SourceError:
     from huggingface_hub import constants, errors
 
-    where = f"{model} (revision {revision})" if revision else model
+    where = f"{model} (revision {hub.revision})" if hub.revision else model
+    cache = hub.cache_dir or constants.HF_HUB_CACHE
     if isinstance(error, errors.GatedRepoError):
         return SourceError(f"{where} is gated; accept its licence on the hub and set HF_TOKEN or give --token.")
     if isinstance(error, errors.RevisionNotFoundError):
-        return SourceError(f"{model} has no revision {revision!r} on the hub; check --revision.")
+        return SourceError(f"{model} has no revision {hub.revision!r} on the hub; check --revision.")
     if isinstance(error, errors.RepositoryNotFoundError):
         return SourceError(
             f"{where} is neither a local path{_nearest(model)} nor a model on the hub (private ones need HF_TOKEN); "
             "check it."
         )
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        cache = cache_dir or constants.HF_HUB_CACHE
         return SourceError(
             f"{where} is neither a local path{_nearest(model)} nor whole in the hub's cache {cache}, and the hub was "
             "not asked or did not answer; check the path, or download the model first or go online (no "
             "--local-files-only, HF_HUB_OFFLINE unset)."
         )
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in (13, 30)):
-        cache = cache_dir or constants.HF_HUB_CACHE
         return SourceError(f"the hub's cache {cache} cannot be written ({error}); set --cache-dir or HF_HUB_CACHE.")
     if isinstance(error, OSError) and error.errno == 28:
         return SourceError(

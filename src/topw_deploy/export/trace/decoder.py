@@ -8,16 +8,15 @@ import torch
 from transformers import PreTrainedModel
 
 from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.job import Job
 from topw_deploy.export.lowering import lower
-from topw_deploy.export.progress import Progress
-from topw_deploy.export.resume.stages import Stages
+from topw_deploy.export.request import DEFAULT_OPSET
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
 from topw_deploy.export.source.packed.formats import packed_format
-from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.source.streamed import streamed
 from topw_deploy.export.trace.saved import load_trace, save_trace
 from topw_deploy.export.trace.trace import TracedDecoder, has_experts, trace
-from topw_deploy.manifest import DecoderInfo
+from topw_deploy.manifest import TARGETS, DecoderInfo
 
 _IR_VERSION = 11  # the first that knows opset 23
 _ONNX_NAMES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
@@ -28,44 +27,39 @@ Wir fahren morgen nach München. Où est la bibliothèque? 東京は日本の首
 """
 
 
-def traced_decoder(
-    source: Source,
-    *,
-    dtype: str,
-    opset: int,
-    num_hidden_layers: int | None,
-    trust_remote_code: bool,
-    progress: Progress,
-    notices: list[str],
-    kv: str | None = None,
-    target: str = "onnxruntime",
-    max_length: int | None = None,
-    quantised: bool = False,
-    stages: Stages | None = None,
-) -> Decoder:
-    """Load, check, trace and lower the checkpoint of `source`; appends to `notices` what the user should know.
-
-    quantised: whether the weights will be, whose small products are worth joining where float ones are not.
-    stages: where the traced graph of an interrupted export may lie, and this one's is kept; None for a dry run.
-    """
-    progress(f"Loading {source.id} in {dtype}")
+def traced_decoder(job: Job) -> Decoder:
+    """Load, check, trace and lower the checkpoint of the job's source."""
+    source, wanted, weights = job.source, job.request.graph, job.request.weights
+    dtype, target, opset = weights.torch_dtype, wanted.target or TARGETS[0], wanted.opset or DEFAULT_OPSET
+    notices: list[str] = []
+    job.progress.say(f"Loading {source.id} in {dtype}")
     model, read_whole = load_unread(
-        source.folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code
+        source.folder,
+        dtype,
+        num_hidden_layers=wanted.num_hidden_layers,
+        trust_remote_code=job.request.hub.trust_remote_code,
     )
     if read_whole is not None:
         notices.append(
             f"the export held all weights in memory, because they could not be left in their files: {read_whole}"
         )
-    if dtype == "float16" and stages is not None:  # a dry run reads no weights
-        progress("Checking activations for float16 overflow")
-        notices.append(_overflow_notice(model, source.folder, stages))
+    if dtype == "float16" and not job.request.dry_run:  # a dry run reads no weights
+        job.progress.say("Checking activations for float16 overflow")
+        notices.append(_overflow_notice(model, job))
     notices += _limits_of(model, dtype)
-    traced = _traced(model, opset, progress, stages)
+    traced = _traced(model, job)
     context = context_length(model.config)
     # Codes of a checkpoint stay its own only where a whole product is packed alike, which two joined ones may not be.
-    join_gates = quantised and packed_format(source.folder) is None
-    lowered = lower(traced, kv=kv, target=target, context_length=context, max_length=max_length, join_gates=join_gates)
-    progress(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
+    join_gates = weights.quantisation is not None and packed_format(source.folder) is None
+    lowered = lower(
+        traced,
+        kv=wanted.kv,
+        target=target,
+        context_length=context,
+        max_length=wanted.max_length,
+        join_gates=join_gates,
+    )
+    job.progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)
     # Traced at 23, where norms and rotary embeddings stay whole operators; 24 takes all of them as they are.
@@ -87,7 +81,7 @@ def traced_decoder(
         buffer_least=lowered.buffer_least,
         target=target,
     )
-    return Decoder(traced.model, info, foreign=False)
+    return Decoder(traced.model, info, foreign=False, notices=tuple(notices))
 
 
 def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
@@ -110,25 +104,23 @@ def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
     return found
 
 
-def _traced(model: PreTrainedModel, opset: int, progress: Progress, stages: Stages | None) -> TracedDecoder:
-    found = None if stages is None else load_trace(model, stages.journal, stages.trace)
+def _traced(model: PreTrainedModel, job: Job) -> TracedDecoder:
+    found = load_trace(model, job.finished.journal, job.finished.trace)
     if found is not None:
         return found
-    progress("Tracing")
+    job.progress.say("Tracing")
     traced = trace(model)
-    if stages is not None:
-        save_trace(traced, model, stages.journal, stages.trace)
+    save_trace(traced, model, job.finished.journal, job.finished.trace)
     return traced
 
 
-def _overflow_notice(model: PreTrainedModel, folder: Path, stages: Stages | None) -> str:
-    stage = "overflow check"
-    noted = None if stages is None else stages.journal.find(stage, stages.trace)
+def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
+    stage, journal, stamp = "overflow check", job.finished.journal, job.finished.trace
+    noted = journal.find(stage, stamp)
     if noted is None:
         with streamed(model):
-            found = overflowing_modules(model, sample_batches(model, folder))
-        if stages is not None:
-            stages.journal.done(stage, stages.trace, found=found)
+            found = overflowing_modules(model, sample_batches(model, job.source.folder))
+        journal.done(stage, stamp, found=found)
     else:
         found = noted["found"]
     if not found:

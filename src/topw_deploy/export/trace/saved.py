@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import onnx_ir as ir
 import torch
 
@@ -25,12 +23,12 @@ def save_trace(traced: TracedDecoder, model: torch.nn.Module, journal: Journal, 
         assert tensor is not None
         shape, name = ir.Shape([int(size) for size in tensor.shape]), value.name or ""
         value.const_value = ir.ExternalTensor(_NOWHERE, 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+    shapes = {"num_kv_heads": traced.num_kv_heads, "head_dim": traced.head_dim}
     try:
-        ir.save(traced.model, journal.workshop / _FILE)
+        journal.keep_file(_STAGE, stamp, _FILE, lambda path: ir.save(traced.model, path), **shapes)
     finally:
         for value, tensor in zip(values, before, strict=True):
             value.const_value = tensor
-    journal.done(_STAGE, stamp, _FILE, num_kv_heads=traced.num_kv_heads, head_dim=traced.head_dim)
 
 
 def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDecoder | None:
@@ -38,7 +36,7 @@ def load_trace(model: torch.nn.Module, journal: Journal, stamp: str) -> TracedDe
     found = journal.find(_STAGE, stamp)
     if found is None:
         return None
-    graph_model = ir.load(Path(journal.workshop / _FILE))
+    graph_model = ir.load(found["file"])
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in graph_model.graph.initializers.items():
         if isinstance(value.const_value, ir.ExternalTensor):

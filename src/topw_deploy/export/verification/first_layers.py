@@ -6,17 +6,10 @@ layers are exported once more with the same options and weights, and verified in
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-
-from topw_deploy.export.build import Built
-from topw_deploy.export.memory import available_bytes
-from topw_deploy.export.request import ExportRequest
-from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.job import Job
 from topw_deploy.export.write.weights import parameter_count, tensors_of
-from topw_deploy.manifest import Verification
+from topw_deploy.memory import available_bytes
 
 LAYERS = 4
 """Layers verified in place of the whole."""
@@ -33,41 +26,22 @@ _HELD = {
 }
 
 
-def verification_bytes(built: Built) -> int:
-    """Estimated memory for verifying all of `built`."""
-    fixed, held = _HELD.get(built.decoder.info.weights_dtype, _HELD["float"])
-    return fixed + round(held * parameter_count(built.decoder.model))
+def verification_bytes(decoder: Decoder) -> int:
+    """Estimated memory for verifying all of `decoder`."""
+    fixed, held = _HELD.get(decoder.info.weights_dtype, _HELD["float"])
+    return fixed + round(held * parameter_count(decoder.model))
 
 
-def layers_to_verify(built: Built, source: Source) -> int | None:
+def layers_to_verify(job: Job, decoder: Decoder) -> int | None:
     """LAYERS if memory does not suffice for all, else None. A decoder of another exporter is not cut."""
     free = available_bytes()
-    few = source.onnx is None and built.decoder.info.num_layers > LAYERS
-    return LAYERS if few and 0 < free < verification_bytes(built) else None
+    few = job.source.onnx is None and decoder.info.num_layers > LAYERS
+    return LAYERS if few and 0 < free < verification_bytes(decoder) else None
 
 
-def bytes_beside(built: Built, source: Source, files: int) -> int:
+def bytes_beside(job: Job, decoder: Decoder, files: int) -> int:
     """Disk space of the first layers' export, beside an export of `files` bytes; 0 if all layers are verified."""
-    if layers_to_verify(built, source) is None:
+    if layers_to_verify(job, decoder) is None:
         return 0
-    tables = 2 * max((int(tensor.nbytes) for tensor in tensors_of(built.decoder.model)), default=0)
-    return min(files, files * LAYERS // built.decoder.info.num_layers + tables)
-
-
-def verify_first_layers(
-    request: ExportRequest,
-    layers: int,
-    folder: Path,
-    export: Callable[[ExportRequest], object],
-    verify: Callable[[ExportRequest], tuple[Verification, bool]],
-) -> tuple[Verification, bool]:
-    """Export the first `layers` into `folder` and verify that.
-
-    Every check's detail names the layers, and the status is "partial", as the whole graph was not run.
-    """
-    shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
-    fewer = replace(request, output=folder, num_hidden_layers=layers, verify=False, resume=False, overwrite=False)
-    export(replace(fewer, neighbour_bound=False))
-    verification, may_pad = verify(fewer)
-    checks = tuple(replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks)
-    return replace(verification, status="partial", checks=checks), may_pad
+    tables = 2 * max((int(tensor.nbytes) for tensor in tensors_of(decoder.model)), default=0)
+    return min(files, files * LAYERS // decoder.info.num_layers + tables)

@@ -12,34 +12,32 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import SourceError, VerificationError
-from topw_deploy.export.memory import StageMemory
-from topw_deploy.export.progress import Progress
-from topw_deploy.export.request import ExportRequest
-from topw_deploy.export.source.resolve import Source, resolve
+from topw_deploy.export.job import Job
+from topw_deploy.export.request import HubOptions
+from topw_deploy.export.source.resolve import resolve
 from topw_deploy.export.verification.results import LEFT_PADDED, RIGHT_PADDED, Outcome, Result, decoded_result, printed
 from topw_deploy.manifest import Check, DecoderManifest, Manifest, NotCompared, Verification
+from topw_deploy.progress import Progress
 
 _EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
 
 
-def verify_in_subprocess(
-    folder: Path, source: Source, request: ExportRequest, progress: Progress, memory: StageMemory | None = None
-) -> tuple[Verification, bool]:
+def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
     """Verify the folder being exported. Returns (its record for the manifest, whether batches may be padded).
 
     A decoder of another exporter may fail at padding alone: the failed check is recorded with the limit it leads to.
     Raises VerificationError naming the first check that fails otherwise.
     """
+    source = job.source
     task = {
         "folder": str(folder),
         "onnx": str(source.onnx) if source.onnx else None,
         "checkpoint": None if source.onnx else str(source.folder),
-        "num_hidden_layers": request.num_hidden_layers,
-        "trust_remote_code": request.trust_remote_code,
+        "num_hidden_layers": job.request.graph.num_hidden_layers,
+        "trust_remote_code": job.request.hub.trust_remote_code,
     }
-    outcome = run_checks(task, progress)
-    if memory is not None:
-        memory.peaks["verification"] = outcome.peak
+    outcome = run_checks(task, job.progress)
+    job.memory.peaks["verification"] = outcome.peak
     failed = [check.name for check in outcome.failed]
     if source.onnx is not None and failed in ([LEFT_PADDED], [RIGHT_PADDED]):
         return replace(outcome, checks=tuple(map(_limited, outcome.checks))).verification(), False
@@ -73,7 +71,7 @@ def recheck(
     task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code, "native": True}
     try:
         revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
-        source = resolve(named or manifest.source["id"], revision=revision, local_files_only=True)
+        source = resolve(named or manifest.source["id"], HubOptions(revision=revision, local_files_only=True))
     except SourceError as error:
         task["no_reference"] = f"the source is not here ({error})"
     else:
@@ -100,7 +98,7 @@ def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
         result = decoded_result(line)
         if result is not None:
             results.append(result)
-            progress(printed(result))
+            progress.say(printed(result))
         elif "peak" in line:
             peak = int(line["peak"])
         else:

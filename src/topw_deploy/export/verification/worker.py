@@ -15,7 +15,6 @@ import numpy as np
 
 from topw_deploy.errors import TopWError
 from topw_deploy.export.foreign.load import text_part
-from topw_deploy.export.memory import peak_bytes
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.settings import Quantisation
 from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
@@ -28,6 +27,7 @@ from topw_deploy.export.verification.reference import MakersReference, Reference
 from topw_deploy.export.verification.results import Result, encoded_result
 from topw_deploy.export.verification.sampler_checks import bound_check, graph_geometry, sampler_checks
 from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest, open_listed
+from topw_deploy.memory import peak_bytes
 from topw_deploy.runtime.native import operator_library
 from topw_deploy.sampling import Geometry
 

@@ -1,19 +1,26 @@
-"""What an export says of itself: its manifest and its report."""
+"""The manifest and the report of an export, of a decoder or of the sampler alone."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
 
 from topw_deploy.errors import ManifestError, UnsupportedModelError
-from topw_deploy.export.build import Built
-from topw_deploy.export.request import ExportReport, ExportRequest
+from topw_deploy.export.decoder import Decoder
+from topw_deploy.export.job import Job
+from topw_deploy.export.request import ExportReport, SamplerOptions
 from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.write.libraries import library_versions
 from topw_deploy.export.write.weights import weight_bytes
 from topw_deploy.manifest import (
     DecoderManifest,
     SamplerInfo,
+    SamplerManifest,
     TensorSpec,
     Verification,
     describe_files,
@@ -21,37 +28,16 @@ from topw_deploy.manifest import (
 )
 
 
-def manifest_of(
-    built: Built, request: ExportRequest, source: Source, folder: Path, known: dict[str, str] | None = None
+def decoder_manifest(
+    job: Job, decoder: Decoder, sampler: TailSpec, folder: Path, known: dict[str, str]
 ) -> DecoderManifest:
-    """The manifest of what lies in `folder`, its verification still to come. known: SHA-256 by name, of files whose
-    hash was taken as they were written.
+    """The provisional manifest of the files in `folder`. known: name -> SHA-256 of files that were hashed when written.
 
-    Raises UnsupportedModelError for a model that no manifest can state, as with more layers than are read.
+    Raises UnsupportedModelError for a model that no manifest can describe, such as one with too many layers.
     """
-    decoder, spec = built.decoder, built.spec
-    graph = decoder.model.graph
-    inputs, outputs = tensor_specs(graph.inputs), tensor_specs(graph.outputs)
-    manifest = DecoderManifest(
-        source={"id": source.id, "revision": source.revision, "route": source.route},
-        libraries=library_versions(),
-        opset={str(domain): int(version) for domain, version in decoder.model.opset_imports.items()},
-        inputs=inputs,
-        outputs=outputs,
-        sampler=SamplerInfo(
-            tail=spec.form,
-            vocab_size=spec.vocab_size,
-            hidden_size=spec.hidden_size,
-            table_form=spec.embedding.form if spec.embedding else "",
-            options=spec.options,
-            outputs=tuple(o.name for o in outputs if not o.name.startswith("present.")),
-            neighbour_bound=request.neighbour_bound,
-        ),
-        defaults=request.defaults,
-        decoder=decoder.info,
-        verification=Verification(status="provisional"),
-        files=describe_files(folder, [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()], known),
-    )
+    source = job.source
+    facts = _facts(decoder.model, source, source.route, sampler, job.request.sampler, folder, known)
+    manifest = DecoderManifest(**facts, decoder=decoder.info)
     try:
         manifest_from_json(manifest.to_json())
     except ManifestError as error:
@@ -62,31 +48,50 @@ def manifest_of(
     return manifest
 
 
-def report_of(
-    built: Built,
-    request: ExportRequest,
-    started: float,
+def sampler_manifest(
+    model: ir.Model, source: Source, spec: TailSpec, options: SamplerOptions, folder: Path
+) -> SamplerManifest:
+    """The provisional manifest of the sampler-only files in `folder`."""
+    return SamplerManifest(**_facts(model, source, "sampler", spec, options, folder, {}))
+
+
+def decoder_report(
+    job: Job,
+    decoder: Decoder,
     sizes: dict[str, int],
     memory: dict[str, int],
     verification: Verification | None = None,
 ) -> ExportReport:
     """The report on what was written, or would be. sizes: file -> bytes. memory: stage -> bytes."""
-    graph = built.decoder.model.graph
+    dry_run = job.request.dry_run
     return ExportReport(
-        output=Path(request.output),
-        dry_run=request.dry_run,
-        model_type=built.decoder.info.model_type,
-        inputs=tensor_specs(graph.inputs),
-        outputs=tensor_specs(graph.outputs),
-        nodes=len(graph),
-        weight_bytes=weight_bytes(built.decoder.model),
+        output=Path(job.request.output),
+        dry_run=dry_run,
+        model_type=decoder.info.model_type,
         file_bytes=sum(sizes.values()),
-        files=() if request.dry_run else tuple(sorted(sizes)),
-        seconds=time.monotonic() - started,
+        files=() if dry_run else tuple(sorted(sizes)),
+        seconds=time.monotonic() - job.started,
         verification=verification or Verification(status="skipped"),
-        notices=tuple(built.notices),
+        notices=decoder.notices,
         sizes=sizes,
         memory=memory,
+        **_measures(decoder.model),
+    )
+
+
+def sampler_report(
+    output: Path, model: ir.Model, started: float, sizes: dict[str, int], verification: Verification | None = None
+) -> ExportReport:
+    """The report on a sampler-only export; without `sizes`, on a dry run."""
+    return ExportReport(
+        output=output,
+        dry_run=not sizes,
+        model_type="sampler",
+        file_bytes=sum(sizes.values()) or weight_bytes(model),
+        files=tuple(sorted(sizes)),
+        seconds=time.monotonic() - started,
+        verification=verification or Verification(status="skipped"),
+        **_measures(model),
     )
 
 
@@ -95,10 +100,52 @@ def sizes_in(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
 
 
-def tensor_specs(values: object) -> tuple[TensorSpec, ...]:
+def _facts(
+    model: ir.Model,
+    source: Source,
+    route: str,
+    spec: TailSpec,
+    sampler: SamplerOptions,
+    folder: Path,
+    known: dict[str, str],
+) -> dict[str, Any]:
+    """The fields that both kinds of manifest have."""
+    outputs = _tensor_specs(model.graph.outputs)
+    return {
+        "source": {"id": source.id, "revision": source.revision, "route": route},
+        "libraries": library_versions(),
+        "opset": {str(domain): int(version) for domain, version in model.opset_imports.items()},
+        "inputs": _tensor_specs(model.graph.inputs),
+        "outputs": outputs,
+        "sampler": SamplerInfo(
+            tail=spec.form,
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            table_form=spec.embedding.form if spec.embedding is not None else "",
+            options=spec.options,
+            outputs=tuple(output.name for output in outputs if not output.name.startswith("present.")),
+            neighbour_bound=sampler.neighbour_bound,
+        ),
+        "defaults": sampler.defaults,
+        "verification": Verification(status="provisional"),
+        "files": describe_files(folder, list(sizes_in(folder)), known),
+    }
+
+
+def _measures(model: ir.Model) -> dict[str, Any]:
+    """The fields that every report has of its graph."""
+    return {
+        "inputs": _tensor_specs(model.graph.inputs),
+        "outputs": _tensor_specs(model.graph.outputs),
+        "nodes": len(model.graph),
+        "weight_bytes": weight_bytes(model),
+    }
+
+
+def _tensor_specs(values: Iterable[Any]) -> tuple[TensorSpec, ...]:
     """Graph inputs or outputs as the manifest lists them."""
     specs = []
-    for value in values:  # type: ignore[attr-defined]
+    for value in values:
         shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
         specs.append(TensorSpec(value.name, value.dtype.name.lower(), shape))
     return tuple(specs)

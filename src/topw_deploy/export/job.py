@@ -1,0 +1,35 @@
+"""The job that travels through the stages of an export."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from topw_deploy.export.request import ExportRequest
+from topw_deploy.export.resume.finished import FinishedStages
+from topw_deploy.export.source.resolve import Source
+from topw_deploy.memory import StageMemory
+from topw_deploy.progress import SILENT, Progress
+
+
+@dataclass(frozen=True)
+class Job:
+    """One export under way.
+
+    finished: the stages that an interrupted export of the same request completed.
+    memory: peak memory of each stage so far.
+    started: time.monotonic() at the start.
+    """
+
+    request: ExportRequest
+    source: Source
+    finished: FinishedStages
+    progress: Progress = SILENT
+    memory: StageMemory = field(default_factory=StageMemory)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where tokenizer and configuration come from."""
+        return self.request.tokenizer or self.source.folder

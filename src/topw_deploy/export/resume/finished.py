@@ -1,0 +1,145 @@
+"""The stages that a continued export need not repeat, each under a stamp of what it is made from.
+
+These are the traced graph, the neighbour bound, each weight of the data files, the copies of an ONNX decoder's data
+files, the tokenizer's files and the verification. Everything between them takes seconds and is repeated.
+
+In a stamp, a small file counts with its SHA-256. A large one counts with its device, inode, size, times of modification
+and of change, and the SHA-256 of its first megabyte, where safetensors and ONNX keep names and shapes: hashing all of
+it would take as long as writing it. A program can set a file's time of modification back, but not its time of change,
+so every write is noticed. A copy or a new hard link of the file makes a stage start over needlessly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from topw_deploy.export.graft.neighbour_bound import Measure
+from topw_deploy.export.request import ExportRequest
+from topw_deploy.export.resume.journal import DataLog, Journal, stamp_of
+from topw_deploy.export.source.resolve import Source
+from topw_deploy.export.write.libraries import library_versions
+from topw_deploy.manifest import Manifest, Verification, sha256_of, verification_from_dict
+from topw_deploy.sampling import Geometry
+from topw_deploy.sampling.parameters import TopWParameters
+
+_TOKENIZER = "tokenizer files"
+_HASHED_WHOLE = 16 << 20
+_HEAD = 1 << 20
+_WEIGHTS = ("*.safetensors", "*.bin")
+_SMALL_FILES = ("config.json", "*.index.json", "genai_config.json", "tokenizer.json", "*.py")
+
+
+class FinishedStages:
+    """The finished stages of one export.
+
+    source: stamp of the source's files (stamp_of_source).
+    trace, weights: stamps of what determines the traced graph, and the weights and their graph.
+    """
+
+    def __init__(self, journal: Journal, request: ExportRequest, source: str = "") -> None:
+        self.journal = journal
+        graph = request.graph
+        # What changes neither the graph nor a weight stays out of the stamp.
+        weights = dataclasses.replace(request.weights, max_shard_size=None, hard_link=False)
+        sampler = dataclasses.replace(request.sampler, defaults=TopWParameters())
+        common = (source, request.hub.trust_remote_code, library_versions())
+        self.trace = stamp_of(*common, weights.torch_dtype, graph.opset, graph.target, graph.num_hidden_layers)
+        self.weights = stamp_of(*common, *map(repr, (graph, weights, sampler)))
+
+    def clear(self, folder: Path, wanted: Iterable[str]) -> None:
+        """Remove from `folder` every file of an earlier attempt that is neither in `wanted` nor the tokenizer's."""
+        stay = {folder / name for name in (*wanted, *self.journal.last_note(_TOKENIZER).get("made", ()))}
+        for path in sorted(folder.rglob("*"), reverse=True):  # a folder's files before the folder
+            if path.is_dir():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif path not in stay:
+                path.unlink()
+
+    def data_log(self) -> DataLog:
+        """The journal of the data files."""
+        return DataLog(self.journal, self.weights)
+
+    def measured(self, measure: Measure) -> Measure:
+        """`measure`, called once."""
+
+        def kept(geometry: Geometry, tokens: int) -> np.ndarray:
+            # The table's statistics cover data files in subfolders of an ONNX decoder's, which `source` leaves out.
+            statistics = (np.asarray(geometry.mean).tolist(), np.asarray(geometry.inverse_std).tolist())
+            stamp = stamp_of(self.weights, *statistics)
+            return self.journal.array("neighbour bound", stamp, lambda: measure(geometry, tokens))
+
+        return kept
+
+    def copied(self, source: Path, target: Path, copy: Callable[[], object], hard_link: bool) -> bool:
+        """Call `copy`, which makes `target` from `source`, unless that was done; returns whether it was called.
+
+        hard_link: whether `target` is to be a hard link; a copy does not stand for one, nor the reverse.
+        """
+        stage, stamp = f"copy of {target.name}", stamp_of(str(source), stamp_of_files([source.resolve()]), hard_link)
+        size = source.resolve().stat().st_size
+        if target.is_file() and target.stat().st_size == size and self.journal.find(stage, stamp) is not None:
+            return False
+        target.unlink(missing_ok=True)
+        copy()
+        self.journal.done(stage, stamp)
+        return True
+
+    def tokenizer_files(self, folder: Path, output: Path, write: Callable[[], list[str]]) -> list[str]:
+        """The notices of `write`, which makes the tokenizer files of `folder` in `output` and is called once."""
+        inputs = [path for path in folder.iterdir() if path.suffix in (".json", ".txt", ".model", ".jinja", ".py")]
+        stamp = stamp_of(stamp_of_files(inputs), library_versions())
+        found = self.journal.find(_TOKENIZER, stamp)
+        if found is not None and all(_is(output / name, digest) for name, digest in found["made"].items()):
+            return list(found["notices"])
+        for name in self.journal.last_note(_TOKENIZER).get("made", ()):
+            (output / name).unlink(missing_ok=True)
+        before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
+        notices = write()
+        made = {p.name: sha256_of(p) for p in output.iterdir() if p.stat().st_mtime_ns != before.get(p)}
+        self.journal.done(_TOKENIZER, stamp, made=made, notices=notices)
+        return notices
+
+    def verified(
+        self, manifest: Manifest, verify: Callable[[], tuple[Verification, bool]]
+    ) -> tuple[Verification, bool]:
+        """The result of `verify` on the files and defaults of `manifest`, computed once."""
+        stage, files = "verification", [dataclasses.asdict(entry) for entry in manifest.files.values()]
+        stamp = stamp_of(self.weights, files, dataclasses.asdict(manifest.defaults))
+        found = self.journal.find(stage, stamp)
+        if found is not None:
+            return verification_from_dict(found["verification"]), bool(found["may_pad"])
+        verification, may_pad = verify()
+        self.journal.done(stage, stamp, verification=dataclasses.asdict(verification), may_pad=may_pad)
+        return verification, may_pad
+
+
+def stamp_of_source(source: Source) -> str:
+    """A stamp of all files that the decoder's graph and weights are made from."""
+    if source.onnx is None:
+        return stamp_of_files(path for pattern in (*_WEIGHTS, *_SMALL_FILES) for path in source.folder.glob(pattern))
+    small = [path for pattern in _SMALL_FILES for path in source.folder.glob(pattern)]
+    return stamp_of_files([*small, *source.onnx.parent.iterdir()])
+
+
+def stamp_of_files(files: Iterable[Path]) -> str:
+    """A stamp of the names and contents of `files`; those that are not regular files are left out."""
+    return stamp_of([_file(path) for path in sorted(set(files)) if path.is_file()])
+
+
+def _file(path: Path) -> list[object]:
+    about = path.stat()
+    with path.open("rb") as stream:
+        if about.st_size <= _HASHED_WHOLE:
+            return [path.name, hashlib.file_digest(stream, "sha256").hexdigest()]
+        head = hashlib.sha256(stream.read(_HEAD)).hexdigest()
+    return [path.name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, head]
+
+
+def _is(path: Path, digest: str) -> bool:
+    return path.is_file() and sha256_of(path) == digest

@@ -1,0 +1,155 @@
+"""The package's imports, read from its syntax trees: which module imports which, through packages too.
+
+`python -m tests.support.import_graph` prints the rooms (folders), their modules and lines, and what each room imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import topw_deploy
+
+ROOT = Path(topw_deploy.__file__).parent
+PACKAGE = ROOT.name
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import in a file.
+
+    name: the module, resolved: `from package import function` names the module that defines the function.
+    when: "load", when the file is imported; "types", by type checkers alone; "call", in a function.
+    """
+
+    name: str
+    when: str
+
+
+def name_of(path: Path) -> str:
+    """`topw_deploy.export.pipeline`; a package's `__init__` has the package's name."""
+    parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+@cache
+def imports(module: str) -> tuple[Import, ...]:
+    """Every import of `module`, each once."""
+    return tuple(dict.fromkeys(_found(_tree(module), module, "load")))
+
+
+def loaded_by(module: str) -> set[str]:
+    """All modules that importing `module` loads: its own imports, theirs, and the packages around each."""
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in MODULES:
+            waiting += [found.name for found in imports(name) if found.when == "load"]
+            waiting += [name.rpartition(".")[0]] if "." in name else []
+    return seen - {module}
+
+
+def cycle() -> list[str]:
+    """Modules that import each other in a circle, in order, types included; [] if there are none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for found in imports(module):
+            if found.name in MODULES and found.when != "call" and not _is_inside(found.name, module):
+                circle = visit(found.name, [*path, module])
+                if circle:
+                    return circle
+        done.add(module)
+        return []
+
+    return next((circle for module in MODULES if (circle := visit(module, []))), [])
+
+
+def room_of(module: str) -> str:
+    """The folder of `module`, as `export/graft`; a module at the package's top is a room of its own."""
+    path = MODULES[module].relative_to(ROOT)
+    return path.parent.as_posix() if len(path.parts) > 1 else path.stem
+
+
+def rooms() -> dict[str, set[str]]:
+    """Each room, and the rooms that it imports."""
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        others = {room_of(found.name) for found in imports(module) if found.name in MODULES}
+        graph.setdefault(room_of(module), set()).update(others)
+    return {room: others - {room} for room, others in sorted(graph.items())}
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+@cache
+def _exports(package: str) -> dict[str, str]:
+    """Names that the package's `__init__` takes from its modules -> the module that each comes from."""
+    return {
+        alias.asname or alias.name: _resolved(node.module, alias.name)
+        for node in _tree(package).body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def _resolved(base: str, name: str) -> str:
+    """The module that `from base import name` comes down to."""
+    if f"{base}.{name}" in MODULES:
+        return f"{base}.{name}"
+    if base in MODULES and MODULES[base].name == "__init__.py":
+        return _exports(base).get(name, base)
+    return base
+
+
+def _found(node: ast.AST, module: str, when: str) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(alias.name, when) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"{module} imports relatively: write the full name"
+        base = node.module or ""
+        for alias in node.names:
+            yield Import(_resolved(base, alias.name), when)
+        if base in MODULES:
+            yield Import(base, when)  # importing from a package runs its __init__, too
+    elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        for child in node.body:
+            yield from _found(child, module, "types")
+    else:
+        in_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            yield from _found(child, module, "call" if in_function else when)
+
+
+def _is_inside(module: str, package: str) -> bool:
+    """Whether a package's `__init__` lists what is in the package: no circle, whoever imports the package."""
+    return module == package or (module.startswith(f"{package}.") and MODULES[package].name == "__init__.py")
+
+
+def _print() -> None:
+    for room, others in rooms().items():
+        files = [path for module, path in MODULES.items() if room_of(module) == room]
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        sys.stdout.write(f"{room:24} {len(files):3} files {lines:6} lines  ->  {', '.join(sorted(others))}\n")
+
+
+if __name__ == "__main__":
+    _print()
