@@ -35,7 +35,6 @@ def normalise(rows: Floats) -> Floats:
 
 
 def _blocks(table: Any, metric: str) -> Iterator[Floats]:
-    """The table in float64 blocks of rows, normalised for `mahalanobis`."""
     rows = max(1, _BLOCK_VALUES // max(1, table.shape[1]))
     for start in range(0, table.shape[0], rows):
         block = np.asarray(table[start : start + rows]).astype(np.float64)
@@ -67,7 +66,6 @@ def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]
 
 
 def _as_table(table: ArrayLike) -> Any:
-    """The table as given (a memory map stays one). Raises ParameterError if it is not a non-empty matrix."""
     array: Any = table if hasattr(table, "shape") else np.asarray(table)
     if len(array.shape) != 2 or 0 in array.shape:
         raise ParameterError(f"the embedding table has shape {tuple(array.shape)}, but must be [V, d], both >= 1.")
@@ -76,7 +74,7 @@ def _as_table(table: ArrayLike) -> Any:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Distances between tokens. Make one with `from_embeddings` or `uniform`, once per model."""
+    """Distances between tokens. Make one per model, with `from_embeddings` or `uniform`."""
 
     metric: str
     table: Any = None  # [V, d], or None for `uniform`
@@ -120,7 +118,7 @@ class Geometry:
         return normalise((rows - self.mean) * self.inverse_std)
 
     def distances(self, rows: ArrayLike, cols: ArrayLike) -> Floats:
-        """Distances [n, m] between the token ids `rows` [n] and `cols` [m]."""
+        """Distances [n, m] between token ids [n] and [m]."""
         return self.between(self.features(rows), self.features(cols))
 
     def between(self, x: Floats, y: Floats) -> Floats:

@@ -153,7 +153,7 @@ def canonical_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETER_N
 
 
 def unknown_name(name: str, known: Iterable[str]) -> ParameterError:
-    """The error for an unknown parameter: suggests the nearest known name and lists all."""
+    """The error for an unknown parameter, with the nearest known name."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""

@@ -35,8 +35,8 @@ class Ties:
     nucleus: the mass by which the warm start's cut misses another size, relative to the mass it asks for.
     certificate: the difference between the best base J inside the warm start and the best outside.
     pool_cut: whether the pool ends between equal logits, so that token ids choose its last members.
-    warm_cut: whether the warm start of a row that is not certified ends so. It matters only to implementations that
-        sort equal logits in any order, so `allow` ignores it.
+    warm_cut: whether the warm start of an uncertified row ends so. `allow` ignores it, as it matters only to sorts that
+        are not stable.
     """
 
     objective: float = math.inf
@@ -194,7 +194,7 @@ class SetDistance:
 
     @property
     def computed(self) -> int:
-        """Number of distances computed so far: every pool token to every token that was a member."""
+        """Distances computed so far."""
         return len(self._known) * int(self._known.sum())
 
     def __call__(self, S: Mask) -> Floats:
@@ -209,7 +209,7 @@ class SetDistance:
 
 
 def _lead(J: Floats, phi: Floats, k: int, c: float, scale: float) -> float:
-    """The lead of the chosen prefix: in J, or in phi where the order alone decides; inf if no other could win."""
+    """The lead of the chosen prefix: in J, or in phi where the order alone decides."""
     if len(J) == 1 or (c <= 0 and scale >= 0):  # then it is the largest logit, at phi = 0
         return math.inf
     if c <= 0:

@@ -33,7 +33,7 @@ class CacheDriver(Protocol):
 
 
 def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> CacheDriver:
-    """The driver for the decoder's form of cache. logits: name of the output to return."""
+    """The driver for the decoder's form of cache. logits: the output to return."""
     drivers: dict[str, Callable[[ort.InferenceSession, DecoderInfo, str], CacheDriver]] = {
         "concat": _Concat,
         "static": _Static,
@@ -43,7 +43,6 @@ def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: st
 
 
 def _caches(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Array]:
-    """Zeros [batch, kv_heads, length, head_dim] by input name."""
     kind = _KV_TYPES[decoder.kv_dtype]
     return {
         f"past_key_values.{layer}.{side}": np.zeros((batch, heads, length, dim), kind)
@@ -88,7 +87,6 @@ class _InPlace:
         self._buffers = _caches(self._decoder, batch, max(_GROWTH, self._decoder.buffer_least))
 
     def _reserve(self, slots: int) -> None:
-        """Make room for `slots` tokens per row."""
         have = next(iter(self._buffers.values())).shape[2]
         if slots > have:
             longer = _caches(self._decoder, len(self._used), slots + _GROWTH)
@@ -97,7 +95,7 @@ class _InPlace:
             self._buffers = longer
 
     def _run(self, rows: slice, feeds: dict[str, Array]) -> Array:
-        """Logits of the rows; their parts of the buffers are bound as past and present."""
+        """Run with the rows' part of the buffers as past and present."""
         binding = self._session.io_binding()
         feeds = {name: np.ascontiguousarray(value) for name, value in feeds.items() if name in self._inputs}
         for name, value in feeds.items():
@@ -167,7 +165,7 @@ class _Shared(_InPlace):
 
 
 def _to_the_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The attended new columns without gaps, [batch, columns >= 1], and their number, [batch]."""
+    """The attended new columns without gaps [batch, columns >= 1], and their numbers [batch]."""
     attended = attention_mask[:, -ids.shape[1] :].astype(bool)
     lengths = attended.sum(axis=1)
     compact = np.zeros((len(ids), max(1, int(lengths.max()))), np.int64)

@@ -46,13 +46,12 @@ def decoder_checks(
 
 
 def _chunks(length: int) -> list[int]:
-    """`length` in up to three uneven parts."""
     first, second = length // 2, length // 3
     return [size for size in (first, second, length - first - second) if size]
 
 
 def _by_runs(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list[int]) -> list[float]:
-    """The difference after each of `runs` (numbers of tokens); wanted [runs, vocab]."""
+    """The difference after each of `runs` (numbers of tokens)."""
     probe.start(1)
     differences, end = [], 0
     for row, size in zip(wanted, runs, strict=True):
@@ -63,7 +62,7 @@ def _by_runs(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list
 
 
 def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.ndarray], *, left: bool) -> list[float]:
-    """Differences of one padded batch: all but the last two columns at once, then these one by one."""
+    """Differences of a padded batch: all but two columns at once, then one by one."""
     length = max(len(ids) for ids in sequences)
     ids = np.zeros((len(sequences), length), np.int64)
     mask = np.zeros_like(ids)
@@ -86,7 +85,7 @@ def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.nda
 def _last_tokens_apart(reference: Reference, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> list[np.ndarray]:
     """`wanted` for a cache whose rows get their last token in a run of its own.
 
-    Rows that `_padded` does not read are NaN.
+    NaN where `_padded` does not look.
     """
     first = max(len(ids) for ids in sequences) - 2
     found = []
@@ -99,7 +98,7 @@ def _last_tokens_apart(reference: Reference, sequences: list[np.ndarray], wanted
 
 
 def _difference(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Largest absolute difference; equal infinite logits (banned tokens) count as 0."""
+    """Largest absolute difference; equal infinite logits count as 0."""
     if found.shape != wanted.shape:
         return float("inf")
     same = np.isinf(wanted) & (found == wanted)

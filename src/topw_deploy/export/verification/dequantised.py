@@ -70,13 +70,13 @@ def dequantise_model(
 
 
 def scale_type(graph: ir.Graph) -> np.dtype[Any]:
-    """The type of the scales of `graph`, float32 or float16, in which its weights were rounded."""
+    """The type of the scales of `graph`, in which its weights were rounded."""
     scales = (node.inputs[2].const_value for node in graph if node.op_type == "MatMulNBits" and node.inputs[2])
     return np.dtype(next((tensor.dtype.numpy() for tensor in scales if tensor is not None), np.float32))
 
 
 def float_outputs(graph: ir.Graph) -> set[bytes]:
-    """The leading weights of every output of the float matrices of `graph`, read as rows and as columns."""
+    """Leading weights of every output of the float matrices of `graph`, by rows and by columns."""
     found: set[bytes] = set()
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -94,7 +94,7 @@ def _key(output: np.ndarray) -> bytes:
 def rounded(
     rows: torch.Tensor, block_size: int, settings: Quantisation, scales: np.dtype[Any] = _FLOAT32
 ) -> np.ndarray:
-    """`rows` [outputs, inputs] quantised and dequantised, float32. scales: the type of the scales."""
+    """`rows` [outputs, inputs] quantised and dequantised, float32."""
     array = rows.numpy().astype(scales)
     outputs, inputs = array.shape
     shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)

@@ -61,21 +61,20 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
 
 
 def tokens_for(parameters: int) -> int:
-    """Tokens to measure on: as many as cost _MOST_WORK, within [_FEWEST, _MOST]."""
+    """Tokens to measure on, by _MOST_WORK, within [_FEWEST, _MOST]."""
     return max(_FEWEST, min(_MOST, _MOST_WORK // max(1, 2 * parameters)))
 
 
 def encoded(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
     """Token ids of `text` by the export's tokenizer.json; None without one.
 
-    Raises ManifestError if the file is not what the manifest lists, TokenizerError if it cannot be parsed.
+    Raises ManifestError if the file is not the listed one, TokenizerError if it cannot be parsed.
     """
     found = _encoding(folder, manifest, text)
     return None if found is None else list(found.ids)
 
 
 def _encoding(folder: Path, manifest: Manifest, text: str) -> Any:
-    """The tokenizers library's Encoding of `text`, or None."""
     entry = manifest.files.get("tokenizer.json")
     if entry is None:
         return None
@@ -99,7 +98,7 @@ def _held_out() -> str:
 
 
 def _general() -> tuple[str, str]:
-    """The text, and its description. Some distributions package Python without its manual."""
+    """Text and its description. Some distributions package Python without its manual."""
     from topw_deploy.demo.corpus import topic_sections
 
     try:

@@ -40,7 +40,7 @@ def layers_to_verify(job: Job, decoder: Decoder) -> int | None:
 
 
 def bytes_beside(job: Job, decoder: Decoder, files: int) -> int:
-    """Disk space of the first layers' export, beside an export of `files` bytes; 0 if all layers are verified."""
+    """Disk space of the first layers' export, beside an export of `files` bytes."""
     if layers_to_verify(job, decoder) is None:
         return 0
     tables = 2 * max((int(tensor.nbytes) for tensor in tensors_of(decoder.model)), default=0)

@@ -48,8 +48,9 @@ def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> or
 
 
 def open_session(model: str | bytes, library: Path | None = None) -> ort.InferenceSession:
-    """A session over a file or its content, on the CPU, where every machine computes the same but for rounding.
+    """A session on the CPU, where every machine computes the same but for rounding.
 
+    model: a file or its content.
     library: the native operator's; without it the sampler is the function in the file.
     """
     options = ort.SessionOptions()
@@ -60,7 +61,7 @@ def open_session(model: str | bytes, library: Path | None = None) -> ort.Inferen
 
 
 class LogitsProbe:
-    """The decoder of an exported folder; its output is the sampler's logits."""
+    """The exported decoder; its output is the sampler's logits."""
 
     def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
         self._driver = cache_driver(open_graph(folder, _decoder_model(folder)), decoder, LOGITS)
@@ -75,7 +76,6 @@ class LogitsProbe:
 
 
 def _decoder_model(folder: Path) -> ir.Model:
-    """The exported graph with the sampler cut off."""
     model = ir.load(folder / MODEL_FILE)
     graph = model.graph
     node = sampler_node(graph)
@@ -94,10 +94,7 @@ def _decoder_model(folder: Path) -> ir.Model:
 
 
 class SamplerProbe:
-    """The sampler of an exported folder: the shipped function and its tables.
-
-    library: the native operator's, to run the node with it instead.
-    """
+    """The exported sampler. library: the native operator's, to run the node with it instead."""
 
     def __init__(self, folder: Path, library: Path | None = None) -> None:
         self._session = open_graph(folder, _sampler_model(folder), library)
@@ -106,7 +103,7 @@ class SamplerProbe:
     def run(
         self, logits: np.ndarray, parameters: Sequence[dict[str, float]], uniform: Sequence[float]
     ) -> dict[str, Any]:
-        """Outputs by name for logits float32 [batch, vocab], with parameters and a uniform number per row."""
+        """Outputs by name for logits float32 [batch, vocab]."""
         batch = len(logits)
         feeds: dict[str, np.ndarray] = {
             "logits": np.ascontiguousarray(logits, dtype=np.float32),
@@ -121,7 +118,6 @@ class SamplerProbe:
 
 
 def _sampler_model(folder: Path) -> ir.Model:
-    """The exported graph with the decoder cut off: the sampler's logits become an input."""
     model = ir.load(folder / MODEL_FILE)
     graph = model.graph
     node = next(node for node in graph if node.name == NODE_NAME)

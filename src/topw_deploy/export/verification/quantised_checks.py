@@ -47,7 +47,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Loss:
-    """Nats per token of the float32 model and of the graph, and the standard error of their difference."""
+    """Nats per token, and the standard error of their difference."""
 
     exact: float
     quantised: float
@@ -125,7 +125,7 @@ def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check
 def _float_losses(
     reference: Reference, rows: np.ndarray, places: set[tuple[int, int]]
 ) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
-    """Losses [rows, columns - 1], and the logits at `places`. Holds the logits of one row at a time."""
+    """Losses [rows, columns - 1], and the logits at `places`, one row in memory at a time."""
     losses = np.empty((len(rows), rows.shape[1] - 1))
     kept: dict[tuple[int, int], np.ndarray] = {}
     for number, row in enumerate(rows):
@@ -137,7 +137,7 @@ def _float_losses(
 
 
 def _losses(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """-log p of each row's token in nats, float64 [n]; logits [n, vocab]."""
+    """-log p of each token in nats, float64 [n]; logits [n, vocab]."""
     wide = logits.astype(np.float64)
     most = wide.max(axis=1)
     chosen = wide[np.arange(len(tokens)), tokens]

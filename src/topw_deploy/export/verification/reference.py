@@ -27,7 +27,7 @@ class Reference(Protocol):
 
 
 class TorchReference:
-    """The checkpoint in transformers, in float32 whatever type its weights were exported in."""
+    """The checkpoint in transformers, in float32."""
 
     name = "torch"
 
@@ -52,7 +52,6 @@ class TorchReference:
         return self.logits(ids)[np.cumsum(runs) - 1]
 
     def geometry(self, metric: str, vocab: int) -> Geometry:
-        """The token geometry over the model's own input embeddings."""
         if metric == "uniform":
             return Geometry.uniform()
         return Geometry.from_embeddings(self.model.get_input_embeddings().weight[:vocab].detach().numpy(), metric)
@@ -101,7 +100,6 @@ class MakersReference:
         return logits[0].astype(np.float32)
 
     def _empty_caches(self, tokens: int) -> dict[str, np.ndarray]:
-        """Empty caches; in-place ones have room for `tokens`."""
         decoder = self._decoder
         kind = np.float16 if decoder.kv_dtype == "float16" else np.float32
         length = max(tokens, decoder.buffer_least) if decoder.kv_form == "shared" else 0

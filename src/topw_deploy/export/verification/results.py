@@ -18,7 +18,7 @@ _KINDS: dict[str, type[Result]] = {"check": Check, "not_compared": NotCompared, 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All results of one run; peak: the most memory that the worker took, in bytes."""
+    """All results of a run. peak: the memory of the worker in bytes."""
 
     checks: tuple[Check, ...]
     not_compared: tuple[NotCompared, ...] = ()
@@ -46,13 +46,13 @@ class Outcome:
 
 
 def encoded_result(result: Result) -> dict[str, Any]:
-    """A JSON object for one result: its kind and its fields."""
+    """{kind: fields}, for JSON."""
     kind = next(kind for kind, each in _KINDS.items() if isinstance(result, each))
     return {kind: asdict(result)}
 
 
 def decoded_result(line: dict[str, Any]) -> Result | None:
-    """The inverse of `encoded_result`; None for a line that is no result."""
+    """The inverse of `encoded_result`; None for other lines."""
     for kind, each in _KINDS.items():
         if kind in line:
             return each(**line[kind])

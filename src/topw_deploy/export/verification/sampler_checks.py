@@ -32,7 +32,7 @@ _BLOCK = 2048
 
 @dataclass
 class _Tally:
-    """Counts over the rows compared. logprobs: differences of log-probabilities, of equal tokens."""
+    """Counts over the rows compared."""
 
     rows: int = 0
     ties: int = 0
@@ -119,7 +119,7 @@ def made_logits(vocab: int) -> np.ndarray:
 
 
 def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
-    """The reference's geometry over the table in the exported graph, with statistics computed anew in float64."""
+    """The reference's geometry over the exported table, statistics computed anew in float64."""
     if options.metric == "uniform":
         return Geometry.uniform()
     model = ir.load(folder / MODEL_FILE)
@@ -147,7 +147,7 @@ def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
 def _answers(
     probe: SamplerProbe, sampler: SamplerInfo, defaults: TopWParameters, geometry: Geometry, logits: np.ndarray
 ) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
-    """The reference's answer and the graph's, for every row of logits, setting and uniform number."""
+    """(reference, graph) for every row of logits, setting and uniform number."""
     cases: list[tuple[int, TopWParameters, float, Row]] = []
     for setting in _settings(sampler):
         parameters = TopWParameters(**{**asdict(defaults), **setting})
@@ -167,7 +167,7 @@ def _answers(
 
 
 def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> Row:
-    """The answer `row` with another uniform number, on which the crop does not depend."""
+    """`row` with another uniform number, on which the crop does not depend."""
     if parameters.greedy or not row.valid:
         return row
     drawn = draw(logits, row.kept_ids, float(np.float32(parameters.temperature)), float(np.float32(uniform)))
@@ -207,7 +207,7 @@ def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
 
 
 def stored_bound(folder: Path) -> np.ndarray:
-    """Node input 13 of the sampler in `folder`, float32 [tokens] or [0]."""
+    """Node input 13 of the sampler, float32 [tokens] or [0]."""
     model = ir.load(folder / MODEL_FILE)
     value = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
     assert value is not None

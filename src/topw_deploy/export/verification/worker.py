@@ -100,7 +100,7 @@ def _checks(
 def _cost_of_quantisation(
     task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: TorchReference
 ) -> Iterator[Result]:
-    """Compare the graph as shipped with the float model, then round the weights of `reference` like the graph's."""
+    """Compare with the float model, then round the weights of `reference` like the graph's."""
     text = evaluation_text(folder, manifest, reference.parameters)
     if text is None:
         yield NotCompared("perplexity", "there is no tokenizer.json")
@@ -182,7 +182,6 @@ def _text_ids(folder: Path, manifest: DecoderManifest) -> np.ndarray:
 def _some_logits(
     probe: LogitsProbe | None, reference: Reference | None, sequences: list[np.ndarray]
 ) -> np.ndarray | None:
-    """Logits [4, vocab] of the model at places of its longest sequence."""
     ids = sequences[0]
     places = sorted({int(n) for n in np.linspace(1, len(ids), 4)})
     if probe is not None:

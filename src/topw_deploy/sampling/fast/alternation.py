@@ -73,7 +73,7 @@ class Alternation:
             rows = min(2 * rows, _MOST_ROWS)
 
     def _best_prefix(self, phi: Floats, known: Mask) -> tuple[Ids, float]:
-        """The first best prefix of the tokens with known phi, and its J, the largest of any set of such tokens."""
+        """The first best prefix of the tokens with known phi, and its J."""
         positions = np.flatnonzero(known)
         order = positions[np.argsort(-phi[positions], kind="stable")]  # equal phi: pool position decides
         J = objective(self.p[order], phi[order], self.c)
@@ -83,7 +83,7 @@ class Alternation:
     def _may_be_kept(self, phi: Floats, best: float) -> Mask:
         """The row test, with upper bounds `phi` and a lower bound `best` of the step's J.
 
-        The mass of the tokens that pass bounds the kept mass; the test is repeated with that bound until it settles.
+        The tokens that pass bound the kept mass; repeat with that bound until it settles.
         """
         G = float(self.p.sum())
         while True:
@@ -96,7 +96,7 @@ class Alternation:
 
 
 def loss_of_share(y: Floats) -> Floats:
-    """h(y) = -((1 - y) / y) log(1 - y), y clipped to 1: the row test's loss of log-mass by a share y, from 1 to 0."""
+    """h(y) = -((1 - y) / y) log(1 - y) of the row test, y clipped to 1."""
     y = np.minimum(y, 1.0 - 1e-16)
     return -(1.0 - y) / y * np.log1p(-y)
 
@@ -124,7 +124,7 @@ class SetDistances:
         self.computed = 0
 
     def __call__(self, rows: Ids, S: Mask) -> Floats:
-        """Distances [n] of the pool positions `rows` [n], none of them in S, to S, a mask over the pool."""
+        """Distances [n] of the pool positions `rows` [n], none of them in S, to S, a mask."""
         for group in np.unique(self._group[rows]):
             same = rows[self._group[rows] == group]
             missing = S & ~self._known[group]

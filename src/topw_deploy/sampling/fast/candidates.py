@@ -52,7 +52,7 @@ class Blocks:
         return np.concatenate([ids, rest + self._grid.size]) if len(rest) else ids
 
     def holding_the_largest(self, count: int) -> Ids:
-        """Ids, ascending, that include the `count` largest finite logits and all equal to one of them."""
+        """Ids, ascending, that include the `count` largest finite logits and their equals."""
         values = self._maxima if count <= len(self._maxima) // 2 else self._logits
         if count >= len(values):
             return np.flatnonzero(self._logits > -np.inf)
@@ -64,7 +64,6 @@ class Blocks:
 
 
 def _rounded_down(threshold: float, dtype: np.dtype) -> np.floating:
-    """The largest number of `dtype` that is not above `threshold`."""
     with np.errstate(over="ignore"):
         near = dtype.type(threshold)
     return near if float(near) <= threshold else np.nextafter(near, dtype.type(-np.inf))
@@ -80,5 +79,4 @@ def gap(lam: float, c: float, most_mass: float) -> float:
 
 
 def in_pool_order(logits: Logits, ids: Ids) -> Ids:
-    """`ids`, given ascending, by (logit descending, id ascending)."""
     return ids[np.argsort(-logits[ids], kind="stable")]

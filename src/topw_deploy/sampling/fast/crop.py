@@ -35,14 +35,12 @@ class FastCrop:
 
     kept: token ids, int64, as `reference.Crop.kept`.
     certified: as `reference.Crop.certified`; a property of the row, not of the path taken.
-    stage: what settled the row: "greedy"; "candidates", a few logits without the pool; "pool", its mass without a
-        distance; "geometry", the alternation; "literal", the reference itself, for a negative geom_scale.
-    candidates: tokens whose weights were computed; 0 for a greedy row and for beta <= lam, which need the largest only.
+    stage: what settled the row: "greedy"; "candidates", without the pool; "pool", without a distance; "geometry", the
+        alternation; "literal", the reference, for a negative geom_scale.
+    candidates: tokens whose weights were computed; 0 for greedy rows and beta <= lam, which need only the largest.
     steps: alternations, without the reference's confirming one.
-    distances: number of ordered pairs (pool token, member of a set) whose distance was computed. The uniform metric and
-        geom_scale = 0 need none.
-    distances_avoided: `reference.Crop.distances` less `distances`. 0 for "greedy" and "literal", which avoid none, and
-        for "candidates", where it is unknown, as the pool and the warm start are.
+    distances: ordered pairs (pool token, member of a set) whose distance was computed.
+    distances_avoided: `reference.Crop.distances` less `distances`; 0 for "candidates", where it is unknown.
     """
 
     kept: Ids
@@ -84,8 +82,6 @@ def fast_crop(
 
 
 class _Row:
-    """The stages of one row, for geom_scale >= 0."""
-
     def __init__(
         self,
         row: Logits,
@@ -127,7 +123,7 @@ class _Row:
         return FastCrop(np.array([best], dtype=np.int64), True, stage, 0, 0, 0, 0)
 
     def _candidates(self) -> Ids | None:
-        """All tokens within the gap, as every kept token is; None if there are too many."""
+        """All tokens within the gap, as every kept token is; None if too many."""
         lam, top_m = self.parameters.lam, self.options.top_m
         width = gap(lam, self.c, min(top_m, len(self.row)))  # no token weighs more than the largest
         ids = self.blocks.at_least(self.blocks.largest - self.selection * width, most=top_m)
@@ -141,11 +137,10 @@ class _Row:
         return ids
 
     def _log_weights(self, ids: Ids) -> Floats:
-        """log p in units of the largest weight (F0)."""
         return (self.row[ids].astype(np.float64) - self.blocks.largest) / self.selection
 
     def _by_candidates(self, ids: Ids) -> FastCrop | None:
-        """The certificate without the pool, of which the candidates are a prefix; None if they do not prove it."""
+        """The certificate without the pool, of which the candidates are a prefix; None without proof."""
         lam, share = self.parameters.lam, self.parameters.init_top_p
         ordered = in_pool_order(self.row, ids)
         log_p = self._log_weights(ordered)
@@ -158,7 +153,7 @@ class _Row:
         return FastCrop(ordered[:K], True, "candidates", len(ids), 0, 0, 0)
 
     def _by_pool(self, candidates: Ids | None) -> FastCrop:
-        """The certificate by the pool's mass (T2), else the alternation."""
+        """The certificate by the pool (T2), else the alternation."""
         size = self.options.top_m
         if candidates is None or len(candidates) < size:
             candidates = self.blocks.holding_the_largest(size)

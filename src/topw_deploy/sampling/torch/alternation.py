@@ -20,7 +20,7 @@ _SLACK = {torch.float64: 1e-9, torch.float32: 1e-5}  # of J, in its unit, so tha
 
 
 class SetDistances:
-    """dist(i, S) for tokens i of the pool C [n] outside the set S; each distance is computed once."""
+    """As `fast.alternation.SetDistances`."""
 
     def __init__(self, geometry: TensorGeometry, C: Tensor, neighbours: int) -> None:
         self._geometry, self._C, self._neighbours = geometry, C, neighbours
@@ -33,7 +33,6 @@ class SetDistances:
         self.computed = 0
 
     def __call__(self, rows: Tensor, S: Tensor) -> Tensor:
-        """Distances [r] of the pool positions `rows` [r], none of them in S, to S, a mask over the pool."""
         for group in self._group[rows].unique().tolist():
             missing = S & ~self._known[group]
             if missing.any():
@@ -68,15 +67,11 @@ class SetDistances:
 
 @dataclass(frozen=True)
 class Alternation:
-    """The rule over the pool of one row, for geom_scale >= 0 and c > 0.
+    """As `fast.alternation.Alternation`, for tensors.
 
-    p, scores: weights and lam log p [n], in pool order, in units of the largest weight.
-    c: beta - lam.
-    unit: max(1, lam, beta).
     scale: geom_scale.
     distances: None where every distance to a set is 1, or geom_scale is 0.
     bound: lower bounds of each token's distance to any other, [n] or 1.
-    settled_at: a step to a subset of at least this size is final (T1).
     """
 
     p: Tensor
@@ -89,7 +84,7 @@ class Alternation:
     settled_at: int
 
     def run(self, S: Tensor, most_steps: int) -> tuple[Tensor, Tensor]:
-        """Alternate from the warm start S, a mask [n]. Returns (last set, union of the sets before each step)."""
+        """Alternate from the mask S [n]. Returns (last set, union of the sets before each step)."""
         seen = S.clone()
         for step in range(most_steps):
             before, S = S, self._step(S)
@@ -101,7 +96,6 @@ class Alternation:
         return S, seen
 
     def _step(self, S: Tensor) -> Tensor:
-        """The set after S: measure tokens until the others provably do not belong to it."""
         phi = torch.where(S, self.scores, self.scores - self.scale * self.bound)  # an upper bound until measured
         known = torch.ones_like(S) if self.distances is None else S.clone()
         rows = _FIRST_ROWS
@@ -117,17 +111,12 @@ class Alternation:
             rows *= 2
 
     def _best_prefix(self, phi: Tensor, known: Tensor) -> tuple[Tensor, float]:
-        """The first best prefix of the tokens with known phi, and its J, the largest of any set of such tokens."""
         order = in_order_of(phi, known.nonzero()[:, 0])
         J = objective(self.p[order], phi[order], self.c)
         k = int(J.argmax()) + 1
         return order[:k], float(J[k - 1])
 
     def _may_be_kept(self, phi: Tensor, best: float) -> Tensor:
-        """The row test, with upper bounds `phi` and a lower bound `best` of the step's J.
-
-        The mass of the tokens that pass bounds the kept mass; the test is repeated with that bound until it settles.
-        """
         slack = _SLACK[phi.dtype]
         G = float(self.p.sum())
         while True:
@@ -143,7 +132,7 @@ def literal(
     C: Tensor, p: Tensor, log_p: Tensor, k0: int, lam: float, c: float, scale: float, steps: int, neighbours: int,
     geometry: TensorGeometry,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """The literal rule, for geom_scale < 0, where nothing may be skipped. Returns (set [n], distances computed)."""
+    """The literal rule, for geom_scale < 0. Returns (set [n], distances computed)."""
     S = torch.arange(len(C), device=C.device) < k0
     everyone = torch.arange(len(C), device=C.device)
     distance_to = SetDistances(geometry, C, neighbours)
@@ -159,17 +148,15 @@ def literal(
 
 
 def in_order_of(phi: Tensor, positions: Tensor) -> Tensor:
-    """`positions`, given ascending, by phi descending; equal phi: pool position decides."""
+    """`positions`, given ascending, by phi descending; equal phi keep pool order."""
     return positions[phi[positions].neg().argsort(stable=True)]
 
 
 def objective(p: Tensor, phi: Tensor, c: float) -> Tensor:
-    """J of every prefix [n] of tokens already ordered by phi."""
     Gamma = p.cumsum(0)
     return (p * phi).cumsum(0) / Gamma + c * Gamma.log()
 
 
 def _loss_of_share(y: Tensor) -> Tensor:
-    """h(y) = -((1 - y) / y) log(1 - y), y clipped to 1: the row test's loss of log-mass by a share y, from 1 to 0."""
     y = y.clamp(max=1.0 - torch.finfo(y.dtype).eps)
     return -(1.0 - y) / y * torch.log1p(-y)

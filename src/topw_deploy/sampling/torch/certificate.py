@@ -39,7 +39,7 @@ class Candidates:
 
 
 def settle_by_candidates(logits: Tensor, rows: Rows, top_m: int) -> Candidates:
-    """Stage A on logits [B, V]: settle the rows whose largest logits prove the certificate. Never syncs the device."""
+    """Stage A on logits [B, V]. Never syncs the device."""
     count = min(CANDIDATES, top_m, logits.shape[1])
     found = largest_logits(logits, count, _CANDIDATE_BLOCK, any_last=True)
     valid = (found.top.abs() < torch.inf) & rows.usable
@@ -51,16 +51,16 @@ def settle_by_candidates(logits: Tensor, rows: Rows, top_m: int) -> Candidates:
 
 
 def _inside_warm_start(scan: Scan, rows: Rows) -> Tensor:
-    """K <= k0 (certificate without the pool): the mass before token K is less than `init_top_p` of the candidates'."""
+    """K <= k0: the mass before token K is less than `init_top_p` of the candidates'."""
     slack = _SLACK[scan.p.dtype][1]
     before = (scan.Gamma - scan.p).gather(1, scan.K - 1)  # 0 for K = 1
     return (rows.geom_scale >= 0) & (before < rows.init_top_p * (1.0 - slack) * scan.Gamma[:, -1:])
 
 
 def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tensor:
-    """No prefix longer than the candidates is the first maximiser (block stop).
+    """No longer prefix is the first maximiser (block stop).
 
-    The bound takes every other pool token to have the last candidate's weight and score, which none exceeds.
+    The bound gives every other pool token the last candidate's weight and score, which none exceeds.
     """
     outside = min(top_m, logits.shape[1]) - scan.p.shape[1]
     nothing_left = scan.banned[:, -1:]
@@ -122,7 +122,7 @@ class Scan:
 
 
 def base_scan(found: Largest, rows: Rows) -> Scan:
-    """Sum in the reference's order (docs/contract/graph.md, section 3), in float64 (float32 on MPS)."""
+    """Sum in the reference's order, in float64 (float32 on MPS)."""
     logits = found.logits.to(rows.lam.dtype)
     banned = logits == -torch.inf
     log_p = ((logits - logits[:, :1]) / rows.selection).masked_fill_(banned, 0.0)

@@ -60,7 +60,7 @@ class TensorCrop:
 
     @cached_property
     def keep_mask(self) -> Tensor:
-        """bool [B, V]: which tokens are kept."""
+        """Kept tokens, bool [B, V]."""
         mask = torch.zeros(len(self.kept), self.vocab, dtype=torch.bool, device=self.ids.device)
         return mask.scatter_(1, self._kept_ids, ~self.invalid[:, None].expand_as(self.ids))
 
@@ -140,7 +140,7 @@ def _finish(
     crop: TensorCrop, left: Tensor, logits: Tensor, rows: Rows, options: TopWOptions, geometry: TensorGeometry,
     neighbour_bound: Tensor | None,
 ) -> TensorCrop:  # fmt: skip
-    """`crop` with the rows `left` [R], of logits [R, V], settled by the pool or by geometry."""
+    """Settle the rows `left` [R] of `crop`, with logits [R, V], by the pool or by geometry."""
     crop = replace(crop, any_invalid=bool(crop.invalid.any()))
     if not len(left):
         return crop
@@ -167,7 +167,7 @@ def _finish(
 
 @dataclass
 class _Answer:
-    """The answers of stage B; rows that need geometry are filled in one by one."""
+    """The answers of stage B; the alternation fills in its rows."""
 
     ids: Tensor
     kept: Tensor
@@ -184,8 +184,6 @@ class _Answer:
 
 
 class _PoolRow:
-    """The alternation of one row that is not certified."""
-
     def __init__(
         self, pool: Pool, rows: Rows, row: int, geometry: TensorGeometry, options: TopWOptions,
         neighbour_bound: Tensor | None,

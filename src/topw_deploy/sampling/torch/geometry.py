@@ -30,7 +30,7 @@ def normalise(points: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorGeometry:
-    """Distances between tokens. Make one with `from_embeddings` or `uniform`, once per model."""
+    """As `sampling.Geometry`, on tensors."""
 
     metric: str
     table: Tensor | None = None  # [V, d], or None for `uniform`
@@ -61,7 +61,7 @@ class TensorGeometry:
 
     @classmethod
     def uniform(cls) -> Self:
-        """The 0-1 geometry: distance 1 between any two different tokens. Needs no table."""
+        """The 0-1 geometry, without a table."""
         return cls("uniform")
 
     def features(self, ids: Tensor) -> Tensor:
@@ -90,14 +90,13 @@ class TensorGeometry:
 
 
 def _blocks(table: Tensor, metric: str) -> Iterator[Tensor]:
-    """The table in blocks of rows in the working type, normalised for `mahalanobis`."""
     for block in table.split(max(1, _BLOCK_VALUES // table.shape[1])):
         rows = block.to(working_dtype(table.device), copy=True)
         yield normalise(rows) if metric == "mahalanobis" else rows
 
 
 def _euclidean(x: Tensor, y: Tensor) -> Tensor:
-    """Euclidean distances [n, m]; near pairs from differences, so that near-duplicates lose no digits."""
+    """Euclidean distances [n, m]; see `sampling.geometry.euclidean`."""
     sizes = x.square().sum(1)[:, None] + y.square().sum(1)
     squares = torch.addmm(sizes, x, y.T, alpha=-2.0)
     row, col = torch.nonzero(squares <= _NEAR_SHARE[x.dtype] * sizes, as_tuple=True)

@@ -62,7 +62,7 @@ def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = F
 
 
 def _first_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `_first`, but which of the values equal to the last one are taken is undefined."""
+    """As `_first`, with `any_last`."""
     found = values.topk(count, dim=1, sorted=False)
     place, order = found.indices.sort(1)
     ordered, order = torch.sort(found.values.gather(1, order), dim=1, descending=True, stable=True)
@@ -70,12 +70,12 @@ def _first_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Values and positions [B, count] of the first by (value descending, position ascending)."""
+    """Values and positions [B, count], by (value descending, position ascending)."""
     return _decoded(_keys(values).topk(count, dim=1).values, values.shape[1])
 
 
 def _keys(values: Tensor) -> Tensor:
-    """int64 [B, n] that sort as (value, then lower position): no two of a row are equal."""
+    """int64 [B, n] that sort as (value, lower position); no two of a row are equal."""
     # The bits of float32 numbers sort as integers once those of negative magnitudes are inverted; + 0.0 makes -0 a 0.
     bits = (values + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & _MAGNITUDE)).to(torch.int64)
@@ -83,7 +83,6 @@ def _keys(values: Tensor) -> Tensor:
 
 
 def _decoded(keys: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The values, float32, and positions of keys made of rows of this length."""
     ordered = (keys >> _POSITION_BITS).to(torch.int32)
     bits = ordered ^ ((ordered >> 31) & _MAGNITUDE)
     return bits.view(torch.float32), (length - 1) - (keys & ((1 << _POSITION_BITS) - 1))

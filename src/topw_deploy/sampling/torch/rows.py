@@ -38,13 +38,13 @@ class Rows:
     usable: Tensor
 
     def at(self, rows: Tensor) -> Rows:
-        """The parameters of the rows with these indices [R]."""
+        """The rows with these indices [R]."""
         columns = (getattr(self, f.name) for f in fields(self))
         return Rows(*(column if len(column) == 1 else column[rows] for column in columns))
 
 
 def working_dtype(device: torch.device) -> torch.dtype:
-    """The type of decisions: float64; float32 on Apple's GPUs, which have no float64."""
+    """float64; float32 on Apple's GPUs, which have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
