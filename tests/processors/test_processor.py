@@ -1,4 +1,4 @@
-"""`TopWLogitsProcessor` keeps what the definition keeps, and says what it cannot do."""
+"""`TopWLogitsProcessor` keeps what the reference keeps, and refuses what it cannot do."""
 
 import gc
 import subprocess
