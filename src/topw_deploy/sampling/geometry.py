@@ -85,11 +85,9 @@ class Geometry:
     def from_embeddings(
         cls, table: ArrayLike, metric: str, statistics: tuple[ArrayLike, ArrayLike] | None = None
     ) -> Self:
-        """The geometry of an input embedding table [V, d] under `mahalanobis`, `unit` or `cosine`.
+        """The geometry of an input embedding table [V, d], kept by reference, under a metric other than `uniform`.
 
-        table: kept by reference, not copied.
-        statistics: (mean [d], inverse standard deviation [d]) in place of `embedding_statistics(table, metric)`, for
-            instance the float32 ones of a graph.
+        statistics: in place of `embedding_statistics(table, metric)`, for instance the float32 ones of a graph.
         """
         mean, inverse_std = embedding_statistics(table, metric) if statistics is None else statistics
         return cls(
@@ -122,7 +120,7 @@ class Geometry:
         return self.between(self.features(rows), self.features(cols))
 
     def between(self, x: Floats, y: Floats) -> Floats:
-        """Distances [n, m] between features `x` [n, d] and `y` [m, d], as `features` returns them.
+        """Distances [n, m] between points `x` [n, d] and `y` [m, d] of `features`.
 
         `uniform`: 0 or 1. `cosine`: 1 - clip(x.y, -1, 1), within 1e-15. Otherwise Euclidean, within 1e-12 relative.
         """
@@ -136,8 +134,7 @@ class Geometry:
 def euclidean(x: Floats, y: Floats) -> Floats:
     """Euclidean distances [n, m] between the rows of `x` [n, d] and `y` [m, d], within about 1e-12 relative.
 
-    One matrix product gives |x|^2 + |y|^2 - 2 x.y with an error near 1e-15 (|x|^2 + |y|^2). Pairs closer than a
-    thousandth of that sum are computed again from x - y, so that near-duplicates lose no digits and duplicates give 0.
+    Close pairs are computed from x - y (_NEAR_SHARE), so duplicates give 0.
     """
     sizes = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1)  # [n, m]
     squares = sizes - 2.0 * (x @ y.T)

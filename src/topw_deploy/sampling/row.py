@@ -199,8 +199,8 @@ def uniform_for(seed: int, position: int, sample: int = 0) -> float:
     position: number of real tokens before the drawn one.
     sample: index among the request's `n` answers.
 
-    Philox 4x64-10 with key (seed, 0) and counter (position, sample, 0, 0); numpy increments the counter before the
-    first block. The result is the top 24 bits of the first word times 2^-24, exact in float32.
+    The top 24 bits of the first word of Philox 4x64-10 with key (seed, 0) and counter (position, sample, 0, 0), times
+    2^-24. numpy increments the counter before the first block.
     """
     for name, value in (("seed", seed), ("position", position), ("sample", sample)):
         if not 0 <= value < _WORD:

@@ -59,16 +59,14 @@ def fast_crop(
     geometry: Geometry | None = None,
     neighbour_bound: ArrayLike | None = None,
 ) -> FastCrop:
-    """Choose the kept set of one row of (edited) logits [V]: that of `reference.crop`, except on ties of rounding.
+    """Choose the kept set of one row: that of `reference.crop`, except on ties of rounding.
 
-    logits: searched in float32 if they are that, else in float64; -inf bans a token.
-    options: default `TopWOptions()`.
-    geometry: of `options.metric`; not needed for `uniform`.
     neighbour_bound: float32 [V] or longer, a lower bound of each token's distance to any other. It saves distances and
         never changes the answer.
 
-    Decisions are made in float64, summed in the reference's order.
-    Raises ParameterError as `reference.crop` does, and for a neighbour bound that is too short or NaN at a pool token.
+    The other arguments and the errors are those of `reference.crop`. float32 logits are searched as they are; decisions
+    are float64, summed in the reference's order. Raises ParameterError also for a neighbour bound that is too short or
+    NaN at a pool token.
     """
     options = _DEFAULT_OPTIONS if options is None else options
     geometry = geometry_for(options, geometry)

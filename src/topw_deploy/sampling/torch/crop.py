@@ -32,13 +32,12 @@ class Stage(IntEnum):
 class TensorCrop:
     """The kept sets of a batch, on the logits' device.
 
-    ids: int64 [B, n]; the first `kept` of a row are its tokens, by (logit descending, id ascending).
+    ids: int64 [B, n]; the first `kept` of a row are its tokens, ordered as in `reference.Crop`.
     kept: int32 [B].
-    certified: bool [B], as `reference.Crop.certified`.
+    certified: bool [B].
     invalid: bool [B], rows with NaN, +inf, nothing finite or a parameter out of range; they keep nothing.
     stage: int8 [B], see `Stage`.
-    distances: int64 [B], token pairs whose distance was computed.
-    distances_avoided: int64 [B], further pairs that the literal algorithm computes; 0 (unknown) without the pool.
+    distances, distances_avoided: int64 [B], as in `FastCrop`.
     vocab: V.
     any_invalid: on the host, so that reading it does not sync the device.
     """
@@ -84,18 +83,16 @@ def crop_rows(
     geometry: TensorGeometry | None = None,
     neighbour_bound: Tensor | None = None,
 ) -> TensorCrop:
-    """Choose the kept sets of a batch of (edited) logits [B, V]: those of `reference.crop`, except on ties of rounding.
+    """Choose the kept sets of a batch of rows [B, V]: those of `reference.crop`, except on ties of rounding.
 
-    logits: any floating type, cast to float32; -inf bans a token. No row depends on another.
+    logits: any floating type, cast to float32; -inf bans a token.
     parameters: numbers for all rows, or tensors [B] by name.
-    options: default `TopWOptions()`.
-    geometry: of `options.metric`; not needed for `uniform`.
-    neighbour_bound: [V], a lower bound of each token's distance to any other. It saves distances and never changes the
-        answer.
+    options, geometry: as for `reference.crop`.
+    neighbour_bound: [V], see `fast_crop`.
 
-    Syncs the device once, for one truth value, where candidates settle every row. Never copies logits to the host.
-    Raises ParameterError for shapes, for numbers out of range, for a geometry of another metric or of fewer tokens
-    than the logits have, and for a NaN bound where one is needed.
+    Rows do not affect each other. Syncs the device once where candidates settle every row; never copies logits to the
+    host. Raises ParameterError for shapes, for numbers out of range, for a geometry of another metric or with fewer
+    tokens than the logits, and for a NaN bound where one is needed.
     """
     options = TopWOptions() if options is None else options
     geometry = _geometry_for(options, geometry)

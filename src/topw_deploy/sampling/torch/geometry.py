@@ -65,9 +65,9 @@ class TensorGeometry:
         return cls("uniform")
 
     def features(self, ids: Tensor) -> Tensor:
-        """The points [n, d] of the tokens `ids` [n], on the device of `ids`; the ids themselves [n, 1] for `uniform`.
+        """The points [n, d] of the tokens `ids` [n], on the device of `ids`; see `Geometry.features`.
 
-        Raises ParameterError for an id that has no embedding.
+        Raises ParameterError for an id without an embedding.
         """
         dtype = working_dtype(ids.device)
         if self.table is None or self.mean is None or self.inverse_std is None:
@@ -81,7 +81,6 @@ class TensorGeometry:
         return normalise((rows - mean) * inverse_std)
 
     def between(self, x: Tensor, y: Tensor) -> Tensor:
-        """Distances [n, m] between features `x` [n, d] and `y` [m, d]."""
         if self.metric == "uniform":
             return (x != y.T).to(x.dtype)
         if self.metric == "cosine":
