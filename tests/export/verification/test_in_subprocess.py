@@ -47,7 +47,7 @@ def test_padding_that_fails_is_recorded_with_its_limit_for_another_exporters_dec
 def test_padding_that_fails_ends_the_export_of_our_own_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Check(LEFT_PADDED, False, 3.0, 1e-4, "lengths [64, 32, 7, 1]")
     monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome((GOOD, failed)))
-    with pytest.raises(VerificationError, match="1 of 2 checks failed .first: left-padded batch logits"):
+    with pytest.raises(VerificationError, match=r"1 of 2 checks failed \(first: left-padded batch logits"):
         in_subprocess.verify_in_subprocess(job(None), Path("out"))
 
 
