@@ -91,6 +91,7 @@ def test_a_near_tie_does_not_end_the_comparison(manifest: DecoderManifest, geome
     assert sorted(found, key=lambda each: each.equal)[0] == Agreement(equal=9, near_ties=1, wrong=0)
     wrong = [agreement(manifest, geometry, ties, {0: other, 7: 99}) for other in (0, 1)]
     assert all(each.wrong == 1 for each in wrong)
+    assert all(type(each.wrong) is int for each in (*found, *wrong))  # JSON refuses numpy's
 
 
 def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geometry: Geometry) -> None:

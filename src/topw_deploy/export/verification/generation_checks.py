@@ -136,4 +136,4 @@ def _near_tie(row: Row, token: int, logits: np.ndarray, temperature: float, erro
     with every longer prefix, but none of these draws another token.
     """
     close = min(row.draw_margin, row.ties.objective, row.ties.nucleus) <= error or row.ties.pool_cut
-    return close and (logits[token] - logits.max()) / temperature >= np.log(error)
+    return close and bool((logits[token] - logits.max()) / temperature >= np.log(error))
