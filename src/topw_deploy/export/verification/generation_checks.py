@@ -110,10 +110,9 @@ def compare_tokens(
     prompt: np.ndarray,
     parameters: TopWParameters,
 ) -> Agreement:
-    """Compare each of `tokens` with the reference's draw after the prompt and the earlier of `tokens` (teacher
-    forcing), so that a near-tie does not end the comparison.
+    """Compare each of `tokens` with the reference's draw after the prompt and the earlier `tokens` (teacher forcing).
 
-    wanted: how many tokens there must be.
+    So a near-tie does not end the comparison. wanted: how many tokens there must be.
     """
     error = BOUNDS[manifest.decoder.kv_dtype]
     sequence = np.concatenate([prompt, np.asarray(tokens, dtype=np.int64)])
@@ -132,8 +131,8 @@ def compare_tokens(
 def _near_tie(row: Row, token: int, logits: np.ndarray, temperature: float, error: float) -> bool:
     """Whether logits with this relative error may draw `token` instead.
 
-    A token of less weight than the error does not: where one token has nearly all mass, the objective is near a tie
-    with every longer prefix, but none of these draws another token.
+    A token whose weight is below error^2 of the largest is never drawn by rounding. Without this limit every token would be
+    excused where one has nearly all mass, as the objective is then near a tie with every longer prefix.
     """
     close = min(row.draw_margin, row.ties.objective, row.ties.nucleus) <= error or row.ties.pool_cut
-    return close and bool((logits[token] - logits.max()) / temperature >= np.log(error))
+    return close and bool((logits[token] - logits.max()) / temperature >= 2 * np.log(error))
