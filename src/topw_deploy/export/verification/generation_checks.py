@@ -131,7 +131,7 @@ def compare_tokens(
 def _near_tie(row: Row, token: int, logits: np.ndarray, temperature: float, error: float) -> bool:
     """Whether logits with this relative error may draw `token` instead.
 
-    A token whose weight is below error^2 of the largest is never drawn by rounding. Without this limit every token would be
+    Rounding never draws a token whose weight is below error^2 of the largest. Without this limit every token would be
     excused where one has nearly all mass, as the objective is then near a tie with every longer prefix.
     """
     close = min(row.draw_margin, row.ties.objective, row.ties.nucleus) <= error or row.ties.pool_cut
