@@ -54,7 +54,7 @@ fuzz: $(VENV)/dev.stamp     ## random rows through every sampler there is, again
 	$(BIN)/python -m fuzz.tail --rows 100000
 
 fuzz-native: $(VENV)/dev.stamp  ## the native sampler under address and undefined-behaviour sanitizers, ten minutes
-	$(BIN)/python tests/plugins/native/fuzz.py --seconds 600
+	$(BIN)/python -m fuzz.native --seconds 600
 
 fuzz-cuda: $(VENV)/dev.stamp  ## random rows through the CUDA kernels in emulation, against the reference
 	$(BIN)/python -m fuzz.cuda --rows 50000

@@ -1,14 +1,12 @@
-"""The native library inside the package, which pyproject.toml cannot describe: built where a C++ compiler is there.
+"""Build the native library, which pyproject.toml cannot describe, if there is a C++ compiler.
 
-Everything else about the package is in pyproject.toml. Without the library the package is whole: the exported file
-carries a function of standard operators for the same node. TOPW_BUILD_NATIVE=0 leaves it out, TOPW_BUILD_NATIVE=1 fails
-where it cannot be built, CXX names the compiler.
+The package works without it: the exported graph has a function of standard operators for the same node.
+TOPW_BUILD_NATIVE=0 leaves the library out, TOPW_BUILD_NATIVE=1 fails if it cannot be built, CXX names the compiler.
 """
 
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from pathlib import Path
 
@@ -18,11 +16,13 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 PLUGINS = "topw_deploy/plugins"
-BUILD = runpy.run_path(str(ROOT / "src" / PLUGINS / "build.py"))
+
+sys.path.insert(0, str(ROOT / "src"))
+from topw_deploy.plugins.compile_native import LIBRARY_NAME, NotBuiltError, compile_native  # noqa: E402
 
 
 class TopWDistribution(Distribution):
-    """Knows whether the library was built: only then is the package for one platform."""
+    """A distribution that is for one platform only if the library was built."""
 
     has_library = False
 
@@ -31,23 +31,23 @@ class TopWDistribution(Distribution):
 
 
 class BuildPython(build_py):
-    """The Python files, then the library beside them: in the source tree for an editable installation."""
+    """Build the Python files, then the library beside them (in the source tree for an editable installation)."""
 
     def run(self) -> None:
         super().run()
         base = ROOT / "src" if self.editable_mode else Path(self.build_lib)
-        output = base / PLUGINS / BUILD["LIBRARY_NAME"]
+        output = base / PLUGINS / LIBRARY_NAME
         try:
-            BUILD["build"](output)
+            compile_native(output)
             self.distribution.has_library = True
-        except BUILD["NotBuiltError"] as reason:
+        except NotBuiltError as reason:
             if os.environ.get("TOPW_BUILD_NATIVE") == "1":
                 raise SystemExit(f"topw-deploy: the native sampler was not built: {reason}") from None
             sys.stderr.write(f"topw-deploy: left the native sampler out: {reason}; models run their own function.\n")
 
 
 class Wheel(bdist_wheel):
-    """py3-none-PLATFORM with the library, which knows no Python; py3-none-any without."""
+    """Tag the wheel py3-none-PLATFORM with the library, which does not depend on Python, else py3-none-any."""
 
     def run(self) -> None:
         self.run_command("build")

@@ -31,11 +31,11 @@ def for_the_gpu(job: Job) -> Path:
 def kernels(job: Job) -> Result:
     """nvcc builds the library for this GPU; where a rehearsal has no nvcc, it says so."""
     from topw_deploy.errors import PluginError
-    from topw_deploy.plugins import cuda_build
+    from topw_deploy.plugins import compile_cuda
 
     said: list[str] = []
     try:
-        built = cuda_build.build(for_the_gpu(job), (job.architecture or _REHEARSED,), tell=said.append)
+        built = compile_cuda.compile_cuda(for_the_gpu(job), (job.architecture or _REHEARSED,), say=said.append)
     except PluginError as error:
         no_compiler = job.rehearse and "there is no nvcc" in str(error)
         return Result(absent=(str(error),)) if no_compiler else Result(failed=str(error))
@@ -126,10 +126,10 @@ def plain_name(mangled: str) -> str:
 def tool(name: str) -> str | None:
     """A program of the CUDA toolkit: beside nvcc, on PATH, or the one that Triton's package brings."""
     from topw_deploy.errors import PluginError
-    from topw_deploy.plugins import cuda_build
+    from topw_deploy.plugins import compile_cuda
 
     try:
-        beside = cuda_build.find_toolkit().nvcc.resolve().parent / name
+        beside = compile_cuda.find_toolkit().nvcc.resolve().parent / name
         if beside.is_file():
             return str(beside)
     except PluginError:

@@ -19,17 +19,13 @@ from topw_deploy.plugins.cuda_kernel import EVERY_PART, CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import (
     COLUMNS,
     REPORT,
-    TABLE_TYPES,
     KernelSamples,
     KernelTable,
-    _Blocks,
-    _columns,
-    _edits,
-    _Inputs,
-    _Outputs,
-    _require_table,
-    _Table,
+    edit_arrays,
+    parameter_columns,
+    require_table,
 )
+from topw_deploy.plugins.structs import TABLE_TYPES, Blocks, Inputs, Outputs, Table
 from topw_deploy.sampling.parameters import TopWOptions
 
 Edits = tuple[ArrayLike, ArrayLike, ArrayLike]
@@ -40,7 +36,7 @@ _OUTPUTS = {
     "mass": torch.float32, "keep_mask": torch.uint8, "reports": torch.uint8,
 }  # fmt: skip
 _TYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-assert list(_OUTPUTS) == [name for name, _ in _Outputs._fields_]
+assert list(_OUTPUTS) == [name for name, _ in Outputs._fields_]
 
 
 class DeviceTable:
@@ -50,11 +46,11 @@ class DeviceTable:
         def put(array: Any) -> torch.Tensor | None:
             return None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-        blocks, described = table.blocks, _Blocks()
+        blocks, described = table.blocks, Blocks()
         self._kept = [put(a) for a in (table.rows, table.mean, table.inverse_std, table.neighbour_bound)]
         if blocks is not None:
             self._kept += [put(blocks.scales), put(blocks.zero_points)]
-            described = _Blocks(
+            described = Blocks(
                 blocks.bits, blocks.block_size, TABLE_TYPES[str(blocks.scales.dtype)], 0,
                 *(address(tensor) for tensor in self._kept[4:]),
             )  # fmt: skip
@@ -67,7 +63,7 @@ class DeviceTable:
         """The table of rows [V, d] that are on the device already, with float32 statistics [d] and bound [V]."""
         table = cls.__new__(cls)
         table._kept = [rows, mean, inverse_std, bound]
-        table._describe(*rows.shape, _TYPES[rows.dtype], _Blocks())
+        table._describe(*rows.shape, _TYPES[rows.dtype], Blocks())
         return table
 
     @property
@@ -78,9 +74,9 @@ class DeviceTable:
         assert inverse_std is not None
         return mean, inverse_std
 
-    def _describe(self, tokens: int, hidden: int, dtype: str, blocks: _Blocks) -> None:
+    def _describe(self, tokens: int, hidden: int, dtype: str, blocks: Blocks) -> None:
         rows, *statistics = (address(tensor) for tensor in self._kept[:4])
-        self.structure = _Table(rows, tokens, hidden, TABLE_TYPES[dtype], 0, *statistics, blocks)
+        self.structure = Table(rows, tokens, hidden, TABLE_TYPES[dtype], 0, *statistics, blocks)
 
 
 class Step:
@@ -108,8 +104,9 @@ class Step:
         batch, vocab = logits.shape
         device = logits.device
         self._kernel, self.logits = kernel, logits
-        self.columns = {name: torch.tensor(a, device=device) for name, a in _columns(columns or {}, batch).items()}
-        self._edits = [torch.from_numpy(array).to(device) for array in _edits(edits, batch)]
+        given = parameter_columns(columns or {}, batch)
+        self.columns = {name: torch.tensor(column, device=device) for name, column in given.items()}
+        self._edits = [torch.from_numpy(array).to(device) for array in edit_arrays(edits, batch)]
         wanted = {"mass": mass, "keep_mask": keep_mask, "reports": reports}
         width = {"keep_mask": (vocab,), "reports": (REPORT.itemsize,)}
         self.outputs = {
@@ -125,11 +122,11 @@ class Step:
             self.workspace = torch.empty(kernel.workspace_bytes(self.shape), dtype=torch.uint8, device=device)
         else:
             self.control, self.workspace = memory.control, memory.workspace
-        self._inputs = _Inputs(
+        self._inputs = Inputs(
             batch, vocab, slots, *(address(t) for t in (logits, *self._edits)),
             *(address(self.columns[name]) for name in COLUMNS),
         )  # fmt: skip
-        self._outputs = _Outputs(*(address(self.outputs.get(name)) for name in _OUTPUTS))
+        self._outputs = Outputs(*(address(self.outputs.get(name)) for name in _OUTPUTS))
 
     def launch(self, parts: int = EVERY_PART) -> None:
         stream = torch.cuda.current_stream().cuda_stream if self.logits.is_cuda else 0
@@ -186,7 +183,7 @@ class DeviceKernel(CudaKernel):
         elif rows.dtype != torch.float16:
             rows = rows.float()
         chosen = TopWOptions() if options is None else options
-        _require_table(chosen, table, rows.shape[1])
+        require_table(chosen, table, rows.shape[1])
         on_device = None if table is None else DeviceTable(table, self.device)
         step = Step(self, rows.to(self.device), columns, chosen, on_device, edits, mass=mass, keep_mask=keep_mask)
         step.launch()

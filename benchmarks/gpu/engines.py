@@ -73,6 +73,7 @@ def build(folder: Path, name: str, job: Job) -> Result:
     """An engine for a batch of four, in a copy of the folder."""
     from topw_deploy.errors import TopWError
     from topw_deploy.plugins.tensorrt import tensorrt_module
+    from topw_deploy.progress import Progress
     from topw_deploy.tensorrt.build import build_engine
     from topw_deploy.tensorrt.request import EngineRequest
 
@@ -84,7 +85,7 @@ def build(folder: Path, name: str, job: Job) -> Result:
     said: list[str] = []
     request = EngineRequest(out=copy, max_batch=_BATCH, max_sequence=_SEQUENCE, plugin=PLUGINS[name][0])
     try:
-        built = build_engine(request, tell=said.append)
+        built = build_engine(request, Progress(say=said.append))
     except TopWError as error:
         return Result({"said": said}, failed=str(error))
     size = built.path.stat().st_size

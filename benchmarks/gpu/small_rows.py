@@ -28,18 +28,8 @@ from fuzz.sampler import differences
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import driver
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
-from topw_deploy.plugins.kernel import (
-    COLUMNS,
-    STAGES,
-    TABLE_TYPES,
-    KernelSamples,
-    KernelTable,
-    _Blocks,
-    _columns,
-    _Inputs,
-    _Outputs,
-    _Table,
-)
+from topw_deploy.plugins.kernel import COLUMNS, STAGES, KernelSamples, KernelTable, parameter_columns
+from topw_deploy.plugins.structs import TABLE_TYPES, Blocks, Inputs, Outputs, Table
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, sample_row
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
 
@@ -114,7 +104,7 @@ def rows(seed: int, scale: float) -> tuple[np.ndarray, dict[str, np.ndarray], tu
     ids[2:4] = [7, VOCAB - 1, 64], [63, VOCAB - 1, 2_000]
     penalty, bias = np.ones((BATCH, EDITS), np.float32), np.zeros((BATCH, EDITS), np.float32)
     penalty[2:4, 0], bias[2:4, 1], bias[2:4, 2] = 1.5, 2.0, -np.inf
-    return logits, _columns(columns, BATCH), (ids, penalty, bias)
+    return logits, parameter_columns(columns, BATCH), (ids, penalty, bias)
 
 
 def put(memory: Memory, array: np.ndarray) -> int:
@@ -123,29 +113,29 @@ def put(memory: Memory, array: np.ndarray) -> int:
     return address
 
 
-def table_in(memory: Memory, table: KernelTable) -> _Table:
+def table_in(memory: Memory, table: KernelTable) -> Table:
     statistics = (put(memory, array) for array in (table.rows, table.mean, table.inverse_std))
     rows_at, mean, inverse_std = statistics
-    return _Table(rows_at, *table.rows.shape, TABLE_TYPES[table.dtype], 0, mean, inverse_std, None, _Blocks())
+    return Table(rows_at, *table.rows.shape, TABLE_TYPES[table.dtype], 0, mean, inverse_std, None, Blocks())
 
 
 def launched(
     kernel: CudaKernel, memory: Memory, stored: np.ndarray, columns: dict[str, np.ndarray],
-    edits: tuple[np.ndarray, ...], table: _Table,
+    edits: tuple[np.ndarray, ...], table: Table,
 ) -> KernelSamples:  # fmt: skip
     """The kernels' answers, with every output."""
     kind = "bfloat16" if stored.dtype == np.uint16 else str(stored.dtype)
     shape = CudaShape(_OPTIONS, BATCH, VOCAB, EDITS, kind, table)
     samples = KernelSamples.empty(BATCH, VOCAB, mass=True, keep_mask=True)
     places = {field.name: memory.allocate(getattr(samples, field.name).nbytes) for field in fields(samples)}
-    inputs = _Inputs(
+    inputs = Inputs(
         BATCH, VOCAB, EDITS, *(put(memory, array) for array in (stored, *edits)),
         *(put(memory, columns[name]) for name in COLUMNS),
     )  # fmt: skip
     control = kernel.allocate(kernel.control_bytes(shape))
     workspace = memory.allocate(kernel.workspace_bytes(shape))
     for _ in range(2):  # the second launch finds what the first left
-        kernel.launch(shape, table, inputs, _Outputs(*places.values()), control, workspace)
+        kernel.launch(shape, table, inputs, Outputs(*places.values()), control, workspace)
     for name, place in places.items():
         memory.read(place, getattr(samples, name))
     kernel.release(control)

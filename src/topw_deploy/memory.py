@@ -1,4 +1,4 @@
-"""Resident memory of this process, and the peak of each stage of a long call."""
+"""Memory of this process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_re
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, including the pages of mapped files that it has touched; 0 where unknown."""
+    """Resident memory, including touched pages of mapped files; 0 where unknown."""
     return _field(_STATUS, "VmRSS")
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process; on Linux since the last stage began."""
+    """Peak resident memory; on Linux since the last stage began."""
     peak = _field(_STATUS, "VmHWM")
     if peak or sys.platform == "win32":
         return peak
@@ -27,19 +27,19 @@ def peak_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that this machine can provide without swapping, according to Linux; 0 where unknown."""
+    """Memory available without swapping, according to Linux; 0 where unknown."""
     return _field(_MACHINE, "MemAvailable")
 
 
 class StageMemory:
-    """Peak memory in bytes by stage, in the order of the stages."""
+    """Peak memory in bytes by stage."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the peak of the block; where the system cannot reset the peak, it is that of the whole process."""
+        """Record the block's peak, or the process's where that cannot be reset."""
         with contextlib.suppress(OSError):
             _RESET.write_text("5")
         try:

@@ -1,4 +1,4 @@
-"""`topw export-sampler`: the sampler alone, from a table, a model or nothing but a width."""
+"""`topw export-sampler` from a table, a model or a width."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import pytest
 
 from topw_deploy.cli import doctor, plugins
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins import cuda_build, driver, report
+from topw_deploy.plugins import compile_cuda, compile_tensorrt, driver, status
+from topw_deploy.plugins.compile_cuda import CompiledLibrary
 from topw_deploy.plugins.nvcc import Compiling
-from topw_deploy.plugins.tensorrt import build as tensorrt_build
 
 from .conftest import Invoke
 
@@ -24,15 +24,15 @@ def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     """Arguments of the builds that would have been made."""
     asked: list[tuple[Any, ...]] = []
 
-    def build(output: Path | None, architectures: tuple[int, ...], tell: Any, watch: Any) -> cuda_build.Built:
+    def build(output: Path | None, architectures: tuple[int, ...], say: Any, watch: Any) -> CompiledLibrary:
         asked.append((output, architectures))
-        tell("nvcc 13.0")
+        say("nvcc 13.0")
         watch(Compiling((87, 90), (), 2, 2.0))
         watch(Compiling((87,), (90,), 2, 41.0))
         watch(Compiling((), (90, 87), 2, 60.0))
-        return cuda_build.Built(output or tmp_path / "lib.so", (87, 90), "13.0", 61.4, 4_200_000)
+        return CompiledLibrary(output or tmp_path / "lib.so", (87, 90), "13.0", 61.4, 4_200_000)
 
-    monkeypatch.setattr(cuda_build, "build", build)
+    monkeypatch.setattr(compile_cuda, "compile_cuda", build)
     return asked
 
 
@@ -114,16 +114,16 @@ def test_without_nvcc_the_reason_is_one_sentence(invoke: Invoke, monkeypatch: py
         invoke("plugins", "build", "--cuda")
 
 
-FOUND = report.Report(
-    report.CpuLibrary("/lib/libtopw.so", "avx2", ""),
-    report.CudaLibrary("/lib/libtopw_cuda.so", (75, 90), ""),
+FOUND = status.Status(
+    status.CpuStatus("/lib/libtopw.so", "avx2", ""),
+    status.CudaStatus("/lib/libtopw_cuda.so", (75, 90), ""),
     driver.Driver("13.0", (driver.Device("NVIDIA H200", 90),), ""),
-    report.TensorRTLibrary("/lib/libtopw_tensorrt.so", ""),
+    status.TensorRTStatus("/lib/libtopw_tensorrt.so", ""),
 )
 
 
 def test_what_is_there_is_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "look", lambda: FOUND)
+    monkeypatch.setattr(status, "look", lambda: FOUND)
     assert invoke("plugins", "show").stdout.splitlines() == [
         "CPU library   /lib/libtopw.so, avx2",
         "CUDA library  /lib/libtopw_cuda.so, sm_75 sm_90",
@@ -138,21 +138,21 @@ def test_what_is_there_is_shown(invoke: Invoke, monkeypatch: pytest.MonkeyPatch)
 
 def test_tensorrts_library_is_shown_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TOPW_TENSORRT_LIBRARY", raising=False)
-    monkeypatch.setattr(tensorrt_build, "PACKAGED", tmp_path / "libtopw_tensorrt.so")
-    assert "topw plugins build --tensorrt-root DIR" in report.tensorrt_library().why_none
+    monkeypatch.setattr(compile_tensorrt, "PACKAGED", tmp_path / "libtopw_tensorrt.so")
+    assert "topw plugins build --tensorrt-root DIR" in status.tensorrt_library().why_none
     (tmp_path / "libtopw_tensorrt.so").touch()
-    assert report.tensorrt_library().path == str(tmp_path / "libtopw_tensorrt.so")
+    assert status.tensorrt_library().path == str(tmp_path / "libtopw_tensorrt.so")
     monkeypatch.setenv("TOPW_TENSORRT_LIBRARY", "/nowhere")
-    assert report.tensorrt_library().why_none == "TOPW_TENSORRT_LIBRARY names /nowhere, which is no file"
+    assert status.tensorrt_library().why_none == "TOPW_TENSORRT_LIBRARY names /nowhere, which is no file"
 
 
 def test_doctor_tells_of_the_cuda_library_and_of_the_driver(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "look", lambda: FOUND)
+    monkeypatch.setattr(status, "look", lambda: FOUND)
     assert set(invoke("doctor").stdout.splitlines()) >= {
         "CUDA sampler: for the GPU here, sm_75 sm_90, /lib/libtopw_cuda.so",
         "NVIDIA driver: runs CUDA 13.0, NVIDIA H200, sm_90",
     }
-    missing = report.CudaLibrary(None, (), "it was not built here")
+    missing = status.CudaStatus(None, (), "it was not built here")
     without = dataclasses.replace(FOUND, cuda=missing, driver=driver.Driver(None, (), "none"))
-    monkeypatch.setattr(report, "look", lambda: without)
+    monkeypatch.setattr(status, "look", lambda: without)
     assert doctor._cuda_lines(doctor._cuda()) == ["CUDA sampler: none (it was not built here)", "NVIDIA driver: none"]

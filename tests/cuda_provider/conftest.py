@@ -14,12 +14,12 @@ import pytest
 
 from tests.plugins.cuda import tools
 from tests.support.emulated import CUDA_SOURCES, compiled
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 
 from .make_stand_in import make
 
 HERE = Path(__file__).parent
-SOURCE = Path(build.__file__).parents[2]
+SOURCE = Path(compile_native.__file__).parents[2]
 Generate = Callable[..., dict[str, Any]]
 Run = Callable[..., dict[str, Any]]
 
@@ -38,7 +38,7 @@ def python() -> Path:
 
 @pytest.fixture(scope="session")
 def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
-    """The folder with the libraries that stand in for CUDA's, made once for the same sources."""
+    """A folder with stand-ins for CUDA's libraries, compiled once for the same sources."""
     (provider,) = python.parents[1].glob("lib/python*/site-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so")
     digest = hashlib.sha256(str(provider.stat().st_size).encode())
     for source in ("stand_in.cpp", "make_stand_in.py"):
@@ -51,8 +51,8 @@ def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
                 home = tools.home()
                 if home is not None:
                     patch.setenv("CUDA_HOME", str(home))
-                make(folder, provider, cuda_build.find_toolkit().headers)
-        except (build.NotBuiltError, subprocess.CalledProcessError) as error:
+                make(folder, provider, compile_cuda.find_toolkit().headers)
+        except (compile_native.NotBuiltError, subprocess.CalledProcessError) as error:
             pytest.fail(f"the stand-in does not compile: {getattr(error, 'stderr', error)}")
         (folder / "ready").touch()
     return folder
@@ -62,13 +62,17 @@ def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
 def cuda_library(request: pytest.FixtureRequest) -> Path:
     """The CUDA library with the emulated kernels."""
     assert request.config.cache is not None
-    sources = [HERE / "sampler_kernels.cpp", CUDA_SOURCES / "ort_cuda.cpp", *sorted(build.SOURCES.glob("*.cpp"))]
+    sources = [
+        HERE / "sampler_kernels.cpp",
+        CUDA_SOURCES / "ort_cuda.cpp",
+        *sorted(compile_native.SOURCES.glob("*.cpp")),
+    ]
     return compiled(request.config.cache.mkdir("emulated"), sources, ["-DTOPW_WITH_CUDA=90"])
 
 
 @pytest.fixture(scope="session")
 def run(python: Path, stand_in: Path, cuda_library: Path) -> Run:
-    """(script of this folder, *arguments, native=True) -> the JSON that it prints in the provider's environment."""
+    """(script of this folder, *arguments, native=True) -> its JSON output in the provider's environment."""
 
     def start(script: str, *arguments: object, native: bool = True) -> dict[str, Any]:
         environment = {
@@ -89,7 +93,7 @@ def run(python: Path, stand_in: Path, cuda_library: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def generate(run: Run) -> Generate:
-    """(folder, requests, native=True, **settings of from_pretrained) -> what worker.py answers."""
+    """(folder, requests, native=True, **arguments of from_pretrained) -> worker.py's answer."""
 
     def answer(
         folder: Path, requests: Sequence[dict[str, Any]] = (), *, native: bool = True, **settings: Any

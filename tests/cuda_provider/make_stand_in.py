@@ -1,5 +1,4 @@
-"""The libraries that onnxruntime's CUDA provider asks for, without CUDA: stand_in.cpp, and functions that answer 0 for
-everything else that the provider's file names."""
+"""Stand-ins for the libraries that onnxruntime's CUDA provider links: stand_in.cpp, and functions that return 0."""
 
 from __future__ import annotations
 
@@ -7,13 +6,13 @@ import re
 import subprocess
 from pathlib import Path
 
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 
 HERE = Path(__file__).parent
 _DRIVER = "libcuda.so.1"
 _RUNTIME = "libcudart.so.13"
 
-# The few of them whose answer is read.
+# Those whose result is used.
 _ANSWERS = {
     "cublasCreate_v2": "int cublasCreate_v2(void **handle) { *handle = handle; return 0; }",
     "cublasLtCreate": "int cublasLtCreate(void **handle) { *handle = handle; return 0; }",
@@ -30,18 +29,19 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attri
 
 
 def make(folder: Path, provider: Path, headers: Path) -> None:
-    """Put the libraries for the provider's file into `folder`. headers: of CUDA's runtime.
+    """Compile the provider's libraries into `folder`. headers: of CUDA's runtime.
 
-    Raises build.NotBuiltError or CalledProcessError where they do not compile."""
+    Raises compile_native.NotBuiltError or CalledProcessError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    compiler = build.find_compiler()
+    compiler = compile_native.find_compiler()
     said = (HERE / "stand_in.cpp").read_text(encoding="utf-8")
     for library, names in _wanted(provider).items():
         missing = [name for name in names if not re.search(rf"\b{name}\(", said)]
         text = "\n".join(_ANSWERS.get(name, f"int {name}() {{ return 0; }}") for name in missing)
         stub = folder / f"{library}.c"
         stub.write_text(text + (_GPU if library == _DRIVER else ""), encoding="ascii")
-        # As the real ones have: the loader looks for functions by version, which is the library's name.
+        # As in the real ones: the loader resolves functions by version, which is the library's name.
         versions = folder / f"{library}.map"
         versions.write_text(f"{library} {{ *; }};\n", encoding="ascii")
         script = [] if library == _DRIVER else [f"-Wl,--version-script={versions}"]
@@ -52,7 +52,7 @@ def make(folder: Path, provider: Path, headers: Path) -> None:
 
 
 def _wanted(provider: Path) -> dict[str, list[str]]:
-    """The libraries of CUDA that the file needs, with the functions that it leaves to them."""
+    """The CUDA libraries that the file needs, with its undefined functions."""
     found: dict[str, list[str]] = {name: [] for name in re.findall(r"\[(libcu\S+)\]", _said("readelf", "-d", provider))}
     undefined = _said("nm", "-D", "--undefined-only", provider)
     for name, library in re.findall(r" U ((?:__)?cu\w+)(?:@(\S+))?", undefined):

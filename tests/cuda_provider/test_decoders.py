@@ -1,6 +1,5 @@
-"""Exported decoders on onnxruntime's own CUDA provider, whose kernels do nothing here, with the sampler's, which are
-emulated: where every node is, what a step copies, and that its graph is captured once. The logits are what lies in
-memory, so nothing is said of a decoder's numbers."""
+"""Exported decoders on onnxruntime's CUDA provider with the emulated sampler: placement of nodes, copies of a step, one
+capture of its graph. The provider's kernels do nothing here, so a decoder's numbers are not checked."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ GRAPHS = {"provider_options": {"enable_cuda_graph": "1"}}
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """(family, **settings of the export) -> the folder, made once."""
+    """(family, **arguments of the export) -> the folder, exported once."""
     made: dict[str, Path] = {}
 
     def find(family: str, **settings: Any) -> Path:

@@ -1,5 +1,4 @@
-"""Captured models in many threads: onnxruntime's CUDA provider over the stand-in, which fails what CUDA fails while
-another thread captures."""
+"""Captured models in many threads, on a stand-in that fails like CUDA during another thread's capture."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_step_is_captured_once_whichever_thread_calls(run: Run, folder: Path) -> None:
-    """Called directly, the provider captures it anew in every thread, and keeps what it captured."""
+    """Called directly, the provider captures again in every thread, and keeps all captures."""
     found = run("threads_worker.py", folder, "in turn")
     assert found["errors"] == []
     assert (found["captures"], found["replays"]) == (1, 6 * 5)

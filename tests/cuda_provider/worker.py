@@ -1,5 +1,7 @@
-"""Runs in the environment of onnxruntime's CUDA provider, over the stand-in: what opening a folder and generating from
-it gives, and what the runtime was asked for meanwhile. python worker.py FOLDER SETTINGS(json) REQUESTS(json)"""
+"""Open a folder and generate, in the environment of onnxruntime's CUDA provider, and report the calls of the stand-in.
+
+python worker.py FOLDER SETTINGS(json) REQUESTS(json)
+"""
 
 from __future__ import annotations
 

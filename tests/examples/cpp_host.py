@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.toy_model import _specs, byte_ids
 from topw_deploy.manifest import MANIFEST_NAME, describe_files, load_manifest, save_manifest
-from topw_deploy.plugins import build, shared_library
+from topw_deploy.plugins import compile_native, shared_library
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import GenerationResult, TopWModel
 
@@ -69,8 +69,8 @@ def host_of(program: Path, library: Path, **environment: str) -> Host:
 def compiled(output: Path, *flags: str, source: Path | None = None) -> Path:
     """The program, or what `source` is, by the compiler itself."""
     try:
-        compiler = build.find_compiler()
-    except build.NotBuiltError as reason:
+        compiler = compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
         pytest.skip(str(reason))
     command = [*compiler, *FLAGS, *flags, str(source or SOURCES / "topw_host.cpp"), "-ldl", "-o", str(output)]
     subprocess.run(command, check=True, capture_output=True, text=True)

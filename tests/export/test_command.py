@@ -1,4 +1,4 @@
-"""`topw-export` and `topw verify` as people type them."""
+"""`topw-export` and `topw verify` on the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from topw_deploy.plugins.shared_library import why_absent
 
 @dataclass(frozen=True)
 class Done:
-    """A run of `topw-export`: its exit code and what it printed."""
+    """Exit code and output of a run."""
 
     exit_code: int
     stdout: str

@@ -1,4 +1,4 @@
-"""Every family, lowered in every way, agrees with torch however its tokens are cut, batched and padded."""
+"""Every family in every lowering agrees with torch for any chunks, batches and padding."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from topw_deploy.export.verification import worker
 from topw_deploy.export.verification.cache_drivers import CacheDriver, cache_driver
 from topw_deploy.manifest import Check, DecoderInfo, load_manifest
 
-FLOAT32 = 1e-4  # what an export promises; measured differences are below 3e-6
-LENGTHS = (7, 90, 1, 40)  # the longest passes the sliding window ten times over
+FLOAT32 = 1e-4  # the guaranteed bound; measured differences are below 3e-6
+LENGTHS = (7, 90, 1, 40)  # the longest is ten sliding windows
 CONTEXT = 256
 LOWERINGS = {
     "concat": {"kv": "concat", "target": "onnxruntime"},
     "group_query": {"kv": "static", "target": "onnxruntime"},
     "scatter": {"kv": "static", "target": "tensorrt", "max_length": 0},
 }
-# Families whose queries and keys GroupQueryAttention turns itself; those beside it have heads of 8 numbers.
+# Families whose queries and keys GroupQueryAttention rotates; the others have heads of 8 numbers.
 TURNED_INSIDE = {"llama_untied", "qwen2", "qwen3", "phi3", "mistral"}
 PACKED = {"llama_untied", "qwen2", "phi3", "mistral", "gpt2"}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Sequences of token ids, and torch's logits [tokens, vocab] of each alone."""
+    """Sequences of token ids, and torch's logits [tokens, vocab] of each."""
 
     sequences: Sequence[np.ndarray]
     logits: Sequence[np.ndarray]
@@ -57,7 +57,7 @@ def traced(family: str) -> TracedDecoder:
 
 
 def lowered(family: str, lowering: str) -> tuple[TracedDecoder, Lowered]:
-    """A copy of the trace, lowered; the trace itself stays as it is."""
+    """A lowered copy of the trace."""
     decoder = replace(traced(family), model=traced(family).model.clone())
     return decoder, lower(decoder, context_length=CONTEXT, **LOWERINGS[lowering])
 
@@ -151,7 +151,7 @@ def test_the_form_is_what_was_asked_for(family: str, lowering: str) -> None:
     decoder, form = lowered(family, lowering)
     kinds = [node.op_type for node in decoder.model.graph]
     inputs = {value.name for value in decoder.model.graph.inputs if not (value.name or "").startswith("past")}
-    assert (form.notice is None) == (lowering != "scatter")  # which says what NVIDIA's parser needs
+    assert (form.notice is None) == (lowering != "scatter")  # the notice names what NVIDIA's parser needs
     if lowering == "concat":
         assert (form.kv_form, form.ragged_chunks, form.buffer_step) == ("concat", True, 0)
         assert inputs - {"position_ids"} == {"input_ids", "attention_mask"}
@@ -199,7 +199,7 @@ def test_each_layer_leaves_one_marker_with_its_window_and_cap() -> None:
     ("name", "value"), [("window", ir.AttrInt64("window", 0)), ("softcap", ir.AttrFloat32("softcap", 0.0))]
 )
 def test_a_graph_without_its_window_or_cap_would_be_noticed(lowering: str, name: str, value: ir.Attr) -> None:
-    """The comparison with torch has teeth: losing either changes the logits far beyond the bound."""
+    """Losing either changes the logits far beyond the bound."""
     outputs = []
     for lose in (False, True):
         decoder = replace(traced("gemma2"), model=traced("gemma2").model.clone())

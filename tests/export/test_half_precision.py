@@ -1,4 +1,4 @@
-"""Families in float16, lowered in every way: near torch's own float16, and no rotation left spelled out."""
+"""Families in float16, in every lowering, are near torch's float16."""
 
 from __future__ import annotations
 

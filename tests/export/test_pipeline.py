@@ -1,4 +1,4 @@
-"""The export from end to end: what it writes, by tracing a model and by grafting onto somebody's decoder."""
+"""The export from end to end, traced and grafted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling.parameters import TopWOptions
 
 
-def test_an_export_holds_what_its_manifest_says(exported: Callable[[str], Path]) -> None:
+def test_an_export_matches_its_manifest(exported: Callable[[str], Path]) -> None:
     folder = exported("llama_tied")
     manifest = load_manifest(folder)
     files = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
@@ -55,7 +55,7 @@ def test_the_sampler_is_one_node_and_a_copied_cache_needs_standard_operators_onl
     assert set(model.opset_imports) == {"", "topw"}
 
 
-def test_the_cache_is_written_in_place_unless_told_otherwise(exported: Callable[[str], Path]) -> None:
+def test_the_cache_is_static_by_default(exported: Callable[[str], Path]) -> None:
     decoder = load_manifest(exported("gemma3")).decoder
     assert decoder is not None
     assert (decoder.kv_form, decoder.attention, decoder.target) == ("static", "GroupQueryAttention", "onnxruntime")
@@ -76,11 +76,11 @@ def test_an_export_for_tensorrt_has_standard_operators_and_a_cache_of_the_length
     assert {spec.shape[2] for spec in (*manifest.inputs, *manifest.outputs) if spec.name.count(".") == 2} == {128}
 
 
-def test_no_trace_of_the_exporting_machine_stays_in_the_graph(exported: Callable[[str], Path]) -> None:
+def test_the_graph_has_no_path_of_the_exporting_machine(exported: Callable[[str], Path]) -> None:
     assert b"site-packages" not in (exported("llama_tied") / "model.onnx").read_bytes()
 
 
-def test_optional_outputs_are_there_on_request(tmp_path: Path, foreign_decoder: Path) -> None:
+def test_optional_outputs_exist_on_request(tmp_path: Path, foreign_decoder: Path) -> None:
     export(foreign_decoder, tmp_path / "out", with_logits=True, with_mass=True, with_keep_mask=True)
     outputs = {tensor.name: tensor for tensor in load_manifest(tmp_path / "out").outputs}
     assert outputs["mass"].dtype == "float"
@@ -96,9 +96,7 @@ def test_logits_on_request_are_of_the_last_position(tmp_path: Path, checkpoint: 
     assert (outputs["logits"].dtype, outputs["logits"].shape) == ("float", ("batch_size", VOCAB))
 
 
-def test_an_export_with_everything_else_than_the_defaults_verifies(
-    tmp_path: Path, checkpoint: Callable[[str], Path]
-) -> None:
+def test_an_export_without_any_default_verifies(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     lines: list[str] = []
     request = export_request(
         model=str(checkpoint("qwen2")),
@@ -151,7 +149,7 @@ def test_activations_beyond_half_precision_are_named(tmp_path: Path) -> None:
     assert "use --dtype fp32 or bf16" in report.notices[0]
 
 
-def test_a_bfloat16_export_says_what_could_not_be_verified(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+def test_a_bfloat16_export_names_unverified_parts(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     lines: list[str] = []
     request = export_request(model=str(checkpoint("llama_tied")), output=tmp_path / "out", dtype="bf16")
     report = export_model(request, Progress(lines.append))
@@ -161,7 +159,7 @@ def test_a_bfloat16_export_says_what_could_not_be_verified(tmp_path: Path, check
     assert any("generation: not compared, bfloat16 cannot run on a CPU" in line for line in lines)
 
 
-def test_a_dry_run_describes_and_writes_nothing(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+def test_a_dry_run_reports_and_writes_nothing(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     report = export(checkpoint("llama_tied"), tmp_path / "out", dry_run=True)
     assert report.dry_run
     assert report.nodes > 50
@@ -192,12 +190,12 @@ def test_a_foreign_decoder_is_grafted_onto_by_reference(tmp_path: Path, foreign_
     assert data.read_bytes() == original.read_bytes()
     assert (data.stat().st_ino == original.stat().st_ino) is hard_link
     if hard_link:
-        shutil.rmtree(tmp_path / "out")  # the fixture's file has one name again
-    else:  # the maker's own folder reads as before
+        shutil.rmtree(tmp_path / "out")  # removes the second hard link of the fixture's file
+    else:  # the source folder still loads
         ir.load(foreign_decoder / "model.onnx").graph.initializers["lm_head.weight"].const_value.numpy()
 
 
-def test_an_unverified_foreign_decoder_is_not_trusted_with_padding(tmp_path: Path, foreign_decoder: Path) -> None:
+def test_an_unverified_foreign_decoder_is_not_padded(tmp_path: Path, foreign_decoder: Path) -> None:
     report = export(foreign_decoder, tmp_path / "out")
     decoder = load_manifest(tmp_path / "out").decoder
     assert decoder is not None
@@ -205,9 +203,9 @@ def test_an_unverified_foreign_decoder_is_not_trusted_with_padding(tmp_path: Pat
     assert "equal lengths" in report.notices[0]
 
 
-def test_a_foreign_decoder_that_is_wrong_with_padding_says_so(tmp_path: Path) -> None:
+def test_a_foreign_decoder_that_is_wrong_with_padding_is_noted(tmp_path: Path) -> None:
     def ignore_the_mask(model: ir.Model) -> None:
-        """As if the maker had never looked at attention_mask but for its length."""
+        """Use only the length of attention_mask."""
         mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
         for node, index in list(mask.uses()):
             if node.op_type == "Cast":
@@ -238,7 +236,7 @@ def test_a_foreign_decoder_keeps_its_own_logits_on_request(tmp_path: Path, forei
 def test_the_tokenizer_may_come_from_elsewhere(
     tmp_path: Path, foreign_decoder: Path, checkpoint: Callable[[str], Path]
 ) -> None:
-    """mobius writes the graph alone: neither configuration nor tokenizer."""
+    """mobius writes the graph alone."""
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("model.onnx", "model.onnx.data"):
@@ -263,7 +261,7 @@ def test_grouped_query_attention_means_no_left_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dtype", "opset", "kv", "target", "num_hidden_layers"])
-def test_what_an_existing_graph_fixes_cannot_be_asked_for(tmp_path: Path, foreign_decoder: Path, name: str) -> None:
+def test_options_of_a_trace_are_refused_for_an_existing_graph(tmp_path: Path, foreign_decoder: Path, name: str) -> None:
     value = {"dtype": "fp16", "opset": 24, "kv": "concat", "target": "onnxruntime", "num_hidden_layers": 1}[name]
     with pytest.raises(ParameterError, match=f"leave --{name.replace('_', '-')} out"):
         export(foreign_decoder, tmp_path / "out", **{name: value})

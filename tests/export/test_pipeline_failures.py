@@ -1,4 +1,4 @@
-"""What an export leaves behind when it does not reach its end: nothing that loads."""
+"""A failed export leaves nothing that loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from topw_deploy.runtime import TopWModel
 def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph is spoilt after grafting: the subprocess must notice, whatever this process believes."""
+    """The graph is damaged after grafting, which only the subprocess can notice."""
     export(foreign_decoder, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     write = pipeline.write_model
@@ -63,7 +63,7 @@ def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, mon
         export(foreign_decoder, tmp_path / "out", verify=True)
 
 
-def test_weights_that_are_not_numbers_fail_at_the_logits(tmp_path: Path) -> None:
+def test_nan_weights_fail_the_check_of_logits(tmp_path: Path) -> None:
     model = make_model("llama_tied")
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "model")
@@ -82,7 +82,7 @@ def test_a_verification_that_dies_is_a_failure(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_said_before_writing(
+def test_too_small_a_disk_is_reported_before_writing(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 9, 1))
@@ -91,9 +91,7 @@ def test_a_disk_that_is_too_small_is_said_before_writing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_leaves_nothing(
-    tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_arguments: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -104,7 +102,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
 
 
 def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decoder: Path) -> None:
-    """SIGKILL while the export is being verified, the latest moment: everything is written, nothing is final."""
+    """Killed while verifying, when everything is written but not final."""
     out = tmp_path / "out"
     export(foreign_decoder, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -124,13 +122,13 @@ def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decod
     process.stdout.close()
     time.sleep(0.1)
     left = [path for path in tmp_path.iterdir() if path != out]
-    assert len(left) == 1  # the hidden folder that nobody could remove
+    assert len(left) == 1  # the hidden folder
     with pytest.raises(ManifestError, match="verification never ended"):
         TopWModel.from_pretrained(left[0] / "out")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_the_verification_is_written_down(tmp_path: Path, foreign_decoder: Path) -> None:
+def test_the_verification_is_in_the_manifest(tmp_path: Path, foreign_decoder: Path) -> None:
     report = export(foreign_decoder, tmp_path / "out", verify=True)
     assert load_manifest(tmp_path / "out").verification == report.verification
     assert report.verification != Verification(status="skipped")

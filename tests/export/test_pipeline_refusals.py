@@ -1,4 +1,4 @@
-"""What cannot be exported is refused, by name, before anything is written."""
+"""Models that cannot be exported are refused by name before anything is written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_output_in_use_is_refused_before_anything_else(tmp_path: Path) -> Non
     assert (tmp_path / "mine").read_text() == "x"
 
 
-def test_a_missing_tokenizer_is_said_before_the_weights_are_read(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_reported_before_weights_are_read(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(make_config()))
@@ -103,7 +103,7 @@ def test_damaged_weights_are_named(tmp_path: Path) -> None:
         export(folder_with(tmp_path, make_config(), b"not weights"), tmp_path / "out")
 
 
-def test_missing_weights_are_never_made_up(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+def test_missing_weights_are_refused(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "in"
@@ -157,7 +157,7 @@ def test_a_request_out_of_range_is_refused(tmp_path: Path, setting: dict[str, ob
         export("demo", tmp_path / "out", **setting)
 
 
-def test_foreign_graphs_that_do_not_fit_say_why(tmp_path: Path, foreign_decoder: Path) -> None:
+def test_unsuitable_foreign_graphs_are_refused_with_a_reason(tmp_path: Path, foreign_decoder: Path) -> None:
     def changed(name: str, change: Callable[[ir.Model], None]) -> Path:
         folder = tmp_path / name
         shutil.copytree(foreign_decoder, folder)
@@ -185,9 +185,7 @@ def test_foreign_graphs_that_do_not_fit_say_why(tmp_path: Path, foreign_decoder:
         export(folder, tmp_path / "out")
 
 
-def test_a_hard_link_is_refused_where_there_is_nothing_to_link(
-    tmp_path: Path, checkpoint: Callable[[str], Path]
-) -> None:
+def test_hard_link_is_refused_for_a_traced_model(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(ParameterError, match="leave --hard-link out"):
         export(checkpoint("llama_tied"), tmp_path / "out", hard_link=True)
     assert not list(tmp_path.iterdir())

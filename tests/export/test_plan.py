@@ -1,4 +1,4 @@
-"""What a dry run foresees, and data files of limited size."""
+"""What a dry run reports, and data files of limited size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def export(model: Path, out: Path, **settings: Any) -> ExportReport:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> tuple[Path, ExportReport]:
-    """An export whose data files may have `SHARD` bytes each, and its dry run."""
+    """An export with data files of at most `SHARD` bytes, and its dry run."""
     out = tmp_path_factory.mktemp("sharded") / "out"
     settings = {"max_shard_size": SHARD, "dtype": "fp16"}
     foreseen = export(checkpoint("llama_untied"), out, dry_run=True, **settings)
@@ -45,7 +45,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str]
     return out, foreseen
 
 
-def test_a_dry_run_foresees_every_large_file_to_the_byte(sharded: tuple[Path, ExportReport]) -> None:
+def test_a_dry_run_gives_the_exact_size_of_every_large_file(sharded: tuple[Path, ExportReport]) -> None:
     out, foreseen = sharded
     found = {path.name: path.stat().st_size for path in out.iterdir()}
     assert len([name for name in foreseen.sizes if name.endswith(".onnx_data")]) > 1
@@ -54,7 +54,7 @@ def test_a_dry_run_foresees_every_large_file_to_the_byte(sharded: tuple[Path, Ex
 
 
 @pytest.mark.parametrize(("dtype", "zero_points"), [("int4", 0x88), ("int8", 0x80)])
-def test_a_dry_run_foresees_a_quantised_table_with_its_zero_points(
+def test_a_dry_run_counts_a_quantised_table_with_its_zero_points(
     dtype: str, zero_points: int, tmp_path: Path, checkpoint: Callable[[str], Path]
 ) -> None:
     how = {"symmetric": True, "table_bits": int(dtype[3:]), "block_size": 16}  # 16: int8's lie in a data file
@@ -66,7 +66,7 @@ def test_a_dry_run_foresees_a_quantised_table_with_its_zero_points(
     assert np.unique(lookup.inputs[3].const_value.numpy()).tolist() == [zero_points]
 
 
-def test_a_dry_run_foresees_the_memory_of_each_stage(sharded: tuple[Path, ExportReport]) -> None:
+def test_a_dry_run_estimates_the_memory_of_each_stage(sharded: tuple[Path, ExportReport]) -> None:
     foreseen = sharded[1].memory
     assert list(foreseen) == ["graph", "writing"]
     assert foreseen["graph"] > resident_bytes() / 4  # torch at least
@@ -87,7 +87,7 @@ def test_a_dry_run_foresees_the_memory_of_each_stage(sharded: tuple[Path, Export
         ("float", 201_900_000, 3_363),  # 1,024 wide, 32,000 tokens
     ],
 )
-def test_the_forecast_of_a_verification_is_within_a_tenth_of_what_was_measured(
+def test_the_memory_estimate_of_a_verification_is_within_ten_percent_of_measurements(
     monkeypatch: pytest.MonkeyPatch, dtype: str, parameters: int, measured: int
 ) -> None:
     monkeypatch.setattr(first_layers, "parameter_count", lambda _model: parameters)
@@ -95,7 +95,7 @@ def test_the_forecast_of_a_verification_is_within_a_tenth_of_what_was_measured(
     assert first_layers.verification_bytes(decoder) == pytest.approx(measured * 1e6, rel=0.1)  # type: ignore[arg-type]
 
 
-def test_no_data_file_is_larger_than_asked_for_and_all_of_them_load(sharded: tuple[Path, ExportReport]) -> None:
+def test_shards_respect_the_maximum_size_and_load(sharded: tuple[Path, ExportReport]) -> None:
     out = sharded[0]
     shards = sorted(out.glob("*.onnx_data"))
     assert [path.name for path in shards] == [
@@ -106,7 +106,7 @@ def test_no_data_file_is_larger_than_asked_for_and_all_of_them_load(sharded: tup
     ort.InferenceSession(str(out / "model.onnx"))
 
 
-def test_a_weight_larger_than_a_shard_gets_one_of_its_own() -> None:
+def test_a_weight_larger_than_a_shard_gets_its_own() -> None:
     sizes = (300, 300, 5000, 300)
     values = [ir.Value(name=str(n), const_value=ir.tensor(np.zeros(n, np.float32))) for n in sizes]
     slots = lay_out(values, max_shard_size=2400)
@@ -128,20 +128,20 @@ def test_sizes_are_read_as_transformers_reads_them(size: int | str, wanted: int)
 
 
 @pytest.mark.parametrize("size", ["", "GB", "-1GB", "0", "2 gigabytes", 0])
-def test_what_is_no_size_is_refused(tmp_path: Path, size: int | str) -> None:
+def test_an_invalid_size_is_refused(tmp_path: Path, size: int | str) -> None:
     with pytest.raises(ParameterError, match="must be a number of bytes"):
         export_request(model="demo", output=tmp_path, max_shard_size=size)
 
 
-def test_shards_of_an_existing_decoder_stay_as_its_maker_cut_them(tmp_path: Path, foreign_decoder: Path) -> None:
+def test_an_onnx_decoder_cannot_be_sharded_again(tmp_path: Path, foreign_decoder: Path) -> None:
     with pytest.raises(ParameterError, match="leave --max-shard-size out"):
         export(foreign_decoder, tmp_path / "out", max_shard_size="1MB")
 
 
-def test_the_space_asked_for_is_that_of_all_files(
+def test_the_required_space_is_that_of_all_files(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One byte less than they need is too little; hard links need none."""
+    """Hard links need none."""
     foreseen = export(foreign_decoder, tmp_path / "out", dry_run=True)
     enough = sum(foreseen.sizes.values()) + (16 << 10) + SPARE
 
@@ -159,7 +159,7 @@ def test_the_space_asked_for_is_that_of_all_files(
     shutil.rmtree(tmp_path / "linked")
 
 
-def test_a_stage_has_a_peak_of_its_own() -> None:
+def test_each_stage_has_its_own_peak() -> None:
     memory = StageMemory()
     with memory.stage("large"):
         block = np.ones(64 << 20, np.uint8)
@@ -172,7 +172,7 @@ def test_a_stage_has_a_peak_of_its_own() -> None:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with more layers than stand for the whole."""
+    """A checkpoint with more layers than the verification needs."""
     config = LlamaConfig(
         vocab_size=320,
         hidden_size=32,
@@ -208,7 +208,7 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_first_layers_are_exported_though_a_pattern_names_a_later_one(
+def test_the_first_layers_are_exported_although_a_pattern_names_a_later_one(
     tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_layers, "available_bytes", lambda: 1)
@@ -229,7 +229,7 @@ def test_the_manifest_counts_the_weights_by_type(sharded: tuple[Path, ExportRepo
     assert sum(found.values()) == weights.weight_bytes(ir.load(out / "model.onnx"))
 
 
-def test_the_disk_must_hold_all_files_but_hard_links_and_what_the_verification_writes_beside() -> None:
+def test_the_required_space_excludes_hard_links_and_includes_the_verification() -> None:
     def needed(shared: int, beside: int) -> int:
         return Plan({"model.onnx": 100, "model.onnx_data": 1000}, shared, beside, [], {}).needed
 

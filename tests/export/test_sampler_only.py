@@ -1,4 +1,4 @@
-"""`export_sampler`: a folder that loads, holds what was asked for, and is not there when something fails."""
+"""`export_sampler` writes a folder that loads, or none."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_table_may_have_more_rows_than_the_vocabulary(npy: Path, tmp_path: Pat
     assert load_manifest(tmp_path / "out").sampler.vocab_size == 80
 
 
-def test_a_large_table_lies_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npy: Path) -> None:
+def test_a_large_table_is_in_a_data_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, npy: Path) -> None:
     monkeypatch.setattr("topw_deploy.export.write.weights.EXTERNAL_ABOVE", 1000)
     report = export_sampler(sampler_request(output=tmp_path / "out", embeddings=npy, options=OPTIONS))
     assert "model.onnx_data" in report.files
@@ -88,7 +88,7 @@ def test_a_large_table_lies_in_a_file_of_its_own(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_a_checkpoint_gives_its_input_embeddings_without_being_loaded(dtype: str, tmp_path: Path) -> None:
+def test_input_embeddings_are_mapped_from_a_checkpoint(dtype: str, tmp_path: Path) -> None:
     kind = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}[dtype]
     table = TABLE.astype(kind)
     tensors = {"lm_head.weight": table[::-1], "model.embed_tokens.weight": table}
@@ -175,7 +175,7 @@ def test_a_vocabulary_beyond_the_table_is_refused(npy: Path, tmp_path: Path) -> 
         export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=npy, vocab_size=91))
 
 
-def test_a_folder_in_use_stays_as_it_is(npy: Path, tmp_path: Path) -> None:
+def test_a_folder_in_use_is_left_alone(npy: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
     (output / "mine.txt").write_text("mine")

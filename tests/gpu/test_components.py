@@ -13,7 +13,7 @@ from benchmarks.gpu.packing import flashinfer, onnxruntime_gpu, tensorrt, wheels
 from benchmarks.gpu.packing.fatbin import fat_binaries
 from benchmarks.gpu.packing.wheels import Host
 from topw_deploy.errors import BenchmarkError, PluginError
-from topw_deploy.plugins import cuda_build
+from topw_deploy.plugins import compile_cuda
 
 from .fatbin_files import CUBIN, elf, entry, fat_binary
 
@@ -150,7 +150,7 @@ def flashinfer_wheels(source: bytes) -> dict[str, dict[str, bytes]]:
 @pytest.fixture
 def nvcc() -> None:
     try:
-        cuda_build.find_toolkit()
+        compile_cuda.find_toolkit()
     except PluginError as error:
         pytest.skip(str(error))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import build, driver
+from topw_deploy.plugins import compile_native, driver
 
 ROOT = Path(__file__).parents[2]
 CALLED = ("cuMemAlloc", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8Async")
@@ -20,7 +20,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path
     """Where the stand-in is found as the driver."""
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("driver_stand_in.cpp")
-    build.run([*build.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(folder / driver.LIBRARY)])
+    compile_native.run(
+        [*compile_native.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(folder / driver.LIBRARY)]
+    )
     return {**os.environ, "LD_LIBRARY_PATH": str(folder)}
 
 

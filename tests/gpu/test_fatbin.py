@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu.packing.fatbin import chosen, fat_binaries, keep_only, survey
 from topw_deploy.errors import BenchmarkError, PluginError
-from topw_deploy.plugins import cuda_build
+from topw_deploy.plugins import compile_cuda
 
 from .fatbin_files import CUBIN, ONLY_THERE, PTX, elf, entry, fat_binary
 
@@ -122,7 +122,7 @@ def test_a_broken_file_is_refused_in_a_sentence_and_left_alone(tmp_path: Path, c
 
 def test_a_library_of_nvcc_keeps_the_code_of_one_gpu(tmp_path: Path) -> None:
     try:
-        nvcc = cuda_build.find_toolkit().nvcc
+        nvcc = compile_cuda.find_toolkit().nvcc
     except PluginError as error:
         pytest.skip(str(error))
     source, path = tmp_path / "add.cu", tmp_path / "libadd.so"

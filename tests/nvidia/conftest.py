@@ -1,4 +1,4 @@
-"""NVIDIA's own parser and builder on a machine without a GPU. What they build is not run."""
+"""NVIDIA's parser and builder on a machine without a GPU; the engines are not run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session")
 def nvidia(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> Ask:  # noqa: F811
-    """(tasks, plugin) -> answers, as worker.py has them; one process, since a plugin is registered for all of it."""
+    """(tasks, plugin) -> worker.py's answers, in one process per plugin, as registration is global."""
 
     def ask(tasks: Sequence[dict[str, Any]], plugin: str | None = None) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("nvidia")
@@ -48,7 +48,7 @@ def nvidia(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> 
 
 
 def assert_built(answer: dict[str, Any], plugins: int) -> None:
-    """Parsed without complaint, with so many plugin layers, and an engine for every range of batches."""
+    """Assert a clean parse, the number of plugin layers, and an engine per range of batches."""
     assert answer["parsed"], answer["errors"]
     assert answer["plugins"] == plugins
     assert answer["bytes"]

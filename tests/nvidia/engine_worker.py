@@ -1,8 +1,8 @@
-"""Builds engines with the package's own code and NVIDIA's builder, in the environment of make_environment.py.
+"""Build engines with NVIDIA's builder, in the environment of make_environment.py.
 
-A JSON file of requests in ({"out": folder, ...EngineRequest's fields}), a JSON file of answers out: the stamp, the
-progress and how the engine is deserialised here; or the error's words. There is no GPU, so the driver is a double. From
-the first request on that names a library of "kernels", the plugin is registered with them.
+Reads a JSON file of requests ({"out": folder, ...EngineRequest's fields}) and writes one of answers: the stamp, the
+progress and the result of deserializing, or the error. Without a GPU the driver is a double. The first request with
+"kernels" registers the plugin with that library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from topw_deploy.errors import TopWError
 from topw_deploy.plugins import driver
-from topw_deploy.tensorrt import find, library
+from topw_deploy.progress import Progress
+from topw_deploy.tensorrt import api, engines
 from topw_deploy.tensorrt.build import build_engine
 from topw_deploy.tensorrt.request import EngineRequest
 
@@ -39,27 +40,27 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     paths = {name: Path(request[name]) for name in ("out", "timing_cache") if name in request}
     try:
-        built = build_engine(EngineRequest(**{**request, **paths}), bar=bar)
-        path, stamp = find.fitting(paths["out"], find.this_machine(built.stamp.tensorrt))
+        built = build_engine(EngineRequest(**{**request, **paths}), Progress(bar=bar))
+        path, stamp = engines.fitting(paths["out"], engines.this_machine(built.stamp.tensorrt))
     except TopWError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {"stamp": dataclasses.asdict(stamp), "path": str(path), "shown": shown, "opened": opened(path)}
 
 
 def opened(path: Path) -> str:
-    """What TensorRT says of the file: without a GPU, that there is no driver, and not that it is no engine."""
-    trt = library.load()
-    logger = library.new_logger(trt)
-    runtime = library.start(trt, "Runtime", logger)
+    """TensorRT's answer to the file; without a GPU: that there is no driver, not that it is no engine."""
+    trt = api.load()
+    logger = api.new_logger(trt)
+    runtime = api.create(trt, "Runtime", logger)
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
         engine = runtime.deserialize_cuda_engine(view)
-    return "an engine" if engine is not None else library.last_error(logger)
+    return "an engine" if engine is not None else api.first_error(logger)
 
 
 def main() -> None:
     driver.look = lambda: GPU
-    trt = library.load()
-    del trt.IStreamWriter  # TensorRT-RTX has another function where TensorRT has the one that takes it
+    trt = api.load()
+    del trt.IStreamWriter  # TensorRT-RTX lacks the function that takes it
     requests = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     Path(sys.argv[2]).write_text(json.dumps([answer(request) for request in requests]), encoding="utf-8")
 

@@ -1,7 +1,7 @@
 """Make the environment of tests/nvidia: `python -m tests.nvidia.make_environment .nvidia [option of pip ...]`.
 
-It has TensorRT-RTX's libraries under TensorRT's names: see requirements.txt. Where the packages cannot be had (another
-processor, no network, withdrawn), the folder says why in absent.txt and the tests are skipped with that reason.
+It has TensorRT-RTX's libraries under TensorRT's names, see requirements.txt. If the packages are not available (another
+processor, no network, withdrawn), absent.txt has the reason, with which the tests are skipped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import venv
 from pathlib import Path
 
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 
 HERE = Path(__file__).parent
 PACKAGE = "onnxruntime_ep_nv_tensorrt_rtx"
@@ -25,7 +25,7 @@ _LINKS = {
 
 
 def make(folder: Path, pip_options: list[str]) -> None:
-    """Raises OSError, CalledProcessError, StopIteration or NotBuiltError where a part cannot be had."""
+    """Raises OSError, CalledProcessError, StopIteration or NotBuiltError if a part is missing."""
     venv.create(folder, with_pip=True, clear=True, symlinks=True)
     requirements = ["-r", str(HERE / "requirements.txt")]
     options = ["--quiet", "--disable-pip-version-check", "--no-compile", "--only-binary", ":all:", *pip_options]
@@ -33,16 +33,16 @@ def make(folder: Path, pip_options: list[str]) -> None:
     package = next(folder.glob(f"lib/python3.*/site-packages/{PACKAGE}")).absolute()
     for link, pattern in _LINKS.items():
         target = next(package.glob(pattern))
-        for place in (folder / link, package / link):  # the builder opens its own library once more, by name
+        for place in (folder / link, package / link):  # the builder reopens its own library by name
             place.unlink(missing_ok=True)
             place.symlink_to(target)
     stub = folder / "libnvinfer_plugin.so.11"
-    run([*build.find_compiler(), "-shared", "-fPIC", str(HERE / "plugin_stub.cpp"), "-o", str(stub)])
+    run([*compile_native.find_compiler(), "-shared", "-fPIC", str(HERE / "plugin_stub.cpp"), "-o", str(stub)])
     run([str(folder / "bin" / "python"), "-c", "import tensorrt_bindings"], environment(folder))
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What its Python needs to find the libraries, and this package's sources."""
+    """The variables for its Python: paths of libraries and sources."""
     package = next(folder.glob(f"lib/python3.*/site-packages/{PACKAGE}")).absolute()
     sources = HERE.parents[1] / "src"
     return {"LD_LIBRARY_PATH": f"{folder.absolute()}:{package}", "PYTHONPATH": str(sources), "PATH": "/usr/bin:/bin"}
@@ -60,7 +60,7 @@ def main() -> int:
     place = Path(folder)
     try:
         make(place, pip_options)
-    except (OSError, StopIteration, build.NotBuiltError) as error:
+    except (OSError, StopIteration, compile_native.NotBuiltError) as error:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         reason = str(error) or "the packages are not laid out as expected"

@@ -1,4 +1,4 @@
-"""`topw build-engine`'s own code with NVIDIA's parser and builder: built and parsed, not run."""
+"""`topw build-engine` with NVIDIA's parser and builder: parsed and built, not run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def answers(
     tmp_path_factory: pytest.TempPathFactory,
     emulated_library: Path,  # noqa: F811
 ) -> dict[str, dict[str, Any]]:
-    """What became of each request, by its name; all of them in one process."""
+    """The answers by name, from one process."""
     folder = tmp_path_factory.mktemp("engines")
     asked: dict[str, dict[str, Any]] = {
         "both": {"max_batch": 4, "max_sequence": 32, "timing_cache": str(folder / "timings"), "workspace": 1 << 28},

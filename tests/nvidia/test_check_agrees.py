@@ -1,4 +1,4 @@
-"""What `topw check` foretells from its table is what NVIDIA's parser then says."""
+"""`topw check`'s table agrees with NVIDIA's parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders exported with --target tensorrt become engines with their samplers, in every family's tiny form."""
+"""Tiny decoders of every family, exported with --target tensorrt, become engines with their samplers."""
 
 from __future__ import annotations
 

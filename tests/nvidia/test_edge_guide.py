@@ -1,4 +1,4 @@
-"""docs/guide/edge.md: the export for TensorRT, as the page prints it, becomes an engine by the page's own command."""
+"""docs/guide/edge.md: the page's commands export for TensorRT and build an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin as a library, compiled against the headers that TENSORRT_ROOT names, in NVIDIA's parser and builder."""
+"""The C++ plugin, compiled against the headers in TENSORRT_ROOT, in NVIDIA's parser and builder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from topw_deploy.export.sampler_only import export_sampler, sampler_request
-from topw_deploy.plugins.tensorrt.build import build
+from topw_deploy.plugins.compile_tensorrt import compile_tensorrt
 from topw_deploy.sampling.parameters import TopWOptions
 
 from .conftest import Ask, assert_built
@@ -19,11 +19,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = os.environ.get("TENSORRT_ROOT")
     if not root:
         pytest.skip("TENSORRT_ROOT names no folder with TensorRT's headers")
-    return build(Path(root), tmp_path_factory.mktemp("library") / "libtopw_tensorrt.so", [90]).path
+    return compile_tensorrt(Path(root), tmp_path_factory.mktemp("library") / "libtopw_tensorrt.so", [90]).path
 
 
 def test_the_library_is_the_plugin_that_the_python_class_is(nvidia: Ask, library: Path, tmp_path: Path) -> None:
-    """The same engine but for what the builder itself writes anew each time: the fields are the same bytes."""
+    """The engines differ only in what the builder changes each time; the fields are the same bytes."""
     options = TopWOptions(metric="uniform", top_m=64)
     export_sampler(sampler_request(output=tmp_path / "out", vocab_size=8192, options=options, verify=False))
     task = {"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1], [8, 8], [1, 16]]}

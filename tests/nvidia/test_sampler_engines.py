@@ -1,4 +1,4 @@
-"""The sampler alone becomes an engine, as a plugin and as the function inside the file."""
+"""A sampler-only graph becomes an engine, with the plugin and with its function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 from .conftest import Ask, assert_built
 
-VOCAB, HIDDEN = 8192, 32  # whole blocks, and enough of them for the branch that leaves the logits where they are
+VOCAB, HIDDEN = 8192, 32  # complete blocks, enough for the branch that does not copy the logits
 BATCHES = [[1, 1], [8, 8], [1, 16]]
 VARIANTS: dict[str, dict[str, Any]] = {
     "portable": {"tail": "portable"},
@@ -71,13 +71,13 @@ def test_with_the_plugin_the_node_is_one_layer_of_the_engine(plugged: dict[str, 
 def test_plugins_in_python_free_their_memory_when_tensorrt_deletes_them(
     plugged: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """The Python objects themselves stay: TensorRT's module takes references that it does not give back."""
+    """The Python objects stay, as TensorRT's module never releases its references."""
     assert plugged[name]["plugins_made"] > 1
     assert plugged[name]["left"] == 0
 
 
 def test_a_graph_without_the_function_needs_the_plugin_and_takes_it(nvidia: Ask, samplers: dict[str, Path]) -> None:
-    """As TensorRT before 10.15 has to be given it."""
+    """As needed for TensorRT before 10.15."""
     task = {"model": str(samplers["portable"]), "batches": BATCHES[:1], "without_function": True}
     (refused,) = nvidia([task])
     assert not refused["parsed"]

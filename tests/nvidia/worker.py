@@ -1,9 +1,9 @@
-"""Asks NVIDIA's parser and builder, in the environment of make_environment.py: a JSON file in, a JSON file out.
+"""Run NVIDIA's parser and builder, in the environment of make_environment.py: a JSON file in, a JSON file out.
 
 {"plugin": null | "python" | path of a library, "kernels": library for "python", "tasks": [task, ...]} ->
 [answer, ...], where a task is {"model": path, "batches": [[least, most], ...], "sequence": most tokens,
-"without_function": bool} or {"check": folder}, and an answer what `parsed` or `checked` returns. Every answer
-says how many plugins in Python were made so far, and how many still had control memory after it.
+"without_function": bool} or {"check": folder}, and an answer is what `parsed` or `checked` returns, with the numbers
+of Python plugins created so far and of those with control memory left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import tensorrt_bindings as trt
 
 EDITS = 8
-controls: list[Any] = []  # of every plugin in Python that there was
+controls: list[Any] = []  # of all Python plugins
 
 
 class Logger(trt.ILogger):  # type: ignore[misc]
@@ -41,7 +41,7 @@ def load_plugin(plugin: str | None, kernels: str | None) -> None:
     from topw_deploy.plugins.tensorrt.kernels import Kernels
 
     class Watched(Kernels):
-        """Gives every plugin control memory at once: a builder without a GPU announces no shapes."""
+        """Give every plugin control memory at once, as a builder without a GPU announces no shapes."""
 
         def control_memory(self) -> ControlMemory:
             control = super().control_memory()
@@ -54,8 +54,8 @@ def load_plugin(plugin: str | None, kernels: str | None) -> None:
 
 
 def parsed(task: dict[str, Any]) -> dict[str, Any]:
-    """Whether the model was parsed, into how many layers and plugin layers; the bytes of an engine for each range of
-    batches, 0 where none was built; seconds; what was complained about."""
+    """Whether the model was parsed; layers and plugin layers; bytes of the engine per range of batches, 0 for none;
+    seconds; errors."""
     from topw_deploy.tensorrt.onnx_file import without_function
 
     logger, started = Logger(), time.perf_counter()
@@ -87,7 +87,7 @@ def parsed(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(tensor: Any, batch: int, task: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """An input's smallest and largest shape for so many rows; a copied cache holds as much as a call brings."""
+    """An input's smallest and largest shape; a copied cache is as long as the call's tokens."""
     least, most = 1, EDITS if tensor.name.startswith("edit_") else int(task.get("sequence", 1))
     if tensor.name == "attention_mask":
         least, most = 2 * least, 2 * most
@@ -96,7 +96,7 @@ def shape(tensor: Any, batch: int, task: dict[str, Any]) -> tuple[list[int], lis
 
 
 def checked(folder: str) -> dict[str, Any]:
-    """What `topw check` says with this parser at hand."""
+    """`topw check` with this parser."""
     from topw_deploy.tensorrt.check import check
 
     report = check(Path(folder), "tensorrt")

@@ -1,4 +1,4 @@
-"""The native sampler answers as the reference does: every stage, metric, potential, instruction set and table type."""
+"""The native sampler agrees with the reference in every stage, metric, potential, instruction set and table type."""
 
 from __future__ import annotations
 
@@ -80,8 +80,7 @@ def test_large_vocabularies_are_answered_as_by_the_reference(each_kernel: Kernel
 
 
 def test_a_wide_table_is_answered_as_by_the_reference(each_kernel: Kernel) -> None:
-    """2,048 coordinates: the float32 products nominate, and a hundredth of the tokens are near-duplicates, which
-    float32 cannot tell apart."""
+    """2,048 coordinates, and near-duplicates (1 % of the tokens) that float32 cannot distinguish."""
     rng = np.random.default_rng(2)
     embeddings = rng.standard_normal((900, 2048)).astype(np.float32)
     twins = rng.permutation(900)[:300]
@@ -203,7 +202,7 @@ def test_pruning_avoids_distances_and_says_how_many(each_kernel: Kernel) -> None
 
 
 def test_a_repulsive_row_that_cycles_ends_where_the_literal_rule_ends(each_kernel: Kernel) -> None:
-    """alt_iters beyond any patience: the cycle's length decides which of its sets is the last."""
+    """A huge alt_iters: the cycle's length decides which of its sets is the last."""
     rng = np.random.default_rng(4)
     cycles = 0
     for _ in range(40):
@@ -248,7 +247,7 @@ def test_the_header_is_c99(tmp_path: Path) -> None:
     import shutil
     import subprocess
 
-    from topw_deploy.plugins.build import SOURCES
+    from topw_deploy.plugins.compile_native import SOURCES
 
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

@@ -1,4 +1,4 @@
-"""The native sampler under AddressSanitizer and UndefinedBehaviorSanitizer: no byte out of place, no promise broken."""
+"""The native sampler under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.native import fuzz
+from fuzz import native as fuzz
 
 SECONDS = 4
 
 
 def test_random_bytes_break_no_promise_and_touch_no_foreign_byte(tmp_path: Path) -> None:
-    """Random bytes as options, parameters, logits, edits and tables; the long run is native/fuzz.py."""
-    program = tmp_path / "fuzz_rows"
+    """Random bytes as options, parameters, logits, edits and tables; `python -m fuzz.native` is the long run."""
+    program = tmp_path / "native_rows"
     try:
         fuzz.build(program, "c++", libfuzzer=False)
     except (fuzz.NotBuiltError, OSError) as reason:

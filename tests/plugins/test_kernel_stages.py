@@ -1,4 +1,4 @@
-"""Where the native sampler stops looking: after a few candidates, after some hundreds, or at the pool."""
+"""The native sampler stops after a few candidates, after some hundreds, or at the pool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 
 OPTIONS = TopWOptions(metric="uniform")
 BLOCK = 128  # logits that share a maximum
-FIRST_LOOK = 200  # more candidates than a first look finds where no logits are equal
+FIRST_LOOK = 200  # more candidates than a first look finds without ties
 SECOND_LOOK = 640  # candidates that the second look is after
 LAM, FLAT_VOCAB = 2.2, 80_000
 
@@ -57,7 +57,7 @@ def shelf_below_the_second_look(best: int) -> np.ndarray:
 
 
 def beta_at_the_tie(logits: np.ndarray) -> float:
-    """The beta for which the whole pool is as good as the best prefix of what the second look finds."""
+    """The beta for which the whole pool equals the best prefix of the second look's tokens."""
     pool = np.sort(logits.astype(np.float32).astype(np.float64))[::-1][: OPTIONS.top_m]
     low, high = LAM + 1e-3, LAM + 3
     for _ in range(60):
@@ -104,7 +104,7 @@ def test_no_second_look_is_taken_at_a_row_too_flat_for_it(kernel: Kernel) -> Non
 
 
 def arranged(kind: str) -> np.ndarray:
-    """float64 [100,000] logits that are not where chance would have thrown them."""
+    """float64 [100,000] logits in non-random places."""
     rng = np.random.default_rng(3)
     logits = rng.standard_normal(100_000)
     if kind == "ascending":
@@ -133,7 +133,7 @@ def arranged(kind: str) -> np.ndarray:
     ],
 )  # fmt: skip
 def test_the_pool_is_the_best_wherever_they_lie(kernel: Kernel, kind: str) -> None:
-    """With everything as warm start, beta decides how much of the pool is kept: all of it, to its last tokens."""
+    """With all tokens as warm start, beta determines how much of the pool is kept, up to all of it."""
     logits = arranged(kind)
     cases = [case(logits, temperature=2.0, beta=beta, init_top_p=1.0) for beta in (2.8, 4.0, 9.0)]
     assert unlike_the_reference(kernel, cases) == []

@@ -1,4 +1,4 @@
-"""Where the native library is looked for, and that building it can fail without harm."""
+"""Finding the native library, and failing to build it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.shared_library import library_path
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def need_setuptools() -> None:
-    """Skip where setuptools is older than setup.py needs. It is not imported: where the standard library's distutils
-    was, as the demo's corpus does, it cannot be."""
+    """Skip if setuptools is older than setup.py needs. It cannot be imported here: the demo's corpus imports the standard
+    library's distutils, which prevents that."""
     try:
         version = metadata.version("setuptools")
     except metadata.PackageNotFoundError:
@@ -62,18 +62,18 @@ def test_an_instruction_set_that_is_not_there_is_refused_and_not_replaced_by_ano
 
 def needs_a_compiler() -> None:
     try:
-        build.find_compiler()
-    except build.NotBuiltError as reason:
+        compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
         pytest.skip(str(reason))
 
 
 def test_a_compiler_gives_a_library_that_needs_no_other_than_the_systems(tmp_path: Path) -> None:
     needs_a_compiler()
-    build.build(tmp_path / build.LIBRARY_NAME)
-    assert library.Library(tmp_path / build.LIBRARY_NAME).knows("Gather(axis=0)")
+    compile_native.compile_native(tmp_path / compile_native.LIBRARY_NAME)
+    assert library.Library(tmp_path / compile_native.LIBRARY_NAME).knows("Gather(axis=0)")
     if sys.platform == "linux" and shutil.which("readelf"):
         dynamic = subprocess.run(
-            ["readelf", "-d", str(tmp_path / build.LIBRARY_NAME)], capture_output=True, text=True, check=True
+            ["readelf", "-d", str(tmp_path / compile_native.LIBRARY_NAME)], capture_output=True, text=True, check=True
         ).stdout
         needed = [line.split("[")[1].rstrip("]") for line in dynamic.splitlines() if "NEEDED" in line]
         assert all(name.split(".so")[0] in ("libc", "libm", "ld-linux-x86-64", "ld-linux-aarch64") for name in needed)
@@ -93,24 +93,24 @@ def test_a_compiler_that_fails_leaves_no_library_and_a_reason(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     (tmp_path / "lib.so").write_bytes(b"of an earlier build")
-    with pytest.raises(build.NotBuiltError, match=reason):
-        build.build(tmp_path / "lib.so")
+    with pytest.raises(compile_native.NotBuiltError, match=reason):
+        compile_native.compile_native(tmp_path / "lib.so")
     assert not (tmp_path / "lib.so").exists()
 
 
 def test_no_compiler_and_no_wish_are_reasons_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(build.NotBuiltError, match="there is no C\\+\\+ compiler"):
-        build.build(tmp_path / "lib.so")
+    with pytest.raises(compile_native.NotBuiltError, match="there is no C\\+\\+ compiler"):
+        compile_native.compile_native(tmp_path / "lib.so")
     monkeypatch.setenv("TOPW_BUILD_NATIVE", "0")
-    with pytest.raises(build.NotBuiltError, match="TOPW_BUILD_NATIVE=0"):
-        build.build(tmp_path / "lib.so")
+    with pytest.raises(compile_native.NotBuiltError, match="TOPW_BUILD_NATIVE=0"):
+        compile_native.compile_native(tmp_path / "lib.so")
 
 
 @pytest.fixture
 def source_tree(tmp_path: Path) -> Path:
-    """What a build needs of this repository, without the demo model's megabytes."""
+    """The files of this repository that a build needs."""
     tree = tmp_path / "tree"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "model", "*.so")
     shutil.copytree(ROOT / "src", tree / "src", ignore=ignored)
@@ -139,13 +139,13 @@ def test_a_wheel_with_the_library_is_for_one_platform_and_one_without_for_all(
     tag, files = wheel_of(source_tree)
     assert tag.startswith("py3-none-")
     assert tag != "py3-none-any"
-    assert build.LIBRARY_NAME in files
+    assert compile_native.LIBRARY_NAME in files
     assert {"native/topw.h", "native/ort_node.cpp", "cuda/launch.cu"} <= set(files)  # for `topw plugins build`
-    # The build folder is still there: an earlier build's library must not get into a wheel for everybody.
+    # The build folder exists: an earlier build's library must not get into a wheel for all platforms.
     monkeypatch.setenv("CXX", "false")
     tag, files = wheel_of(source_tree)
     assert tag == "py3-none-any"
-    assert build.LIBRARY_NAME not in files
+    assert compile_native.LIBRARY_NAME not in files
     assert "shared_library.py" in files
 
 
@@ -157,6 +157,6 @@ def test_the_source_distribution_has_every_file_that_the_library_is_made_from(so
     (archive,) = (source_tree / "dist").iterdir()
     with tarfile.open(archive) as files:
         packed = set(files.getnames())
-    for folder in (build.SOURCES, cuda_build.SOURCES):
+    for folder in (compile_native.SOURCES, compile_cuda.SOURCES):
         here = {path.name for path in folder.iterdir() if path.is_file()}
         assert {Path(name).name for name in packed if f"/plugins/{folder.name}/" in name} == here

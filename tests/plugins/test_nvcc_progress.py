@@ -1,4 +1,4 @@
-"""Progress of a compilation: what nvcc --verbose prints, and the files that its ptxas writes."""
+"""Progress of a compilation, from nvcc --verbose and ptxas's files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import build, nvcc
+from topw_deploy.plugins import compile_native, nvcc
 from topw_deploy.plugins.nvcc import Compiling
 
 NVCC = """#!/bin/sh
@@ -24,7 +24,7 @@ echo "launch.cu(7): warning: odd"
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvcc that waits for the files `seen` and `seen90` before it goes on."""
+    """An nvcc that waits for the files `seen` and `seen90`."""
     monkeypatch.setattr(nvcc, "_INTERVAL", 0.02)
     path = tmp_path / "nvcc"
     path.write_text(NVCC.format(folder=tmp_path, end="exit 0"))
@@ -33,33 +33,33 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def states(script: Path) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """What was told, without repetitions."""
-    told: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
+    """The reported states without repetitions."""
+    reported: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
 
     def watch(state: Compiling) -> None:
         assert state.seconds >= 0
-        told.append((state.running, state.done, state.total))
+        reported.append((state.running, state.done, state.total))
         if state.running == (80, 90):
             (script.parent / "seen").touch()
         if state.done:
             (script.parent / "seen90").touch()
 
     nvcc.run([str(script)], 2, watch)
-    return list(dict.fromkeys(told))
+    return list(dict.fromkeys(reported))
 
 
 def test_an_architecture_runs_from_its_ptxas_to_its_file(script: Path) -> None:
-    told = states(script)
-    assert ((80, 90), (), 2) in told
-    assert ((80,), (90,), 2) in told
-    assert told[-1] == ((), (90, 80), 2)
+    reported = states(script)
+    assert ((80, 90), (), 2) in reported
+    assert ((80,), (90,), 2) in reported
+    assert reported[-1] == ((), (90, 80), 2)
 
 
 def test_a_failure_has_nvccs_words_and_none_of_the_commands_that_it_lists(script: Path) -> None:
     script.write_text(NVCC.format(folder=script.parent, end='echo "launch.cu(9): error: no such word"; exit 2'))
-    with pytest.raises(build.NotBuiltError, match=r"nvcc failed \(launch.cu\(9\): error: no such word\)$"):
+    with pytest.raises(compile_native.NotBuiltError, match=r"nvcc failed \(launch.cu\(9\): error: no such word\)$"):
         states(script)
-    with pytest.raises(build.NotBuiltError, match=r"nowhere cannot be run"):
+    with pytest.raises(compile_native.NotBuiltError, match=r"nowhere cannot be run"):
         nvcc.run(["/nowhere"], 1, nvcc.unwatched)
 
 

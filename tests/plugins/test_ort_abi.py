@@ -1,6 +1,6 @@
-"""What ort_abi.h says about onnxruntime's C interface holds for the runtime that is installed.
+"""ort_abi.h fits the installed onnxruntime.
 
-Each test runs in a process of its own: a wrong slot may end it, which is then a failed test.
+Each test runs in its own process, which a wrong slot may kill.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.sampler_models import Wanted, open_model, run
 from tests.support.tail_cases import feeds, random_case
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 
 PROBE = """
 import ctypes, json, sys
@@ -45,7 +45,7 @@ np.savez(outputs, **dict(zip(names, session.run(names, dict(np.load(inputs))))))
 
 
 def alone(code: str, *arguments: object) -> str:
-    """stdout of the code in an interpreter of its own, which must end well."""
+    """stdout of the code in a new interpreter, which must succeed."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"ended with {done.returncode}: {done.stderr[-2000:]}"
@@ -54,12 +54,20 @@ def alone(code: str, *arguments: object) -> str:
 
 def test_versions_errors_and_options_are_where_the_declarations_say(tmp_path: Path) -> None:
     try:
-        compiler = build.find_compiler()
-    except build.NotBuiltError as reason:
+        compiler = compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
         pytest.skip(str(reason))
     library = tmp_path / "libprobe.so"
     source = Path(__file__).with_name("abi_probe.cpp")
-    command = [*compiler, *build.FLAGS, "-shared", f"-I{build.SOURCES}", str(source), "-o", str(library)]
+    command = [
+        *compiler,
+        *compile_native.FLAGS,
+        "-shared",
+        f"-I{compile_native.SOURCES}",
+        str(source),
+        "-o",
+        str(library),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     assert json.loads(alone(PROBE, library)) == [ort.__version__, "said and read back", 4, "yes"]
 

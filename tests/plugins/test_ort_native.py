@@ -1,4 +1,4 @@
-"""The native operator answers as the function does, whatever is baked, asked for or given."""
+"""The native operator agrees with the function for all options, outputs and inputs."""
 
 from __future__ import annotations
 

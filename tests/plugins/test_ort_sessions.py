@@ -1,4 +1,4 @@
-"""Which sampler a session gets: native where it can be had, the function where not, and always said."""
+"""A session gets the native sampler if available, else the function, and says which."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_library_in_the_models_folder_or_the_working_folder_is_never_loaded(
 
 
 def change_graph(folder: Path, change: Any) -> None:
-    """Edit model.onnx and make the manifest vouch for it."""
+    """Edit model.onnx and update the manifest."""
     model = onnx.load(folder / "model.onnx")
     change(model)
     onnx.save(model, folder / "model.onnx")
@@ -312,7 +312,7 @@ def test_generations_at_the_same_time_on_one_native_model_equal_those_alone(
 
 
 def test_the_manifest_of_an_edited_copy_still_loads(toy_folder: Path, tmp_path: Path) -> None:
-    """The tests above edit graphs: what they do must be what they test."""
+    """Checks the graph edits of the tests above."""
     folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
     change_graph(folder, lambda model: None)
     assert load_manifest(folder).files["model.onnx"].size == (folder / "model.onnx").stat().st_size

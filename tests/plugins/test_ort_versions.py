@@ -1,4 +1,4 @@
-"""The same library and the same file on the oldest onnxruntime that this Python can have, and on the installed one."""
+"""The same library and file on the oldest onnxruntime for this Python and on the installed one."""
 
 from __future__ import annotations
 

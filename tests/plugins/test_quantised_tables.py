@@ -1,4 +1,4 @@
-"""The native sampler reads quantised tables: every row bit for bit as onnxruntime's GatherBlockQuantized does."""
+"""The native sampler decodes quantised tables bit for bit as onnxruntime's GatherBlockQuantized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from topw_deploy.sampling import Geometry, TopWOptions
 
 VOCAB = 200
 OPTIONS = TopWOptions(top_m=120, metric="unit")
-# Deep enough into the geometry that rows are read: little is certified where every token counts.
+# Few rows are certified, so that the table is read.
 _WIDE = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0}
 
 

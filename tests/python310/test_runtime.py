@@ -61,9 +61,7 @@ def test_it_is_the_oldest_that_is_supported_and_every_module_imports(ask: Ask) -
     versions, modules = ask([["versions"], ["imported"]])
     assert versions["python"].startswith("3.10.")
     assert versions["onnxruntime"].startswith("1.23.")
-    assert {"topw_deploy.runtime.tensorrt.session", "topw_deploy.cli.doctor", "topw_deploy.tensorrt.build"} <= {
-        *modules
-    }
+    assert {"topw_deploy.tensorrt.run.session", "topw_deploy.cli.doctor", "topw_deploy.tensorrt.build"} <= {*modules}
 
 
 @pytest.mark.parametrize("sampler", ["auto", "graph"])

@@ -19,7 +19,7 @@ from topw_deploy.errors import EngineError, ManifestError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME, DecoderManifest, check_hashes, load_manifest
 from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.tensorrt.find import stamps
+from topw_deploy.tensorrt.engines import stamps
 from topw_deploy.tensorrt.onnx_file import read_model
 from topw_deploy.tensorrt.stamp import read
 

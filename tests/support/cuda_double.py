@@ -1,9 +1,8 @@
 """A stand-in for `cuda.bindings.runtime` and for the driver, whose device is the host's memory.
 
-It is stricter than a GPU where a GPU forgives: work that was put into a stream is done when somebody waits for the
-stream and not before, so that a result that is read too early is the old one, and an array that is changed too early is
-copied changed; addresses that nobody allocated are refused; and while a stream is captured, whoever allocates, frees or
-waits gets CUDA's error and spoils the capture.
+It is stricter than a GPU. Work of a stream runs only when somebody waits for the stream, so reading a result or
+changing an array too early shows. Unallocated addresses are refused. During a capture, allocating, freeing or waiting
+fails with CUDA's error and spoils the capture.
 """
 
 # ruff: noqa: N802  # the functions have CUDA's names
@@ -35,7 +34,7 @@ Work = Callable[[], None]
 
 @dataclass
 class Stream:
-    """queue: work put in and not done. captured: work of a capture that is under way."""
+    """queue: pending work. captured: work of the current capture."""
 
     handle: int
     queue: list[Work] = field(default_factory=list)
@@ -50,10 +49,9 @@ class Stream:
 
 
 class Gpu:
-    """The device of the double, and a log of what was asked of it: `calls` in order, `launches` of graphs.
+    """The double's device. calls: names of called functions, in order.
 
-    devices: how many there are; their memory is one. free_bytes: what may still be allocated. pageable: copies from or
-    to memory of the host that is not pinned.
+    devices: their number; they share one memory. free_bytes: memory left. pageable: copies of unpinned host memory.
     """
 
     def __init__(self, name: str = "Double GPU", architecture: int = 90) -> None:
@@ -66,17 +64,17 @@ class Gpu:
         self.graphs: dict[int, list[Work]] = {}
         self.pageable = 0
         self.devices = 1
-        self.device_of: dict[int, int] = {}  # of what was allocated there, by its address
-        self._spoken_to = threading.local()
+        self.device_of: dict[int, int] = {}  # by address
+        self._current = threading.local()
         self.module = self._module()
         self._handles = iter(range(1, 1 << 30))
 
     def look(self) -> driver.Driver:
-        """In place of plugins.driver.look."""
+        """Replaces plugins.driver.look."""
         return driver.Driver("13.0", (driver.Device(self.name, self.architecture),), "")
 
     def at(self, pointer: int, size: int) -> np.ndarray:
-        """The bytes of the device there. AssertionError for bytes that nobody allocated."""
+        """The device's bytes. AssertionError if not allocated."""
         for start, memory in list(self.device.items()):  # other threads allocate meanwhile
             if start <= pointer and pointer + size <= start + len(memory):
                 return memory[pointer - start : pointer - start + size]
@@ -85,7 +83,7 @@ class Gpu:
     def count(self, name: str) -> int:
         return self.calls.count(name)
 
-    # ---- CUDA's functions, each of which answers (error, ...)
+    # ---- CUDA's functions, which return (error, ...)
 
     def _module(self) -> ModuleType:
         module = ModuleType("cuda.bindings.runtime")
@@ -114,7 +112,7 @@ class Gpu:
     def cudaSetDevice(self, device: int) -> tuple[int]:
         if device not in range(self.devices):
             return (_INVALID,)
-        self._spoken_to.device = device
+        self._current.device = device
         return (_OK,)
 
     def cudaGetErrorString(self, error: Any) -> tuple[int, bytes]:
@@ -126,7 +124,7 @@ class Gpu:
     def cudaMalloc(self, size: int) -> tuple[int, int | None]:
         code, pointer = self._allocate(self.device, size)
         if pointer is not None:
-            self.device_of[pointer] = getattr(self._spoken_to, "device", 0)
+            self.device_of[pointer] = getattr(self._current, "device", 0)
         return code, pointer
 
     def cudaFree(self, pointer: int) -> tuple[int]:
@@ -218,7 +216,7 @@ class Gpu:
         if size > self.free_bytes:
             return _NO_MEMORY, None
         self.free_bytes -= size
-        memory = np.full(size + 256, 0xFF, np.uint8)  # NaN, until somebody clears it
+        memory = np.full(size + 256, 0xFF, np.uint8)  # NaN until cleared
         start = -memory.ctypes.data % 256
         memory = memory[start : start + size]
         where[memory.ctypes.data] = memory

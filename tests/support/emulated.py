@@ -1,7 +1,4 @@
-"""The CUDA kernels on a CPU: their sources compiled as C++ over fibres (plugins/cuda/emulator.h), with numpy's memory.
-
-Shared by the tests of the kernels and by `fuzz.cuda`. What is run here is what nvcc compiles, but not a GPU.
-"""
+"""The CUDA kernels on a CPU: the sources that nvcc compiles, as C++ over fibres (plugins/cuda/emulator.h)."""
 
 from __future__ import annotations
 
@@ -16,28 +13,26 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
 from topw_deploy.plugins.kernel import (
     COLUMNS,
     KernelSamples,
     KernelTable,
-    _address,
-    _columns,
-    _edits,
-    _Inputs,
-    _Outputs,
-    _require_table,
-    _table,
+    edit_arrays,
+    parameter_columns,
+    require_table,
 )
+from topw_deploy.plugins.kernel_table import table_struct
+from topw_deploy.plugins.structs import Inputs, Outputs, address
 from topw_deploy.sampling.parameters import TopWOptions
 
-CUDA_SOURCES = build.SOURCES.with_name("cuda")
+CUDA_SOURCES = compile_native.SOURCES.with_name("cuda")
 FLAGS = (
     "-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-ffp-contract=off", "-shared",
     "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-DTOPW_EMULATE",
 )  # fmt: skip
-_KERNELS = (CUDA_SOURCES / "launch.cu", build.SOURCES / "quantised.cpp")
+_KERNELS = (CUDA_SOURCES / "launch.cu", compile_native.SOURCES / "quantised.cpp")
 _TYPES = ("float32", "float16", "uint16")
 _EMULATE = (c_uint64, c_uint32, c_uint32)
 _EMULATE_WAITING = (c_uint32, c_uint64)
@@ -49,15 +44,14 @@ def built(folder: Path, extra: Sequence[str] = ()) -> Path:
 
 
 def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -> Path:
-    """A library of these sources and the emulator in `folder`, compiled unless it is there already from the same files
-    and flags.
+    """Compile these sources with the emulator into `folder`, unless the same files and flags were compiled there.
 
-    Raises build.NotBuiltError without a C++ compiler, and with its words where it fails.
+    Raises compile_native.NotBuiltError if there is no compiler or it fails.
     """
     code = ["-x", "c++", *map(str, sources), str(CUDA_SOURCES / "emulator.cpp"), f"-I{CUDA_SOURCES}"]
-    command = [*build.find_compiler(), *FLAGS, *extra, *code]
+    command = [*compile_native.find_compiler(), *FLAGS, *extra, *code]
     digest = hashlib.sha256("\0".join(command).encode())
-    for source in sorted({*sources, *CUDA_SOURCES.iterdir(), *build.SOURCES.glob("*.h")}):
+    for source in sorted({*sources, *CUDA_SOURCES.iterdir(), *compile_native.SOURCES.glob("*.h")}):
         if source.is_file():
             digest.update(source.read_bytes())
     path = folder / f"lib{sources[0].stem}_{digest.hexdigest()[:16]}.so"
@@ -67,15 +61,15 @@ def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -
     made = path.with_suffix(f".{os.getpid()}")
     done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
-        raise build.NotBuiltError(f"the emulated kernels do not compile: {done.stderr.strip()[-2000:]}")
+        raise compile_native.NotBuiltError(f"the emulated kernels do not compile: {done.stderr.strip()[-2000:]}")
     made.replace(path)
     return path
 
 
 class EmulatedKernel(CudaKernel):
-    """The emulated library, with the face of plugins.kernel.Kernel.
+    """The emulated library with the interface of plugins.kernel.Kernel.
 
-    It keeps one workspace, and after every launch finds its control bytes zero again, or raises AssertionError.
+    Asserts that every launch leaves the control memory zero.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,10 +80,10 @@ class EmulatedKernel(CudaKernel):
         """Choose the device to emulate.
 
         seed: of the order in which threads run.
-        threads: of a block; 0 for as many as on a device.
-        blocks: the device's multiprocessors.
-        resident: blocks that run at once, while the others wait for one to end; 0 for one to each multiprocessor.
-        tick: nanoseconds that pass whenever a thread waits for another block in vain.
+        threads: per block; 0 for as on a device.
+        blocks: multiprocessors.
+        resident: blocks that run at once; 0 for one per multiprocessor.
+        tick: nanoseconds per unsuccessful wait for another block.
         """
         self.handle.topw_emulate.argtypes = _EMULATE
         self.handle.topw_emulate(seed, threads, blocks)
@@ -108,36 +102,38 @@ class EmulatedKernel(CudaKernel):
         keep_mask: bool = False,
         spare: int = 0,
     ) -> KernelSamples:
-        """As Kernel.sample. logits: float32 or float16, or the bits of bfloat16 as uint16. spare: so many more rows and
-        edits are provided for than come. Raises PluginError where the emulation finds an error of the kernels."""
+        """As Kernel.sample. Raises PluginError for errors of the kernels that the emulation finds.
+
+        logits: float32, float16, or the bits of bfloat16 as uint16. spare: extra rows and edits in the shape.
+        """
         rows = np.ascontiguousarray(logits)
         if str(rows.dtype) not in _TYPES:
             rows = rows.astype(np.float32)
         options = TopWOptions() if options is None else options
-        _require_table(options, table, rows.shape[1])
-        given, edited = _columns(columns or {}, len(rows)), _edits(edits, len(rows))
+        require_table(options, table, rows.shape[1])
+        given, edited = parameter_columns(columns or {}, len(rows)), edit_arrays(edits, len(rows))
         samples = KernelSamples.empty(len(rows), rows.shape[1], mass, keep_mask)
-        described = _table(table)
+        described = table_struct(table)
         kind = "bfloat16" if rows.dtype == np.uint16 else str(rows.dtype)
         shape = CudaShape(options, len(rows) + spare, rows.shape[1], edited[0].shape[1] + spare, kind, described)
-        inputs = _Inputs(
-            *rows.shape, edited[0].shape[1], *map(_address, (rows, *edited)), *(_address(given[n]) for n in COLUMNS)
+        inputs = Inputs(
+            *rows.shape, edited[0].shape[1], *map(address, (rows, *edited)), *(address(given[n]) for n in COLUMNS)
         )
-        outputs = _Outputs(*(_address(getattr(samples, field.name)) for field in fields(samples)))
+        outputs = Outputs(*(address(getattr(samples, field.name)) for field in fields(samples)))
         self.launch(shape, described, inputs, outputs, *self._room_for(shape))
         left = self._control(shape)
         assert not left.any(), f"control bytes {np.flatnonzero(left)[:8]} are not zero after the launch"
         return samples
 
     def _room_for(self, shape: CudaShape) -> tuple[int, int]:
-        """The addresses of control memory and of scratch memory behind it."""
+        """The addresses of control memory and of the scratch memory after it."""
         needed = self.control_bytes(shape) + self.workspace_bytes(shape)
         if len(self._workspace) < needed + 256:
             self._workspace = np.empty(needed + 256, np.uint8)
         control = self.control_bytes(shape)
         room = self._aligned()
         room[:control] = 0
-        room[control : min(needed, control + (1 << 16))] = 0xA5  # no kernel may rely on what it finds there
+        room[control : min(needed, control + (1 << 16))] = 0xA5  # kernels must not rely on its content
         return int(room.ctypes.data), int(room.ctypes.data) + control
 
     def _aligned(self) -> NDArray[np.uint8]:

@@ -1,4 +1,4 @@
-"""What the tests of the native sampler share: the library, its instruction sets, and the reference beside it."""
+"""For tests of the native sampler: the library, its instruction sets, and the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.tail_cases import Case, Scenario, embedding_table, random_case
 from topw_deploy.errors import ParameterError
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
 from topw_deploy.plugins.shared_library import library_path
@@ -21,19 +21,19 @@ MASS_BOUND = 5e-7  # relative: the exponentials' 3e-7, and the rounding to float
 
 
 def opened(folder: Path) -> Kernel:
-    """The packaged library, or else one compiled into `folder`; skips with the reason where neither can be had."""
+    """The packaged library, else one compiled into `folder`; skips if there is neither."""
     path = library_path()
     if path is None:
-        path = folder / build.LIBRARY_NAME
+        path = folder / compile_native.LIBRARY_NAME
         try:
-            build.build(path)
-        except build.NotBuiltError as reason:
+            compile_native.compile_native(path)
+        except compile_native.NotBuiltError as reason:
             pytest.skip(f"no native sampler: {library.why_absent()}, and {reason}")
     return Kernel(path)
 
 
 def instruction_sets(kernel: Kernel) -> list[str]:
-    """Those that this processor has, the best first. Leaves the best in use."""
+    """The processor's instruction sets, best first. Leaves the best in use."""
     found = []
     for name in ("generic", "avx2", "avx512"):
         try:
@@ -45,7 +45,7 @@ def instruction_sets(kernel: Kernel) -> list[str]:
 
 
 def geometry_of(options: TopWOptions, embeddings: np.ndarray) -> Geometry:
-    """The reference's geometry with the float32 statistics that a graph carries."""
+    """The reference's geometry with float32 statistics, as in a graph."""
     if options.metric == "uniform":
         return Geometry.uniform()
     exact = Geometry.from_embeddings(embeddings, options.metric)
@@ -72,7 +72,7 @@ def scenario_cases(scenario: Scenario, rows: int) -> tuple[np.ndarray, Geometry,
 
 
 def unexplained(wanted: Row, found: KernelSamples, row: int) -> Iterator[str]:
-    """What differs from the reference's answer beyond the ties of docs/contract/graph.md, section 4."""
+    """Differences from the reference beyond the ties of docs/contract/graph.md, section 4."""
     assert found.keep_mask is not None
     assert found.mass is not None
     ids = np.flatnonzero(found.keep_mask[row])

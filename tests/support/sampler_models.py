@@ -1,4 +1,4 @@
-"""Sampler-only models in memory, with every choice that the operator must tell apart."""
+"""Sampler-only models in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to bake: options, size, form of the function's body, outputs, the table's element type, opset."""
+    """What to bake.
+
+    form: of the function's body.
+    mass, keep_mask: optional outputs.
+    dtype: of the table.
+    """
 
     options: TopWOptions = field(default_factory=lambda: TopWOptions(top_m=40, metric="cosine"))
     vocab_size: int = 300
@@ -58,7 +63,7 @@ class Wanted:
 
 
 def open_model(model: onnx.ModelProto, native: Path | None = None, threads: int = 1) -> ort.InferenceSession:
-    """A session on the CPU over the function, or with the operator of the library at `native`."""
+    """A CPU session over the function, or with the operator of the library `native`."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
@@ -74,12 +79,11 @@ def run(session: ort.InferenceSession, inputs: dict[str, np.ndarray]) -> dict[st
 
 
 def node_of(model: onnx.ModelProto) -> onnx.NodeProto:
-    """The sampler's node."""
     return next(node for node in model.graph.node if node.op_type == "TopWSample")
 
 
 def set_attribute(model: onnx.ModelProto, name: str, value: Any) -> None:
-    """Give the sampler's node another value of the attribute `name`."""
+    """Replace the attribute `name` of the sampler's node."""
     node = node_of(model)
     for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
         node.attribute.remove(attribute)
@@ -87,7 +91,7 @@ def set_attribute(model: onnx.ModelProto, name: str, value: Any) -> None:
 
 
 def clear_rows(wanted: Wanted, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """bool [batch]: rows where no rounding of float32 decides, by the reference."""
+    """bool [batch]: rows that no rounding of float32 changes, according to the reference."""
     names = ("lam", "beta", "temperature", "selection_temperature", "init_top_p", "geom_scale")
     clear = []
     for index, logits in enumerate(inputs["logits"]):

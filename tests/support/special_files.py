@@ -1,4 +1,4 @@
-"""What may lie in a file's place, and an alarm for what waits for it."""
+"""Special files in the place of a regular one, and an alarm against waiting for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-_HANG = 120  # seconds: nothing here takes one, and a pipe would be waited for for ever
+_HANG = 120  # seconds: a pipe would block forever
 
 
 def _socket(path: Path) -> None:
@@ -47,7 +47,7 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),
     "a link to a pipe": _linked_pipe,
 }
-"""What makes a file that must not be opened at a path."""
+"""Functions that make a file that must not be opened."""
 
 OTHERS: dict[str, Callable[[Path], object]] = {
     "a folder": Path.mkdir,
@@ -56,15 +56,15 @@ OTHERS: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda path: path.symlink_to("nowhere"),
     "a link to itself": lambda path: path.symlink_to(path.name),
 }
-"""What makes something at a path that is not a regular file either."""
+"""Functions that make something else than a regular file."""
 
 
 @contextmanager
 def no_hang() -> Iterator[None]:
-    """Fail instead of waiting: an exception where Python waits, the end of the process where a library does."""
+    """Raise an exception where Python waits; end the process where a library does."""
 
     def fail(_number: int, _frame: FrameType | None) -> None:
-        raise AssertionError("it waits for ever")
+        raise AssertionError("it waits forever")
 
     before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(_HANG)

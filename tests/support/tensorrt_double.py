@@ -1,8 +1,8 @@
-"""A stand-in for `tensorrt` whose engines are onnxruntime's sessions on the CPU over the same ONNX file.
+"""A stand-in for `tensorrt` whose engines are onnxruntime sessions on the CPU.
 
-A serialised engine is a line of JSON: the file, the profiles and what the builder was told. Everything that a caller of
-TensorRT has to do is checked here: shapes inside the profile, an address for every tensor, the same one for a cache and
-its update, scratch memory of the right size, and no run of a graph whose context was touched after it was captured.
+A serialized engine is JSON: the file and the profiles. The double checks a caller's duties: shapes within the profile,
+an address for every tensor, the same one for a cache and its update, enough scratch memory, and no launch of a graph
+whose context changed after the capture.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import onnx
 import onnxruntime as ort
 
 from tests.support.cuda_double import Gpu
-from topw_deploy.runtime.session import ELEMENT_TYPES
+from topw_deploy.dtypes import ELEMENT_TYPES
 
 SCRATCH = (1000, 5000)  # bytes, of profile 0 and 1
 
 
 class Registry:
-    """The plugins' registry. libraries: what was loaded into it; those with "topw" in their names have the plugin."""
+    """The plugin registry. libraries: loaded paths; those with "topw" in the name have the plugin."""
 
     def __init__(self) -> None:
         self.all_creators: list[Any] = []
@@ -47,11 +47,11 @@ class Registry:
 
 
 class TensorRT:
-    """The module as `module`, on the GPU of `gpu`.
+    """The double; `module` replaces `tensorrt`.
 
-    What a test sets: `refuses` (the parser's words), `fails` (the builder's), `branches` (an engine with an If, which
-    cannot be captured), `pruned` (inputs that engines do not have, and what they are for every row instead). What it
-    reads: `networks`, `configs`, `contexts`.
+    Tests set `refuses` (the parser's message), `fails` (the builder's), `branches` (an engine with an If, which cannot
+    be captured) and `pruned` (inputs that engines lack, with their values). They read `networks`, `configs` and
+    `contexts`.
     """
 
     def __init__(self, gpu: Gpu, version: str = "10.16.1.11") -> None:
@@ -96,14 +96,14 @@ class _Logger(_Base):
 
 
 class Network:
-    """What the parser fills: the file, and whether types are those of the graph."""
+    """The parsed file, and the creation flags."""
 
     def __init__(self, flags: int) -> None:
         self.flags, self.path = flags, ""
 
 
 class Parser:
-    """Takes files, not bytes: weights must not go through Python."""
+    """Parses files, not bytes: weights must not pass through Python."""
 
     def __init__(self, trt: TensorRT, network: Network) -> None:
         self._trt, self._network = trt, network
@@ -140,7 +140,7 @@ class TimingCache:
 
 
 class Config:
-    """What the builder is told, by TensorRT's own names."""
+    """The builder's configuration."""
 
     def __init__(self, trt: TensorRT) -> None:
         self._trt = trt
@@ -213,7 +213,7 @@ class Builder:
         return json.dumps({"path": network.path, "profiles": profiles}).encode()
 
     def _advance(self, monitor: Any) -> bool:
-        """Two steps of building, the first with three steps inside. Whether the monitor let it go on."""
+        """Report two steps, the first with three nested ones. Returns whether the monitor allows to go on."""
         assert monitor.ready
         monitor.phase_start("building", None, 2)
         monitor.phase_start("timing", "building", 3)
@@ -225,7 +225,7 @@ class Builder:
 
 
 class Runtime:
-    """Opens the JSON from any buffer, and keeps none of it."""
+    """Opens the JSON from any buffer without keeping it."""
 
     def __init__(self, trt: TensorRT, logger: Any) -> None:
         self._trt, self._logger = trt, logger
@@ -274,7 +274,7 @@ class Engine:
 
 
 class Context:
-    """runs: how often the engine really ran, whoever enqueued it. touched: how often shapes or addresses changed."""
+    """runs: actual runs of the engine. touched: changes of shapes or addresses."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -308,8 +308,7 @@ class Context:
         return [name for name in self._engine.inputs if name not in self.shapes]
 
     def execute_async_v3(self, handle: int) -> bool:
-        """Put a run with today's shapes and addresses into the stream; captured, it may run as long as nothing
-        touches the context."""
+        """Enqueue a run with the current shapes and addresses; a captured one is valid until the context changes."""
         trt, stream = self._engine.trt, self._engine.trt.gpu.streams[handle]
         assert self._scratch >= SCRATCH[self.profile]
         assert not self.infer_shapes()
@@ -347,11 +346,10 @@ class Context:
         engine.session.run_with_iobinding(binding)
 
 
-_SIZES = {1: 4, 6: 4, 7: 8, 9: 1, 10: 2, 16: 2}  # bytes by ONNX element type
+_SIZES = {element.number: element.bits // 8 for element in ELEMENT_TYPES.values()}
 
 
 def _bytes(kind: int, shape: tuple[int, ...]) -> int:
-    assert kind in ELEMENT_TYPES.values()
     size = _SIZES[kind]
     for dimension in shape:
         size *= dimension

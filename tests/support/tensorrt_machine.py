@@ -1,4 +1,4 @@
-"""A machine with TensorRT and a GPU, both doubles, for as long as a test runs."""
+"""Fixtures of a machine with doubles of TensorRT and a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topw_deploy.plugins import tensorrt as plugins
 
 
 def install(patch: pytest.MonkeyPatch, gpu: Gpu, trt: TensorRT) -> None:
-    """Have `tensorrt`, `cuda.bindings.runtime` and the driver be these doubles."""
+    """Replace `tensorrt`, `cuda.bindings.runtime` and the driver."""
     package: Any = ModuleType("cuda")
     bindings: Any = ModuleType("cuda.bindings")
     package.bindings, bindings.runtime = bindings, gpu.module
@@ -42,7 +42,7 @@ def trt(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
 
 @pytest.fixture
 def no_plugin(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the registry, and nothing to put there."""
+    """No plugin in the registry, and none to register."""
 
     def absent() -> None:
         raise PluginError("the CUDA library is absent.")

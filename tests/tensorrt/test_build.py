@@ -1,4 +1,4 @@
-"""Building: what TensorRT is told, what is written, and what is left when it fails."""
+"""Building an engine: TensorRT's configuration, the files written, and those left by a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from topw_deploy.errors import EngineError, ManifestError, ParameterError
 from topw_deploy.manifest import Verification, load_manifest, save_manifest
 from topw_deploy.plugins import driver
 from topw_deploy.plugins.tensorrt.module import BUILT_WITH
-from topw_deploy.tensorrt import plugin
+from topw_deploy.progress import Progress
+from topw_deploy.tensorrt import plugin_choice
 from topw_deploy.tensorrt.build import build_engine
 from topw_deploy.tensorrt.request import EngineRequest
 from topw_deploy.tensorrt.stamp import read
@@ -181,7 +182,7 @@ def test_what_samples_is_stamped(trt: TensorRT, out: Path, asked: str, kind: str
 @pytest.mark.usefixtures("no_plugin")
 def test_auto_goes_on_with_the_function_and_python_does_not(trt: TensorRT, out: Path) -> None:
     lines: list[str] = []
-    built = build_engine(EngineRequest(out=out), lines.append)
+    built = build_engine(EngineRequest(out=out), Progress(say=lines.append))
     assert built.stamp.plugin == "none"
     assert lines[0].endswith("the sampler as a function: the CUDA library is absent")
     with pytest.raises(EngineError, match="the plugin cannot be had: the CUDA library is absent"):
@@ -211,7 +212,7 @@ def test_the_installed_library_serves_where_python_cannot(
     built = build(out)
     assert (built.stamp.plugin, trt.registry.libraries) == ("library", [str(path)])
     trt.registry.all_creators.clear()
-    plugin.prepare("python", BUILT_WITH, trt.module)  # what either built, either runs
+    plugin_choice.prepare("python", BUILT_WITH, trt.module)  # either plugin runs the other's engines
     assert trt.registry.libraries == [str(path)] * 2
 
 
@@ -233,8 +234,8 @@ def test_progress_grows_to_a_hundred(trt: TensorRT, out: Path) -> None:
         assert (total, unit) == (100, "%")
         yield shown.append
 
-    build_engine(EngineRequest(out=out), bar=bar)
-    assert shown == [16, 17, 17, 50]  # three steps within the first of two, then that one is done, then the second
+    build_engine(EngineRequest(out=out), Progress(bar=bar))
+    assert shown == [16, 17, 17, 50]  # three steps within the first of two, its end, then the second
 
 
 def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, out: Path) -> None:
@@ -248,7 +249,7 @@ def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, ou
         yield interrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_engine(EngineRequest(out=out, max_batch=2), bar=bar)
+        build_engine(EngineRequest(out=out, max_batch=2), Progress(bar=bar))
     (engine,) = out.glob("engines/*.engine")
     assert engine.read_bytes() == before
     assert len(written(out)) == 2
@@ -300,7 +301,7 @@ def test_a_stamp_that_cannot_be_written_leaves_no_part_of_it(
     monkeypatch.setattr(os, "replace", refuse_stamps)
     with pytest.raises(EngineError, match="No space left on device"):
         build(out)
-    assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # which nobody uses without its stamp
+    assert written(out) == ["double-gpu-sm90-tensorrt10.16.1.11.engine"]  # unused without its stamp
 
 
 def test_a_closed_terminal_is_no_full_disk(trt: TensorRT, out: Path) -> None:
@@ -312,7 +313,7 @@ def test_a_closed_terminal_is_no_full_disk(trt: TensorRT, out: Path) -> None:
         yield closed
 
     with pytest.raises(BrokenPipeError):
-        build_engine(EngineRequest(out=out), bar=bar)
+        build_engine(EngineRequest(out=out), Progress(bar=bar))
     assert written(out) == []
 
 
@@ -322,7 +323,7 @@ def test_a_disk_that_is_full_leaves_nothing(trt: TensorRT, out: Path, monkeypatc
     def full(self: Any, data: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module._Sink, "__call__", full)
+    monkeypatch.setattr(module._HashingSink, "__call__", full)
     with pytest.raises(EngineError, match=r"engines cannot be written: No space left on device; make room"):
         build(out)
     assert written(out) == []

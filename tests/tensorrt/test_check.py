@@ -1,4 +1,4 @@
-"""What `topw check` makes of whole folders."""
+"""`topw check` on whole folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from topw_deploy.export.sampler_only import export_sampler, sampler_request
 from topw_deploy.manifest import describe_files, load_manifest, save_manifest
 from topw_deploy.plugins.tensorrt.module import MODULES
 from topw_deploy.sampling.parameters import TopWOptions
-from topw_deploy.tensorrt.check import Report, check
+from topw_deploy.tensorrt.check import CheckReport, check
 
 
 def sampler(folder: Path, *, tail: str = "portable", options: TopWOptions | None = None, vocab: int = 300) -> Path:
@@ -34,13 +34,13 @@ def sampler(folder: Path, *, tail: str = "portable", options: TopWOptions | None
 
 
 def rewrite(out: Path, model: onnx.ModelProto) -> None:
-    """Put `model` in the place of the folder's, with a manifest that fits it."""
+    """Replace the folder's model and adapt the manifest."""
     manifest = load_manifest(out)
     onnx.save(model, out / "model.onnx")
     save_manifest(out, replace(manifest, files=describe_files(out, list(manifest.files))))
 
 
-def verdicts(report: Report) -> dict[str, int]:
+def verdicts(report: CheckReport) -> dict[str, int]:
     return {
         verdict: sum(node.verdict == verdict for node in report.nodes) for verdict in ("native", "plugin", "inlined")
     }
@@ -143,7 +143,7 @@ def test_a_node_that_does_not_tell_of_its_outputs_is_inlined_alone(tmp_path: Pat
     assert report.passed
     (found,) = (each for each in report.nodes if each.operator == "topw.TopWSample")
     assert found.verdict == "inlined"
-    assert "tell of 4 outputs and it has 5" in found.reason
+    assert "state 4 outputs and it has 5" in found.reason
     assert report.next_step == f"topw build-engine {out} --plugin none"
 
 

@@ -1,4 +1,4 @@
-"""`topw build-engine` as people call it."""
+"""The command `topw build-engine`."""
 
 from __future__ import annotations
 

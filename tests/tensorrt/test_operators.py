@@ -1,4 +1,4 @@
-"""The table of what TensorRT takes, on graphs made for each of its lines."""
+"""The table of supported operators, with a graph per rule."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from topw_deploy.tensorrt.onnx_file import read_model
 from topw_deploy.tensorrt.operators import refusal
-from topw_deploy.tensorrt.walk import walk
+from topw_deploy.tensorrt.scope import walk
 
 FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 
 
 def refusals(folder: Path, nodes: Sequence[NodeProto], inputs: dict[str, tuple[int, list[int | str]]]) -> list[str]:
-    """What stands against each node of a graph of these, in the graph's order."""
+    """The refusals of a graph of these nodes, in order."""
     values = [helper.make_tensor_value_info(name, *given) for name, given in inputs.items()]
     stored = [numpy_helper.from_array(np.array([4000]), "many"), numpy_helper.from_array(np.array([64]), "few")]
     graph = helper.make_graph(list(nodes), "g", values, [], [*stored, numpy_helper.from_array(np.uint8([1]), "bytes")])

@@ -1,4 +1,4 @@
-"""Profiles: which shapes they hold, and which of them a run takes."""
+"""The shapes that profiles cover, and the profile that a run takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phases in phases, steps from several threads, and what goes wrong while telling."""
+"""Nested phases, steps from several threads, and errors while reporting."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from topw_deploy.tensorrt.progress import Phases
 
 
 def test_phases_within_phases_make_one_growing_number() -> None:
-    told: list[int] = []
-    phases = Phases(told.append)
+    shown: list[int] = []
+    phases = Phases(shown.append)
     phases.start("all", None, 4)
     phases.step("all", 0)
     phases.start("part", "all", 2)
@@ -22,31 +22,31 @@ def test_phases_within_phases_make_one_growing_number() -> None:
     phases.step("part", 1)
     phases.finish("part")
     phases.step("all", 3)
-    assert told == [25, 12, 13, 50]  # 1/4, then half of the next quarter, then all of it, then the end
+    assert shown == [25, 12, 13, 50]  # 1/4, then half of the next quarter, then all of it, then the end
     assert phases.stopped is None
 
 
 def test_a_phase_that_ends_early_or_was_never_begun_takes_nothing_back() -> None:
-    told: list[int] = []
-    phases = Phases(told.append)
+    shown: list[int] = []
+    phases = Phases(shown.append)
     assert phases.step("unknown", 3)
     phases.start("first", None, 2)
     phases.start("part", "first", 4)
     phases.finish("part")
     phases.finish("part")
-    assert told == [50]
+    assert shown == [50]
     phases.finish("first")
     phases.start("second", None, 2)
     phases.step("second", 0)
-    assert told == [50, 50]
+    assert shown == [50, 50]
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), BrokenPipeError()])
-def test_what_is_raised_while_telling_cancels_the_build_and_is_kept(raised: BaseException) -> None:
-    def tell(part: int) -> None:
+def test_what_is_raised_while_reporting_cancels_the_build_and_is_kept(raised: BaseException) -> None:
+    def advance(part: int) -> None:
         raise raised
 
-    phases = Phases(tell)
+    phases = Phases(advance)
     phases.start("all", None, 4)
     assert not phases.step("all", 0)
     assert not phases.step("all", 0)
@@ -54,8 +54,8 @@ def test_what_is_raised_while_telling_cancels_the_build_and_is_kept(raised: Base
 
 
 def test_threads_may_report_at_once() -> None:
-    told: list[int] = []
-    phases = Phases(told.append)
+    shown: list[int] = []
+    phases = Phases(shown.append)
     phases.start("all", None, 8)
 
     def work(number: int) -> None:
@@ -70,5 +70,5 @@ def test_threads_may_report_at_once() -> None:
     for thread in threads:
         thread.join()
     phases.step("all", 7)
-    assert sum(told) == 100
-    assert all(part > 0 for part in told)
+    assert sum(shown) == 100
+    assert all(part > 0 for part in shown)

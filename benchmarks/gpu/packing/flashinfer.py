@@ -15,7 +15,7 @@ from benchmarks.gpu.packing.component import Packed
 from benchmarks.gpu.packing.fatbin import survey
 from benchmarks.gpu.packing.wheels import Host
 from topw_deploy.errors import BenchmarkError, PluginError
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 
 REQUIREMENT = "flashinfer-python==0.7.2.post1"
 NEEDED = (
@@ -46,7 +46,7 @@ _LIMIT = 1_800  # seconds for a module: the machine that packs may be slow
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     """Put the packages into `tree`. Raises BenchmarkError without a working nvcc, or where a package cannot be had."""
     try:
-        nvcc = cuda_build.find_toolkit().nvcc
+        nvcc = compile_cuda.find_toolkit().nvcc
     except PluginError as error:
         raise BenchmarkError(f"FlashInfer's samplers are compiled by nvcc: {error}") from None
     wheel = wheels.fetch(REQUIREMENT, host, scratch)
@@ -78,7 +78,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 def _compile(nvcc: Path, sm: int, sources: list[Path], includes: list[str], made: Path) -> None:
     """A library of the sources, CUDA's runtime linked in. Raises BenchmarkError with the compiler's words."""
     command = [str(nvcc), *_FLAGS, *_DEFINES, f"-gencode=arch=compute_{sm},code=sm_{sm}", "--cudart=static"]
-    command += [f"-ccbin={build.find_compiler()[0]}", "--threads=0", *includes]
+    command += [f"-ccbin={compile_native.find_compiler()[0]}", "--threads=0", *includes]
     try:
         done = subprocess.run(
             [*command, *map(str, sources), "-o", str(made)],

@@ -15,7 +15,7 @@ from benchmarks.gpu.packing.component import Packed
 from benchmarks.gpu.packing.fatbin import keep_only, survey
 from benchmarks.gpu.packing.wheels import Host
 from topw_deploy.errors import BenchmarkError
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 
 LIBRARIES = "onnxruntime-ep-nv-tensorrt-rtx-cu13==0.5.0"
 BINDINGS = "tensorrt-cu13-bindings==11.4.0.106"
@@ -57,8 +57,8 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 def _empty_plugins(path: Path) -> None:
     """Write an empty library of TensorRT's own plugins: the bindings load one. Raises BenchmarkError."""
     try:
-        command = [*build.find_compiler(), "-xc++", "-", "-shared", "-fPIC", "-o", str(path)]
+        command = [*compile_native.find_compiler(), "-xc++", "-", "-shared", "-fPIC", "-o", str(path)]
         subprocess.run(command, input=_PLUGINS, capture_output=True, text=True, check=True)
-    except (build.NotBuiltError, OSError, subprocess.CalledProcessError) as error:
+    except (compile_native.NotBuiltError, OSError, subprocess.CalledProcessError) as error:
         words = getattr(error, "stderr", "") or error
         raise BenchmarkError(f"the empty {path.name} does not compile: {words}") from None

@@ -1,11 +1,11 @@
-"""`topw build-engine OUT`: a TensorRT engine of an exported folder, for this machine."""
+"""`topw build-engine OUT`: build a TensorRT engine of an exported folder for this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.progress import phase
 from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json, tell
+from topw_deploy.progress import SILENT, Advance, Progress
 
 
 class _Size(click.ParamType):
-    """A number of bytes, or 500MB, 2GB, 2GiB."""
+    """Bytes as a number, or as 500MB, 2GB, 2GiB."""
 
     name = "size"
 
@@ -77,17 +78,17 @@ class _Size(click.ParamType):
 @click.option("--json", "as_json", is_flag=True, help="Print the engine's stamp as JSON.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
-    """Build a TensorRT engine of OUT on the machine that will run it, and put it into OUT/engines.
+    """Build a TensorRT engine of OUT into OUT/engines, on the machine that will run it.
 
-    OUT was exported with --target tensorrt. An engine serves one model of GPU and one version of TensorRT; beside it
-    stands a stamp that says which. It is used by --provider tensorrt.
+    OUT must be exported with --target tensorrt. An engine fits one GPU model and one TensorRT version, which the stamp
+    beside it states. Run it with --provider tensorrt.
     """
     # Imported late: --help and usage errors must not wait for numpy.
-    from topw_deploy.tensorrt.build import build_engine, no_bar
+    from topw_deploy.tensorrt.build import build_engine
     from topw_deploy.tensorrt.request import EngineRequest
 
     request = EngineRequest(out=out, **values)
-    built = build_engine(request, *((lambda _line: None, no_bar) if quiet else (phase, _bar)))
+    built = build_engine(request, SILENT if quiet else Progress(phase, _bar))
     if as_json:
         say_json({"path": str(built.path), **dataclasses.asdict(built.stamp)}, indent=2)
     else:
@@ -97,10 +98,10 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
 
 
 @contextlib.contextmanager
-def _bar(total: int, _unit: str) -> Iterator[Callable[[int], object]]:
-    """A bar of click's, where stderr is a terminal: the target machine may have no tqdm."""
+def _bar(total: int, _unit: str) -> Iterator[Advance]:
+    """A bar by click on a terminal; the target machine may not have tqdm."""
     if not sys.stderr.isatty():
-        yield lambda _part: None
+        yield lambda _parts: None
         return
     with click.progressbar(length=total, label="building", file=sys.stderr, show_eta=False) as shown:
         yield shown.update

@@ -1,4 +1,4 @@
-"""`topw check OUT --target tensorrt|onnxruntime`: what the target makes of every node, before anything is built."""
+"""`topw check OUT --target tensorrt|onnxruntime`: check every node for the target, before anything is built."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 
 if TYPE_CHECKING:
-    from topw_deploy.tensorrt.check import NodeVerdict, Report
+    from topw_deploy.tensorrt.check import CheckReport, NodeVerdict
 
-_SHOWN = 3  # names of nodes that share a reason
+_SHOWN = 3  # nodes named per reason
 
 
 @click.command(name="check", context_settings=CONTEXT)
@@ -32,8 +32,8 @@ _SHOWN = 3  # names of nodes that share a reason
 def command(out: Path, target: str, ask: bool, as_json: bool) -> None:
     """Sort the nodes of the exported folder OUT: native, for the plugin, inlined, unsupported.
 
-    Nothing is built and no weight is read. Without TensorRT the answer is from a table of what its versions take; with
-    it, its own parser is asked as well. Exit code 1 where something is unsupported.
+    Builds nothing and reads no weights. Uses a table of what TensorRT's versions support and, if TensorRT is installed,
+    its own parser. Exit code 1 if something is unsupported.
     """
     from topw_deploy.tensorrt.check import check
 
@@ -46,7 +46,7 @@ def command(out: Path, target: str, ask: bool, as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: CheckReport) -> Iterator[str]:
     by_verdict = {verdict: [node for node in report.nodes if node.verdict == verdict] for verdict in _VERDICTS}
     for verdict, nodes in by_verdict.items():
         if nodes:
@@ -62,7 +62,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"{'next'.ljust(12)}{report.next_step}"
 
 
-def _parser(report: Report) -> Iterator[str]:
+def _parser(report: CheckReport) -> Iterator[str]:
     answer = report.parser
     if answer is None:
         yield f"{'parser'.ljust(12)}not asked: {report.not_asked}"
@@ -74,7 +74,7 @@ def _parser(report: Report) -> Iterator[str]:
 
 
 def _reasons(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
-    """One line for nodes of one operator that share a reason."""
+    """One line per operator and reason."""
     shared: dict[tuple[str, str, str], list[NodeVerdict]] = {}
     for node in nodes:
         shared.setdefault((node.operator, node.where, node.reason), []).append(node)

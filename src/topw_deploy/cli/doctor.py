@@ -1,4 +1,4 @@
-"""`topw doctor`: versions, providers, what a model would run on, what is missing and how to get it."""
+"""`topw doctor`: versions, providers, the provider a model would use, what is missing and how to install it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ import click
 from topw_deploy import install
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
+from topw_deploy.errors import one_line
 
 RUNTIME = ("numpy", "onnxruntime", "tokenizers", "jinja2", "click")
 EXPORT = tuple(install.MODULES["export"])
 WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-silicon")
-"""Distributions that all install the same module `onnxruntime`, so that only one of them may be there."""
+"""Distributions of the module `onnxruntime`; only one of them may be installed."""
 
 ENGINES = ("tensorrt", "cuda-python")
-"""What runs engines: shown where it is installed."""
+"""Packages that run engines; shown if installed."""
 
-# An ONNX model of one Identity node (IR version 8, opset 17): what a provider must be able to open.
+# An ONNX model of one Identity node (IR version 8, opset 17), which any provider can open.
 _PROBE = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCggIARIECgIIAUIECgAQEQ=="
 
 
 @dataclass(frozen=True)
 class Native:
-    """The native sampler's library: its path, what its loops use on this processor, and its state: "works" (seen: an
-    onnxruntime session opened with it), or why models run their own function instead."""
+    """The native sampler's library.
+
+    state: "works" if an onnxruntime session opened with it, else why models run their own function.
+    """
 
     path: str | None
     instruction_set: str | None
@@ -39,8 +42,12 @@ class Native:
 
 @dataclass(frozen=True)
 class Cuda:
-    """The CUDA library: its path, its architectures (87 is sm_87), and why no GPU here uses it, empty where one does;
-    the CUDA that the driver runs and the GPUs that it shows, None and none without a driver."""
+    """The CUDA library and the driver.
+
+    architectures: what the library was compiled for, 87 for sm_87.
+    why_unused: why no GPU here uses the library; "" if one does.
+    driver: the CUDA version it supports; None without a driver.
+    """
 
     path: str | None
     architectures: tuple[int, ...]
@@ -51,11 +58,14 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """versions: installed ones by distribution. providers: short name -> "starts" or why it does not, best first.
-    would_use: what provider="auto" gives, None without onnxruntime. native: the native sampler's library. cuda: the one
-    with the kernels for NVIDIA GPUs, and what the driver says. tensorrt: the version of its Python module, or why there
-    is none.
-    problems: (what is wrong, the command to run)."""
+    """The state of this installation.
+
+    versions: of installed distributions by name.
+    providers: short name -> "starts" or why it does not, best first.
+    would_use: the provider of provider="auto"; None without onnxruntime.
+    tensorrt: version of its Python module, or why there is none.
+    problems, hints: (what is wrong, the command to run).
+    """
 
     topw_deploy: str
     python: str
@@ -73,9 +83,9 @@ class Diagnosis:
 @click.command(name="doctor", context_settings=CONTEXT)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(as_json: bool) -> int:
-    """Show versions, execution providers, what would be used, and what is missing with the command to install it.
+    """Show versions and execution providers, the one a model would use, and how to install what is missing.
 
-    The exit code is 1 when models cannot run here.
+    Exit code 1 if models cannot run here.
     """
     found = diagnose()
     if as_json:
@@ -86,7 +96,7 @@ def command(as_json: bool) -> int:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this installation. Opens a one-node model on every provider, so "starts" is what was seen."""
+    """Examine this installation. "starts" means that a one-node model opened on the provider."""
     names = (*RUNTIME, *EXPORT, *WHEELS[1:], *ENGINES)
     versions = {name: _version(name) for name in names}
     providers, would_use, problems = _providers()
@@ -155,15 +165,15 @@ def _native() -> Native:
     try:
         options.register_custom_ops_library(str(found.path))
         state = _state(ort, providers.CPU, options)
-    except Exception as error:  # noqa: BLE001  # whatever onnxruntime raises is the answer
-        state = " ".join(str(error).split())[:200]
+    except Exception as error:  # noqa: BLE001  # any error of onnxruntime is the answer
+        state = one_line(error, 200)
     return Native(str(found.path), found.instruction_set, "works" if state == "starts" else state)
 
 
 def _cuda() -> Cuda:
-    from topw_deploy.plugins import report
+    from topw_deploy.plugins import status
 
-    found = report.look()
+    found = status.look()
     gpus = tuple(f"{device.name}, sm_{device.architecture}" for device in found.driver.devices)
     return Cuda(found.cuda.path, found.cuda.architectures, found.cuda.why_unused, found.driver.cuda, gpus)
 
@@ -186,8 +196,8 @@ def _state(ort: Any, name: str, options: Any = None) -> str:
     missing = providers.missing_libraries(name)
     try:
         session = ort.InferenceSession(base64.b64decode(_PROBE), options, providers=[name], enable_fallback=0)
-    except Exception as error:  # noqa: BLE001  # whatever a provider raises is the answer
-        return "; ".join(filter(None, (" ".join(str(error).split())[:200], missing)))
+    except Exception as error:  # noqa: BLE001  # any error of a provider is the answer
+        return "; ".join(filter(None, (one_line(error, 200), missing)))
     if name in session.get_providers():
         return "starts"
     return f"onnxruntime could not load its libraries{f' ({missing})' if missing else ''}"

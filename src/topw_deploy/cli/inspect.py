@@ -13,7 +13,7 @@ from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import EngineError
 from topw_deploy.manifest import DecoderInfo, DecoderManifest, Manifest, TensorSpec, Verification, load_manifest
-from topw_deploy.tensorrt.find import misplaced, stamps, unfinished
+from topw_deploy.tensorrt.engines import misplaced, stamps, unfinished
 from topw_deploy.tensorrt.stamp import FOLDER, read
 
 _FORMS = {

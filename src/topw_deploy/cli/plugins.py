@@ -1,4 +1,4 @@
-"""`topw plugins`: build the libraries for NVIDIA GPUs, and show which there are."""
+"""`topw plugins`: build the libraries for NVIDIA GPUs, and show the installed ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from topw_deploy.cli.options import CONTEXT
-from topw_deploy.cli.progress import phase
+from topw_deploy.cli.progress import phase, progress
 from topw_deploy.cli.terminal import rewrite_line, say, say_json
 from topw_deploy.sizes import decimal_size
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @click.group(name="plugins", context_settings=CONTEXT)
 def command() -> None:
-    """The native libraries: build those for NVIDIA GPUs, and show what is there."""
+    """Build the native libraries for NVIDIA GPUs, and show the installed ones."""
 
 
 class _Architectures(click.ParamType):
-    """87, sm_87, 8.7 or native, several with commas between them."""
+    """87, sm_87, 8.7 or native; several separated by commas."""
 
     name = "architectures"
 
@@ -76,35 +76,35 @@ def build(
     output: Path | None,
     quiet: bool,
 ) -> None:
-    """Compile a library on this machine, for GPUs that need not be there.
+    """Compile a library on this machine; it need not have the GPUs.
 
-    It takes nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler, and some minutes for all
-    architectures. What --cuda writes elsewhere than into the package is used where TOPW_CUDA_LIBRARY names it; the
-    plugin in Python uses that library too. What --tensorrt-root writes is for `build-engine --plugin`, trtexec
-    --dynamicPlugins and hosts in C++.
+    Needs nvcc (CUDA_HOME, PATH, pip's packages, /usr/local/cuda) and a C++ compiler, and takes some minutes for all
+    architectures. If --output is outside the package, TOPW_CUDA_LIBRARY must name the library of --cuda; the Python
+    plugin for TensorRT uses that library, too. The library of --tensorrt-root is for `build-engine --plugin`, trtexec
+    --dynamicPlugins and C++ hosts.
     """
     if cuda == (tensorrt_root is not None):
         raise click.UsageError("say what to build: either --cuda or --tensorrt-root DIR.")
-    from topw_deploy.plugins import architectures, cuda_build
-    from topw_deploy.plugins.tensorrt import build as plugin_build
+    from topw_deploy.plugins import architectures
+    from topw_deploy.plugins.compile_cuda import CompiledLibrary, compile_cuda
+    from topw_deploy.plugins.compile_tensorrt import CompiledPlugin, compile_tensorrt
 
     chosen = architectures.resolve([name for names in architecture for name in names])
-    line = (lambda _line: None) if quiet else phase
+    line = progress(quiet).say
     with _shown(quiet) as watch:
-        made: cuda_build.Built | plugin_build.BuiltPlugin
+        library: CompiledLibrary | CompiledPlugin
         if tensorrt_root is None:
-            made = cuda_build.build(output, chosen, tell=line, watch=watch)
+            library = compile_cuda(output, chosen, say=line, watch=watch)
         else:
-            made = plugin_build.build(tensorrt_root, output, chosen, tell=line, watch=watch)
-    names = " ".join(f"sm_{number}" for number in made.architectures)
-    line(f"{decimal_size(made.size)} for {names} in {made.seconds:.0f} s")
-    say(made.path)
+            library = compile_tensorrt(tensorrt_root, output, chosen, say=line, watch=watch)
+    names = " ".join(f"sm_{number}" for number in library.architectures)
+    line(f"{decimal_size(library.size)} for {names} in {library.seconds:.0f} s")
+    say(library.path)
 
 
 @contextlib.contextmanager
 def _shown(quiet: bool) -> Iterator[Callable[[Compiling], object]]:
-    """Shows how far nvcc is: one line that is rewritten, where stderr is a terminal; else a line for each
-    architecture that is done."""
+    """Show nvcc's state: one line rewritten on a terminal, else a line per finished architecture."""
     if quiet:
         yield lambda _state: None
     elif sys.stderr.isatty():
@@ -122,25 +122,25 @@ def _line(state: Compiling) -> str:
 
 
 class _Lines:
-    """Prints a line when an architecture is done."""
+    """Prints a line per finished architecture."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._printed = 0
 
     def __call__(self, state: Compiling) -> None:
-        for number in state.done[self._told :]:
-            self._told += 1
-            phase(f"sm_{number} done, {self._told} of {state.total}, {state.seconds:.0f} s")
+        for number in state.done[self._printed :]:
+            self._printed += 1
+            phase(f"sm_{number} done, {self._printed} of {state.total}, {state.seconds:.0f} s")
 
 
 @command.command(name="show")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def show(as_json: bool) -> None:
-    """Show the libraries that are there, what they are for, and the GPUs of this machine."""
-    from topw_deploy.plugins import report
+    """Show the installed libraries, what they support, and the GPUs of this machine."""
+    from topw_deploy.plugins import status
 
-    found = report.look()
+    found = status.look()
     if as_json:
         say_json(asdict(found), indent=2)
     else:
-        say(*report.lines(found))
+        say(*status.lines(found))

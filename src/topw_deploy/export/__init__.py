@@ -1,7 +1,4 @@
-"""From a language model to one ONNX file that samples by itself: trace -> lower -> graft, then write and verify.
-
-Raises ExportError where Python is older than 3.11, with which nothing of this is tested.
-"""
+"""Export a language model to one ONNX file that samples by itself. Raises ExportError for Python older than 3.11."""
 
 import sys
 

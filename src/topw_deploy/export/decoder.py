@@ -1,4 +1,4 @@
-"""A decoder graph before and after the sampler is added, with the facts that the runtime must know about it."""
+"""A decoder graph and the facts that the runtime needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from topw_deploy.manifest import DecoderInfo
 
 @dataclass(frozen=True)
 class Decoder:
-    """What the stages of an export pass on. They rewrite `model` in place; the rest of a Decoder never changes.
+    """What the stages pass on. They rewrite `model` in place and replace the rest.
 
     model: inputs input_ids, past_key_values.{i}.key|value, and attention_mask, (position_ids) or, if the cache is
         static, write_indices, row_lengths; outputs logits [batch, sequence, vocab], present.{i}.key|value.
@@ -43,5 +43,4 @@ class Decoder:
 
     @property
     def opset(self) -> int:
-        """Version of the standard operators."""
         return int(self.model.opset_imports[""])

@@ -17,7 +17,7 @@ from topw_deploy.progress import SILENT, Progress
 class Job:
     """One export under way.
 
-    finished: the stages that an interrupted export of the same request completed.
+    finished: the stages that an interrupted export completed.
     memory: peak memory of each stage so far.
     started: time.monotonic() at the start.
     """
@@ -31,5 +31,5 @@ class Job:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where tokenizer and configuration come from."""
+        """With tokenizer and configuration."""
         return self.request.tokenizer or self.source.folder

@@ -15,20 +15,20 @@ from topw_deploy.export.graft.embedding_node import find_embedding
 from topw_deploy.export.graft.neighbour_bound import measure_for
 from topw_deploy.export.graft.sampler_node import graft
 from topw_deploy.export.job import Job
-from topw_deploy.export.plan import brought_files, plan_of
+from topw_deploy.export.plan import onnx_data_files, plan_of
 from topw_deploy.export.quantise import quantise
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.request import ExportReport, ExportRequest
 from topw_deploy.export.resume.finished import FinishedStages, stamp_of_source
 from topw_deploy.export.resume.journal import Journal
-from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.source.packed import PackedCheckpoint
 from topw_deploy.export.source.resolve import Source, refuse_special_files, resolve
 from topw_deploy.export.tail import TailSpec
 from topw_deploy.export.verification.first_layers import layers_to_verify, verification_bytes
-from topw_deploy.export.write.configuration import bring_genai_configuration, write_configuration
+from topw_deploy.export.write.configuration import copy_genai_configuration, write_configuration
 from topw_deploy.export.write.manifest import decoder_manifest, decoder_report, sizes_in
-from topw_deploy.export.write.staging import StagedFolder, bring, check_free, require_space
-from topw_deploy.export.write.tokenizer_files import bring_tokenizer, check_tokenizer
+from topw_deploy.export.write.staging import StagedFolder, check_free, copy_file, require_space
+from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
 from topw_deploy.export.write.weights import bytes_by_type, tidy, write_model
 from topw_deploy.manifest import DecoderManifest, Verification, save_manifest
 from topw_deploy.progress import SILENT, Progress
@@ -36,10 +36,10 @@ from topw_deploy.sizes import decimal_size
 
 
 def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportReport:
-    """Write the folder that `request` asks for, verified and in one rename; on an error `output` stays as it was.
+    """Write the folder that `request` describes, verified and in one rename; an error leaves `output` unchanged.
 
-    Raises SourceError, UnsupportedModelError, TokenizerError and ParameterError before anything is written, ExportError
-    if writing fails, and VerificationError if the graph disagrees with its source.
+    Raises SourceError, UnsupportedModelError, TokenizerError or ParameterError before anything is written, ExportError
+    if writing fails, VerificationError if the graph disagrees with its source.
     """
     started = time.monotonic()
     check_free(request.output, request.overwrite)
@@ -50,7 +50,7 @@ def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportR
     with StagedFolder(
         request.output, overwrite=request.overwrite, keep_failed=request.keep_failed, resume=request.resume
     ) as staged:
-        finished = FinishedStages(Journal(staged.workshop, progress.say), request, stamp_of_source(source))
+        finished = FinishedStages(Journal(staged.workspace, progress.say), request, stamp_of_source(source))
         job = Job(request, source, finished, progress, started=started)
         decoder, manifest = _make(job, staged.path)
         decoder, verification = _verify(job, decoder, manifest, staged)
@@ -62,7 +62,6 @@ def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportR
 
 
 def _find_source(request: ExportRequest, progress: Progress) -> Source:
-    """The model on this machine, with a tokenizer that can be exported."""
     progress.say(f"Finding {request.model}")
     source = resolve(request.model, request.hub)
     if request.tokenizer is not None and request.tokenizer.is_dir():
@@ -72,7 +71,7 @@ def _find_source(request: ExportRequest, progress: Progress) -> Source:
 
 
 def _dry_run(job: Job) -> ExportReport:
-    """Report on the export without writing it; its graph is made, for the sizes."""
+    """Report on the export without writing it."""
     with job.memory.stage("graph"):
         decoder, _ = _make_graph(job)
     plan = plan_of(job, decoder, job.request.output)
@@ -80,7 +79,7 @@ def _dry_run(job: Job) -> ExportReport:
 
 
 def _make(job: Job, folder: Path) -> tuple[Decoder, DecoderManifest]:
-    """Make the graph and write all files of the export into `folder`."""
+    """Make the graph and write all files into `folder`."""
     with job.memory.stage("graph"):
         decoder, sampler = _make_graph(job)
     with job.memory.stage("writing"):
@@ -88,7 +87,7 @@ def _make(job: Job, folder: Path) -> tuple[Decoder, DecoderManifest]:
 
 
 def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
-    """The decoder with its sampler, its weights still in the source's files."""
+    """The decoder with its sampler; the weights are not read yet."""
     request, progress = job.request, job.progress
     decoder = _read_decoder(job, job.source.onnx) if job.source.onnx is not None else _trace_decoder(job)
     sampler = request.sampler
@@ -108,7 +107,6 @@ def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
 
 
 def _read_decoder(job: Job, file: Path) -> Decoder:
-    """The existing ONNX decoder in `file`."""
     from topw_deploy.export.foreign.load import load_decoder
 
     job.request.check_for_onnx(file.name)
@@ -117,7 +115,7 @@ def _read_decoder(job: Job, file: Path) -> Decoder:
 
 
 def _trace_decoder(job: Job) -> Decoder:
-    """The decoder traced from a checkpoint, lowered and, if requested, quantised."""
+    """Trace, lower and, if requested, quantise a checkpoint."""
     weights = job.request.weights
     if weights.hard_link:
         raise ParameterError(
@@ -146,7 +144,7 @@ def _trace_decoder(job: Job) -> Decoder:
 
 
 def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple[Decoder, DecoderManifest]:
-    """Write all files of the export, with a provisional manifest, which the runtime refuses to load."""
+    """Write all files, with a provisional manifest, which the runtime refuses to load."""
     request, finished, progress = job.request, job.finished, job.progress
     plan = plan_of(job, decoder, folder)
     finished.clear(folder, plan.files)
@@ -155,19 +153,19 @@ def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple
     log = finished.data_log()
     progress.say(f"Writing {decimal_size(sum(plan.files.values()))}")
     with progress.bar(plan.data, "B") as advance:
-        _bring_data(job, decoder, folder, advance)
+        _copy_data(job, decoder, folder, advance)
         try:
             write_model(decoder.model, folder, advance, plan.slots, log)
         except (MemoryError, ValueError) as error:
             raise ExportError(f"the graph cannot be written ({error}); report this model.") from error
-    progress.say("Bringing tokenizer and configuration")
+    progress.say("Copying tokenizer and configuration")
     tokenizer = job.tokenizer_folder
     remote_code = request.hub.trust_remote_code
     notices = finished.tokenizer_files(
-        tokenizer, folder, partial(bring_tokenizer, tokenizer, folder, trust_remote_code=remote_code)
+        tokenizer, folder, partial(write_tokenizer, tokenizer, folder, trust_remote_code=remote_code)
     )
     write_configuration(job.source, tokenizer, folder, request.graph.num_hidden_layers)
-    notices = [*notices, *bring_genai_configuration(job.source, folder, request.sampler.with_logits)]
+    notices = [*notices, *copy_genai_configuration(job.source, folder, request.sampler.with_logits)]
     info = replace(decoder.info, weights=bytes_by_type(decoder.model))
     decoder = replace(decoder, info=info).noting(*notices)
     manifest = decoder_manifest(job, decoder, sampler, folder, log.hashes)
@@ -175,12 +173,12 @@ def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple
     return decoder, manifest
 
 
-def _bring_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int], object]) -> None:
+def _copy_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int], object]) -> None:
     """Copy or hard-link the data files of an ONNX decoder."""
     hard_link = job.request.weights.hard_link
-    for location, path in brought_files(job, decoder).items():
+    for location, path in onnx_data_files(job, decoder).items():
         target = folder / location
-        copy = partial(bring, path, target, hard_link=hard_link, progress=advance)
+        copy = partial(copy_file, path, target, hard_link=hard_link, progress=advance)
         if not job.finished.copied(path, target, copy, hard_link):
             advance(target.stat().st_size)
 
@@ -188,7 +186,7 @@ def _bring_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int
 def _verify(
     job: Job, decoder: Decoder, manifest: DecoderManifest, staged: StagedFolder
 ) -> tuple[Decoder, Verification]:
-    """Compare the written folder with its source; the decoder comes back without what it got wrong."""
+    """Compare the written folder with its source; drops padding from the decoder's abilities where it fails."""
     verification, may_pad = Verification(status="skipped"), not decoder.foreign
     if job.request.verify:
         from topw_deploy.export.verification import verify_in_subprocess
@@ -203,7 +201,7 @@ def _verify(
                 f"{decimal_size(verification_bytes(decoder))}: the first {layers} were exported alone and verified"
             )
             job.progress.say(f"Verifying the first {layers} layers")
-            verify = partial(_verify_first_layers, job, layers, staged.workshop / "first-layers")
+            verify = partial(_verify_first_layers, job, layers, staged.workspace / "first-layers")
         verification, may_pad = job.finished.verified(manifest, verify)
     info = decoder.info
     if (info.left_padding or info.right_padding) and not may_pad:
@@ -216,9 +214,9 @@ def _verify(
 
 
 def _verify_first_layers(job: Job, layers: int, folder: Path) -> tuple[Verification, bool]:
-    """Export the first `layers` into `folder` in the same way and verify those.
+    """Export the first `layers` into `folder` and verify those.
 
-    The status is "partial": the whole graph was not run. Each check names the layers.
+    The status is "partial", and each check names the layers.
     """
     from topw_deploy.export.verification import verify_in_subprocess
 

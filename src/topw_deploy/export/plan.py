@@ -1,4 +1,4 @@
-"""What an export needs, derived from the finished graph without reading weights: bytes on disk, bytes of memory."""
+"""The disk space and memory of an export, derived from the finished graph without reading weights."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _QUANTISING = {"int4": 12.0, "int8": 6.5}  # memory for quantising a weight, per
 
 @dataclass(frozen=True)
 class Plan:
-    """The disk space and memory of an export.
+    """What writing a graph needs.
 
     files: name -> bytes of every file, except for a few small ones.
-    shared: bytes of them that need no space, being hard links.
+    shared: bytes of them that are hard links.
     beside: bytes that the verification writes temporarily.
     slots: places of the weights in the data files.
     memory: stage -> estimated peak resident bytes.
@@ -40,21 +40,21 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Bytes that must be free on the disk before writing starts."""
+        """Bytes that must be free on the disk."""
         return sum(self.files.values()) - self.shared + self.beside + _MANIFEST
 
     @property
     def data(self) -> int:
-        """Bytes of the data files, the total of the progress bar."""
+        """Bytes of the data files."""
         return sum(size for name, size in self.files.items() if name not in (MODEL_FILE, *COPIED))
 
 
 def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
-    """The plan for writing `decoder` into `folder`, which need not exist yet."""
+    """The plan for writing `decoder` into `folder`, which need not exist."""
     slots = data_slots(decoder.model, job.request.weights.shard_bytes)
     files = written_sizes(decoder.model, slots)
     shared = 0
-    for location, path in brought_files(job, decoder).items():
+    for location, path in onnx_data_files(job, decoder).items():
         files[location] = path.resolve().stat().st_size
         if job.request.weights.hard_link and linkable(path, _existing(folder)):
             shared += files[location]
@@ -69,15 +69,15 @@ def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
     return Plan(files, shared, beside, slots, memory)
 
 
-def brought_files(job: Job, decoder: Decoder) -> dict[str, Path]:
-    """The data files of an ONNX decoder: location in its graph -> path."""
+def onnx_data_files(job: Job, decoder: Decoder) -> dict[str, Path]:
+    """Location in its graph -> path of every data file of an ONNX decoder."""
     if job.source.onnx is None:
         return {}
     return {location: job.source.onnx.parent / location for location in external_files(decoder.model)}
 
 
 def _in_memory(slot: Slot) -> int:
-    """Peak memory for writing a weight: what is read, the converted values, and the part being written."""
+    """Peak memory for writing a weight."""
     tensor, nbytes = slot.tensor, slot.length
     if isinstance(tensor, LazyWeight) and tensor.read is not None:
         return nbytes + 2 * min(nbytes, PART)

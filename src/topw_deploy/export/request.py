@@ -1,4 +1,4 @@
-"""What an export is asked for, and what it reports."""
+"""The request for an export and its report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KV_REQUESTS = ("static", "concat")
 
 @dataclass(frozen=True, kw_only=True)
 class HubOptions:
-    """How to get a model from the hub; the names are huggingface_hub's.
+    """How to get a model from the hub, as in huggingface_hub.
 
     trust_remote_code: download and run Python code that comes with the model.
     """
@@ -38,15 +38,15 @@ class HubOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """The decoder's graph. None stands for the default, the only choice for an existing ONNX decoder.
+    """The decoder's graph. None is the default, and the only choice for an existing ONNX decoder.
 
     target: whose operators to use, onnxruntime (default) or tensorrt.
     opset: 23 or 24; by default 23, for tensorrt 24.
-    kv: form of the cache, static or concat; by default static where the decoder allows it.
-    max_length: capacity in tokens of the static cache for tensorrt, fixed in the graph; a multiple of 64. By default
-        the model's context, at most 4,096. 0 leaves the length to the runtime, which only onnxruntime supports.
+    kv: form of the cache, static or concat; by default static where supported.
+    max_length: capacity in tokens of the static cache for tensorrt, a multiple of 64; by default the model's context,
+        at most 4,096. 0 leaves it to the runtime, which only onnxruntime supports.
     num_hidden_layers: export only the first layers.
-    Raises ParameterError for a value out of range or a combination that does not exist.
+    Raises ParameterError for a value out of range or an impossible combination.
     """
 
     target: str | None = None
@@ -88,13 +88,11 @@ class WeightOptions:
     """The weights and their files.
 
     dtype: fp32 (default), fp16, bf16, int4 or int8.
-    compute_dtype: fp32 (default) or fp16, the type of everything but the weights of an int4 or int8 export.
-    block_size, table_bits, symmetric, accuracy_level, quantisation_algorithm, exclude_nodes: of int4 and int8; see
-        quantise.Quantisation, whose defaults None stands for.
-    max_shard_size: maximum bytes of a data file, a number or text such as "2GB" (10^9 each) or "2GiB"; None writes one
-        file.
+    compute_dtype: with int4 and int8, the type of everything but the weights: fp32 (default) or fp16.
+    block_size ... exclude_nodes: of int4 and int8, see quantise.Quantisation.
+    max_shard_size: maximum bytes of a data file, a number or text such as "2GB" or "2GiB"; None for one file.
     hard_link: hard-link the data files of an ONNX decoder instead of copying them.
-    Raises ParameterError for a value out of range, and for an option of quantised weights with another dtype.
+    Raises ParameterError for a value out of range, and for an option of int4 and int8 with another dtype.
     """
 
     dtype: str | None = None
@@ -125,7 +123,7 @@ class WeightOptions:
 
     @property
     def torch_dtype(self) -> str:
-        """torch's name of the type in which the decoder is traced."""
+        """torch's name of the traced type."""
         return DTYPES[self.compute_dtype or self.dtype or "fp32"]
 
     @property
@@ -158,10 +156,10 @@ class SamplerOptions:
     """The sampler.
 
     options: baked into the graph.
-    defaults: parameters of a generation request that names none.
+    defaults: of a generation request's parameters.
     tail: form of the function's body: portable, onnxruntime or static.
     with_logits, with_mass, with_keep_mask: optional outputs.
-    neighbour_bound: measure and store each token's distance to its nearest neighbour (graft/neighbour_bound.py).
+    neighbour_bound: measure and store each token's distance to its nearest neighbour.
     Raises ParameterError for defaults that float32 cannot hold, and for a bound under the uniform metric.
     """
 
@@ -187,12 +185,12 @@ class ExportRequest:
 
     model: hub id, folder, ONNX file or `demo`.
     output: the folder to write.
-    tokenizer: folder with tokenizer and configuration, for a model that comes without.
-    resume: continue an interrupted export to the same folder; if interrupted, stay resumable.
-    dry_run: report what would be written, and write nothing.
-    overwrite: replace an earlier export in `output`.
-    verify: compare the written graph with the model before the folder appears.
-    keep_failed: keep the files of a failed export, as `output`.failed.
+    tokenizer: folder with tokenizer and configuration, for a model without them.
+    resume: continue an interrupted export; stay resumable if interrupted.
+    dry_run: write nothing.
+    overwrite: replace an earlier export.
+    verify: compare the graph with the model before the folder appears.
+    keep_failed: keep the files of a failed export as `output`.failed.
     Raises ParameterError for quantised weights with the target tensorrt.
     """
 
@@ -218,7 +216,7 @@ class ExportRequest:
             )
 
     def check_for_onnx(self, file: str) -> None:
-        """Raises ParameterError for an option that cannot be applied to `file`, an existing ONNX decoder."""
+        """Raises ParameterError for an option that an existing ONNX decoder (`file`) does not take."""
         traced = {
             "dtype": self.weights.dtype,
             "compute_dtype": self.weights.compute_dtype,
@@ -244,12 +242,12 @@ _GROUPS: dict[str, Any] = {
 
 
 def export_request(**values: Any) -> ExportRequest:
-    """Build an ExportRequest from flat keyword arguments, as the command line has them."""
+    """Build an ExportRequest from flat keyword arguments."""
     return grouped(ExportRequest, values)
 
 
 def grouped(kind: type[Request], values: dict[str, Any]) -> Request:
-    """Build a request of `kind` from `values`, each of which may be a field of one of its groups."""
+    """Build a request of `kind` from `values`, sorted into its groups."""
     values = dict(values)
     for name in [f.name for f in dataclasses.fields(kind) if f.name in _GROUPS]:  # type: ignore[arg-type]
         names = {f.name for f in dataclasses.fields(_GROUPS[name])} & values.keys()
@@ -274,8 +272,7 @@ class ExportReport:
     """What was written, or would be (`dry_run`).
 
     sizes: file -> bytes.
-    memory: stage -> peak resident bytes, measured or, in a dry run, estimated. The stages are graph, writing and, in a
-        process of its own, verification.
+    memory: stage (graph, writing, verification) -> peak resident bytes, estimated in a dry run.
     notices: what the user should know.
     """
 

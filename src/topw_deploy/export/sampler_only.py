@@ -1,4 +1,4 @@
-"""The sampler without a decoder: a model that takes logits and answers tokens (`topw export-sampler`)."""
+"""Export the sampler alone: logits in, tokens out."""
 
 from __future__ import annotations
 
@@ -33,13 +33,10 @@ _ROWS_VERIFIED = 4
 class SamplerRequest:
     """One export of the sampler alone.
 
-    output: the folder to write.
-    model: hub id, folder or `demo`, whose input embeddings to take.
-    embeddings: a .npy file with the table [tokens, hidden], in place of a model.
-    vocab_size: width of the logits; by default the table's rows, and at most those. The `uniform` metric needs no
-        table, but without one it needs vocab_size.
+    model: hub id, folder or `demo`, whose input embeddings to use.
+    embeddings: a .npy file with the table [tokens, hidden], instead of a model.
+    vocab_size: width of the logits, by default the table's rows; the `uniform` metric needs no table but then this.
     opset: 18 to 24.
-    verify: compare the written sampler with the reference before the folder appears.
     Raises ParameterError unless exactly one source of the vocabulary is given, and for with_logits.
     """
 
@@ -78,14 +75,13 @@ class SamplerRequest:
 
 
 def sampler_request(**values: Any) -> SamplerRequest:
-    """Build a SamplerRequest from flat keyword arguments, as the command line has them."""
+    """Build a SamplerRequest from flat keyword arguments."""
     return grouped(SamplerRequest, values)
 
 
 def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> ExportReport:
-    """Write the sampler-only folder that `request` asks for, in one rename; on an error `output` stays as it was.
+    """Write the folder that `request` describes, in one rename; an error leaves `output` unchanged.
 
-    The folder holds model.onnx (model.onnx_data beside it for a large table) and the manifest.
     Raises the errors of topw_deploy.errors; VerificationError if the graph disagrees with the reference.
     """
     started, sampler = time.monotonic(), request.sampler
@@ -124,7 +120,6 @@ def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> Expo
 
 
 def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | None) -> TailSpec:
-    """The tail that `request` asks for, over a table [rows, hidden] or none."""
     rows, hidden = (None, None) if table is None else table.shape
     return TailSpec(
         options=request.sampler.options,
@@ -143,8 +138,9 @@ def sampler_model(
 ) -> ir.Model:
     """The model: `logits` float32 [batch, vocab] and the sampler's inputs -> the sampler's outputs.
 
-    table: the embeddings [>= vocab, hidden] as they are to be stored; geometry: their statistics;
-    measure: makes the neighbour bound.
+    table: the embeddings [>= vocab, hidden] to store.
+    geometry: their statistics.
+    measure: returns the neighbour bound.
     """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": spec.opset}, name="topw_sampler")
     editor = GraphEditor(graph, "topw")
@@ -162,13 +158,12 @@ def sampler_model(
 
 
 def ir_version(opset: int) -> int:
-    """The lowest version of the file format that goes with `opset`: old runtimes refuse newer ones, onnxruntime 1.17
-    those above 9. 10 serves every later opset, since nothing newer is used."""
+    """The lowest version of the file format for `opset`: onnxruntime 1.17 refuses versions above 9."""
     return 8 if opset < 19 else 9 if opset < 21 else 10
 
 
 def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
-    """The embedding table and where it comes from; float64 becomes float32, which the graph computes in."""
+    """The embedding table and its source; float64 is cast to float32, in which the graph computes."""
     if request.embeddings is not None:
         table, source = embeddings_of_file(request.embeddings), Source(str(request.embeddings), "local", Path())
     elif request.model is not None:
@@ -180,7 +175,7 @@ def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
 
 
 def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Verification:
-    """Compare what was written with the reference on random logits; VerificationError names what differs."""
+    """Compare the written sampler with the reference on random logits. Raises VerificationError."""
     from topw_deploy.export.verification.probe import SamplerProbe
     from topw_deploy.export.verification.results import Outcome
     from topw_deploy.export.verification.sampler_checks import bound_check, sampler_checks

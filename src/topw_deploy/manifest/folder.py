@@ -14,7 +14,7 @@ from topw_deploy.manifest.contents import MANIFEST_NAME, DecoderManifest, FileEn
 from topw_deploy.manifest.parse import manifest_from_json
 
 _MOST_BYTES = 16 << 20  # a manifest is a few KB; a larger file is not one, and must not fill memory
-_ENGINES = "engines"  # checked one by one where they are used (tensorrt/find.py)
+_ENGINES = "engines"  # checked one by one where they are used (tensorrt/engines.py)
 
 
 def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:

@@ -9,17 +9,14 @@ from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins import driver
 
 ARCHITECTURES = (75, 80, 86, 87, 89, 90, 100, 110, 120, 121)
-"""What a library is for unless it is asked for less: sm_75 (Turing) to sm_121, Jetson's sm_87 and sm_110 among them."""
+"""The default targets of a library: sm_75 (Turing) to sm_121, including Jetson's sm_87 and sm_110."""
 
 NATIVE = "native"
 """The GPUs of this machine, as in nvcc's -arch=native."""
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """The architectures of a list with commas, semicolons or spaces, each as "87" or NATIVE.
-
-    Raises ParameterError for an empty list and for a word that is no architecture.
-    """
+    """Split a list at commas, semicolons or spaces into "87" or NATIVE each. Raises ParameterError."""
     words = re.split(r"[,;\s]+", text.strip(",; \t\n"))
     return tuple(map(_one, words))
 
@@ -37,10 +34,7 @@ def _one(word: str) -> str:
 
 
 def resolve(names: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of what `parse` returned, with the driver's answer for NATIVE, ascending.
-
-    Raises PluginError where NATIVE is asked for and the driver shows no GPU.
-    """
+    """The numbers of parsed names, ascending. Raises PluginError for NATIVE if the driver shows no GPU."""
     numbers = {int(name) for name in names if name != NATIVE}
     if NATIVE in names:
         found = driver.look()

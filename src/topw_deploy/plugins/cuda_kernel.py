@@ -1,7 +1,6 @@
-"""The CUDA sampler from Python: the C interface of cuda/topw_cuda.h over addresses in the device's memory.
+"""The CUDA sampler from Python: the C interface of cuda/topw_cuda.h over device addresses.
 
-Whose memory that is, is up to the library: of a GPU for libtopw_cuda.so, of the process for the build that emulates a
-device, so that there an address is a numpy array's. Needs nothing but the library.
+In the emulated build device memory is the process's, and an address is a numpy array's.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import ParameterError, PluginError
-from topw_deploy.plugins.kernel import TABLE_TYPES, _Inputs, _Options, _Outputs, _Table
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
-from topw_deploy.sampling.parameters import METRICS, TopWOptions
+from topw_deploy.plugins.structs import TABLE_TYPES, Inputs, Options, Outputs, Table
+from topw_deploy.sampling.parameters import TopWOptions
 
 LOGITS_TYPES = ("float32", "float16", "bfloat16")
 CERTIFY, GEOMETRY = 1, 2  # the launches of a step
@@ -25,8 +24,8 @@ class _Shape(Structure):
     """topw_cuda_shape."""
 
     _fields_ = (
-        ("options", _Options),
-        ("table", _Table),
+        ("options", Options),
+        ("table", Table),
         ("batch", c_int64),
         ("vocab", c_int64),
         ("edits", c_int64),
@@ -37,30 +36,26 @@ class _Shape(Structure):
 
 @dataclass(frozen=True)
 class CudaShape:
-    """The most that calls may bring: rows, tokens of the vocabulary, edits to a row, the logits' type.
-
-    table: as topw.h has it, of which the sizes and types count; None for the uniform metric.
-    """
+    """Upper bounds of calls. edits: of a row. table: only sizes and types count; None for the uniform metric."""
 
     options: TopWOptions
     batch: int
     vocab: int
     edits: int = 0
     logits_type: str = "float32"
-    table: _Table | None = None
+    table: Table | None = None
 
-    def structure(self) -> _Shape:
-        """What the C interface takes. Raises ParameterError for logits of another type."""
+    def struct(self) -> _Shape:
+        """The C structure. Raises ParameterError for an unknown logits type."""
         if self.logits_type not in LOGITS_TYPES:
             raise ParameterError(f"logits are {self.logits_type}, but must be one of {', '.join(LOGITS_TYPES)}.")
-        o = self.options
-        options = _Options(o.top_m, o.alt_iters, METRICS.index(o.metric), min(o.neighbours, 2**31 - 1))
-        table = _Table() if self.table is None else self.table
-        return _Shape(options, table, self.batch, self.vocab, self.edits, TABLE_TYPES[self.logits_type], 0)
+        table = Table() if self.table is None else self.table
+        logits_type = TABLE_TYPES[self.logits_type]
+        return _Shape(Options.of(self.options), table, self.batch, self.vocab, self.edits, logits_type, 0)
 
 
 class CudaKernel:
-    """The library at `path`, opened. Raises PluginError if it does not open or speaks another version."""
+    """The library at `path`. Raises PluginError if it does not load or has another interface version."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -80,7 +75,7 @@ class CudaKernel:
         library.topw_cuda_refusal.argtypes, library.topw_cuda_refusal.restype = (shape,), c_char_p
         library.topw_cuda_workspace_bytes.argtypes, library.topw_cuda_workspace_bytes.restype = (shape,), c_int64
         library.topw_cuda_control_bytes.argtypes, library.topw_cuda_control_bytes.restype = (shape,), c_int64
-        arguments = (shape, POINTER(_Table), POINTER(_Inputs), POINTER(_Outputs), c_void_p, c_void_p, c_void_p, c_int32)
+        arguments = (shape, POINTER(Table), POINTER(Inputs), POINTER(Outputs), c_void_p, c_void_p, c_void_p, c_int32)
         library.topw_cuda_launch_parts.argtypes = arguments
         library.topw_cuda_allocate.argtypes = (c_int64, POINTER(c_void_p))
         library.topw_cuda_release.argtypes = (c_void_p,)
@@ -93,44 +88,42 @@ class CudaKernel:
         return int(self.handle.topw_cuda_device_count())
 
     def refusal(self, shape: CudaShape) -> str:
-        """Why the kernels do not serve calls of this shape, as a clause; empty if they do."""
-        reason = self.handle.topw_cuda_refusal(byref(shape.structure()))
+        """Why the kernels refuse such calls, as a clause; "" if they do not."""
+        reason = self.handle.topw_cuda_refusal(byref(shape.struct()))
         return reason.decode("utf-8") if reason else ""
 
     def workspace_bytes(self, shape: CudaShape) -> int:
-        """Bytes of scratch memory for a call of at most this shape, aligned to 256 bytes; 0 for a refused shape."""
-        return int(self.handle.topw_cuda_workspace_bytes(byref(shape.structure())))
+        """Bytes of scratch memory, to be aligned to 256 bytes; 0 for a refused shape."""
+        return int(self.handle.topw_cuda_workspace_bytes(byref(shape.struct())))
 
     def control_bytes(self, shape: CudaShape) -> int:
-        """Bytes of control memory for such a call: zero before the first launch, and zero again after each."""
-        return int(self.handle.topw_cuda_control_bytes(byref(shape.structure())))
+        """Bytes of control memory, zero before the first launch and after each."""
+        return int(self.handle.topw_cuda_control_bytes(byref(shape.struct())))
 
     def launch(
         self,
         shape: CudaShape,
-        table: _Table | None,
-        inputs: _Inputs,
-        outputs: _Outputs,
+        table: Table | None,
+        inputs: Inputs,
+        outputs: Outputs,
         control: int,
         workspace: int,
         stream: int = 0,
         parts: int = EVERY_PART,
     ) -> None:
-        """Enqueue a step on the stream. All addresses are the device's.
+        """Enqueue a step, all addresses being the device's. Raises PluginError if CUDA refuses.
 
         parts: CERTIFY, GEOMETRY or both; one alone is for measurements.
-
-        Raises PluginError where CUDA refuses.
         """
         code = self.handle.topw_cuda_launch_parts(
-            byref(shape.structure()), None if table is None else byref(table), byref(inputs), byref(outputs),
+            byref(shape.struct()), None if table is None else byref(table), byref(inputs), byref(outputs),
             control, workspace, stream, parts,
         )  # fmt: skip
         if code:
             raise PluginError(f"the CUDA kernels were not launched: {self._reason(code)}.")
 
     def allocate(self, size: int) -> int:
-        """Zeroed memory of the current device; its address. Raises PluginError where there is none."""
+        """The address of zeroed device memory. Raises PluginError if there is none."""
         memory = c_void_p()
         code = self.handle.topw_cuda_allocate(size, byref(memory))
         if code or memory.value is None:

@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says of this machine, asked of the driver itself: no CUDA toolkit and no package is needed."""
+"""The NVIDIA driver's version and GPUs, asked of the driver itself; needs neither a CUDA toolkit nor a package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_DEVICE = 100
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU: its name, and its architecture (87 is sm_87)."""
+    """A GPU's name and architecture (87 for sm_87)."""
 
     name: str
     architecture: int
@@ -20,8 +20,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """cuda: the newest CUDA that the driver runs, as "13.0", None without a driver. devices: the GPUs that this process
-    sees. why_none: why there are none, as a clause; empty where there are."""
+    """The driver's answers.
+
+    cuda: the newest CUDA version it supports, such as "13.0"; None without a driver.
+    devices: the GPUs visible to this process.
+    why_none: why there are none, as a clause; "" if there are.
+    """
 
     cuda: str | None
     devices: tuple[Device, ...]

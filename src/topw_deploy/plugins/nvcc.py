@@ -1,7 +1,7 @@
-"""Running nvcc on the kernels: which architectures are being assembled, and which are done.
+"""Run nvcc on the kernels and follow which architectures are being assembled and which are done.
 
-With --verbose nvcc prints every command before it runs it. ptxas takes nearly all of the time; it is called once for
-each architecture, and its output file appears when it is done.
+nvcc --verbose prints every command before running it. ptxas takes nearly all of the time, once per architecture, and
+writes its output file at its end.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
 
-from topw_deploy.plugins import build as native_build
+from topw_deploy.plugins.compile_native import TIMEOUT, NotBuiltError, complaint
 
 _PTXAS = re.compile(r'^#\$ \S*ptxas\S* .*?-arch=sm_(\d+)\b.* -o "([^"]+)"')
-_COMMAND = "#$ "  # how nvcc begins a line with what it runs
-_INTERVAL = 0.5  # seconds between two looks
+_COMMAND = "#$ "  # prefix of a command in nvcc's output
+_INTERVAL = 0.5  # seconds between two checks
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """running and done: architectures (87 is sm_87) in the order of their beginning. total: of this compilation."""
+    """The state of a compilation. running, done: architectures (87 for sm_87), in the order they were started."""
 
     running: tuple[int, ...]
     done: tuple[int, ...]
@@ -36,11 +36,11 @@ Watch: TypeAlias = Callable[[Compiling], object]
 
 
 def unwatched(_state: Compiling) -> None:
-    """For those who do not look."""
+    """A Watch that does nothing."""
 
 
 class _Reader(threading.Thread):
-    """Collects nvcc's messages; `outputs` has the file of each architecture whose ptxas began."""
+    """Collects nvcc's messages. outputs: the output file of each architecture whose ptxas was started."""
 
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(daemon=True)
@@ -50,42 +50,39 @@ class _Reader(threading.Thread):
 
     def run(self) -> None:
         for line in self._stream:
-            begun = _PTXAS.match(line)
-            if begun:
-                self.outputs[int(begun[1])] = Path(begun[2])
+            started = _PTXAS.match(line)
+            if started:
+                self.outputs[int(started[1])] = Path(started[2])
             elif not line.startswith(_COMMAND):
                 self.messages.append(line)
 
 
 def run(command: Sequence[str], total: int, watch: Watch) -> None:
-    """Run nvcc and tell `watch` twice a second how far it is. total: the architectures that it compiles for.
-
-    Raises NotBuiltError with nvcc's words.
-    """
+    """Run nvcc for `total` architectures and call `watch` twice a second. Raises NotBuiltError."""
     started = time.perf_counter()
     try:
         process = subprocess.Popen(
             [*command, "--verbose"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
     except OSError as error:
-        raise native_build.NotBuiltError(f"{command[0]} cannot be run ({error})") from None
+        raise NotBuiltError(f"{command[0]} cannot be run ({error})") from None
     with process:
-        assert process.stdout is not None
+        assert process.stdout is not None  # for mypy: it is a pipe
         reader = _Reader(process.stdout)
         reader.start()
         done: list[int] = []
         try:
             while not _ended(process):
-                _look(reader, done)
+                _add_finished(reader, done)
                 watch(_state(reader, done, total, started))
-                if time.perf_counter() - started > native_build.LONGEST:
-                    raise native_build.NotBuiltError(f"{command[0]} did not end within {native_build.LONGEST} s")
+                if time.perf_counter() - started > TIMEOUT:
+                    raise NotBuiltError(f"{command[0]} did not end within {TIMEOUT} s")
         except BaseException:
             process.terminate()
             raise
         reader.join()
     if process.returncode:
-        raise native_build.NotBuiltError(native_build.complaint(command, "".join(reader.messages)))
+        raise NotBuiltError(complaint(command, "".join(reader.messages)))
     done += [number for number in reader.outputs if number not in done]
     watch(_state(reader, done, total, started))
 
@@ -98,8 +95,8 @@ def _ended(process: subprocess.Popen[str]) -> bool:
     return True
 
 
-def _look(reader: _Reader, done: list[int]) -> None:
-    """Add to `done` the architectures whose file is there: ptxas writes it at its end."""
+def _add_finished(reader: _Reader, done: list[int]) -> None:
+    """Add to `done` the architectures whose output file exists."""
     for number, path in list(reader.outputs.items()):
         if number not in done and path.is_file() and path.stat().st_size:
             done.append(number)

@@ -1,8 +1,7 @@
-"""The native libraries: where they lie, why they are not there, and what they say about themselves.
+"""The native libraries: find them, say why one is missing, load them.
 
-There are two: the CPU's, and the CUDA library, which holds the CPU's operator as well. Each comes with the package or
-is built into it, or is the file that a variable names (TOPW_NATIVE_LIBRARY, TOPW_CUDA_LIBRARY); it comes from nowhere
-else, least of all from the folder of a model, which is data.
+The CUDA library contains the CPU operator as well. A library is in the package, or named by TOPW_NATIVE_LIBRARY or
+TOPW_CUDA_LIBRARY. None is loaded from a model's folder, which is data.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Literal, TypeAlias
 Kind: TypeAlias = Literal["cpu", "cuda"]
 
 ABI_VERSION = 2
-"""TOPW_ABI_VERSION of topw.h: what a library must answer to be used."""
+"""TOPW_ABI_VERSION of topw.h, required of a library."""
 CUDA_ABI_VERSION = 2
 """TOPW_CUDA_ABI_VERSION of topw_cuda.h."""
 
@@ -32,15 +31,12 @@ _VARIABLES: dict[Kind, str] = {"cpu": "TOPW_NATIVE_LIBRARY", "cuda": "TOPW_CUDA_
 
 
 def library_path(kind: Kind = "cpu") -> Path | None:
-    """The library of this kind to use, None where there is none (`why_absent` says why).
-
-    TOPW_NATIVE=0 switches both off, TOPW_NATIVE_LIBRARY and TOPW_CUDA_LIBRARY name others than the package's.
-    """
+    """The library of this kind to use, or None (see `why_absent`). TOPW_NATIVE=0 switches both off."""
     return None if why_absent(kind) else _named(kind)
 
 
 def why_absent(kind: Kind = "cpu") -> str:
-    """Why `library_path` is None, as a clause; empty where there is a library."""
+    """Why `library_path` is None, as a clause; "" if there is a library."""
     if os.environ.get("TOPW_NATIVE") == "0":
         return "TOPW_NATIVE=0 switches it off"
     path = _named(kind)
@@ -54,7 +50,7 @@ def why_absent(kind: Kind = "cpu") -> str:
 
 
 def variable_naming(path: Path, kind: Kind = "cpu") -> str:
-    """`TOPW_NATIVE_LIBRARY='...'` where that is why `path` is the library to use, else empty."""
+    """`TOPW_NATIVE_LIBRARY='...'` if that selected `path`, else ""."""
     given = os.environ.get(_VARIABLES[kind])
     return f"{_VARIABLES[kind]}={given!r}" if given and path.absolute() == _named(kind) else ""
 
@@ -69,7 +65,7 @@ def _packaged(kind: Kind) -> Path:
 
 
 class Library:
-    """The loaded library, as far as opening sessions needs it. Raises OSError for a file that is no such library."""
+    """The loaded library, for opening sessions. Raises OSError if the file is no such library."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,32 +85,32 @@ class Library:
         self._knows.argtypes = [ctypes.c_char_p]
         self._set.restype = ctypes.c_char_p
         asked = os.environ.get("TOPW_INSTRUCTION_SET")
-        if asked and asked not in (self.instruction_set, "generic"):  # the library itself would quietly take the best
+        if asked and asked not in (self.instruction_set, "generic"):  # else the library would silently take the best
             raise OSError(f"TOPW_INSTRUCTION_SET is {asked!r}, which this processor or {path.name} does not have")
 
     @property
     def instruction_set(self) -> str:
-        """`avx512`, `avx2`, `neon` or `generic`: what its hot loops use on this processor."""
+        """The instruction set of its hot loops on this processor: `avx512`, `avx2`, `neon` or `generic`."""
         return str(self._set().decode("ascii"))
 
     def knows(self, table_form: str) -> bool:
-        """Whether the operator samples over a table of this form ("" where the metric needs none)."""
+        """Whether the operator supports the table form ("" for no table)."""
         return not table_form or bool(self._knows(table_form.encode("utf-8")))
 
     @property
     def kernels(self) -> int:
-        """How many nodes the sessions that this thread opened have given to the operator so far."""
+        """Nodes assigned to the operator so far, by sessions that this thread opened."""
         return int(self._kernels())
 
     def show(self, shown: bool) -> None:
-        """Whether sessions that this thread opens from now on see the operator, where their options have it."""
+        """Show or hide the operator for sessions that this thread will open."""
         self._show(int(shown))
 
 
 class CudaLibrary(Library):
-    """The loaded library with the CUDA kernels. Raises OSError for a file that is no such library.
+    """The loaded library with the CUDA kernels; needs no driver. Raises OSError if the file is no such library.
 
-    Loading it needs no driver: without one, `device_count` is 0.
+    architectures: ascending, 87 for sm_87; the library also has PTX of the last.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,16 +126,17 @@ class CudaLibrary(Library):
             raise OSError(f"{path} has the CUDA interface {version}, this topw_deploy speaks {CUDA_ABI_VERSION}")
         architectures.restype = ctypes.c_char_p
         self.architectures = tuple(int(number) for number in architectures().decode("ascii").split("."))
-        """What it was compiled for, ascending: 87 is sm_87. Of the last one it holds PTX too."""
 
     @property
     def device_count(self) -> int:
-        """How many GPUs the driver shows to this process; 0 without a driver."""
+        """GPUs visible to this process; 0 without a driver."""
         return int(self._devices())
 
     def serves(self, architecture: int) -> bool:
-        """Whether there is code for a GPU of this architecture: its own, that of an older one of its generation (which
-        Jetsons do not run), or PTX that its driver compiles."""
+        """Whether a GPU of this architecture can run the library.
+
+        It runs its own code, code of older architectures of its generation (not on Jetsons), and PTX.
+        """
         if architecture in self.architectures or architecture >= self.architectures[-1]:
             return True
         older = [n for n in self.architectures if n // 10 == architecture // 10 and n < architecture]
@@ -150,14 +147,14 @@ _loaded: dict[Path, Library] = {}
 
 
 def load(path: Path) -> Library:
-    """The library at `path`, loaded once and kept for the life of the process. Raises OSError."""
+    """The library at `path`, loaded once per process. Raises OSError."""
     if path not in _loaded:
         _loaded[path] = Library(path)
     return _loaded[path]
 
 
 def load_cuda(path: Path) -> CudaLibrary:
-    """The same, for a library with CUDA kernels."""
+    """As `load`, for a library with CUDA kernels."""
     found = _loaded.get(path)
     if not isinstance(found, CudaLibrary):
         _loaded[path] = found = CudaLibrary(path)
@@ -166,8 +163,10 @@ def load_cuda(path: Path) -> CudaLibrary:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Sessions that this thread opens meanwhile run the model's own function, even from options that an earlier
-    session registered the operator on: onnxruntime's options can neither be copied nor cleared of it."""
+    """Hide the operator from sessions that this thread opens meanwhile.
+
+    onnxruntime's session options with a registered operator can neither be copied nor cleared of it.
+    """
     libraries = list(_loaded.values())
     for library in libraries:
         library.show(False)

@@ -11,8 +11,9 @@ from topw_deploy.runtime import native, providers
 from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.session import GraphSession
-from topw_deploy.runtime.tensorrt.session import EngineSession
-from topw_deploy.tensorrt.find import has_engines
+from topw_deploy.runtime.turns import turns_of
+from topw_deploy.tensorrt.engines import has_engines
+from topw_deploy.tensorrt.run.session import EngineSession
 
 ENGINE = "tensorrt"
 """The short name that means an engine first; `TensorrtExecutionProvider` always means onnxruntime's provider."""
@@ -56,7 +57,8 @@ def _engine(
     inter_op_num_threads: int | None = None,
 ) -> EngineSession:
     native.check_choice(sampler)
-    session = EngineSession(folder, int((provider_options or {}).get("device_id", 0)))
+    device = int((provider_options or {}).get("device_id", 0))
+    session = EngineSession(folder.path, folder.manifest, turns_of(("cuda", device)), device)
     theirs = {
         "session_options": session_options,
         "intra_op_num_threads": intra_op_num_threads,

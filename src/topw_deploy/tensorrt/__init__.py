@@ -1,4 +1,9 @@
-"""TensorRT engines of an exported folder: built on the machine that runs them, and used only where they fit.
+"""TensorRT engines of an exported folder: check the graph, build on the target machine, run where the engine fits.
 
-Nothing here imports onnxruntime or onnx: a target machine needs `tensorrt` and what this package always needs.
+Needs `tensorrt` (and cuda-python to run engines), but neither onnxruntime nor onnx.
+
+- check: `check` sorts the nodes by `operators`, `scope`, `onnx_file` and `protobuf`; `parser` asks TensorRT itself
+- build: `request`, `profiles`, `plugin_choice`, `build`, `progress`
+- stamp and find: `stamp`, `engines`
+- run: `run/`
 """

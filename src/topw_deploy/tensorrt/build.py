@@ -1,6 +1,6 @@
-"""Builds an engine of an exported folder, on the machine that will run it.
+"""Build an engine of an exported folder on the machine that will run it.
 
-Parsed and built with NVIDIA's parser and builder on a machine without a GPU; what was built there was not run.
+Tested with NVIDIA's parser and builder without a GPU; the engines built there were not run.
 """
 
 from __future__ import annotations
@@ -8,90 +8,89 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from topw_deploy.errors import EngineError
-from topw_deploy.files import replacing
+from topw_deploy.files import open_regular, replacing
 from topw_deploy.manifest import DecoderManifest
-from topw_deploy.tensorrt import library, network, plugin
-from topw_deploy.tensorrt.find import Machine, misplaced, this_machine
+from topw_deploy.plugins.tensorrt.module import version_of
+from topw_deploy.progress import SILENT, Progress
+from topw_deploy.tensorrt import api, plugin_choice
+from topw_deploy.tensorrt.engines import Machine, misplaced, this_machine
+from topw_deploy.tensorrt.onnx_file import MODEL_NAME
+from topw_deploy.tensorrt.parser import parse
 from topw_deploy.tensorrt.profiles import Profile
 from topw_deploy.tensorrt.progress import Phases, monitor
-from topw_deploy.tensorrt.request import EngineRequest, exported
+from topw_deploy.tensorrt.request import EngineRequest, load_exported
 from topw_deploy.tensorrt.stamp import ENGINE_SUFFIX, FOLDER, STAMP_SUFFIX, EngineStamp, manifest_hash, write
 
-_PIECE = 64 << 20  # bytes written at a time
+OLDEST = (10, 15)  # the first TensorRT whose parser takes TensorScatter, an in-place update of the cache
+_BLOCK = 64 << 20  # bytes written at a time
 
-Bar = Callable[[int, str], AbstractContextManager[Callable[[int], object]]]
-"""Called with how many there are to come and of what; entering the result gives a function to call with each part."""
+Sink: TypeAlias = Callable[[bytes | memoryview], object]
 
 
 @dataclass(frozen=True)
-class Built:
-    """path: the engine. stamp: the file beside it, parsed. seconds: how long it took."""
-
+class BuiltEngine:
     path: Path
     stamp: EngineStamp
     seconds: float
 
 
-def no_bar(_total: int, _unit: str) -> AbstractContextManager[Callable[[int], object]]:
-    """A Bar that shows nothing."""
-    return nullcontext(lambda _part: None)
+def build_engine(request: EngineRequest, progress: Progress = SILENT) -> BuiltEngine:
+    """Build an engine into the folder's `engines/`, replacing one for the same GPU and TensorRT.
 
-
-def build_engine(
-    request: EngineRequest, tell: Callable[[str], object] = lambda _line: None, bar: Bar = no_bar
-) -> Built:
-    """Build an engine into `engines/` of the folder, replacing one of the same GPU and TensorRT.
-
-    Nothing that loads is left behind by a build that fails or is interrupted. tell: called with one line per phase.
-    Raises EngineError, ManifestError or ParameterError.
+    An engine that fails to build is not left behind. Raises EngineError, ManifestError or ParameterError.
     """
     started = time.perf_counter()
-    manifest, decoder, cache_length = exported(request.out)
+    manifest, cache_length = load_exported(request.out)
     profiles = request.profiles(cache_length)
-    if request.fp16 and decoder.weights_dtype != "float":
+    if request.fp16 and manifest.decoder.weights_dtype != "float":
         raise EngineError(
-            f"--fp16 is for float32, and the weights of {request.out} are {decoder.weights_dtype}; leave it out."
+            f"--fp16 is for float32, and the weights of {request.out} are {manifest.decoder.weights_dtype}; leave it "
+            "out."
         )
-    trt = library.load()
-    network.check_version(trt)
+    trt = api.load()
+    _check_version(trt)
     machine = this_machine(str(trt.__version__))
-    chosen = plugin.choose(request.plugin, trt)
-    if request.fp16 and chosen.kind == "none":
-        raise EngineError(f"--fp16 needs the sampler's plugin, and {chosen.why_none}; or export with --dtype fp16.")
-    tell(f"TensorRT {machine.tensorrt}, {machine.gpu} (sm_{machine.sm}), {chosen.said}")
-    job = _Job(trt, request, manifest, profiles, cache_length, machine, chosen)
+    plugin = plugin_choice.choose(request.plugin, trt)
+    if request.fp16 and plugin.kind == "none":
+        raise EngineError(f"--fp16 needs the sampler's plugin, and {plugin.why_none}; or export with --dtype fp16.")
+    progress.say(f"TensorRT {machine.tensorrt}, {machine.gpu} (sm_{machine.sm}), {plugin}")
+    job = _Job(trt, request, manifest, profiles, cache_length, machine, plugin)
     try:
-        path, stamp = _write(job, bar)
-    except BrokenPipeError:  # of whoever watches the progress
+        path, stamp = _write(job, progress)
+    except BrokenPipeError:  # of the terminal that shows the progress
         raise
     except OSError as error:
         raise EngineError(f"{request.out / FOLDER} cannot be written: {error.strerror or error}; make room.") from None
-    return Built(path, stamp, time.perf_counter() - started)
+    return BuiltEngine(path, stamp, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A request with everything that was found out for it."""
-
     trt: Any
     request: EngineRequest
     manifest: DecoderManifest
     profiles: tuple[Profile, ...]
     cache_length: int
     machine: Machine
-    chosen: plugin.Chosen
+    plugin: plugin_choice.PluginChoice
 
 
-def _write(job: _Job, bar: Bar) -> tuple[Path, EngineStamp]:
-    """Build the engine into its place and, when that is whole, put its stamp beside it."""
+def _check_version(trt: Any) -> None:
+    if version_of(trt) < OLDEST:
+        raise EngineError(
+            f"this is TensorRT {trt.__version__}, and a cache that is updated in place (TensorScatter) needs "
+            f"{'.'.join(map(str, OLDEST))} or later; install a newer one, or run the folder with onnxruntime."
+        )
+
+
+def _write(job: _Job, progress: Progress) -> tuple[Path, EngineStamp]:
     request, machine = job.request, job.machine
     folder = request.out / FOLDER
     if reason := misplaced(request.out):
@@ -100,9 +99,9 @@ def _write(job: _Job, bar: Bar) -> tuple[Path, EngineStamp]:
     path = folder / f"{_slug(machine)}{ENGINE_SUFFIX}"
     digest = hashlib.sha256()
     with replacing(path) as stream:
-        serialize(job.trt, request, job.manifest, job.profiles, _Sink(stream, digest), bar)
+        serialize(job.trt, request, job.manifest, job.profiles, _HashingSink(stream, digest), progress)
         size = stream.tell()
-        path.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)  # from here on the old engine is gone
+        path.with_suffix(STAMP_SUFFIX).unlink(missing_ok=True)  # invalidates the old engine
     stamp = EngineStamp(
         engine=path.name,
         size=size,
@@ -111,8 +110,8 @@ def _write(job: _Job, bar: Bar) -> tuple[Path, EngineStamp]:
         tensorrt=machine.tensorrt,
         gpu=machine.gpu,
         sm=machine.sm,
-        plugin=job.chosen.kind,
-        plugin_version=job.chosen.version,
+        plugin=job.plugin.kind,
+        plugin_version=job.plugin.version,
         precision="fp16" if request.fp16 else "as exported",
         cache_length=job.cache_length,
         profiles=job.profiles,
@@ -128,27 +127,24 @@ def serialize(
     request: EngineRequest,
     manifest: DecoderManifest,
     profiles: tuple[Profile, ...],
-    sink: Callable[[bytes | memoryview], object],
-    bar: Bar = no_bar,
+    sink: Sink,
+    progress: Progress = SILENT,
 ) -> None:
-    """Parse, build and hand the engine's bytes to `sink`, in pieces where this TensorRT gives them so.
-
-    Raises EngineError where TensorRT refuses, and whatever interrupted it.
-    """
-    logger = library.new_logger(trt)
-    builder = library.start(trt, "Builder", logger)
-    parsed = network.parse(trt, logger, builder, request.out / network.MODEL, fp16=request.fp16)
-    config = network.configure(trt, builder, request, manifest, profiles)
-    with bar(100, "%") as show:
-        phases = Phases(show)
-        config.progress_monitor = shown = monitor(trt, phases)
-        done = _build(trt, builder, parsed, config, sink)
-    del shown  # it had to live until here
+    """Build an engine and pass its bytes to `sink`. Raises EngineError, and what interrupted the build."""
+    logger = api.new_logger(trt)
+    builder = api.create(trt, "Builder", logger)
+    network = parse(trt, logger, builder, request.out / MODEL_NAME, fp16=request.fp16)
+    config = _configure(trt, builder, request, manifest, profiles)
+    with progress.bar(100, "%") as advance:
+        phases = Phases(advance)
+        config.progress_monitor = kept_alive = monitor(trt, phases)
+        done = _build(trt, builder, network, config, sink)
+    del kept_alive
     if phases.stopped is not None:
         raise phases.stopped
     if not done:
         raise EngineError(
-            f"TensorRT {trt.__version__} could not build an engine ({library.last_error(logger)}); give smaller "
+            f"TensorRT {trt.__version__} could not build an engine ({api.first_error(logger)}); give smaller "
             "bounds or a larger --workspace."
         )
     if request.timing_cache is not None:
@@ -156,26 +152,71 @@ def serialize(
             stream.write(memoryview(config.get_timing_cache().serialize()))
 
 
-def _build(trt: Any, builder: Any, parsed: Any, config: Any, sink: Callable[[bytes | memoryview], object]) -> bool:
-    """Whether there is an engine; `sink` has its bytes then. A TensorRT that can write it piece by piece does, so that
-    the weights are in memory once, for the builder, and not again in the finished engine."""
+def _configure(
+    trt: Any, builder: Any, request: EngineRequest, manifest: DecoderManifest, profiles: Sequence[Profile]
+) -> Any:
+    config = builder.create_builder_config()
+    # TF32 rounds the factors of float32 products to 10 bits; the graph was verified without it.
+    config.clear_flag(trt.BuilderFlag.TF32)
+    if request.fp16:
+        _allow_half_precision(trt, config)
+    if request.workspace is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, request.workspace)
+    if request.timing_cache is not None:
+        _read_timings(config, request.timing_cache)
+    for profile in profiles:
+        shapes = builder.create_optimization_profile()
+        for spec in manifest.inputs:
+            shapes.set_shape(spec.name, *profile.shapes(spec))
+        if config.add_optimization_profile(shapes) < 0:
+            raise EngineError(f"TensorRT does not take the profile {profile}; give smaller bounds.")
+    return config
+
+
+def _allow_half_precision(trt: Any, config: Any) -> None:
+    flag = getattr(trt.BuilderFlag, "FP16", None)
+    if flag is None:
+        raise EngineError(
+            f"TensorRT {trt.__version__} computes in the types of the graph alone; export with --dtype fp16 instead of "
+            "building with --fp16."
+        )
+    config.set_flag(flag)
+
+
+def _read_timings(config: Any, path: Path) -> None:
+    try:
+        with open_regular(path, follow=True) as stream:
+            data = stream.read()
+    except FileNotFoundError:
+        data = b""
+    except OSError as error:
+        raise EngineError(f"the timing cache {path} cannot be read: {error.strerror or error}.") from None
+    cache = config.create_timing_cache(data)
+    if cache is None or not config.set_timing_cache(cache, False):
+        raise EngineError(
+            f"the timing cache {path} is of another GPU or another TensorRT; delete it, or name another file."
+        )
+
+
+def _build(trt: Any, builder: Any, network: Any, config: Any, sink: Sink) -> bool:
+    """Returns whether there is an engine. With IStreamWriter the weights are not held in a serialized copy, too."""
     if hasattr(trt, "IStreamWriter"):
         writer = _writer(trt, sink)
-        done = bool(builder.build_serialized_network_to_stream(parsed, config, writer))
+        done = bool(builder.build_serialized_network_to_stream(network, config, writer))
         if writer.failed is not None:
             raise writer.failed
         return done
-    plan = builder.build_serialized_network(parsed, config)
+    plan = builder.build_serialized_network(network, config)
     if plan is None:
         return False
     whole = memoryview(plan)
-    for start in range(0, len(whole), _PIECE):
-        sink(whole[start : start + _PIECE])
+    for start in range(0, len(whole), _BLOCK):
+        sink(whole[start : start + _BLOCK])
     return True
 
 
-def _writer(trt: Any, sink: Callable[[bytes | memoryview], object]) -> Any:
-    """A tensorrt.IStreamWriter into `sink`; `failed` is what stopped it."""
+def _writer(trt: Any, sink: Sink) -> Any:
+    """A tensorrt.IStreamWriter into `sink`; `failed` is the error that stopped it."""
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]  # the base is a value of the module
         def __init__(self) -> None:
@@ -193,9 +234,7 @@ def _writer(trt: Any, sink: Callable[[bytes | memoryview], object]) -> Any:
     return Writer()
 
 
-class _Sink:
-    """Writes and hashes in one pass."""
-
+class _HashingSink:
     def __init__(self, stream: BinaryIO, digest: Any) -> None:
         self._stream, self._digest = stream, digest
 
@@ -205,7 +244,7 @@ class _Sink:
 
 
 def _slug(machine: Machine) -> str:
-    """`nvidia-h200-sm90-tensorrt10.15.1`, so that engines for several machines lie side by side."""
+    """`nvidia-h200-sm90-tensorrt10.15.1`: one name per machine."""
     gpu = re.sub(r"[^a-z0-9]+", "-", machine.gpu.lower()).strip("-")[:60] or "gpu"
     return f"{gpu}-sm{machine.sm}-tensorrt{machine.tensorrt}"
 

@@ -1,30 +1,31 @@
-"""Every node of an exported graph, sorted by what a target does with it, before anything is built.
+"""Sort the nodes of an exported graph by what a target does with them, before anything is built.
 
-Verdicts: `native`, the target has the operator; `plugin`, the sampler's node, which a plugin (TensorRT) or a native
-operator (onnxruntime) of this package answers; `inlined`, a node of a function that stands in for its caller;
-`unsupported`.
+Verdicts:
+
+- `native`: an operator of the target
+- `plugin`: the sampler node, for our TensorRT plugin or onnxruntime operator
+- `inlined`: in a function that replaces its caller
+- `unsupported`
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from topw_deploy.errors import EngineError, ParameterError, PluginError
-from topw_deploy.manifest import TARGETS, load_manifest
+from topw_deploy.manifest import TARGETS, DecoderManifest, Manifest, load_manifest
 from topw_deploy.plugins.tensorrt import tensorrt_module
-from topw_deploy.plugins.tensorrt.node import INPUTS, TABLE_INPUTS, NodeSettings
-from topw_deploy.tensorrt import operators
-from topw_deploy.tensorrt.advice import next_step
-from topw_deploy.tensorrt.ask import ParserAnswer, ask_parser
-from topw_deploy.tensorrt.onnx_file import Model, Node, read_model
-from topw_deploy.tensorrt.operators import Scope
-from topw_deploy.tensorrt.walk import walk
+from topw_deploy.plugins.tensorrt.node import INPUTS, TABLE_INPUTS, NodeAttributes
+from topw_deploy.tensorrt import operators, parser
+from topw_deploy.tensorrt.onnx_file import MODEL_NAME, Model, Node, read_model
+from topw_deploy.tensorrt.parser import ParserAnswer
+from topw_deploy.tensorrt.scope import Scope, walk
 
-MODEL = "model.onnx"
 SAMPLER = ("topw", "TopWSample")
 TABLE_AT = len(INPUTS) + TABLE_INPUTS.index("table")
 VERDICTS = ("native", "plugin", "inlined", "unsupported")
@@ -37,8 +38,7 @@ Refusal = Callable[[Node, Scope], str | None]
 
 @dataclass(frozen=True)
 class NodeVerdict:
-    """One node. where: "graph", or the function that it stands in. verdict: of VERDICTS. reason: a clause, empty where
-    there is nothing to say."""
+    """where: "graph", or the function that contains the node. verdict: of VERDICTS. reason: a clause or ""."""
 
     name: str
     operator: str
@@ -48,10 +48,14 @@ class NodeVerdict:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What became of a folder. needs: the oldest version of the target that has all operators, "" for any.
-    objections: what stands against the graph as a whole. parser: what TensorRT's own parser says; None where it was not
-    asked, and `not_asked` says why. next_step: what to do now."""
+class CheckReport:
+    """The verdicts on a folder.
+
+    needs: the oldest version of the target with all operators; "" for any.
+    objections: problems of the graph as a whole.
+    parser: TensorRT's answer; None for the reason `not_asked`.
+    next_step: advice, one line.
+    """
 
     folder: str
     target: str
@@ -68,35 +72,34 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing stands against building the graph for the target."""
         refused = self.parser is not None and not self.parser.takes and not self.needs_plugin
         return not self.unsupported and not self.objections and not refused
 
     @property
     def needs_plugin(self) -> bool:
-        """Whether the sampler's function cannot stand in for the plugin."""
+        """Whether the sampler's function cannot replace the plugin."""
         return any(node.verdict == "plugin" and node.reason for node in self.nodes)
 
 
-def check(out: Path, target: str, *, ask: bool = True) -> Report:
-    """Read the graph of an exported folder and sort its nodes for `target`, of manifest.TARGETS.
+def check(out: Path, target: str, *, ask: bool = True) -> CheckReport:
+    """Sort the nodes of an exported folder's graph for `target`, one of manifest.TARGETS.
 
-    ask: whether TensorRT's parser is asked too, where its module is installed.
-    Raises ManifestError, EngineError where the graph cannot be read, ParameterError for an unknown target.
+    ask: also ask TensorRT's parser, if installed.
+    Raises ManifestError, EngineError for an unreadable graph, ParameterError for an unknown target.
     """
     if target not in TARGETS:
         raise ParameterError(f"target is {target!r}, but must be one of {', '.join(TARGETS)}.", "target")
     manifest = load_manifest(out)
-    model = read_model(out / MODEL)
+    model = read_model(out / MODEL_NAME)
     nodes = tuple(sort_nodes(model, target))
-    parser, not_asked = _asked(out / MODEL) if ask and target == "tensorrt" else (None, "not wanted")
+    answer, not_asked = _ask(out / MODEL_NAME) if ask and target == "tensorrt" else (None, "not wanted")
     needs, objections = _needs(model, target), tuple(_objections(model, target))
-    report = Report(str(out), target, nodes, needs, objections, parser, not_asked if parser is None else "", "")
-    return replace(report, next_step=next_step(report.passed, report.needs_plugin, nodes, target, manifest, out))
+    report = CheckReport(str(out), target, nodes, needs, objections, answer, not_asked if answer is None else "", "")
+    return replace(report, next_step=_next_step(report, manifest, out))
 
 
 def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
-    """A verdict for every node of the graph and of the functions that it calls."""
+    """A verdict for every node of the graph and of the functions it calls."""
     refusal: Refusal = operators.refusal if target == "tensorrt" else _onnxruntime_refusal
     for node, scope in walk(model.graph):
         if (node.domain, node.op_type) == SAMPLER:
@@ -109,11 +112,11 @@ def sort_nodes(model: Model, target: str) -> Iterator[NodeVerdict]:
 
 
 def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterator[NodeVerdict]:
-    """The plugin where it is registered, else the function; where one of them is refused, the other alone."""
+    """The plugin, or the function if the plugin is refused."""
     body = model.functions.get(SAMPLER)
     inlined = list(_inlined(node, scope, model, refusal)) if body is not None else []
     refused = [each for each in inlined if each.verdict == "unsupported"]
-    unserved = _plugins_refusal(node, scope) if refusal is operators.refusal else None
+    unserved = _plugin_refusal(node, scope) if refusal is operators.refusal else None
     if body is not None and not refused:
         verdict, reason = (
             ("plugin", "") if unserved is None else ("inlined", f"the plugin does not serve it: {unserved}")
@@ -127,29 +130,27 @@ def _sampler(node: Node, scope: Scope, model: Model, refusal: Refusal) -> Iterat
     yield NodeVerdict(node.name, node.operator, "graph", "plugin" if unserved is None else "unsupported", reason)
 
 
-def _plugins_refusal(node: Node, scope: Scope) -> str | None:
-    """Why TensorRT's plugin does not take the node, as a clause."""
+def _plugin_refusal(node: Node, scope: Scope) -> str | None:
     try:
-        settings = NodeSettings.from_fields(dict(node.attributes))
+        attributes = NodeAttributes.from_fields(dict(node.attributes))
     except PluginError as error:
         return str(error).partition(";")[0].rstrip(".")
-    if len(settings.outputs) != len(node.outputs):
-        told = len(settings.outputs)
-        return f"its attributes tell of {told} outputs and it has {len(node.outputs)} (an older export)"
+    if len(attributes.outputs) != len(node.outputs):
+        return f"its attributes state {len(attributes.outputs)} outputs and it has {len(node.outputs)}"
     vocab = _last_size(node, scope, 0)
-    return settings.beyond_kernels(vocab, _last_size(node, scope, TABLE_AT) if settings.has_table else 1) or None
+    return attributes.beyond_kernels(vocab, _last_size(node, scope, TABLE_AT) if attributes.has_table else 1) or None
 
 
-def _last_size(node: Node, scope: Scope, place: int) -> int:
-    """The last size of an input's shape, 1 where the file does not say."""
-    shape = scope.shapes.get(node.inputs[place]) if len(node.inputs) > place else None
+def _last_size(node: Node, scope: Scope, index: int) -> int:
+    """1 if unknown."""
+    shape = scope.shapes.get(node.inputs[index]) if len(node.inputs) > index else None
     return shape[-1] if shape and isinstance(shape[-1], int) else 1
 
 
 def _inlined(
     node: Node, scope: Scope, model: Model, refusal: Refusal, callers: tuple[str, ...] = ()
 ) -> Iterator[NodeVerdict]:
-    """The nodes of a function as they would stand in their caller's place, and of those that they call."""
+    """The nodes of a function at its caller, and of the functions it calls."""
     body = model.functions[node.domain, node.op_type]
     if node.operator in callers:
         raise EngineError(
@@ -183,7 +184,7 @@ def _onnxruntime_refusal(node: Node, scope: Scope) -> str | None:
 
 
 def _needs(model: Model, target: str) -> str:
-    """The oldest version of the target that has every operator of the graph itself."""
+    """The oldest version of the target with every operator of the graph itself."""
     since = operators.SINCE if target == "tensorrt" else _ONNXRUNTIME_SINCE
     nodes = [node for node, _ in walk(model.graph)]
     found = [since[node.op_type] for node in nodes if node.op_type in since]
@@ -223,8 +224,46 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _asked(model: Path) -> tuple[ParserAnswer | None, str]:
+def _ask(model: Path) -> tuple[ParserAnswer | None, str]:
     try:
-        return ask_parser(model), ""
+        return parser.ask(model), ""
     except (PluginError, EngineError) as error:
         return None, str(error).partition("; ")[0].rstrip(".")
+
+
+def _next_step(report: CheckReport, manifest: Manifest, out: Path) -> str:
+    folder = shlex.quote(str(out))
+    if report.target == "onnxruntime":
+        if report.passed and not isinstance(manifest, DecoderManifest):
+            return "open the folder with topw_deploy.runtime.TopWSampler, or give model.onnx to onnxruntime"
+        return f"topw generate {folder} PROMPT" if report.passed else "export the model again for onnxruntime"
+    refused = {node.operator for node in report.unsupported}
+    if not report.passed and refused:
+        return _export_again(", ".join(sorted(refused)), manifest)
+    if not report.passed:
+        return "install a newer TensorRT, or run the folder with onnxruntime"
+    if report.needs_plugin:
+        return "topw plugins build --cuda (for Python) or --tensorrt-root DIR (for C++): the function cannot stand in"
+    if not isinstance(manifest, DecoderManifest):
+        return "give model.onnx to TensorRT's parser, for a profile of your batches and edits"
+    if manifest.decoder.kv_form != "static" or manifest.decoder.target != "tensorrt":
+        return (
+            "topw build-engine builds decoders with a cache in place: export with --target tensorrt --max-length N; "
+            "this graph is for other builders"
+        )
+    without = " --plugin none" if any(node.verdict == "inlined" and node.reason for node in report.nodes) else ""
+    return f"topw build-engine {folder}{without}"
+
+
+def _export_again(refused: str, manifest: Manifest) -> str:
+    if not isinstance(manifest, DecoderManifest):
+        return f"export the sampler again with --tail portable or static, and --top-m at most 3840 ({refused})"
+    if manifest.source.get("route") == "graft":
+        return (
+            f"this decoder came from another exporter ({refused}): export the model that it was made of, with "
+            "--target tensorrt --max-length N"
+        )
+    wanted = "--target tensorrt --max-length N"
+    if manifest.decoder.quantisation:
+        wanted += " and --dtype fp16 in place of the quantised weights"
+    return f"export again with {wanted} ({refused})"

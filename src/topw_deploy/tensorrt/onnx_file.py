@@ -1,4 +1,4 @@
-"""What an ONNX file says: nodes, functions, the shapes and types of what goes in and out. Weights are not read."""
+"""Read an ONNX file without `onnx`: nodes, functions, types and shapes of values, but not the weights."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.errors import EngineError
 from topw_deploy.files import NotRegularError, open_regular
-from topw_deploy.tensorrt import wire
-from topw_deploy.tensorrt.wire import Field
+from topw_deploy.tensorrt import protobuf
+from topw_deploy.tensorrt.protobuf import Field
 
-DATA_TYPES = {
-    1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 8: "string", 9: "bool",
-    10: "float16", 11: "float64", 12: "uint32", 13: "uint64", 16: "bfloat16", 17: "float8e4m3fn", 21: "uint4",
-    22: "int4", 23: "float4e2m1",
+MODEL_NAME = "model.onnx"
+
+DATA_TYPES = {element.number: element.numpy or name for name, element in ELEMENT_TYPES.items()} | {
+    4: "uint16", 5: "int16", 8: "string", 12: "uint32", 13: "uint64", 17: "float8e4m3fn", 23: "float4e2m1",
 }  # fmt: skip
-"""TensorProto.DataType by number; what is not here is shown by its number."""
+"""TensorProto.DataType -> NumPy's name of the type, or ONNX's where NumPy has none."""
 
-_SMALL = 64  # bytes: a tensor of so many is read, being a number or a few that shape the graph
+_SMALL = 64  # bytes: tensors up to this size are read, as they may be shapes or axes
 
 
 @dataclass(frozen=True)
 class Value:
-    """A graph's input, output or inner value. shape: sizes, or their names; None where the file does not say."""
+    """An input, output or inner value of a graph. shape: sizes or their names; None if the file has none."""
 
     name: str
     dtype: str | None = None
@@ -36,7 +37,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor in the file. numbers: its values if they are a few integers, else None."""
+    """A tensor in the file. numbers: its values if it is a small integer tensor, else None."""
 
     name: str
     dtype: str
@@ -46,7 +47,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Node:
-    """attributes: numbers, texts, tuples of them, Constant, Graph or tuples of Graph, by name."""
+    """attributes: by name, a number, string, Constant or Graph, or a tuple of one of these."""
 
     op_type: str
     domain: str
@@ -67,7 +68,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph, or the body of a function, which has no types."""
+    """A graph, or the body of a function (without types)."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[Value, ...]
@@ -86,36 +87,35 @@ class Model:
 
 
 def read_model(path: Path) -> Model:
-    """The model in the file at `path`. Raises EngineError where it cannot be read or is no ONNX model."""
+    """Read the model at `path`. Raises EngineError if it is unreadable or not an ONNX model."""
     with _bytes_of(path) as data:
         graph, opsets, functions = None, {}, {}
-        for number, value, *_ in wire.fields(data):
+        for number, value, *_ in protobuf.fields(data):
             if number == 7:
-                graph = _graph(wire.inner(value))
+                graph = _graph(protobuf.inner(value))
             elif number == 8:
-                domain, version = _opset(wire.inner(value))
+                domain, version = _opset(protobuf.inner(value))
                 opsets["" if domain == "ai.onnx" else domain] = version
             elif number == 25:
-                key, body = _function(wire.inner(value))
+                key, body = _function(protobuf.inner(value))
                 functions[key] = body
         if graph is None:
-            raise wire.WireError("it has no graph")
+            raise protobuf.ProtobufError("it has no graph")
         return Model(graph, opsets, functions)
 
 
 def without_function(path: Path, domain: str, name: str) -> bytes:
-    """The file's bytes without the model-local function `domain`::`name`; every other byte as it was.
+    """The file's bytes without the model-local function `domain`::`name`, all other bytes unchanged.
 
-    TensorRT before 10.15 inlines a node's function even where a plugin for the node is registered. Give these bytes to
-    the parser instead of the file, with the file's path so that it finds the weights beside it:
-    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`. The folder is not touched.
+    TensorRT before 10.15 inlines a node's function even if a plugin is registered. To prevent that:
+    `parser.parse(without_function(path, "topw", "TopWSample"), str(path))`; it finds the weights by the path.
 
-    Raises EngineError where the file cannot be read or is no ONNX model.
+    Raises EngineError if the file is unreadable or not an ONNX model.
     """
     with _bytes_of(path) as data:
         kept, copied = [], 0
-        for number, value, start, end in wire.fields(data):
-            if number == 25 and _function_name(wire.inner(value)) == (domain, name):
+        for number, value, start, end in protobuf.fields(data):
+            if number == 25 and _function_name(protobuf.inner(value)) == (domain, name):
                 kept.append(bytes(data[copied:start]))
                 copied = end
         return b"".join([*kept, bytes(data[copied:])])
@@ -125,8 +125,9 @@ def without_function(path: Path, domain: str, name: str) -> bytes:
 def _bytes_of(path: Path) -> Iterator[memoryview]:
     try:
         with open_regular(path) as file:
-            yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))  # goes with its last view
-    except wire.WireError as error:
+            # Not closed here: fields are views into the map, which lives until the last of them is gone.
+            yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except protobuf.ProtobufError as error:
         raise EngineError(f"{path} is not an ONNX model ({error}); export the model again.") from None
     except NotRegularError as error:
         raise EngineError(f"{path} is {error.kind}, not a regular file; copy the file itself there.") from None
@@ -136,53 +137,53 @@ def _bytes_of(path: Path) -> Iterator[memoryview]:
 
 def _opset(message: memoryview) -> tuple[str, int]:
     domain, version = "", 0
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            domain = wire.text(value)
+            domain = protobuf.text(value)
         elif number == 2:
-            version = wire.integer(value)
+            version = protobuf.integer(value)
     return domain, version
 
 
 def _graph(message: memoryview) -> Graph:
     nodes, inputs, outputs, constants, values = [], [], [], {}, {}
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            nodes.append(_node(wire.inner(value)))
+            nodes.append(_node(protobuf.inner(value)))
         elif number == 5:
-            constant = _tensor(wire.inner(value))
+            constant = _tensor(protobuf.inner(value))
             constants[constant.name] = constant
         elif number == 11:
-            inputs.append(_value(wire.inner(value)))
+            inputs.append(_value(protobuf.inner(value)))
         elif number == 12:
-            outputs.append(_value(wire.inner(value)))
+            outputs.append(_value(protobuf.inner(value)))
         elif number == 13:
-            described = _value(wire.inner(value))
+            described = _value(protobuf.inner(value))
             values[described.name] = described
     return Graph(tuple(nodes), tuple(inputs), tuple(outputs), constants, values)
 
 
 def _function_name(message: memoryview) -> tuple[str, str]:
     name = domain = ""
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            name = wire.text(value)
+            name = protobuf.text(value)
         elif number == 10:
-            domain = wire.text(value)
+            domain = protobuf.text(value)
     return domain, name
 
 
 def _function(message: memoryview) -> tuple[tuple[str, str], Graph]:
     nodes, inputs, outputs, values = [], [], [], {}
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         if number == 4:
-            inputs.append(Value(wire.text(value)))
+            inputs.append(Value(protobuf.text(value)))
         elif number == 5:
-            outputs.append(Value(wire.text(value)))
+            outputs.append(Value(protobuf.text(value)))
         elif number == 7:
-            nodes.append(_node(wire.inner(value)))
+            nodes.append(_node(protobuf.inner(value)))
         elif number == 12:
-            described = _value(wire.inner(value))
+            described = _value(protobuf.inner(value))
             values[described.name] = described
     return _function_name(message), Graph(tuple(nodes), tuple(inputs), tuple(outputs), {}, values)
 
@@ -190,16 +191,16 @@ def _function(message: memoryview) -> tuple[tuple[str, str], Graph]:
 def _node(message: memoryview) -> Node:
     inputs, outputs, attributes = [], [], {}
     texts = {3: "", 4: "", 7: ""}
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            inputs.append(wire.text(value))
+            inputs.append(protobuf.text(value))
         elif number == 2:
-            outputs.append(wire.text(value))
+            outputs.append(protobuf.text(value))
         elif number == 5:
-            name, given = _attribute(wire.inner(value))
+            name, given = _attribute(protobuf.inner(value))
             attributes[name] = given
         elif number in texts:
-            texts[number] = wire.text(value)
+            texts[number] = protobuf.text(value)
     return Node(texts[4], texts[7], texts[3], tuple(inputs), tuple(outputs), attributes)
 
 
@@ -207,57 +208,58 @@ def _attribute(message: memoryview) -> tuple[str, Any]:
     name = ""
     given: Any = None
     many: list[Any] = []
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         match number:
             case 1:
-                name = wire.text(value)
+                name = protobuf.text(value)
             case 2:
-                given = wire.float32(value)
+                given = protobuf.float32(value)
             case 3:
-                given = wire.integer(value)
+                given = protobuf.integer(value)
             case 4:
-                given = wire.text(value)
+                given = protobuf.text(value)
             case 5:
-                given = _tensor(wire.inner(value))
+                given = _tensor(protobuf.inner(value))
             case 6:
-                given = _graph(wire.inner(value))
+                given = _graph(protobuf.inner(value))
             case 8:
-                many.extend(wire.integers(value))
+                many.extend(protobuf.integers(value))
             case 9:
-                many.append(wire.text(value))
+                many.append(protobuf.text(value))
             case 11:
-                many.append(_graph(wire.inner(value)))
+                many.append(_graph(protobuf.inner(value)))
     return name, tuple(many) if many else given
 
 
 def _value(message: memoryview) -> Value:
     name, dtype, shape = "", None, None
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            name = wire.text(value)
+            name = protobuf.text(value)
         elif number == 2:
-            for kind, tensor, *_ in wire.fields(wire.inner(value)):
+            for kind, tensor, *_ in protobuf.fields(protobuf.inner(value)):
                 if kind == 1:
-                    dtype, shape = _tensor_type(wire.inner(tensor))
+                    dtype, shape = _tensor_type(protobuf.inner(tensor))
     return Value(name, dtype, shape)
 
 
 def _tensor_type(message: memoryview) -> tuple[str | None, tuple[int | str, ...] | None]:
     dtype, shape = None, None
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            dtype = _dtype(wire.integer(value))
+            dtype = _dtype(protobuf.integer(value))
         elif number == 2:
-            shape = tuple(_size(wire.inner(size)) for part, size, *_ in wire.fields(wire.inner(value)) if part == 1)
+            sizes = protobuf.fields(protobuf.inner(value))
+            shape = tuple(_size(protobuf.inner(size)) for part, size, *_ in sizes if part == 1)
     return dtype, shape
 
 
 def _size(message: memoryview) -> int | str:
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            return wire.integer(value)
+            return protobuf.integer(value)
         if number == 2:
-            return wire.text(value)
+            return protobuf.text(value)
     return "?"
 
 
@@ -265,17 +267,17 @@ def _tensor(message: memoryview) -> Constant:
     name, dtype, raw = "", "", None
     shape: list[int] = []
     listed: list[int] = []
-    for number, value, *_ in wire.fields(message):
+    for number, value, *_ in protobuf.fields(message):
         if number == 1:
-            shape.extend(wire.integers(value))
+            shape.extend(protobuf.integers(value))
         elif number == 2:
-            dtype = _dtype(wire.integer(value))
+            dtype = _dtype(protobuf.integer(value))
         elif number in (5, 7) and (isinstance(value, int) or len(value) <= _SMALL):
-            listed.extend(wire.integers(value))
+            listed.extend(protobuf.integers(value))
         elif number == 8:
-            name = wire.text(value)
+            name = protobuf.text(value)
         elif number == 9:
-            raw = wire.inner(value)
+            raw = protobuf.inner(value)
     return Constant(name, dtype, tuple(shape), _numbers(dtype, raw, listed))
 
 

@@ -1,18 +1,18 @@
-"""Which nodes TensorRT's parser and builder take: what NVIDIA says of 10.15 to 11, and what its own parser answered
-(TensorRT-RTX 1.7.1). A table of facts; `topw check` reads a graph by it, before anything is built."""
+"""The nodes that TensorRT's parser and builder take.
+
+Sources: NVIDIA's documentation of 10.15 to 11, and the answers of its parser in TensorRT-RTX 1.7.1.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
-from topw_deploy.tensorrt.onnx_file import Constant, Node
+from topw_deploy.tensorrt.onnx_file import Node
+from topw_deploy.tensorrt.scope import Scope
 
 NEWEST_OPSET = 25
-LARGEST_K = 3840
-"""Of TopK."""
-FUSED_HEADS = range(16, 257, 8)
-"""Of Attention: how many numbers a head may have where several tokens are read at once."""
+LARGEST_K = 3840  # of TopK
+FUSED_HEADS = range(16, 257, 8)  # head sizes of Attention over several tokens
 
 _NATIVE = """
 Abs Acos Acosh Add And ArgMax ArgMin Asin Asinh Atan Atanh Attention AveragePool BatchNormalization
@@ -30,7 +30,7 @@ Sinh Size Slice Softmax Softplus Softsign SpaceToDepth Split Sqrt Squeeze Sub Su
 ThresholdedRelu Tile TopK Transpose Trilu Unsqueeze Upsample Where Xor
 """
 NATIVE = frozenset(_NATIVE.split())
-"""Standard operators that the parser knows."""
+"""Standard operators known to the parser."""
 
 SINCE: Mapping[str, tuple[int, ...]] = {
     "Attention": (10, 14),
@@ -39,26 +39,15 @@ SINCE: Mapping[str, tuple[int, ...]] = {
     "TensorScatter": (10, 15),
     "Swish": (11, 0),
 }
-"""The first TensorRT for operators that the oldest with the plugin's interface, 10.3, does not know."""
+"""The first TensorRT with the operator, for operators that 10.3, the oldest with the plugin interface, lacks."""
 
 _TYPES = {"float32", "float16", "bfloat16", "float64", "int32", "int64", "bool"}  # double is computed as float32
 _QUANTISED = {"int8", "uint8", "int4", "float8e4m3fn", "float4e2m1"}  # for QuantizeLinear and DequantizeLinear
 _REDUCTIONS = {"L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare"}
 
 
-@dataclass(frozen=True)
-class Scope:
-    """Where a node stands. constants, types, shapes: what is known of values by name, outer graphs included.
-    within: operators of the nodes in whose branches or bodies it stands, the outermost first."""
-
-    constants: Mapping[str, Constant] = field(default_factory=dict)
-    types: Mapping[str, str] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
-    within: tuple[str, ...] = ()
-
-
 def refusal(node: Node, scope: Scope) -> str | None:
-    """Why TensorRT does not take `node`, as a clause; None if nothing known stands against it."""
+    """Why TensorRT refuses `node`, as a clause; None if no objection is known."""
     if node.domain not in ("", "ai.onnx"):
         return f"TensorRT's list has no operators of {node.domain}"
     if node.op_type not in NATIVE:

@@ -1,6 +1,6 @@
-"""Optimisation profiles: for which shapes TensorRT tunes an engine, and between which it runs.
+"""Optimization profiles: the shapes an engine accepts, and those it is tuned for.
 
-decode: one new token of each row. prefill: a piece of the prompts, up to so many tokens of each row.
+decode: one new token per row. prefill: a chunk of the prompts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from topw_deploy.errors import EngineError, ParameterError
 from topw_deploy.manifest import TensorSpec
 
 KINDS = ("both", "decode", "prefill")
-_USUAL_EDITS = 16  # what the runtime begins with where a request edits logits at all
+_USUAL_EDITS = 16  # the runtime's first allocation for a request that edits logits
 _EDITS = ("edit_ids", "edit_penalty", "edit_bias")
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Least, usual (tuned for) and most of a dimension."""
+    """Min, opt and max of a dimension, in TensorRT's terms."""
 
     least: int
     usual: int
@@ -30,19 +30,18 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Rows of a run, new tokens of each row, and edits of each row."""
+    """name: "decode" or "prefill". sequence: new tokens of a row. edits: logit edits of a row."""
 
-    name: str  # "decode" | "prefill"
+    name: str
     batch: Range
     sequence: Range
     edits: Range
 
     def holds(self, batch: int, sequence: int, edits: int) -> bool:
-        """Whether a run of this shape may use the profile."""
         return batch in self.batch and sequence in self.sequence and edits in self.edits
 
     def shapes(self, spec: TensorSpec) -> tuple[list[int], list[int], list[int]]:
-        """Least, usual and most shape of the input `spec`. Raises EngineError for a dimension it knows nothing of."""
+        """The min, opt and max shapes of input `spec`. Raises EngineError for an unknown dimension."""
         ranges = [self._range(spec, axis) for axis in range(len(spec.shape))]
         return [r.least for r in ranges], [r.usual for r in ranges], [r.most for r in ranges]
 
@@ -63,10 +62,10 @@ class Profile:
 
 
 def profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) -> tuple[Profile, ...]:
-    """The profiles of an engine, the one to prefer first.
+    """The profiles of an engine, the preferred one first.
 
-    kind: "decode" (prompts go in token by token), "prefill" (which decodes, too, but is tuned for prompts) or "both".
-    Raises ParameterError for another kind and for bounds below 1.
+    kind: "decode" (prompts run token by token), "prefill" (decodes, too, but is tuned for prompts) or "both".
+    Raises ParameterError for another kind or a bound below 1.
     """
     if kind not in KINDS:
         raise ParameterError(f"profile is {kind!r}, but must be one of {', '.join(KINDS)}.")
@@ -81,5 +80,5 @@ def profiles(kind: str, *, max_batch: int, max_sequence: int, max_edits: int) ->
 
 
 def preferred(available: Sequence[Profile], batch: int, sequence: int, edits: int) -> int | None:
-    """The place of the first profile that holds the shape; None if none does."""
+    """The index of the first profile that covers the shape, or None."""
     return next((i for i, profile in enumerate(available) if profile.holds(batch, sequence, edits)), None)

@@ -1,35 +1,36 @@
-"""How far a build is: TensorRT's progress monitor, whose phases lie in one another, as one growing number."""
+"""TensorRT's progress monitor as one growing percentage; its phases nest and run on several threads."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from topw_deploy.progress import Advance
+
 
 class Phases:
-    """What `IProgressMonitor` is told, from any thread. `tell` is called with whole percents gained.
+    """Progress of nested phases, reported from any thread. `advance` gets whole percents gained.
 
-    `stopped` is what went wrong while telling (an interrupt, a closed terminal): the build is then to be cancelled,
-    as no exception may pass through TensorRT, and raised by whoever started it.
+    stopped: what `advance` raised. No exception may pass through TensorRT: the build is cancelled, its caller raises.
     """
 
-    def __init__(self, tell: Callable[[int], object]) -> None:
-        self._tell = tell
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
         self._lock = threading.Lock()
         self._phases: dict[str, tuple[str | None, int, int]] = {}  # name -> parent, steps, steps done
-        self._told = 0
+        self._shown = 0
         self.stopped: BaseException | None = None
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
-        """Phase `name` of so many steps begins, as a part of the parent's current step."""
-        with self._held():
+        """Start a phase within the parent's current step."""
+        with self._locked():
             self._phases[name] = (parent, max(1, steps), 0)
 
     def step(self, name: str, step: int) -> bool:
-        """Step number `step` of the phase is done. -> whether to go on."""
-        with self._held():
+        """Complete a step. Returns whether to go on."""
+        with self._locked():
             if name in self._phases:
                 parent, steps, _ = self._phases[name]
                 self._phases[name] = (parent, steps, step + 1)
@@ -37,8 +38,8 @@ class Phases:
         return self.stopped is None
 
     def finish(self, name: str) -> None:
-        """The phase is over, perhaps before its last step."""
-        with self._held():
+        """End a phase, perhaps early."""
+        with self._locked():
             if name in self._phases:
                 parent, steps, _ = self._phases[name]
                 self._phases[name] = (parent, steps, steps)
@@ -46,8 +47,8 @@ class Phases:
                 del self._phases[name]
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Alone among the threads; whatever is raised, an interrupt too, is kept in `stopped`."""
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock; keep any exception in `stopped`."""
         try:
             with self._lock:
                 yield
@@ -57,9 +58,9 @@ class Phases:
     def _show(self) -> None:
         roots = [name for name, (parent, _, _) in self._phases.items() if parent not in self._phases]
         percent = int(100 * max((self._share(name) for name in roots), default=0.0))
-        if percent > self._told:
-            gained, self._told = percent - self._told, percent
-            self._tell(gained)
+        if percent > self._shown:
+            gained, self._shown = percent - self._shown, percent
+            self._advance(gained)
 
     def _share(self, name: str) -> float:
         _, steps, done = self._phases[name]
@@ -68,7 +69,7 @@ class Phases:
 
 
 def monitor(trt: Any, phases: Phases) -> Any:
-    """A tensorrt.IProgressMonitor that passes everything on to `phases`."""
+    """A tensorrt.IProgressMonitor for `phases`."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is a value of the module
         def __init__(self) -> None:

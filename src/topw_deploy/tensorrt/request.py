@@ -1,4 +1,4 @@
-"""What `topw build-engine` is asked for, checked before TensorRT is loaded."""
+"""A request to build an engine, checked before TensorRT is loaded."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topw_deploy.errors import EngineError, ParameterError
-from topw_deploy.manifest import DecoderInfo, DecoderManifest, load_manifest
+from topw_deploy.manifest import DecoderManifest, load_manifest
 from topw_deploy.tensorrt.profiles import KINDS, Profile, profiles
 
-DEFAULT_SEQUENCE = 1024  # new tokens of a row in one run: longer pieces take more memory and are no faster
+DEFAULT_SEQUENCE = 1024  # tokens of a row in one run: longer chunks take more memory and are no faster
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """out: a folder exported for TensorRT. max_batch: most rows of a run. max_sequence: most tokens of a row that one
-    run takes; None for 1,024, or the cache's length where that is less. max_edits: most logit edits of a row; None for
-    the cache's length, which penalties of every token of a sequence need. profile: one of profiles.KINDS.
-    fp16: let TensorRT compute a float32 decoder in half precision. workspace: most bytes of scratch memory that the
-    engine may use; None for TensorRT's choice. timing_cache: a file to read timings from and write them to.
+    """What to build.
+
+    out: a folder exported for TensorRT.
+    max_batch: most rows of a run.
+    max_sequence: most tokens of a row in a run; None for min(1,024, the cache's length).
+    max_edits: most logit edits of a row; None for the cache's length.
+    profile: one of profiles.KINDS.
+    fp16: let TensorRT compute a float32 decoder in half precision.
+    workspace: most bytes of scratch memory; None for TensorRT's choice.
+    timing_cache: a file of timings to read and update.
     plugin: "auto", "python", "none", or the path of the plugin's library.
 
-    Raises ParameterError for bounds out of range, a timing cache in no folder, and fp16 without a plugin.
+    Raises ParameterError for an invalid field.
     """
 
     out: Path
@@ -51,7 +56,7 @@ class EngineRequest:
             )
 
     def profiles(self, cache_length: int) -> tuple[Profile, ...]:
-        """The optimisation profiles for a cache of so many tokens. Raises ParameterError for a longer sequence."""
+        """The optimization profiles for a cache of `cache_length` tokens. Raises ParameterError."""
         sequence = self.max_sequence or min(DEFAULT_SEQUENCE, cache_length)
         if sequence > cache_length:
             raise ParameterError(
@@ -67,9 +72,8 @@ class EngineRequest:
         )
 
 
-def exported(out: Path) -> tuple[DecoderManifest, DecoderInfo, int]:
-    """The manifest of `out`, its decoder, and the cache's length in tokens. Raises ManifestError for no whole export,
-    EngineError for one that no engine can be built of."""
+def load_exported(out: Path) -> tuple[DecoderManifest, int]:
+    """The manifest of `out` and its cache's length. Raises ManifestError, EngineError if no engine can be built."""
     manifest = load_manifest(out)
     if manifest.verification.status == "provisional":
         raise EngineError(f"{out} is an export whose verification never ended; export the model again.")
@@ -84,8 +88,8 @@ def exported(out: Path) -> tuple[DecoderManifest, DecoderInfo, int]:
             "--kv static --max-length N."
         )
     caches = [spec.shape for spec in manifest.inputs if spec.name.startswith("past_key_values.")]
-    length = {shape[2] if len(shape) == 4 else None for shape in caches}
-    numbers = [size for size in length if isinstance(size, int)]
-    if len(length) != 1 or not numbers:
+    lengths = {shape[2] if len(shape) == 4 else None for shape in caches}
+    fixed = [size for size in lengths if isinstance(size, int)]
+    if len(lengths) != 1 or not fixed:
         raise EngineError(f"the cache of {out} has no fixed length; export for TensorRT without --max-length 0.")
-    return manifest, decoder, numbers[0]
+    return manifest, fixed[0]

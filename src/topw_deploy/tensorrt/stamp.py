@@ -1,7 +1,7 @@
-"""The stamp beside a built engine: what it was built from, with and for, and proof that the file is whole.
+"""The stamp beside an engine: what it was built from and for, and proof that the file is intact.
 
-An engine is a program for one model of GPU and one version of TensorRT, so it is deserialised only where its stamp
-fits. The stamp is written last: an engine without one was never finished.
+An engine is code for one GPU model and one TensorRT version: it is deserialized only if its stamp fits. The stamp is
+written last: an engine without one is unfinished.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOLDER = "engines"
 FORMAT_VERSION = 1
 ENGINE_SUFFIX, STAMP_SUFFIX = ".engine", ".json"
 PLUGINS, PRECISIONS = ("python", "library", "none"), ("as exported", "fp16")
-_MAX_BYTES = 1 << 20  # a stamp is 2 KB; a larger file is not one, and must not fill memory
+_MAX_BYTES = 1 << 20  # a stamp has 2 KB; a larger file must not fill memory
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.engine")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -30,10 +30,15 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStamp:
-    """engine: file name in engines/, with its size in bytes and SHA-256. manifest: SHA-256 of the manifest it was built
-    from. gpu: its name; sm: its architecture, as 87 for sm_87. plugin: what answers the sampler's node, "python",
-    "library" or "none" (the function in the file), and its version. precision: "as exported" or "fp16". cache_length:
-    tokens of the cache. workspace: bytes allowed for building, None for the GPU's memory. topw_deploy: who built it."""
+    """A stamp's fields.
+
+    engine, size, sha256: file name in engines/, bytes, hash.
+    manifest: SHA-256 of the exported manifest.
+    sm: the GPU's architecture, 87 for sm_87.
+    plugin: of PLUGINS; "none" for the function in the graph.
+    cache_length: tokens.
+    workspace: most bytes of scratch memory; None for no limit.
+    """
 
     engine: str
     size: int
@@ -68,7 +73,7 @@ class EngineStamp:
 
 
 def read(path: Path) -> EngineStamp:
-    """The stamp in `path`, every field checked. Raises EngineError for one that is unreadable or malformed."""
+    """Read the stamp in `path` and check every field. Raises EngineError if it is unreadable or malformed."""
     try:
         with open_regular(path) as stream:
             raw = stream.read(_MAX_BYTES + 1)
@@ -86,7 +91,7 @@ def read(path: Path) -> EngineStamp:
 
 
 def write(folder: Path, stamp: EngineStamp) -> Path:
-    """Put the stamp beside its engine by an atomic replace; `folder` is the one that holds both."""
+    """Write the stamp atomically beside its engine."""
     path = (folder / stamp.engine).with_suffix(STAMP_SUFFIX)
     with replacing(path) as stream:
         stream.write(stamp.to_json().encode("utf-8"))
@@ -94,7 +99,7 @@ def write(folder: Path, stamp: EngineStamp) -> Path:
 
 
 def manifest_hash(out: Path) -> str:
-    """SHA-256 of the folder's manifest, which names every other file with its own. Raises EngineError."""
+    """SHA-256 of the folder's manifest. Raises EngineError."""
     try:
         return sha256_of(out / MANIFEST_NAME)
     except OSError as error:
@@ -114,7 +119,7 @@ def _parse(data: dict[str, Any]) -> EngineStamp:
         raise ValueError(f"it has format version {version!r:.60}, not {FORMAT_VERSION}")
     unknown = sorted(data.keys() - EngineStamp.__dataclass_fields__.keys())
     if unknown:
-        raise ValueError(f"it has a field {unknown[0]!r:.60}, of which this topw_deploy knows nothing")
+        raise ValueError(f"it has a field {unknown[0]!r:.60}, which this topw_deploy does not know")
     if not _NAME.fullmatch(_text(data, "engine")):
         raise ValueError(f"engine is {data['engine']!r}, not the name of an .engine file in the same folder")
     for name in ("sha256", "manifest"):

@@ -16,8 +16,7 @@ from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.quantise.blocks import unpacked
 from topw_deploy.export.request import export_request
 from topw_deploy.export.source.checkpoint import load_checkpoint
-from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
-from topw_deploy.export.source.packed.formats import packed_format
+from topw_deploy.export.source.packed import PackedCheckpoint, packed_format
 from topw_deploy.manifest import load_manifest
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}

@@ -1,4 +1,4 @@
-"""An export that is killed leaves what it finished; the next one goes on from there, or removes it."""
+"""A killed export is resumed or removed by the next one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.sampling.parameters import TopWParameters
 
-# An export of MODEL to OUT that kills itself: at the line that starts with STOP, before weight number STOP, or never.
+# Export MODEL to OUT; kill it at the line that starts with STOP, or before weight number STOP.
 EXPORT = """
 import os, signal, sys
 from pathlib import Path
@@ -57,7 +57,7 @@ STOPS = ("Lowered", "Writing", "9", "Verifying", "Moving")
 
 
 def killed_export(model: Path, out: Path, stop: str) -> list[str]:
-    """Its lines, after it killed itself."""
+    """The lines of an export that killed itself."""
     process = subprocess.run(
         [sys.executable, "-c", EXPORT, str(model), str(out), stop], capture_output=True, text=True, timeout=300
     )
@@ -93,7 +93,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
-    """The folder of an export killed at every stage in turn and then let go, and each attempt's lines."""
+    """An export killed at every stage in turn and then finished, and the lines of each attempt."""
     out = tmp_path_factory.mktemp("killed") / "out"
     lines = {stop: killed_export(model, out, stop) for stop in STOPS}
     assert not out.exists()
@@ -103,7 +103,7 @@ def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return out, lines
 
 
-def test_every_attempt_goes_on_where_the_one_before_was_killed(history: tuple[Path, dict[str, list[str]]]) -> None:
+def test_each_attempt_continues_where_the_previous_one_was_killed(history: tuple[Path, dict[str, list[str]]]) -> None:
     lines = history[1]
     assert [kept(lines[stop]) for stop in (*STOPS[:3], "Verifying")] == [
         [],
@@ -119,7 +119,7 @@ def test_every_attempt_goes_on_where_the_one_before_was_killed(history: tuple[Pa
     assert not any("Tracing" in line or "Starting over" in line for stop in STOPS[1:] for line in lines[stop])
 
 
-def test_what_was_gone_on_with_is_what_one_go_writes(
+def test_a_resumed_export_equals_an_uninterrupted_one(
     history: tuple[Path, dict[str, list[str]]], model: Path, tmp_path: Path
 ) -> None:
     export(model, tmp_path / "out", verify=True)
@@ -135,8 +135,8 @@ def test_a_killed_export_is_removed_by_the_next_one_that_does_not_resume(foreign
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_changed_source_starts_over_and_says_so(tmp_path: Path, foreign_decoder: Path) -> None:
-    """One byte of the weights, the time of modification set back: nothing of the old data is taken over."""
+def test_a_changed_source_starts_over_with_a_message(tmp_path: Path, foreign_decoder: Path) -> None:
+    """One byte of the weights changes, with the time of modification set back."""
     data = (foreign_decoder / "model.onnx.data").read_bytes()
     source = tmp_path / "in"
     source.mkdir()
@@ -153,13 +153,13 @@ def test_a_changed_source_starts_over_and_says_so(tmp_path: Path, foreign_decode
     assert (tmp_path / "out" / "model.onnx.data").read_bytes() == data[:-4] + bytes(4)
 
 
-def test_other_options_keep_only_what_does_not_depend_on_them(tmp_path: Path, foreign_decoder: Path) -> None:
+def test_other_options_keep_only_independent_stages(tmp_path: Path, foreign_decoder: Path) -> None:
     killed_export(foreign_decoder, tmp_path / "out", "Verifying")
     lines = export(foreign_decoder, tmp_path / "out", resume=True, with_mass=True, neighbour_bound=False)
     assert kept(lines) == ["copy of model.onnx.data", "tokenizer files"]
 
 
-def test_a_large_file_that_is_written_to_gets_another_stamp(tmp_path: Path) -> None:
+def test_a_write_to_a_large_file_changes_its_stamp(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(17 << 20))
     about, before = path.stat(), stamp_of_files([path])
@@ -173,10 +173,10 @@ def test_a_large_file_that_is_written_to_gets_another_stamp(tmp_path: Path) -> N
     assert stamp_of_files([path]) != before
 
 
-def test_the_folder_of_a_living_export_is_left_alone(tmp_path: Path) -> None:
+def test_the_folder_of_a_running_export_is_left_alone(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom topw_deploy.export.write.staging import StagedFolder\n"
-        f"with StagedFolder(Path({str(tmp_path / 'out')!r})) as staged:\n    print(staged.workshop, flush=True)\n"
+        f"with StagedFolder(Path({str(tmp_path / 'out')!r})) as staged:\n    print(staged.workspace, flush=True)\n"
         "    sys.stdin.read()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -184,16 +184,14 @@ def test_the_folder_of_a_living_export_is_left_alone(tmp_path: Path) -> None:
     living = Path(process.stdout.readline().strip())
     for resume in (False, True):
         with StagedFolder(tmp_path / "out", resume=resume) as staged:
-            assert staged.workshop != living
+            assert staged.workspace != living
     assert living.is_dir()
     process.communicate("")
     assert not living.exists()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), OSError(28, "No space left on device")])
-def test_an_interruption_leaves_the_work_only_where_it_may_be_gone_on_with(
-    tmp_path: Path, error: BaseException
-) -> None:
+def test_an_interruption_keeps_the_files_only_with_resume(tmp_path: Path, error: BaseException) -> None:
     for resume, left in ((False, 0), (True, 1)):
         with pytest.raises((type(error), ExportError)) as caught, StagedFolder(tmp_path / "out", resume=resume):
             raise error
@@ -202,10 +200,10 @@ def test_an_interruption_leaves_the_work_only_where_it_may_be_gone_on_with(
         assert "disk is full" in str(caught.value)
         assert "--resume" in str(caught.value)
     with StagedFolder(tmp_path / "out", resume=True) as staged:
-        assert [path.name for path in tmp_path.iterdir()] == [staged.workshop.name]
+        assert [path.name for path in tmp_path.iterdir()] == [staged.workspace.name]
 
 
-def test_a_disk_that_fills_up_midway_is_gone_on_with_after_making_room(
+def test_an_export_resumes_after_a_full_disk(
     tmp_path: Path, model: Path, history: tuple[Path, dict[str, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -222,7 +220,7 @@ def test_a_disk_that_fills_up_midway_is_gone_on_with_after_making_room(
 
 
 def full_after(count: int) -> Callable[..., object]:
-    """`parts` for that many weights; then the disk is full."""
+    """`parts` for `count` weights; then the disk is full."""
     real, calls = data_files.parts, [0]
 
     def parts(tensor: object) -> object:
@@ -234,7 +232,7 @@ def full_after(count: int) -> Callable[..., object]:
     return parts
 
 
-def test_kept_weights_that_are_damaged_are_written_again(tmp_path: Path) -> None:
+def test_damaged_weights_are_written_again(tmp_path: Path) -> None:
     import onnx_ir as ir
 
     values = [
@@ -256,7 +254,7 @@ def test_kept_weights_that_are_damaged_are_written_again(tmp_path: Path) -> None
     assert len(Journal(tmp_path).data_file(data_files.DATA_FILE)["weights"]) == 3
 
 
-def test_a_torn_line_ends_a_journal_quietly(tmp_path: Path) -> None:
+def test_a_journal_ends_at_an_incomplete_line(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.done("a", "1", n=5)
     journal.done("b", "1")
@@ -272,7 +270,7 @@ def fresh(model: Path, out: Path) -> Path:
 
 
 def interrupted(model: Path, out: Path, stop: str, **settings: object) -> None:
-    """An export to go on with, interrupted at the line that starts with `stop`."""
+    """A resumable export, interrupted at the line that starts with `stop`."""
 
     def say(line: str) -> None:
         if line.startswith(stop):
@@ -285,20 +283,20 @@ def interrupted(model: Path, out: Path, stop: str, **settings: object) -> None:
         )  # type: ignore[arg-type]
 
 
-def test_going_on_with_another_model_writes_into_no_file_that_is_hard_linked(model: Path, tmp_path: Path) -> None:
-    """The data file of an ONNX decoder may have the name of the one that is written for a traced model."""
+def test_resuming_with_another_model_never_writes_into_a_hard_linked_file(model: Path, tmp_path: Path) -> None:
+    """An ONNX decoder's data file may have the name of a traced model's."""
     source = write_decoder(tmp_path / "onnx", "llama_untied")
     decoder = onnx.load(source / "model.onnx")
     onnx.save(decoder, source / "model.onnx", save_as_external_data=True, location=data_files.DATA_FILE)
     before = contents(source)
-    interrupted(source, tmp_path / "out", "Bringing", hard_link=True)
+    interrupted(source, tmp_path / "out", "Copying tokenizer", hard_link=True)
     assert (source / data_files.DATA_FILE).stat().st_nlink == 2
-    interrupted(model, tmp_path / "out", "Bringing")
+    interrupted(model, tmp_path / "out", "Copying tokenizer")
     assert (source / data_files.DATA_FILE).stat().st_nlink == 1
     assert contents(source) == before
 
 
-def test_a_table_that_changed_in_a_folder_below_is_measured_anew(tmp_path: Path) -> None:
+def test_a_changed_table_in_a_subfolder_is_measured_again(tmp_path: Path) -> None:
     source = write_decoder(tmp_path / "onnx", "llama_untied")
     decoder = onnx.load(source / "model.onnx")
     (source / "data").mkdir()
@@ -311,14 +309,14 @@ def test_a_table_that_changed_in_a_folder_below_is_measured_anew(tmp_path: Path)
     assert contents(tmp_path / "out") == contents(fresh(source, tmp_path / "fresh"))
 
 
-def test_a_hard_link_is_no_copy(foreign_decoder: Path, tmp_path: Path) -> None:
-    interrupted(foreign_decoder, tmp_path / "out", "Bringing", hard_link=True)
+def test_a_hard_link_does_not_stand_for_a_copy(foreign_decoder: Path, tmp_path: Path) -> None:
+    interrupted(foreign_decoder, tmp_path / "out", "Copying tokenizer", hard_link=True)
     export(foreign_decoder, tmp_path / "out", resume=True)
     assert (tmp_path / "out" / "model.onnx.data").stat().st_nlink == 1
 
 
-def test_what_only_an_earlier_attempt_wrote_does_not_stay(model: Path, tmp_path: Path) -> None:
-    """Shards of another size, a chat template that the model no longer has."""
+def test_files_that_only_an_earlier_attempt_wrote_are_removed(model: Path, tmp_path: Path) -> None:
+    """Shards of another size, and a chat template that the model has lost."""
     source = tmp_path / "source"
     shutil.copytree(model, source)
     (source / "chat_template.jinja").write_text("{{ messages }}")
@@ -329,7 +327,7 @@ def test_what_only_an_earlier_attempt_wrote_does_not_stay(model: Path, tmp_path:
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
-def test_other_defaults_are_verified_anew(model: Path, tmp_path: Path) -> None:
+def test_other_defaults_are_verified_again(model: Path, tmp_path: Path) -> None:
     killed_export(model, tmp_path / "out", "Moving")
     settings = {"resume": True, "neighbour_bound": True, "verify": True}
     assert "verification" not in kept(export(model, tmp_path / "out", defaults=TopWParameters(lam=0.5), **settings))

@@ -1,4 +1,4 @@
-"""What a configuration says about the context, and models whose positions change with length."""
+"""Context lengths from configurations."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ LLAMA3 = {
                 original_max_position_embeddings=64,
                 rope_parameters=LONG,
             ),
-            64,  # beyond, the model would use other frequencies than the graph holds
+            64,  # beyond, the model uses other frequencies than the graph
         ),
     ],
     ids=["gpt2", "plain", "llama3", "longrope"],
 )
-def test_the_context_ends_where_the_graph_stops_being_the_model(config: PreTrainedConfig, length: int) -> None:
+def test_the_context_ends_where_the_graph_differs_from_the_model(config: PreTrainedConfig, length: int) -> None:
     assert context_length(config) == length
     assert (switching_rope(config) is not None) is (length == 64)
 

@@ -1,4 +1,4 @@
-"""Where a model comes from, and what is said when it cannot be had."""
+"""Finding a model, and the messages when it cannot be found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from topw_deploy.manifest import MANIFEST_NAME
 
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No test asks the network, or reads the cache of whoever runs it."""
+    """Tests use neither the network nor the user's cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
@@ -34,7 +34,7 @@ def touch(folder: Path, *names: str) -> Path:
 
 
 def hub_cache(cache: Path, *names: str) -> str:
-    """A model in the hub's cache layout: snapshots of links into blobs. Returns the commit."""
+    """A model in the hub's cache layout, links into blobs; returns the commit."""
     commit = "a" * 40
     home = cache / "models--me--tiny"
     touch(home / "blobs", *(name.replace("/", "_") for name in names))
@@ -64,18 +64,18 @@ def test_a_folder_with_a_graph_is_grafted_onto(tmp_path: Path, name: str) -> Non
     assert (source.route, source.onnx, source.folder) == ("graft", tmp_path / name, tmp_path)
 
 
-def test_a_graph_can_be_named_itself(tmp_path: Path) -> None:
+def test_a_graph_file_can_be_named_directly(tmp_path: Path) -> None:
     source = resolve(str(touch(tmp_path, "a.onnx", "b.onnx") / "b.onnx"))
     assert source.onnx == tmp_path / "b.onnx"
 
 
-def test_the_graph_that_genai_names_is_taken(tmp_path: Path) -> None:
+def test_the_graph_in_genai_config_is_used(tmp_path: Path) -> None:
     touch(tmp_path, "a.onnx", "b.onnx")
     (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": "b.onnx"}}}))
     assert resolve(str(tmp_path)).onnx == tmp_path / "b.onnx"
 
 
-def test_a_graph_that_genai_names_outside_the_folder_is_not_taken(tmp_path: Path) -> None:
+def test_a_graph_outside_the_folder_in_genai_config_is_ignored(tmp_path: Path) -> None:
     folder = touch(tmp_path / "model", "a.onnx")
     touch(tmp_path, "b.onnx")
     (folder / "genai_config.json").write_text(json.dumps({"model": {"decoder": {"filename": "../b.onnx"}}}))
@@ -91,29 +91,29 @@ def test_a_graph_that_genai_names_outside_the_folder_is_not_taken(tmp_path: Path
         ([MANIFEST_NAME, "model.onnx"], "already an export"),
     ],
 )
-def test_a_folder_that_holds_no_single_model_says_so(tmp_path: Path, files: list[str], message: str) -> None:
+def test_a_folder_without_a_single_model_is_refused(tmp_path: Path, files: list[str], message: str) -> None:
     with pytest.raises(SourceError, match=message):
         resolve(str(touch(tmp_path, *files)))
 
 
-def test_a_file_that_is_no_graph_is_refused(tmp_path: Path) -> None:
+def test_a_file_other_than_a_graph_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"not an \.onnx file"):
         resolve(str(touch(tmp_path, "weights.bin") / "weights.bin"))
 
 
-def test_a_path_that_does_not_exist_is_no_hub_id_either() -> None:
+def test_a_missing_path_that_is_no_hub_id_is_refused() -> None:
     with pytest.raises(SourceError, match="does not exist, and is not a hub id"):
         resolve("./nowhere/model")
 
 
 @pytest.mark.parametrize("name", ["decoder.onnx", "models/decoder.onnx", "/tmp/nowhere", "~/nowhere", "a/b/c"])
-def test_the_hub_is_not_asked_for_what_can_only_be_a_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_hub_is_not_asked_for_a_path(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(SourceError, match="does not exist, and is not a hub id"):
         resolve(name)
 
 
-def test_a_name_that_could_be_both_is_looked_for_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ambiguous_name_is_looked_up_locally_and_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SourceError) as refusal:
@@ -124,7 +124,7 @@ def test_a_name_that_could_be_both_is_looked_for_in_both(tmp_path: Path, monkeyp
     )
 
 
-def test_a_path_that_may_not_be_looked_at_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inaccessible_path_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(_path: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -133,13 +133,13 @@ def test_a_path_that_may_not_be_looked_at_is_one_sentence(monkeypatch: pytest.Mo
         resolve("locked/model")
 
 
-def test_a_hub_model_in_the_cache_is_found_without_the_network(tmp_path: Path) -> None:
+def test_a_cached_hub_model_is_found_without_the_network(tmp_path: Path) -> None:
     commit = hub_cache(tmp_path, "config.json", "model.safetensors", "tokenizer.json")
     source = resolve("me/tiny", HubOptions(cache_dir=tmp_path, local_files_only=True))
     assert (source.revision, source.route) == (commit, "trace")
 
 
-def test_a_graph_in_the_hubs_cache_is_found_behind_its_links(tmp_path: Path) -> None:
+def test_a_graph_in_the_hubs_cache_is_found_through_its_links(tmp_path: Path) -> None:
     hub_cache(tmp_path, "config.json", "onnx/model.onnx", "onnx/model.onnx_data")
     source = resolve("me/tiny", HubOptions(cache_dir=tmp_path, local_files_only=True))
     assert source.onnx is not None
@@ -147,20 +147,20 @@ def test_a_graph_in_the_hubs_cache_is_found_behind_its_links(tmp_path: Path) -> 
     assert source.folder.name == "a" * 40
 
 
-def test_a_hub_model_without_any_weights_is_named(tmp_path: Path) -> None:
+def test_a_hub_model_without_weights_is_refused(tmp_path: Path) -> None:
     hub_cache(tmp_path, "config.json")
     with pytest.raises(SourceError, match="neither safetensors"):
         resolve("me/tiny", HubOptions(cache_dir=tmp_path, local_files_only=True))
 
 
 @pytest.mark.parametrize("given", [{"local_files_only": True}, {}], ids=["asked", "HF_HUB_OFFLINE"])
-def test_a_hub_model_that_is_not_here_says_how_to_get_it(tmp_path: Path, given: dict[str, bool]) -> None:
+def test_a_missing_hub_model_says_how_to_get_it(tmp_path: Path, given: dict[str, bool]) -> None:
     with pytest.raises(SourceError, match=r"nor whole in the hub's cache .*HF_HUB_OFFLINE unset"):
         resolve("me/missing", HubOptions(cache_dir=tmp_path, **given))
 
 
 def answer(status: int) -> Any:
-    """As much of an HTTP answer as the hub's errors look at."""
+    """As much of an HTTP response as the hub's errors need."""
     return SimpleNamespace(status_code=status, headers={}, request=SimpleNamespace(method="GET", url="https://hub"))
 
 
@@ -176,7 +176,7 @@ def answer(status: int) -> Any:
         (ConnectionError("connection reset"), "could not be downloaded"),
     ],
 )
-def test_every_way_a_download_fails_has_its_sentence(
+def test_every_download_failure_has_its_message(
     monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     def fail(*_arguments: object, **_options: object) -> str:
@@ -187,7 +187,7 @@ def test_every_way_a_download_fails_has_its_sentence(
         resolve("me/tiny", HubOptions(revision="v9"))
 
 
-def test_what_the_user_gave_reaches_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_hub_options_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[dict[str, object]] = []
 
     def download(_model: str, **options: object) -> str:

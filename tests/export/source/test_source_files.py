@@ -1,4 +1,4 @@
-"""What lies in a source's folder: special files are refused before anything reads them, JSON of any shape by name."""
+"""Special files in a source are refused before anything reads them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GENAI = {
 
 @pytest.fixture
 def folder(foreign_decoder: Path, tmp_path: Path) -> Path:
-    """A copy of another exporter's folder, to spoil."""
+    """A copy of another exporter's folder."""
     return Path(shutil.copytree(foreign_decoder, tmp_path / "copy"))
 
 
@@ -61,9 +61,7 @@ def test_a_special_file_in_a_source_is_refused_by_name(folder: Path, kind: str, 
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
-def test_a_tokenizers_folder_is_looked_through_too_and_what_is_no_models_file_is_let_be(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizers_folder_is_checked_too_but_other_files_are_ignored(folder: Path, tmp_path: Path) -> None:
     os.mkfifo(folder / "editor.sock")
     assert resolve(str(folder)).onnx == folder / "model.onnx"
     other = tmp_path / "tokenizer"
@@ -85,7 +83,7 @@ def test_links_into_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("name", "data"), [("config.json", CONFIG), ("genai_config.json", GENAI)])
-def test_whatever_a_configuration_says_a_graft_is_described_or_refused_with_a_typed_error(
+def test_any_configuration_is_accepted_or_refused_with_a_typed_error(
     folder: Path, tmp_path: Path, name: str, data: object
 ) -> None:
     for other in ("config.json", "genai_config.json", "generation_config.json"):

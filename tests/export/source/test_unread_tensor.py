@@ -1,4 +1,4 @@
-"""A model put together from tensors that are not read is the model that transformers loads."""
+"""A model assembled from unread tensors equals the one that transformers loads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from topw_deploy.errors import SourceError
 from topw_deploy.export.graph.lazy_weight import LazyWeight, parts, transposed
 from topw_deploy.export.source.checkpoint import load_checkpoint, load_unread
 from topw_deploy.export.source.safetensors_files import stored_tensors
-from topw_deploy.export.source.streamed import streamed, widen
-from topw_deploy.export.source.unread_tensor import UnreadTensor
+from topw_deploy.export.source.unread_tensor import UnreadTensor, streamed, widen
 from topw_deploy.export.trace.shapes_only import shapes_only, weight_tensor
 from topw_deploy.export.trace.trace import trace
 from topw_deploy.memory import StageMemory, resident_bytes
@@ -30,14 +29,14 @@ def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def twins(model: torch.nn.Module) -> list[list[str]]:
-    """Names of parameters that are one and the same."""
+    """Names of parameters that share a tensor."""
     named = parameters(model)
     return [[other for other in named if named[other] is named[name]] for name in named]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_and_buffer_is_what_loading_gives(
+def test_every_parameter_and_buffer_equals_the_loaded_one(
     checkpoint: Callable[[str], Path], family: str, dtype: str
 ) -> None:
     read, unread = (load_checkpoint(checkpoint(family), dtype, unread=flag) for flag in (False, True))
@@ -53,7 +52,7 @@ def test_every_parameter_and_buffer_is_what_loading_gives(
 
 
 def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]) -> None:
-    """transformers stacks the experts of a checkpoint into one parameter; that happens when it is asked for."""
+    """transformers stacks the experts of a checkpoint into one parameter."""
     model = load_checkpoint(checkpoint("qwen3_moe"), "float32", unread=True)
     merged = parameters(model)["model.layers.0.mlp.experts.gate_up_proj"]
     assert isinstance(merged, UnreadTensor)
@@ -61,8 +60,8 @@ def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]
     assert merged.values().shape == merged.shape == (4, 32, 32)
 
 
-def test_buffers_of_a_checkpoint_are_read_since_models_compute_with_them(tmp_path: Path) -> None:
-    """Routers of many mixtures of experts add such a buffer to their scores, and write into what comes of it."""
+def test_buffers_of_a_checkpoint_are_read(tmp_path: Path) -> None:
+    """Routers add such a buffer to their scores and modify the sum in place."""
     config = Glm4MoeConfig(
         vocab_size=50,
         hidden_size=32,
@@ -96,7 +95,7 @@ def test_a_checkpoint_of_the_base_model_gets_its_prefix(tmp_path: Path) -> None:
     assert torch.equal(parameters(unread)["transformer.wte.weight"].values(), tensors["wte.weight"])  # type: ignore[attr-defined]
 
 
-def test_pickled_weights_are_read_whole_and_the_reason_is_given(tmp_path: Path) -> None:
+def test_pickled_weights_are_read_with_a_reason(tmp_path: Path) -> None:
     model = make_model("llama_tied")
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -107,16 +106,14 @@ def test_pickled_weights_are_read_whole_and_the_reason_is_given(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", ["llama_untied", "gpt2", "qwen3_moe"])
-def test_the_trace_of_an_unread_model_is_that_of_the_read_one_to_the_byte(
-    checkpoint: Callable[[str], Path], family: str
-) -> None:
+def test_unread_and_read_models_have_the_same_trace(checkpoint: Callable[[str], Path], family: str) -> None:
     graphs = [
         ir.to_proto(trace(load_checkpoint(checkpoint(family), "float16", unread=flag)).model) for flag in (False, True)
     ]
     assert graphs[0].SerializeToString() == graphs[1].SerializeToString()
 
 
-def test_a_model_is_itself_again_after_its_trace() -> None:
+def test_a_trace_leaves_the_model_unchanged() -> None:
     model = make_model("llama_tied")
     before = parameters(model)
     with shapes_only(model) as shapes:
@@ -127,7 +124,7 @@ def test_a_model_is_itself_again_after_its_trace() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
-def test_a_streamed_model_computes_what_the_loaded_one_does(checkpoint: Callable[[str], Path], family: str) -> None:
+def test_a_streamed_model_computes_the_same_as_a_loaded_one(checkpoint: Callable[[str], Path], family: str) -> None:
     ids = torch.arange(12)[None]
     read, unread = (load_checkpoint(checkpoint(family), "float16", unread=flag) for flag in (False, True))
     widen(unread)
@@ -144,7 +141,7 @@ def stored(tmp_path: Path, tensor: torch.Tensor) -> UnreadTensor:
     return UnreadTensor.of(stored_tensors(tmp_path)["w"])
 
 
-def test_operations_are_remembered_and_values_made_anew(tmp_path: Path) -> None:
+def test_operations_are_recorded_and_values_recomputed(tmp_path: Path) -> None:
     tensor = torch.randn(6, 4)
     unread = stored(tmp_path, tensor)
     first, second = torch.chunk(torch.stack([unread, unread.half().float()]).transpose(1, 2), 2, dim=2)
@@ -152,27 +149,27 @@ def test_operations_are_remembered_and_values_made_anew(tmp_path: Path) -> None:
     assert first.shape == (2, 4, 3)
     assert torch.equal(second.values()[0], tensor.T[:, 3:])
     assert second.values().data_ptr() != second.values().data_ptr()
-    assert torch.equal(unread, unread.clone())  # a question that values alone answer
+    assert torch.equal(unread, unread.clone())  # needs the values
 
 
-def test_only_one_cast_still_counts_as_lying_in_the_file(tmp_path: Path) -> None:
+def test_a_single_cast_keeps_the_stored_tensor(tmp_path: Path) -> None:
     def file(tensor: torch.Tensor) -> object:
         assert isinstance(tensor, UnreadTensor)
         return tensor.file
 
     unread = stored(tmp_path, torch.randn(3, 2))
     assert file(unread.half()) == file(unread.detach()) == unread.file
-    assert file(unread.half().float()) is None  # rounded on the way: the file's values are others
+    assert file(unread.half().float()) is None  # rounded, so the stored values differ
     assert file(unread.t()) is None
 
 
-def test_nothing_writes_to_a_tensor_that_is_not_read(tmp_path: Path) -> None:
+def test_unread_tensors_cannot_be_written_to(tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="weights that are not read"):
         stored(tmp_path, torch.zeros(2)).add_(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_weight_is_written_in_parts_as_it_would_be_whole(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_weight_in_parts_equals_the_whole(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.randn(7, 5)
     model = torch.nn.Linear(5, 7, bias=False)
     model.weight = torch.nn.Parameter(stored(tmp_path, tensor).to(dtype), requires_grad=False)
@@ -192,8 +189,8 @@ def test_a_weight_is_written_in_parts_as_it_would_be_whole(tmp_path: Path, dtype
     assert np.array_equal(weight.read(ids).astype(np.float32), tensor.to(dtype)[ids].float().numpy())
 
 
-def test_weights_that_are_not_read_take_no_memory_and_written_ones_a_part_at_a_time(tmp_path: Path) -> None:
-    """A table of 48 MiB in float16: in memory when loaded, a few MiB at most when left in its file and taken out."""
+def test_unread_weights_take_no_memory_and_written_ones_a_part_at_a_time(tmp_path: Path) -> None:
+    """A float16 table of 48 MiB."""
     config = LlamaConfig(
         vocab_size=3 << 17,
         hidden_size=64,
@@ -219,7 +216,7 @@ def test_weights_that_are_not_read_take_no_memory_and_written_ones_a_part_at_a_t
 
 
 @pytest.mark.parametrize("damage", ["cut", "shape", "type", "index"])
-def test_files_that_do_not_hold_what_they_say_are_refused(tmp_path: Path, damage: str) -> None:
+def test_inconsistent_safetensors_files_are_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(64)}, path)
     raw = path.read_bytes()
@@ -236,7 +233,7 @@ def test_files_that_do_not_hold_what_they_say_are_refused(tmp_path: Path, damage
         stored_tensors(tmp_path)
 
 
-def test_the_single_file_is_taken_before_the_index_as_transformers_does(tmp_path: Path) -> None:
+def test_a_single_file_precedes_an_index_as_in_transformers(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"other": "gone.safetensors"}}')
     assert set(stored_tensors(tmp_path)) == set(load_file(tmp_path / "model.safetensors"))

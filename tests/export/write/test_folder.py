@@ -1,4 +1,4 @@
-"""A folder is there whole or not at all."""
+"""A folder is complete or absent."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ import pytest
 
 from topw_deploy.errors import ExportError
 from topw_deploy.export.write import staging as folder_module
-from topw_deploy.export.write.staging import StagedFolder, bring, check_free, require_space
+from topw_deploy.export.write.staging import StagedFolder, check_free, copy_file, require_space
 from topw_deploy.manifest import MANIFEST_NAME
 
 
 def write_and_raise(staged: StagedFolder, error: BaseException) -> None:
-    """What an export that fails looks like from the outside."""
     with staged:
         (staged.path / "file").write_text("x")
         raise error
@@ -40,7 +39,7 @@ def test_commit_puts_the_folder_in_place_and_leaves_nothing_else(tmp_path: Path)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_whatever_goes_wrong_nothing_stays(tmp_path: Path, error: type[BaseException]) -> None:
+def test_an_error_leaves_nothing_behind(tmp_path: Path, error: type[BaseException]) -> None:
     with pytest.raises(error):
         write_and_raise(StagedFolder(tmp_path / "out"), error())
     assert list(tmp_path.iterdir()) == []
@@ -56,7 +55,7 @@ def test_a_failed_folder_is_kept_under_another_name_on_request(tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_an_earlier_export_is_replaced_at_the_very_end_only(tmp_path: Path) -> None:
+def test_an_earlier_export_is_replaced_only_at_the_very_end(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / MANIFEST_NAME).write_text("old")
@@ -71,7 +70,7 @@ def test_an_earlier_export_is_replaced_at_the_very_end_only(tmp_path: Path) -> N
     assert leftovers(tmp_path) == []
 
 
-def test_a_rename_that_fails_brings_the_earlier_export_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rename_restores_the_earlier_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / MANIFEST_NAME).write_text("old")
@@ -106,7 +105,7 @@ def test_an_empty_folder_is_free(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "file").exists()
 
 
-def test_a_place_where_one_may_not_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_parent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_arguments: object) -> str:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -115,13 +114,13 @@ def test_a_place_where_one_may_not_write_is_named(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_too_little_room_is_said_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_reported_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: shutil._ntuple_diskusage(10, 5, 1_000_000))
     with pytest.raises(ExportError, match=r"1\.00 MB free, but the export needs 3\.02 GB"):
         require_space(tmp_path, 3_000_000_000)
 
 
-def test_a_disk_that_fills_up_while_writing_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="disk is full"), StagedFolder(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert list(tmp_path.iterdir()) == []
@@ -136,7 +135,7 @@ def test_data_files_are_copied_whole_and_links_followed(
     (tmp_path / "blob").write_bytes(bytes(range(256)) * 1000)
     (tmp_path / "link").symlink_to(tmp_path / "blob")
     parts: list[int] = []
-    bring(tmp_path / "link", tmp_path / "sub" / "copy", progress=parts.append)
+    copy_file(tmp_path / "link", tmp_path / "sub" / "copy", progress=parts.append)
     copy = tmp_path / "sub" / "copy"
     assert copy.read_bytes() == (tmp_path / "blob").read_bytes()
     assert not copy.is_symlink()
@@ -144,18 +143,16 @@ def test_data_files_are_copied_whole_and_links_followed(
     assert sum(parts) == 256_000
 
 
-def test_a_hard_link_is_made_on_request_and_a_copy_where_it_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hard_link_falls_back_to_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "blob").write_bytes(b"weights")
-    bring(tmp_path / "blob", tmp_path / "linked", hard_link=True)
+    copy_file(tmp_path / "blob", tmp_path / "linked", hard_link=True)
     assert (tmp_path / "linked").stat().st_ino == (tmp_path / "blob").stat().st_ino
 
     def refuse(*_arguments: object) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    bring(tmp_path / "blob", tmp_path / "copied", hard_link=True)
+    copy_file(tmp_path / "blob", tmp_path / "copied", hard_link=True)
     assert (tmp_path / "copied").read_bytes() == b"weights"
 
 
@@ -178,8 +175,8 @@ def test_a_terminated_process_cleans_up(tmp_path: Path, number: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_folder_stays_the_same_folder(tmp_path: Path) -> None:
-    """Somebody's shell may stand in it, or it may be a mount point, which no rename can replace."""
+def test_an_existing_empty_folder_is_filled_in_place(tmp_path: Path) -> None:
+    """It may be a shell's working directory, or a mount point, which no rename can replace."""
     out = tmp_path / "out"
     out.mkdir()
     before = out.stat().st_ino
@@ -193,7 +190,7 @@ def test_an_empty_folder_stays_the_same_folder(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == leftovers(out) == []
 
 
-def test_filling_an_empty_folder_moves_the_manifest_last_and_back_what_was_moved(
+def test_filling_an_empty_folder_moves_the_manifest_last_and_undoes_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -216,7 +213,7 @@ def test_filling_an_empty_folder_moves_the_manifest_last_and_back_what_was_moved
     assert list(tmp_path.rglob("*")) == [out]
 
 
-def test_a_mounted_folder_is_written_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mount_point_is_written_from_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
@@ -236,7 +233,7 @@ def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.
         check_free(Path("."), overwrite=True)
 
 
-def test_the_slower_of_two_exports_does_not_replace_the_faster_one(tmp_path: Path) -> None:
+def test_of_two_concurrent_exports_the_first_to_finish_wins(tmp_path: Path) -> None:
     out = tmp_path / "out"
     fast, slow = StagedFolder(out), StagedFolder(out)
     with fast, slow:
@@ -248,7 +245,7 @@ def test_the_slower_of_two_exports_does_not_replace_the_faster_one(tmp_path: Pat
     assert leftovers(tmp_path) == []
 
 
-def test_a_folder_that_cannot_step_aside_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_immovable_folder_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / MANIFEST_NAME).write_text("old")
@@ -263,7 +260,7 @@ def test_a_folder_that_cannot_step_aside_leaves_nothing_behind(tmp_path: Path, m
     assert leftovers(tmp_path) == []
 
 
-def test_a_place_that_cannot_be_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_output_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ExportError, match=r"file is not a folder"):
         check_free(tmp_path / "file" / "a" / "out", overwrite=False)

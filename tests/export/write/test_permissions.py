@@ -1,4 +1,4 @@
-"""Folders and files of an export have the permissions that the umask leaves, as any program's output has."""
+"""Folders and files of an export follow the umask."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_folder_its_files_and_the_manifest_follow_the_umask(tmp_path: Path, ma
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: f"{mask:03o}")
-def test_what_replaces_an_earlier_export_follows_the_umask_of_now(tmp_path: Path, mask: int) -> None:
+def test_a_replacement_follows_the_current_umask(tmp_path: Path, mask: int) -> None:
     for now in (0o022, mask):
         with umask(now), StagedFolder(tmp_path / "out", overwrite=True) as staged:
             fill(staged)
@@ -71,9 +71,7 @@ def test_what_replaces_an_earlier_export_follows_the_umask_of_now(tmp_path: Path
 
 
 @pytest.mark.parametrize(("before", "now"), [(0o022, 0o077), (0o077, 0o022), (0o022, 0o002)])
-def test_what_an_interrupted_export_left_gets_the_permissions_of_the_one_that_goes_on(
-    tmp_path: Path, before: int, now: int
-) -> None:
+def test_a_resumed_export_gets_the_permissions_of_a_new_one(tmp_path: Path, before: int, now: int) -> None:
     with umask(before), pytest.raises(KeyboardInterrupt):
         interrupted(StagedFolder(tmp_path / "out", resume=True), fill)
     with umask(now), StagedFolder(tmp_path / "out", resume=True) as staged:
@@ -83,7 +81,7 @@ def test_what_an_interrupted_export_left_gets_the_permissions_of_the_one_that_go
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_file_that_is_shared_by_a_hard_link_keeps_its_permissions_when_an_export_goes_on(tmp_path: Path) -> None:
+def test_a_hard_linked_file_keeps_its_permissions_in_a_resumed_export(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.write_text("w")
     weights.chmod(0o640)

@@ -1,4 +1,4 @@
-"""The tokenizer arrives as tokenizer.json, whatever it was."""
+"""Every tokenizer is exported as tokenizer.json."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import sentencepiece
 from tokenizers import Tokenizer
 
 from topw_deploy.errors import TokenizerError
-from topw_deploy.export.write.tokenizer_files import bring_tokenizer, check_tokenizer
+from topw_deploy.export.write.tokenizer_files import check_tokenizer, write_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog and returns a list of words"
 
 
 @pytest.fixture
 def sentencepiece_folder(tmp_path: Path) -> Path:
-    """A Llama tokenizer as the first Llamas came: tokenizer.model alone."""
+    """A Llama tokenizer that is only a tokenizer.model."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "text").write_text("\n".join([TEXT] * 50))
@@ -38,7 +38,7 @@ def sentencepiece_folder(tmp_path: Path) -> Path:
 def test_a_sentencepiece_model_is_converted(sentencepiece_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    notices = bring_tokenizer(sentencepiece_folder, output)
+    notices = write_tokenizer(sentencepiece_folder, output)
     assert "converted" in notices[0]
     ids = Tokenizer.from_file(str(output / "tokenizer.json")).encode("the lazy dog", add_special_tokens=False).ids
     reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_folder / "tokenizer.model"))
@@ -49,18 +49,18 @@ def test_a_sentencepiece_model_is_converted(sentencepiece_folder: Path, tmp_path
 def test_tokenizer_json_is_copied_byte_for_byte(tmp_path: Path) -> None:
     from topw_deploy.demo import demo_model_path
 
-    assert bring_tokenizer(demo_model_path(), tmp_path) == []
+    assert write_tokenizer(demo_model_path(), tmp_path) == []
     assert (tmp_path / "tokenizer.json").read_bytes() == (demo_model_path() / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", [{"name": "default", "template": "{{ messages }}"}]])
-def test_a_chat_template_inside_the_configuration_becomes_a_file(tmp_path: Path, template: object) -> None:
+def test_a_chat_template_in_the_configuration_becomes_a_file(tmp_path: Path, template: object) -> None:
     source, output = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     output.mkdir()
     (source / "tokenizer.json").write_text("{}")
     (source / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    bring_tokenizer(source, output)
+    write_tokenizer(source, output)
     assert (output / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
@@ -75,7 +75,7 @@ def test_a_tokenizer_that_cannot_be_converted_names_the_reason(tmp_path: Path) -
     output = tmp_path / "out"
     output.mkdir()
     with pytest.raises(TokenizerError, match=r"cannot be converted|no fast form"):
-        bring_tokenizer(tmp_path, output)
+        write_tokenizer(tmp_path, output)
 
 
 def test_a_damaged_tokenizer_is_refused_at_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every weight once, and outside the graph when large."""
+"""Each weight is stored once, and outside the graph when large."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from topw_deploy.export.write.weights import external_files, weight_bytes
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "gemma2", "gpt2"])
-def test_a_tied_head_computes_with_the_embedding_table_itself(exported: Callable[[str], Path], family: str) -> None:
+def test_a_tied_head_uses_the_embedding_table(exported: Callable[[str], Path], family: str) -> None:
     graph = ir.load(exported(family) / "model.onnx").graph
     table = find_embedding(graph).data[0]
     heads = [node for node in graph if node.op_type == "Gemm" and node.inputs[1] is table]
@@ -35,22 +35,21 @@ def test_the_file_passes_onnx_own_check(exported: Callable[[str], Path], family:
     onnx.checker.check_model(exported(family) / "model.onnx", full_check=True)
 
 
-def test_the_file_is_the_parameters_and_little_more(demo_export: Path) -> None:
-    """The bundled model: initializers within 1 % of its float16 parameters in float32, so no table is there twice."""
+def test_the_file_is_little_larger_than_the_parameters(demo_export: Path) -> None:
+    """Initializers within 1 % of the float16 parameters in float32, so no table is stored twice."""
     halves = sum(file.stat().st_size for file in demo_model_path().glob("*.safetensors"))
     model = ir.load(demo_export / "model.onnx")
     assert abs(weight_bytes(model) / (2 * halves) - 1) < 0.01
     assert abs((demo_export / "model.onnx").stat().st_size / (2 * halves) - 1) < 0.02  # the sampler's nodes too
 
 
-def test_an_untied_head_is_stored_as_it_is_multiplied_with(exported: Callable[[str], Path]) -> None:
+def test_an_untied_head_is_stored_transposed(exported: Callable[[str], Path]) -> None:
     graph = ir.load(exported("llama_untied") / "model.onnx").graph
     assert not [n for n in graph if n.op_type == "Transpose" and n.inputs[0].const_value is not None]
     assert find_embedding(graph).data[0].uses()
 
 
 def test_equal_but_separate_tables_are_not_tied() -> None:
-    """A head with other weights than the table must not be replaced by it."""
     model = make_model("llama_untied")
     with torch.no_grad():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
@@ -78,7 +77,7 @@ def test_large_weights_lie_in_one_file_beside_the_graph(
     ort.InferenceSession(str(tmp_path / "out" / "model.onnx"))
 
 
-def test_writing_leaves_the_model_in_memory_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_written_model_stays_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "EXTERNAL_ABOVE", 0)
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     array = np.arange(2048, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Rows that the first launch answers alone, and the comparison with the CPU's kernel. Shared by the tests of it."""
+"""Rows that the first launch answers alone, and their comparison with the CPU kernel."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def sampled(kernel: Kernel | EmulatedKernel, cases: list[Case], options: TopWOpt
 
 
 def settled(cpu: Kernel, cases: list[Case], options: TopWOptions) -> list[Case]:
-    """Those that the CPU's kernel answers from candidates, or without any: under the uniform metric, because what needs
-    no distance does not ask for the metric."""
+    """Rows that the CPU kernel answers from candidates or without any, under the uniform metric."""
     stages = sampled(cpu, cases, options).reports["stage"]
     return [case for case, stage in zip(cases, stages, strict=True) if stage in ALONE]
 
@@ -33,7 +32,7 @@ def settled(cpu: Kernel, cases: list[Case], options: TopWOptions) -> list[Case]:
 def built_rows(
     cpu: Kernel, seed: int, sizes: tuple[Size, ...], number: int
 ) -> Iterator[tuple[list[Case], TopWOptions]]:
-    """Settled rows of `sampler_cases`, ties and all, with their options but the metric."""
+    """Settled rows of `sampler_cases`, ties included, with their options except the metric."""
     for visit in islice(visits(seed, sizes), number):
         options = TopWOptions(top_m=visit.scenario.options.top_m, metric="uniform")
         cases = settled(cpu, visit.cases, options)
@@ -47,7 +46,7 @@ def random_rows(cpu: Kernel, seed: int, vocab: int, rows: int, options: TopWOpti
 
 
 def differences_from_reference(found: KernelSamples, cases: list[Case], options: TopWOptions) -> list[str]:
-    """One line for each answer that the ties of docs/contract/graph.md, section 4, do not explain."""
+    """One line per answer that the ties of docs/contract/graph.md, section 4, do not explain."""
     lines = []
     for i, case in enumerate(cases):
         if np.isnan(case.logits).any() or np.isposinf(case.logits).any() or not np.isfinite(case.logits).any():
@@ -60,7 +59,7 @@ def differences_from_reference(found: KernelSamples, cases: list[Case], options:
 
 
 def differences_from(cpu: KernelSamples, found: KernelSamples) -> list[str]:
-    """Where the answers of both kernels are not the same, apart from the last bits of logprob and mass."""
+    """Differences between both kernels, except the last bits of logprob and mass."""
     lines = [name for name in ("next_token", "kept", "certified", "keep_mask") if not _same(cpu, found, name)]
     assert cpu.mass is not None
     assert found.mass is not None

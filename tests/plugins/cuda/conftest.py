@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.emulated import EmulatedKernel, built, compiled
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 
 
 @pytest.fixture(scope="session")
 def emulated_library(request: pytest.FixtureRequest) -> Path:
     """The kernels compiled as C++ over fibres, once for the same sources; skipped without a compiler."""
     try:
-        build.find_compiler()
-    except build.NotBuiltError as reason:
+        compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
         pytest.skip(f"no emulated kernels: {reason}")
     assert request.config.cache is not None
     return built(request.config.cache.mkdir("emulated"))
@@ -30,8 +30,8 @@ def kernel(emulated_library: Path) -> EmulatedKernel:
 
 def probing(request: pytest.FixtureRequest, source: str) -> ctypes.CDLL:
     try:
-        build.find_compiler()
-    except build.NotBuiltError as reason:
+        compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
         pytest.skip(f"no emulated kernels: {reason}")
     assert request.config.cache is not None
     path = compiled(request.config.cache.mkdir("emulated"), [Path(__file__).with_name(source)])

@@ -1,5 +1,7 @@
-"""Runs emulated kernels on arrays that end where a page begins that cannot be read, and begin at any multiple of their
-elements' size. A program of its own, for a read behind an array ends it: python guarded.py LIBRARY"""
+"""Run emulated kernels on arrays that end at an unreadable page and start at any multiple of their elements' size.
+
+A separate program, as a read beyond an array kills it: python guarded.py LIBRARY
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ NO_ACCESS = 0
 
 
 class Guarded(EmulatedKernel):
-    """Its arrays are copied to such places and back. spare: so many elements from the page's end."""
+    """Copies arrays to such places and back. spare: elements left before the page's end."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -60,7 +62,7 @@ def edits_of(rng: np.random.Generator, rows: int, vocab: int) -> tuple[np.ndarra
 
 def main(path: Path) -> None:
     kernel, rng = Guarded(path), np.random.default_rng(3)
-    tests.support.emulated._address = kernel.place
+    tests.support.emulated.address = kernel.place
     stages, number = set[int](), 0
     for vocab in (1, 63, 65, 130, 1001, 1003, 4099):
         for dtype in (np.float32, np.float16, np.uint16):

@@ -1,4 +1,4 @@
-"""What the threads of a block do together gives what numpy gives, for blocks of any number of threads."""
+"""Block-wide operations agree with numpy for any number of threads."""
 
 from __future__ import annotations
 

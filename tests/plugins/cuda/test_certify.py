@@ -1,4 +1,4 @@
-"""The first launch, emulated on a CPU, answers as the reference and the CPU's kernel do, where it answers alone."""
+"""The emulated first launch agrees with the reference and the CPU kernel on the rows it answers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_logits_in_half_precision_mean_the_numbers_they_hold(
 
 
 def test_as_many_rows_are_settled_from_candidates_as_on_the_cpu(kernel: EmulatedKernel, cpu: Kernel) -> None:
-    """Wherever the gap leaves too many tokens, the best few hundred have to do: rows with a small lam, for example."""
+    """With too many tokens in the gap (a small lam, for example) the best few hundred must suffice."""
     rng = np.random.default_rng(8)
     settled = {"few": 0, "many": 0}
     for _ in range(12):
@@ -182,7 +182,7 @@ def test_a_pool_smaller_than_the_candidates_settles_the_row_by_itself(kernel: Em
 def test_rows_of_which_most_groups_are_masked_are_answered_as_by_the_cpu(
     kernel: EmulatedKernel, cpu: Kernel, spread: float
 ) -> None:
-    """Where fewer groups have a finite logit than the look at the best tokens asks for, its bound lies behind -inf."""
+    """With too few groups that have a finite logit, the bound of the look at the best tokens is beyond -inf."""
     groups, options = 66, TopWOptions(metric="uniform", top_m=200)
     logits = (np.random.default_rng(4).standard_normal((groups + 1, groups * 64)) * spread).astype(np.float32)
     for row, finite in enumerate(range(groups, 0, -1)):

@@ -1,4 +1,4 @@
-"""How the first launch cuts rows into chunks: all of a row, in one wave where that is possible."""
+"""The first launch's chunks cover a row, in one wave if possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ORIN = (16, 3 * 16)
 
 
 def cut(probes: ctypes.CDLL, groups: int, batch: int, device: tuple[int, int], step: int = 16) -> tuple[int, int]:
-    """(groups of a chunk, chunks of a row) on a device of so many multiprocessors that hold so many blocks."""
+    """(groups of a chunk, chunks of a row) for multiprocessors and resident blocks."""
     found = np.zeros(2, np.int64)
     sizes = [ctypes.c_int64(size) for size in (groups, batch, step, *device)]
     probes.probe_chunks(*sizes, ctypes.c_void_p(found.ctypes.data))

@@ -1,4 +1,4 @@
-"""Edited logits are the same float32 numbers on the device as on the CPU, wherever in the row they are."""
+"""Edited logits are the same float32 numbers on device and CPU, anywhere in a row."""
 
 from __future__ import annotations
 

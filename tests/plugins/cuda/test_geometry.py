@@ -1,6 +1,5 @@
-"""The second launch, emulated on a CPU: rows without a certificate are answered as the reference and the CPU's kernel
-do, outside the ties of docs/contract/graph.md, section 4, for float32; and no bit of an answer depends on who works on
-it."""
+"""The emulated second launch: open rows agree with the reference and the CPU kernel outside the float32 ties of
+docs/contract/graph.md, section 4; no bit depends on which block does the work."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from tests.support.sampler_cases import SMALL, Size
 from tests.support.tail_cases import Case, Scenario
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins.cuda_kernel import CudaShape
-from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable, _table
+from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable
+from topw_deploy.plugins.kernel_table import table_struct
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, sample_row
 
 OPEN = [STAGES.index(name) for name in ("pool", "geometry", "literal")]
@@ -45,7 +45,7 @@ def open_rows(options: TopWOptions, vocab: int, hidden: int, rows: int, kind: st
 
 
 def unexplained(found: KernelSamples, cases: list[Case], options: TopWOptions, geometry: Geometry) -> list[str]:
-    """Rows whose crop or certificate is not the reference's, without a tie for an excuse."""
+    """Rows whose crop or certificate differs from the reference without a tie."""
     lines = []
     assert found.keep_mask is not None
     for i, case in enumerate(cases):
@@ -189,7 +189,7 @@ def test_quantised_tables_give_the_geometry_of_the_rows_they_stand_for(kernel: E
 def test_blocks_of_codes_that_are_not_whole_eights_are_refused(kernel: EmulatedKernel) -> None:
     quantised = quantised_table(Form(), 20, 1)
     statistics = np.zeros(48, np.float32), np.ones(48, np.float32)
-    described = _table(KernelTable(quantised.codes, *statistics, None, quantised.blocks))
+    described = table_struct(KernelTable(quantised.codes, *statistics, None, quantised.blocks))
     assert described is not None
     assert kernel.refusal(CudaShape(TopWOptions(), 1, 20, table=described)) == ""
     described.blocks.block_size = 20
@@ -197,7 +197,7 @@ def test_blocks_of_codes_that_are_not_whole_eights_are_refused(kernel: EmulatedK
 
 
 class Leaderless(EmulatedKernel):
-    """Its first launch finds that other blocks lead, which are not there: its rows are never answered."""
+    """Its first launch finds other leaders, which do not exist, so its rows are never answered."""
 
     _first = True
 
@@ -215,14 +215,14 @@ class Leaderless(EmulatedKernel):
 def test_a_step_that_waits_in_vain_ends_and_leaves_no_rows_to_the_next(
     emulated_library: Path, tick: int, words: str
 ) -> None:
-    """Found by the emulation; and, where its clock runs, by the kernel's own bound on every wait."""
+    """Detected by the emulator and, if its clock runs, by the kernel's limit on waits."""
     options = TopWOptions(top_m=60)
     table, _, cases = open_rows(options, 300, 8, 4)
     kernel = Leaderless(emulated_library)
     kernel.emulate(seed=1, threads=32, blocks=8, tick=tick)
     with pytest.raises(PluginError, match=words):
         sampled(kernel, cases, options, table)
-    shape = CudaShape(options, len(cases), 300, 0, "float32", _table(table))
+    shape = CudaShape(options, len(cases), 300, 0, "float32", table_struct(table))
     assert not kernel._control(shape).any()
     found = sampled(kernel, cases, options, table)
     assert np.isin(found.reports["stage"], OPEN).any()
@@ -230,7 +230,7 @@ def test_a_step_that_waits_in_vain_ends_and_leaves_no_rows_to_the_next(
 
 @pytest.mark.parametrize("resident", [1, 2, 5])
 def test_rows_are_answered_however_few_blocks_run_at_once(kernel: EmulatedKernel, resident: int) -> None:
-    """A block waits for no block that has yet to begin, so a device that is shared with other kernels serves."""
+    """No block waits for one that has not started, so the device may be shared with other kernels."""
     options = TopWOptions(top_m=150)
     table, _, cases = open_rows(options, 700, 40, 7)
     kernel.emulate(seed=1, threads=64, blocks=1)

@@ -1,6 +1,6 @@
-"""Distances as the second launch measures them, in float32 over a team of blocks, beside the reference's in float64.
+"""The second launch's float32 distances against the reference's in float64.
 
-Emulated on a CPU, with the kernel's own rounding but for fused multiplications.
+Emulated on a CPU, with the kernel's rounding except fused multiplications.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import pytest
 
 from tests.plugins.cuda.test_emulator import address
 from tests.support.quantised_tables import FORMS, quantised_table
-from topw_deploy.plugins.kernel import KernelTable, _table
+from topw_deploy.plugins.kernel import KernelTable
+from topw_deploy.plugins.kernel_table import table_struct
 from topw_deploy.sampling import Geometry
 
-# A few float32 roundings of a distance and of what it is made of: coordinates, norms, 32 + 4 + 4 + 16 partial sums.
+# Float32 roundings of a distance: of coordinates, norms and 32 + 4 + 4 + 16 partial sums.
 RELATIVE = 1e-6
 METRICS = ("mahalanobis", "unit", "cosine")
 KNN = (0, 2, 16)
@@ -46,7 +47,7 @@ def measured(
 ) -> np.ndarray:  # fmt: skip
     rows, cols = rows.astype(np.int32), cols.astype(np.int32)
     found = np.full(len(rows), np.nan, np.float32)
-    described = _table(table)
+    described = table_struct(table)
     assert described is not None
     failed = probes.probe_distances(
         ctypes.c_uint64(seed), threads, blocks, METRICS.index(metric), knn, ctypes.byref(described), address(rows),
@@ -141,7 +142,7 @@ def test_the_short_types_are_read_wherever_a_row_begins(geometry_probes: ctypes.
 
 
 def test_no_bit_depends_on_who_measures(geometry_probes: ctypes.CDLL) -> None:
-    """On threads, blocks, how the coordinates are cut for them, and the order in which they run."""
+    """On threads, blocks, the cut of coordinates, and the order of execution."""
     for hidden in (48, 700, 1100):
         rows = embeddings(120, hidden, hidden)
         table = KernelTable.from_geometry(geometry_of(rows, "unit"))

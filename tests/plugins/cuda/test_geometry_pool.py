@@ -1,7 +1,7 @@
-"""The pool of a row, emulated: whatever the row looks like, its best tokens by (logit descending, id ascending).
+"""The pool of any row, emulated, has its best tokens by (logit descending, id ascending).
 
-A row with lam = 0 and geom_scale = 0 keeps its whole pool, unless weights are lost beside the others' sum; and with a
-lower init_top_p than 1 it is not certified, so the second launch answers it and what is kept is the pool.
+A row with lam = 0 and geom_scale = 0 keeps its whole pool, unless weights vanish in the sum. With init_top_p < 1 it is
+not certified, so the second launch answers it and keeps the pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pools(kernel: EmulatedKernel, logits: np.ndarray, top_m: int, edits: tuple |
 
 
 def rows(vocab: int, seed: int) -> dict[str, np.ndarray]:
-    """Rows by how their logits lie: by chance, by rank, crowded into few groups, tied, with few finite ones."""
+    """Rows with random, sorted, crowded, tied and few finite logits."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal(vocab).astype(np.float32)
     few = np.full(vocab, -np.inf, np.float32)

@@ -1,4 +1,4 @@
-"""topw_cuda.h: what is refused and why, how large the workspace is, and that it is C."""
+"""topw_cuda.h: refusals, workspace sizes, and that it compiles as C."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import pytest
 from tests.support.emulated import CUDA_SOURCES, EmulatedKernel
 from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
-from topw_deploy.plugins.kernel import TABLE_TYPES, _Blocks, _Inputs, _Outputs, _Table
+from topw_deploy.plugins.structs import TABLE_TYPES, Blocks, Inputs, Outputs, Table
 from topw_deploy.sampling import TopWOptions
 
 UNIFORM = TopWOptions(metric="uniform")
 PLAIN = CudaShape(UNIFORM, batch=4, vocab=50_000, edits=8)
 
 
-def table(tokens: int = 50_000, hidden: int = 64, dtype: str = "float16", blocks: _Blocks | None = None) -> _Table:
-    return _Table(None, tokens, hidden, TABLE_TYPES[dtype], 0, None, None, None, blocks or _Blocks())
+def table(tokens: int = 50_000, hidden: int = 64, dtype: str = "float16", blocks: Blocks | None = None) -> Table:
+    return Table(None, tokens, hidden, TABLE_TYPES[dtype], 0, None, None, None, blocks or Blocks())
 
 
-def with_table(described: _Table) -> CudaShape:
+def with_table(described: Table) -> CudaShape:
     return replace(PLAIN, options=TopWOptions(metric="cosine"), table=described)
 
 
@@ -40,7 +40,7 @@ def with_table(described: _Table) -> CudaShape:
         (with_table(table(hidden=8193)), "no coordinate, or more than 8192"),
         (with_table(table(tokens=49_999)), "fewer rows than the vocabulary"),
         (with_table(table(dtype="uint8")), "of a type that is not read"),
-        (with_table(table(dtype="uint8", blocks=_Blocks(3, 32, 1))), "of a type that is not read"),
+        (with_table(table(dtype="uint8", blocks=Blocks(3, 32, 1))), "of a type that is not read"),
     ],
 )
 def test_what_the_kernels_do_not_serve_is_refused_with_the_reason(
@@ -59,8 +59,8 @@ def test_what_the_kernels_do_not_serve_is_refused_with_the_reason(
         replace(PLAIN, vocab=900, options=replace(UNIFORM, top_m=5000)),
         replace(PLAIN, options=replace(UNIFORM, top_m=4096, potential="knn", knn_k=16)),
         with_table(table(hidden=8192)),
-        with_table(table(dtype="uint8", blocks=_Blocks(8, 32, 1))),
-        with_table(table(dtype="uint4", blocks=_Blocks(4, 128, 10))),
+        with_table(table(dtype="uint8", blocks=Blocks(8, 32, 1))),
+        with_table(table(dtype="uint4", blocks=Blocks(4, 128, 10))),
     ],
 )
 def test_what_they_serve_has_a_workspace_that_grows_with_batch_and_edits(
@@ -79,9 +79,9 @@ def test_a_call_that_does_not_fit_its_shape_is_not_launched(kernel: EmulatedKern
     address = room.ctypes.data + -room.ctypes.data % 256
     for batch, vocab, edits in ((5, 50_000, 8), (4, 49_999, 8), (4, 50_000, 9), (-1, 50_000, 0)):
         with pytest.raises(PluginError, match="not launched"):
-            kernel.launch(PLAIN, None, _Inputs(batch, vocab, edits), _Outputs(), address, address)
+            kernel.launch(PLAIN, None, Inputs(batch, vocab, edits), Outputs(), address, address)
     with pytest.raises(PluginError, match="not launched"):
-        kernel.launch(with_table(table()), None, _Inputs(1, 50_000, 0), _Outputs(), address, address)
+        kernel.launch(with_table(table()), None, Inputs(1, 50_000, 0), Outputs(), address, address)
 
 
 def test_logits_of_other_types_are_refused(kernel: EmulatedKernel) -> None:

@@ -1,4 +1,4 @@
-"""What NVIDIA's compilers make of the kernels: compiled for every GPU and loaded here, where there is none."""
+"""NVIDIA's compilers compile the kernels for every GPU; the library loads without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.support.sampler_models import Wanted, open_model, run
 from tests.support.tail_cases import feeds, random_case
 from tests.support.toy_model import Toy, export
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 from topw_deploy.plugins import shared_library as library
 from topw_deploy.runtime import TopWModel, native
 from topw_deploy.sampling import TopWOptions
@@ -23,10 +23,10 @@ from .tools import ARCHITECTURES, CUDA12, HERE, RuntimeCompiler, digest, home
 
 
 @pytest.fixture(scope="module")
-def toolkit() -> cuda_build.Toolkit:
+def toolkit() -> compile_cuda.Toolkit:
     with pytest.MonkeyPatch.context() as patch:
         _use(patch)
-        return cuda_build.find_toolkit()
+        return compile_cuda.find_toolkit()
 
 
 def _use(patch: pytest.MonkeyPatch) -> None:
@@ -36,29 +36,29 @@ def _use(patch: pytest.MonkeyPatch) -> None:
     if folder is not None:
         patch.setenv("CUDA_HOME", str(folder))
     try:
-        build.find_compiler()
-    except build.NotBuiltError as reason:
+        compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
         pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")
-def cuda_library(toolkit: cuda_build.Toolkit, request: pytest.FixtureRequest) -> Path:
+def cuda_library(toolkit: compile_cuda.Toolkit, request: pytest.FixtureRequest) -> Path:
     """`topw plugins build --cuda`, for all architectures; a warning of nvcc's is an error."""
     assert request.config.cache is not None
-    key = digest(toolkit.version, cuda_build.FLAGS, build.FLAGS, ARCHITECTURES)
+    key = digest(toolkit.version, compile_cuda.FLAGS, compile_native.FLAGS, ARCHITECTURES)
     path = request.config.cache.mkdir("nvcc") / key / "libtopw_cuda.so"
     if not path.is_file():
         with pytest.MonkeyPatch.context() as patch:
             _use(patch)
-            cuda_build.build(path, ARCHITECTURES)
+            compile_cuda.compile_cuda(path, ARCHITECTURES)
     return path
 
 
-def test_one_library_holds_code_for_every_gpu(toolkit: cuda_build.Toolkit, cuda_library: Path) -> None:
+def test_one_library_holds_code_for_every_gpu(toolkit: compile_cuda.Toolkit, cuda_library: Path) -> None:
     found = library.load_cuda(cuda_library)
-    assert found.architectures == cuda_build.choose_architectures(toolkit, ARCHITECTURES)
+    assert found.architectures == compile_cuda.choose_architectures(toolkit, ARCHITECTURES)
     if not ARCHITECTURES and toolkit.version.startswith("13."):
-        assert found.architectures == cuda_build.ARCHITECTURES
+        assert found.architectures == compile_cuda.ARCHITECTURES
 
 
 def test_the_library_needs_no_cuda_and_no_driver_to_load(cuda_library: Path) -> None:
@@ -109,7 +109,7 @@ def test_options_that_one_library_registered_on_are_understood_by_the_other(
 
 @pytest.mark.parametrize("architecture", CUDA12)
 def test_the_device_code_is_cuda_12_too(architecture: str, request: pytest.FixtureRequest) -> None:
-    """CUDA 12.6, which JetPack 6 has; its whole nvcc is in no package, its run-time compiler is."""
+    """CUDA 12.6, that of JetPack 6; no package has its nvcc, but one has its run-time compiler."""
     compiler = RuntimeCompiler()
     assert compiler.version == "12.6"
     if ARCHITECTURES and int(architecture.split("_")[1]) not in ARCHITECTURES:

@@ -13,24 +13,26 @@ import pytest
 from tests.support.emulated import CUDA_SOURCES, compiled
 from tests.support.sampler_models import Wanted, clear_rows, open_model, run
 from tests.support.tail_cases import feeds, random_case
-from topw_deploy.plugins import build
+from topw_deploy.plugins import compile_native
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 HERE = Path(__file__).parent
-OPERATOR = [build.SOURCES / f"ort_{name}.cpp" for name in ("call", "node", "operator")]
+OPERATOR = [compile_native.SOURCES / f"ort_{name}.cpp" for name in ("call", "node", "operator")]
 
 
 @pytest.fixture(scope="session")
 def operator_library(request: pytest.FixtureRequest) -> Path:
     """The operator over the emulated kernels, registered for the CPU."""
     try:
-        build.find_compiler()
-    except build.NotBuiltError as reason:
+        compile_native.find_compiler()
+    except compile_native.NotBuiltError as reason:
         pytest.skip(f"no emulated operator: {reason}")
     assert request.config.cache is not None
     sources = [HERE / "emulated_operator.cpp", CUDA_SOURCES / "ort_cuda.cpp", CUDA_SOURCES / "launch.cu", *OPERATOR]
     return compiled(
-        request.config.cache.mkdir("emulated"), [*sources, build.SOURCES / "quantised.cpp"], ["-DTOPW_WITH_CUDA=90"]
+        request.config.cache.mkdir("emulated"),
+        [*sources, compile_native.SOURCES / "quantised.cpp"],
+        ["-DTOPW_WITH_CUDA=90"],
     )
 
 
@@ -65,7 +67,7 @@ class Cases:
 
 
 def test_threads_that_run_one_session_wait_for_each_others_launches(operator_library: Path) -> None:
-    """The emulation holds one launch at a time, as a stream holds one step's launches next to each other."""
+    """The emulator runs one launch at a time, as a stream runs a step's launches together."""
     wanted = Wanted(mass=True)
     session, rng = open_model(wanted.model(), operator_library), np.random.default_rng(7)
     given = [Cases(wanted).feed(rng, 6, 2) for _ in range(8)]

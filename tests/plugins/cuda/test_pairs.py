@@ -1,4 +1,4 @@
-"""Weights in pairs of float32 numbers, beside numpy's longest floats; and the kernels where doubles are fast."""
+"""Weights as pairs of float32 numbers against numpy's longest floats, and the kernels with fast doubles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.emulated import EmulatedKernel, built
 from tests.support.sampler_cases import SMALL
 
 OF_LOG = 2.0**-45  # relative: a few roundings of a pair's 47 bits
-OF_EXPONENTIAL = 2.0**-42  # relative: those 16 times, by the squarings, and a little for the series
+OF_EXPONENTIAL = 2.0**-42  # relative: 16 times those, by squaring, plus the series' error
 LEAST = np.exp(-60.0)
 
 

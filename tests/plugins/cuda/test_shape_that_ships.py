@@ -1,4 +1,4 @@
-"""The launches as an H200 gets them, emulated: 256 threads to a block, 132 multiprocessors, a vocabulary of 151,936.
+"""The launches of an H200, emulated: 256 threads per block, 132 multiprocessors, a vocabulary of 151,936.
 
 Open rows come alone, fewer than leaders, and more than leaders; beside them certified, edited, greedy and invalid rows.
 """

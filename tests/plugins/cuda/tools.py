@@ -1,5 +1,4 @@
-"""NVIDIA's compilers for tests, from the environment that `make cuda-tools` fills with pip's packages (tools.txt), and
-what they made of the kernels, kept for as long as the sources are the same."""
+"""NVIDIA's compilers for tests, from the environment of `make cuda-tools` (tools.txt), and a cache of their output."""
 
 from __future__ import annotations
 
@@ -12,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.plugins import build, cuda_build
+from topw_deploy.plugins import compile_cuda, compile_native
 
 HERE = Path(__file__).parent
 ROOT = Path(os.environ.get("TOPW_CUDA_TOOLS", HERE.parents[2] / ".cuda"))
-# CUDA 12 for Jetson Orin to the end; for the oldest and the newest that it knows as far as PTX, a fifth of the time.
+# CUDA 12: complete for Jetson Orin; only PTX, a fifth of the time, for its oldest and newest.
 CUDA12 = ("compute_75", "sm_87", "compute_90")
-# What to compile for, read before the tests lose such variables; none means everything, which takes minutes.
+# Architectures, read before tests clear such variables; empty for all, which takes minutes.
 ARCHITECTURES = tuple(int(number) for number in os.environ.get("TOPW_TEST_ARCHITECTURES", "").split())
 
 
 def packages(folder: str, file: str) -> Path:
-    """nvidia's folder in the environment `folder`, which must hold `file`; else the test is skipped, or fails in CI."""
+    """The folder `nvidia` in the environment `folder`, with `file`; without it the test is skipped, in CI it fails."""
     for site in sorted((ROOT / folder).glob("lib/python*/site-packages/nvidia")):
         if (site / file).is_file():
             return site
@@ -34,28 +33,28 @@ def packages(folder: str, file: str) -> Path:
 
 
 def home() -> Path | None:
-    """CUDA_HOME for the tests; None where an nvcc is found without."""
+    """CUDA_HOME for the tests; None if nvcc is found without it."""
     if shutil.which("nvcc"):
         return None
     return packages("tools", "cu13/bin/nvcc") / "cu13"
 
 
 def digest(*words: object) -> str:
-    """Of these words and of everything that the library is compiled from."""
+    """A hash of these words and all sources."""
     found = hashlib.sha256("\0".join(map(str, words)).encode())
-    for folder in (build.SOURCES, cuda_build.SOURCES, HERE / "jit"):
+    for folder in (compile_native.SOURCES, compile_cuda.SOURCES, HERE / "jit"):
         for file in sorted(folder.iterdir()):
             found.update(file.name.encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:16]
 
 
 class RuntimeCompiler:
-    """NVRTC: CUDA C++ to code for a GPU, without one and without a compiler for the host."""
+    """NVRTC, which compiles CUDA C++ without a GPU and without a host compiler."""
 
     def __init__(self) -> None:
         site = packages("tools", "cuda_nvrtc/lib/libnvrtc.so.12")
         self._library = ctypes.CDLL(str(site / "cuda_nvrtc/lib/libnvrtc.so.12"))
-        self._includes = (cuda_build.SOURCES, site / "cuda_runtime/include", HERE / "jit")
+        self._includes = (compile_cuda.SOURCES, site / "cuda_runtime/include", HERE / "jit")
 
     @property
     def version(self) -> str:
@@ -64,8 +63,7 @@ class RuntimeCompiler:
         return f"{major.value}.{minor.value}"
 
     def compile(self, source: Path, architecture: str, extra: Sequence[str] = ()) -> bytes:
-        """The code for `architecture` ("sm_87"), or its PTX ("compute_87"). Raises RuntimeError with the compiler's
-        words."""
+        """The code for `architecture` ("sm_87"), or its PTX ("compute_87"). Raises RuntimeError."""
         options = [f"--gpu-architecture={architecture}", "-std=c++17", "-default-device", "-diag-suppress=1097", *extra]
         options += [f"-I{folder}" for folder in self._includes]  # 1097: an attribute of the host's compiler
         program = ctypes.c_void_p()

@@ -32,7 +32,7 @@ class _Registry:
 
 
 def _double(version: str = "10.3.0") -> Any:
-    """As much of TensorRT's module as the plugin touches."""
+    """The part of TensorRT's module that the plugin uses."""
     trt: Any = ModuleType("tensorrt")
     trt.__version__ = version
     for name in ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuild", "IPluginV3OneRuntime", "IPluginCreatorV3One"):
@@ -61,7 +61,7 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def described(trt: Any) -> Any:
-    """(dtype, shape) -> a tensor as TensorRT describes it, while it builds and while it runs."""
+    """(dtype, shape) -> TensorRT's description of a tensor, for building and running."""
 
     def describe(dtype: str, shape: tuple[int, ...], form: str = "LINEAR") -> SimpleNamespace:
         kind = getattr(trt, dtype)

@@ -1,6 +1,7 @@
-"""The plugin in C++, called as TensorRT calls it: with the emulated kernels, under AddressSanitizer, which also reports
-memory that nobody frees. Compiled against a stand-in for TensorRT's header, and against NVIDIA's where TENSORRT_ROOT
-names them."""
+"""The C++ plugin with the emulated kernels, under AddressSanitizer, which also reports leaks.
+
+Compiled against a stand-in for TensorRT's header, and against NVIDIA's if TENSORRT_ROOT names them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.support.emulated import CUDA_SOURCES, FLAGS
-from topw_deploy.plugins import build, cuda_build
-from topw_deploy.plugins.tensorrt.build import SOURCE, find_headers
+from topw_deploy.plugins import compile_cuda, compile_native
+from topw_deploy.plugins.compile_tensorrt import SOURCE, find_headers
 
 from .test_plugin import BATCH, UNIFORM, VOCAB, arrays, cpus_answer
 
@@ -24,26 +25,26 @@ ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "cer
 
 
 def headers(kind: str) -> list[Path]:
-    """Folders for the compiler."""
+    """Include folders."""
     if kind == "stand-in":
         return [HERE / "stand_in"]
     root = os.environ.get("TENSORRT_ROOT")
     if not root:
         pytest.skip("TENSORRT_ROOT names no folder with TensorRT's headers")
     try:
-        return [find_headers(Path(root))[0], cuda_build.find_toolkit().headers]
-    except build.NotBuiltError as reason:
+        return [find_headers(Path(root))[0], compile_cuda.find_toolkit().headers]
+    except compile_native.NotBuiltError as reason:
         pytest.skip(f"no headers of CUDA: {reason}")
 
 
 def compiled(folder: Path, included: list[Path]) -> Path:
-    """Compile plugin_steps.cpp with sanitizers, and the kernels without: sanitizers take fibres' stacks for errors."""
-    command = [*build.find_compiler(), *(flag for flag in FLAGS if flag != "-shared"), f"-I{CUDA_SOURCES}"]
+    """Compile plugin_steps.cpp with sanitizers, the kernels without: sanitizers report fibres' stacks as errors."""
+    command = [*compile_native.find_compiler(), *(flag for flag in FLAGS if flag != "-shared"), f"-I{CUDA_SOURCES}"]
     folders = [f"-isystem{path}" for path in included]
     parts = {
         "kernels_watched": (HERE / "kernels_watched.cpp", []),
         "emulator": (CUDA_SOURCES / "emulator.cpp", []),
-        "quantised": (build.SOURCES / "quantised.cpp", []),
+        "quantised": (compile_native.SOURCES / "quantised.cpp", []),
         "plugin": (SOURCE, [*SANITIZERS, *folders]),
         "plugin_steps": (HERE / "plugin_steps.cpp", [*SANITIZERS, *folders]),
     }
@@ -51,14 +52,14 @@ def compiled(folder: Path, included: list[Path]) -> Path:
         subprocess.run([*command, *flags, "-c", str(source), "-o", str(folder / f"{name}.o")], check=True)
     program = folder / "plugin_steps"
     objects = [str(folder / f"{name}.o") for name in parts]
-    subprocess.run([*build.find_compiler(), *SANITIZERS, *objects, "-o", str(program)], check=True)
+    subprocess.run([*compile_native.find_compiler(), *SANITIZERS, *objects, "-o", str(program)], check=True)
     return program
 
 
 def require_sanitizers(folder: Path) -> None:
     try:
-        command = [*build.find_compiler(), *SANITIZERS, "-x", "c++", "-", "-o", str(folder / "empty")]
-    except build.NotBuiltError as reason:
+        command = [*compile_native.find_compiler(), *SANITIZERS, "-x", "c++", "-", "-o", str(folder / "empty")]
+    except compile_native.NotBuiltError as reason:
         pytest.skip(f"no emulated kernels: {reason}")
     done = subprocess.run(command, input="int main() {}", capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
@@ -67,7 +68,7 @@ def require_sanitizers(folder: Path) -> None:
 
 @pytest.fixture(scope="module", params=["stand-in", "NVIDIA"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """What plugin_steps.cpp prints, the file that it writes, and what it complains about."""
+    """plugin_steps.cpp's output, file and errors."""
     folder = tmp_path_factory.mktemp("library")
     included = headers(request.param)
     require_sanitizers(folder)

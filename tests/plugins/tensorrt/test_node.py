@@ -1,4 +1,4 @@
-"""What TensorRT is told of a node, read and checked without TensorRT."""
+"""Reading and checking a node without TensorRT."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 from topw_deploy.errors import PluginError
 from topw_deploy.export.tail import TailSpec, plain_gather, tail_attributes, tail_inputs, tail_outputs
-from topw_deploy.plugins.tensorrt.node import FIELDS, CallShape, NodeSettings, Tensor, describe
+from topw_deploy.plugins.tensorrt.node import FIELDS, CallShape, NodeAttributes, Tensor, describe
 from topw_deploy.sampling.parameters import TopWOptions
 
-SETTINGS = NodeSettings(top_m=64, alt_iters=3, metric="unit", knn_k=2, table_form="Gather(axis=0)", with_keep_mask=1)
-UNIFORM = NodeSettings(top_m=64, alt_iters=3, metric="uniform")
+SETTINGS = NodeAttributes(top_m=64, alt_iters=3, metric="unit", knn_k=2, table_form="Gather(axis=0)", with_keep_mask=1)
+UNIFORM = NodeAttributes(top_m=64, alt_iters=3, metric="uniform")
 
 
-def tensors(settings: NodeSettings, batch: int = 3, vocab: int = 50, edits: int = 2, bounds: int = 0) -> list[Tensor]:
+def tensors(settings: NodeAttributes, batch: int = 3, vocab: int = 50, edits: int = 2, bounds: int = 0) -> list[Tensor]:
     shapes = {"logits": (batch, vocab), "edit_ids": (batch, edits), "edit_penalty": (batch, edits),
               "edit_bias": (batch, edits), "mean": (8,), "inverse_std": (8,), "neighbour_bound": (bounds,),
               "table": (60, 8)}  # fmt: skip
@@ -28,7 +28,7 @@ def tensors(settings: NodeSettings, batch: int = 3, vocab: int = 50, edits: int 
 def test_the_exporters_nodes_are_read_whole(options: TopWOptions, mass: bool, mask: bool) -> None:
     table = {} if options.metric == "uniform" else {"embedding": plain_gather(50, 8), "hidden_size": 8}
     spec = TailSpec(options=options, vocab_size=50, with_mass=mass, with_keep_mask=mask, **table)
-    settings = NodeSettings.from_fields(tail_attributes(spec))
+    settings = NodeAttributes.from_fields(tail_attributes(spec))
     assert (settings.top_m, settings.alt_iters, settings.metric) == (options.top_m, options.alt_iters, options.metric)
     assert settings.knn_k == options.neighbours
     assert settings.outputs == tail_outputs(spec)
@@ -37,14 +37,14 @@ def test_the_exporters_nodes_are_read_whole(options: TopWOptions, mass: bool, ma
     assert set(FIELDS) | {"plugin_namespace", "plugin_version"} == set(tail_attributes(spec))
 
 
-def test_an_engines_fields_give_the_settings_back() -> None:
+def test_an_engines_fields_give_the_attributes_back() -> None:
     assert tuple(SETTINGS.to_fields()) == FIELDS
-    assert NodeSettings.from_fields(SETTINGS.to_fields()) == SETTINGS
+    assert NodeAttributes.from_fields(SETTINGS.to_fields()) == SETTINGS
 
 
 def test_a_node_of_an_older_export_has_neither_output_on_request() -> None:
     fields = {name: value for name, value in UNIFORM.to_fields().items() if not name.startswith("with_")}
-    assert NodeSettings.from_fields(fields).outputs == ("next_token", "logprob", "kept", "certified")
+    assert NodeAttributes.from_fields(fields).outputs == ("next_token", "logprob", "kept", "certified")
 
 
 @pytest.mark.parametrize(
@@ -63,25 +63,25 @@ def test_a_node_of_an_older_export_has_neither_output_on_request() -> None:
 )
 def test_attributes_that_the_kernels_cannot_serve_are_refused(fields: dict[str, int | str], said: str) -> None:
     with pytest.raises(PluginError, match=said):
-        NodeSettings.from_fields({**SETTINGS.to_fields(), **fields})
+        NodeAttributes.from_fields({**SETTINGS.to_fields(), **fields})
 
 
 @pytest.mark.parametrize("missing", ["top_m", "alt_iters", "metric"])
 def test_a_missing_attribute_is_named(missing: str) -> None:
     fields = {name: value for name, value in SETTINGS.to_fields().items() if name != missing}
     with pytest.raises(PluginError, match=f"the node has no {missing}"):
-        NodeSettings.from_fields(fields)
+        NodeAttributes.from_fields(fields)
 
 
 @pytest.mark.parametrize("bounds", [0, 50])
 def test_a_call_is_what_its_inputs_sizes_say(bounds: int) -> None:
     call = describe(SETTINGS, tensors(SETTINGS, bounds=bounds))
     assert call == CallShape(
-        settings=SETTINGS, batch=3, vocab=50, edits=2, logits_type="float32", tokens=60, hidden=8,
+        node=SETTINGS, batch=3, vocab=50, edits=2, logits_type="float32", tokens=60, hidden=8,
         table_type="float32", bounds=bounds,
     )  # fmt: skip
     assert describe(UNIFORM, tensors(UNIFORM)) == CallShape(
-        settings=UNIFORM, batch=3, vocab=50, edits=2, logits_type="float32"
+        node=UNIFORM, batch=3, vocab=50, edits=2, logits_type="float32"
     )
 
 

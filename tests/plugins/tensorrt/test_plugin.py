@@ -1,7 +1,4 @@
-"""The plugin as a Python class, called as TensorRT calls it: with the real kernels, emulated, and the CPU's memory.
-
-That NVIDIA's own parser and builder call it so, tests/tensorrt shows.
-"""
+"""The Python plugin with the emulated kernels; tests/nvidia runs it in NVIDIA's parser and builder."""
 
 from __future__ import annotations
 
@@ -21,15 +18,15 @@ from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.kernel import COLUMNS, Kernel, KernelTable
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION, library_path
 from topw_deploy.plugins.tensorrt.kernels import Kernels
-from topw_deploy.plugins.tensorrt.node import CallShape, NodeSettings
+from topw_deploy.plugins.tensorrt.node import CallShape, NodeAttributes
 from topw_deploy.sampling.parameters import TopWOptions
 
 VOCAB, HIDDEN, BATCH = 300, 8, 4
 TABLE = np.random.default_rng(3).standard_normal((VOCAB, HIDDEN)).astype(np.float32)
-FULL = NodeSettings(
+FULL = NodeAttributes(
     top_m=64, alt_iters=3, metric="unit", table_form="Gather(axis=0)", with_mass=1, with_keep_mask=1
 )  # fmt: skip
-UNIFORM = NodeSettings(top_m=64, alt_iters=3, metric="uniform")
+UNIFORM = NodeAttributes(top_m=64, alt_iters=3, metric="uniform")
 ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "certified": np.bool_, "mass": np.float32}
 
 
@@ -47,7 +44,7 @@ def plugin(trt: Any) -> Any:
     return importlib.import_module("topw_deploy.plugins.tensorrt.plugin")
 
 
-def arrays(settings: NodeSettings) -> dict[str, np.ndarray]:
+def arrays(settings: NodeAttributes) -> dict[str, np.ndarray]:
     """Inputs by name: some rows need geometry, one is greedy, one is edited."""
     rng = np.random.default_rng(5)
     given = {"logits": (rng.standard_normal((BATCH, VOCAB)) * 3).astype(np.float32)}
@@ -66,7 +63,7 @@ def arrays(settings: NodeSettings) -> dict[str, np.ndarray]:
     return given
 
 
-def cpus_answer(settings: NodeSettings, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def cpus_answer(settings: NodeAttributes, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     path = library_path()
     if path is None:
         pytest.skip(f"no native sampler to compare with: {shared_library.why_absent()}")
@@ -81,20 +78,20 @@ def cpus_answer(settings: NodeSettings, given: dict[str, np.ndarray]) -> dict[st
 @pytest.mark.parametrize("logits", ["float32", "float16"])
 @pytest.mark.parametrize("settings", [FULL, UNIFORM], ids=["geometry", "uniform"])
 def test_an_enqueued_step_answers_as_the_cpus_sampler(
-    plugin: Any, kernels: Kernels, described: Any, settings: NodeSettings, logits: str
+    plugin: Any, kernels: Kernels, described: Any, settings: NodeAttributes, logits: str
 ) -> None:
     given = arrays(settings)
     given["logits"] = given["logits"].astype(logits)
     node = plugin.TopWSamplePlugin(settings, kernels).attach_to_context(None)
     inputs = [described(str(given[name].dtype), given[name].shape) for name in settings.inputs]
     node.on_shape_change(inputs, [])
-    room = np.full(node.get_workspace_size(inputs, []) + 256, 0xA5, np.uint8)  # whatever another layer left there
+    room = np.full(node.get_workspace_size(inputs, []) + 256, 0xA5, np.uint8)  # left by another layer
     workspace = room.ctypes.data + -room.ctypes.data % 256
     answers = {name: np.zeros(BATCH, ANSWERS[name]) for name in settings.outputs if name != "keep_mask"}
     if settings.with_keep_mask:
         answers["keep_mask"] = np.zeros((BATCH, VOCAB), np.bool_)
     addresses = [given[name].ctypes.data for name in settings.inputs]
-    for _ in range(2):  # the second finds what the first left in the workspace
+    for _ in range(2):  # the second run finds the first one's workspace
         node.enqueue(inputs, [], addresses, [answers[n].ctypes.data for n in settings.outputs], workspace, 0)
         for name, wanted in cpus_answer(settings, given).items():
             if wanted.dtype == np.float32:
@@ -142,7 +139,7 @@ def test_every_other_tensor_has_one_type_and_lies_in_rows(plugin: Any, kernels: 
 def test_what_the_kernels_refuse_is_refused_while_the_engine_is_built(
     plugin: Any, kernels: Kernels, described: Any
 ) -> None:
-    node = plugin.TopWSamplePlugin(NodeSettings(top_m=5000, alt_iters=3, metric="uniform"), kernels)
+    node = plugin.TopWSamplePlugin(NodeAttributes(top_m=5000, alt_iters=3, metric="uniform"), kernels)
     shapes = [(1, 9000), (1, 1), (1, 1), (1, 1), *[(1,)] * 7]
     inputs = [described("int64" if place == 1 else "float32", shape) for place, shape in enumerate(shapes)]
     with pytest.raises(PluginError, match="4096"):
@@ -163,9 +160,7 @@ def test_the_limits_that_are_told_without_the_library_are_the_librarys(
     kernels: Kernels, changes: dict[str, int], vocab: int, hidden: int
 ) -> None:
     settings = replace(FULL, **changes)
-    call = CallShape(
-        settings=settings, batch=1, vocab=vocab, edits=1, logits_type="float32", tokens=vocab, hidden=hidden
-    )
+    call = CallShape(node=settings, batch=1, vocab=vocab, edits=1, logits_type="float32", tokens=vocab, hidden=hidden)
     if settings.beyond_kernels(vocab, hidden):
         with pytest.raises(PluginError, match="the kernels do not serve this sampler"):
             kernels.check(call)
@@ -179,14 +174,14 @@ def test_an_engine_gives_the_plugin_back_that_it_was_built_with(plugin: Any, trt
     assert {field.name for field in creator.field_names} == set(FULL.to_fields())
     kept = plugin.TopWSamplePlugin(FULL, kernels).get_fields_to_serialize()
     made = creator.create_plugin("topw_sample", kept, trt.TensorRTPhase.RUNTIME)
-    assert made.settings == FULL
+    assert made.node == FULL
     assert (made.plugin_name, made.plugin_version, made.plugin_namespace) == ("TopWSample", "1", "topw")
 
 
 def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(
     plugin: Any, trt: Any, kernels: Kernels
 ) -> None:
-    """They might need more workspace than the engine sets aside."""
+    """They might need more workspace than the engine reserves."""
     plugin.register(kernels)
     (creator,) = trt.get_plugin_registry().all_creators
     older = trt.PluginField("kernels", np.array([CUDA_ABI_VERSION - 1], np.int32), trt.PluginFieldType.INT32)
@@ -195,7 +190,7 @@ def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(
         said = rf"^the engine was built with version {found} of the kernels' interface, and this is \d+; build"
         with pytest.raises(PluginError, match=said):
             creator.create_plugin("topw_sample", fields, trt.TensorRTPhase.RUNTIME)
-        assert creator.create_plugin("topw_sample", fields, trt.TensorRTPhase.BUILD).settings == FULL
+        assert creator.create_plugin("topw_sample", fields, trt.TensorRTPhase.BUILD).node == FULL
 
 
 def test_registering_again_keeps_the_plugin_that_is_there(plugin: Any, trt: Any, kernels: Kernels) -> None:

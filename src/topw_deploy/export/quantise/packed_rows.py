@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, packed
-from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
-from topw_deploy.export.source.packed.formats import PackedMatrix
+from topw_deploy.export.source.packed import PackedCheckpoint, PackedMatrix
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 

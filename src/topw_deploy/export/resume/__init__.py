@@ -1,1 +1,1 @@
-"""Continuing an interrupted export: its journal and the stages that it finished."""
+"""Continue an interrupted export."""

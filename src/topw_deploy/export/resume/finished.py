@@ -1,12 +1,12 @@
 """The stages that a continued export need not repeat, each under a stamp of what it is made from.
 
-These are the traced graph, the neighbour bound, each weight of the data files, the copies of an ONNX decoder's data
-files, the tokenizer's files and the verification. Everything between them takes seconds and is repeated.
+These are the traced graph, the neighbour bound, each weight of the data files, copies of data files, tokenizer files
+and the verification. Everything else takes seconds.
 
-In a stamp, a small file counts with its SHA-256. A large one counts with its device, inode, size, times of modification
-and of change, and the SHA-256 of its first megabyte, where safetensors and ONNX keep names and shapes: hashing all of
-it would take as long as writing it. A program can set a file's time of modification back, but not its time of change,
-so every write is noticed. A copy or a new hard link of the file makes a stage start over needlessly.
+In a stamp, a small file counts with its SHA-256. A large one counts with device, inode, size, times of modification and
+of change, and the SHA-256 of its first megabyte, where safetensors and ONNX keep names and shapes: hashing all of it
+would take as long as writing it. A program can reset a file's time of modification but not its time of change, so no
+write goes unnoticed. A copy or a new hard link makes a stage start over needlessly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FinishedStages:
     """The finished stages of one export.
 
     source: stamp of the source's files (stamp_of_source).
-    trace, weights: stamps of what determines the traced graph, and the weights and their graph.
+    trace, weights: stamps of what determines the traced graph, and the weights.
     """
 
     def __init__(self, journal: Journal, request: ExportRequest, source: str = "") -> None:
@@ -52,7 +52,7 @@ class FinishedStages:
         self.weights = stamp_of(*common, *map(repr, (graph, weights, sampler)))
 
     def clear(self, folder: Path, wanted: Iterable[str]) -> None:
-        """Remove from `folder` every file of an earlier attempt that is neither in `wanted` nor the tokenizer's."""
+        """Remove the files of an earlier attempt, except for `wanted` and the tokenizer's."""
         stay = {folder / name for name in (*wanted, *self.journal.last_note(_TOKENIZER).get("made", ()))}
         for path in sorted(folder.rglob("*"), reverse=True):  # a folder's files before the folder
             if path.is_dir():
@@ -62,7 +62,6 @@ class FinishedStages:
                 path.unlink()
 
     def data_log(self) -> DataLog:
-        """The journal of the data files."""
         return DataLog(self.journal, self.weights)
 
     def measured(self, measure: Measure) -> Measure:
@@ -79,7 +78,7 @@ class FinishedStages:
     def copied(self, source: Path, target: Path, copy: Callable[[], object], hard_link: bool) -> bool:
         """Call `copy`, which makes `target` from `source`, unless that was done; returns whether it was called.
 
-        hard_link: whether `target` is to be a hard link; a copy does not stand for one, nor the reverse.
+        hard_link: whether `target` is a hard link; a copy does not stand for one, nor the reverse.
         """
         stage, stamp = f"copy of {target.name}", stamp_of(str(source), stamp_of_files([source.resolve()]), hard_link)
         size = source.resolve().stat().st_size
@@ -91,7 +90,7 @@ class FinishedStages:
         return True
 
     def tokenizer_files(self, folder: Path, output: Path, write: Callable[[], list[str]]) -> list[str]:
-        """The notices of `write`, which makes the tokenizer files of `folder` in `output` and is called once."""
+        """The notices of `write`, which writes the tokenizer of `folder` to `output` and is called once."""
         inputs = [path for path in folder.iterdir() if path.suffix in (".json", ".txt", ".model", ".jinja", ".py")]
         stamp = stamp_of(stamp_of_files(inputs), library_versions())
         found = self.journal.find(_TOKENIZER, stamp)
@@ -120,7 +119,6 @@ class FinishedStages:
 
 
 def stamp_of_source(source: Source) -> str:
-    """A stamp of all files that the decoder's graph and weights are made from."""
     if source.onnx is None:
         return stamp_of_files(path for pattern in (*_WEIGHTS, *_SMALL_FILES) for path in source.folder.glob(pattern))
     small = [path for pattern in _SMALL_FILES for path in source.folder.glob(pattern)]
@@ -128,7 +126,7 @@ def stamp_of_source(source: Source) -> str:
 
 
 def stamp_of_files(files: Iterable[Path]) -> str:
-    """A stamp of the names and contents of `files`; those that are not regular files are left out."""
+    """A stamp of the names and contents of the regular files among `files`."""
     return stamp_of([_file(path) for path in sorted(set(files)) if path.is_file()])
 
 

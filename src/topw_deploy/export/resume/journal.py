@@ -1,7 +1,7 @@
-"""What an export has finished so far, written beside its files, so that it can continue after an interruption.
+"""What an export has finished so far, as a file of JSON lines beside its own files.
 
-A journal is a file of JSON lines that is only appended to: if the process dies, all lines but the last are whole. Each
-stage is recorded under a stamp of everything it was made from, and is not found under another stamp.
+The file is only appended to: if the process dies, all lines but the last are whole. Each stage is recorded under a
+stamp of everything it was made from, and is not found under another stamp.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ _FILE = "journal.jsonl"
 
 
 def stamp_of(*parts: object) -> str:
-    """A hash of `parts`, anything that JSON or str can express."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class Journal:
-    """The journal in `folder`; without a folder, a journal that records and finds nothing.
+    """The journal in `folder`; without a folder, it records and finds nothing.
 
-    say: called with a line for each stage that is kept or starts over, and why.
+    say: called with a line for each stage that is kept or starts over.
     """
 
     def __init__(self, folder: Path | None, say: Callable[[str], object] = lambda _line: None) -> None:
@@ -43,9 +42,9 @@ class Journal:
                     break  # the line that was being written
 
     def find(self, stage: str, stamp: str) -> dict[str, Any] | None:
-        """The note of `stage` if it was recorded under `stamp` and its file, if any, is unchanged; else None.
+        """The note of `stage` if recorded under `stamp`; None without one or if its file has changed.
 
-        `file` in the note is the path of that file.
+        `file` in the note is the path of the file.
         """
         found = self._stages.get(stage)
         if found is None or self._folder is None:
@@ -64,15 +63,14 @@ class Journal:
         return dict(note)
 
     def last_note(self, stage: str) -> dict[str, Any]:
-        """The last note of `stage` under any stamp; empty without one."""
+        """The last note of `stage` under any stamp."""
         return dict(self._stages[stage]["note"]) if stage in self._stages else {}
 
     def done(self, stage: str, stamp: str, **note: Any) -> None:
-        """Record that `stage` is finished."""
         self.append({"stage": stage, "stamp": stamp, "note": note})
 
     def keep_file(self, stage: str, stamp: str, name: str, write: Callable[[Path], object], **note: Any) -> None:
-        """Record `stage` with a file as its result: `write` is called with the path."""
+        """Record `stage` and its file, which `write` makes."""
         if self._folder is not None:
             write(self._folder / name)
             self.done(stage, stamp, **note, file=name, sha256=sha256_of(self._folder / name))
@@ -89,7 +87,7 @@ class Journal:
         return made
 
     def data_file(self, name: str) -> dict[str, Any] | None:
-        """Layout and weights (name, SHA-256) of a data file that was begun."""
+        """Layout and weights (name, SHA-256) of a begun data file."""
         return self._files.get(name)
 
     def append(self, line: dict[str, Any]) -> None:
@@ -110,7 +108,7 @@ class Journal:
 
 
 class DataLog:
-    """The journal of the data files (a data_files.Log), under a stamp of everything that determines the weights.
+    """The journal of the data files (a data_files.Log). stamp: of what determines the weights.
 
     hashes: SHA-256 of each finished file.
     """

@@ -1,1 +1,1 @@
-"""Where a model comes from: the hub, a folder, safetensors files, GPTQ and AWQ codes, embedding tables."""
+"""Find the model to export and read it."""

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face checkpoint into torch, and checking that it is one this exporter can serve."""
+"""Load a Hugging Face checkpoint into torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from topw_deploy.errors import SourceError, UnsupportedModelError
-from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
-from topw_deploy.export.source.packed.formats import packed_format
+from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
+from topw_deploy.export.source.packed import PackedCheckpoint, packed_format
 from topw_deploy.export.source.safetensors_files import stored_tensors
 
-# RoPE forms that switch frequencies when a sequence outgrows the length trained on: a graph holds the first ones.
+# RoPE forms that change frequencies beyond the length trained on; a graph holds only the first ones.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
 
@@ -28,11 +27,12 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     unread: bool = False,
 ) -> PreTrainedModel:
-    """The causal LM of `folder` on the CPU, in evaluation mode, its weights in torch's `dtype` (`float32`, ...).
+    """The causal LM of `folder` on the CPU, in evaluation mode.
 
-    num_hidden_layers: keep only the first so many layers. unread: leave the weights in their safetensors files, each
-    parameter an `UnreadTensor`, which knows how to read it.
-    Raises UnsupportedModelError naming an unknown architecture, SourceError for weights that are damaged or missing.
+    dtype: torch's name of the weights' type.
+    num_hidden_layers: keep only the first layers.
+    unread: leave the weights in their files, as `UnreadTensor`s.
+    Raises UnsupportedModelError for an unknown architecture, SourceError for damaged or missing weights.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     if num_hidden_layers is not None:
@@ -49,7 +49,7 @@ def load_checkpoint(
                 )
         except Exception as error:  # a foreign model or a damaged file may fail in any way
             raise SourceError(
-                f"the model in {folder} cannot be loaded ({_first_line(error)}); check its files."
+                f"the model in {folder} cannot be loaded ({one_line(error)}); check its files."
             ) from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -62,25 +62,23 @@ def load_checkpoint(
 def load_unread(
     folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """The model as `load_checkpoint` gives it, its weights left in their files where that can be; else, read whole,
-    with the reason.
+    """Load with unread weights or, where that is impossible, with read ones and the reason.
 
-    Raises what load_checkpoint raises.
+    Raises as load_checkpoint.
     """
     wanted = {"num_hidden_layers": num_hidden_layers, "trust_remote_code": trust_remote_code}
     try:
         return load_checkpoint(folder, dtype, unread=True, **wanted), None  # type: ignore[arg-type]
     except UnsupportedModelError:
         raise
-    except SourceError as error:  # pickled weights, code that asks for values: whatever it is, reading them decides
+    except SourceError as error:  # pickled weights, or code that needs values
         return load_checkpoint(folder, dtype, **wanted), str(error)  # type: ignore[arg-type]
 
 
 def _unread_model(
     folder: Path, config: Any, settings: dict[str, Any], packed: PackedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """As transformers would load it, from tensors that are not read: it takes those under no folder's name. Packed
-    layers are unpacked as they are read; not `unread`: here."""
+    """Load from unread tensors, which transformers accepts only without a folder. unread: keep them unread."""
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
     if packed is not None:
@@ -99,7 +97,7 @@ def _unread_model(
 
 
 def _read_buffers(model: torch.nn.Module) -> None:
-    """Buffers of the checkpoint, such as the bias of a router, are small, and models compute with them in place."""
+    """Read the buffers: they are small, and models modify them in place."""
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
     for module in model.modules():
@@ -109,14 +107,14 @@ def _read_buffers(model: torch.nn.Module) -> None:
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The configuration of `folder`; raises UnsupportedModelError for what cannot be a causal decoder here."""
+    """The configuration of `folder`. Raises UnsupportedModelError for anything but a supported causal decoder."""
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         except Exception as error:
             raise UnsupportedModelError(
                 f"the configuration in {folder} is of no architecture that this transformers knows "
-                f"({_first_line(error)}); models with code of their own need --trust-remote-code."
+                f"({one_line(error)}); models with code of their own need --trust-remote-code."
             ) from error
     known = type(config) in AutoModelForCausalLM._model_mapping
     remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -131,12 +129,12 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
                 f"the checkpoint in {folder} is quantised in a way that its config.json does not tell; "
                 "export the unquantised one."
             )
-        del config.quantization_config  # its layers are read as ordinary ones
+        del config.quantization_config  # its layers are loaded as ordinary ones
     return config
 
 
 def context_length(config: Any) -> int:
-    """Most tokens a sequence may have, from the configuration; for switching RoPE forms, the length trained on."""
+    """Maximum tokens of a sequence; for switching RoPE forms, the length trained on."""
     config = config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
@@ -149,7 +147,7 @@ def context_length(config: Any) -> int:
 
 
 def switching_rope(config: Any) -> int | None:
-    """The length up to which a switching RoPE form keeps its first frequencies; None for all others."""
+    """The length up to which a switching RoPE form keeps its first frequencies; else None."""
     config = config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -164,10 +162,7 @@ def switching_rope(config: Any) -> int | None:
 
 
 def overflowing_modules(model: PreTrainedModel, batches: list[torch.Tensor]) -> list[str]:
-    """Names of the modules whose output leaves float16's range on token ids `batches` [batch, sequence].
-
-    Found by hooks on every module; an infinity or NaN in any output counts.
-    """
+    """Names of the modules that return infinity or NaN for token ids `batches` [batch, sequence]."""
     found: dict[str, None] = {}
 
     def watch(name: str) -> Any:
@@ -205,7 +200,6 @@ def _cut_layers(config: Any, layers: int) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' notices and progress bars are about training and downloads; ours name what matters here."""
     level = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -216,7 +210,3 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

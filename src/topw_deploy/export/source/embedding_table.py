@@ -1,28 +1,24 @@
-"""Reading one tensor, the input embedding table, from a Hugging Face folder or a NumPy file, without the model.
-
-The table is mapped, not read: a sampler for a model of any size is exported in little memory.
-"""
+"""The input embedding table of a Hugging Face folder or a NumPy file, memory-mapped."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 from topw_deploy.errors import SourceError, UnsupportedModelError
-from topw_deploy.export.source.safetensors_files import header_of, tensor_files
+from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, tensor_files, tensors_in
 
-# How transformers' decoders call the table, by the end of its name.
+# Names of the table in transformers' decoders, after any prefix.
 _NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
-_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 def embeddings_of_folder(folder: Path) -> np.ndarray:
-    """The input embeddings [rows, hidden] of the checkpoint in `folder`, a read-only map of its safetensors file.
+    """The input embeddings [rows, hidden] of the checkpoint in `folder`, mapped read-only.
 
-    Raises SourceError for a folder without safetensors or with damaged ones, UnsupportedModelError if no tensor, or
-    more than one, has the name of an input embedding table.
+    Raises SourceError for missing or damaged safetensors, UnsupportedModelError unless exactly one tensor is a table by
+    name and type.
     """
     places = tensor_files(folder)
     found = sorted(name for name in places if name.endswith(_NAMES))
@@ -32,14 +28,18 @@ def embeddings_of_folder(folder: Path) -> np.ndarray:
             f"of the tensors in {folder}, {which} look like the input embeddings ({', '.join(_NAMES)}); "
             "save the table as .npy and give it with --embeddings."
         )
-    return _map_tensor(places[found[0]], found[0])
+    (name,) = found
+    stored = tensors_in(places[name], {name})[name]
+    if stored.dtype not in _TYPES:
+        raise UnsupportedModelError(
+            f"the embedding table {name} is stored as {stored.dtype}, but must be one of {', '.join(_TYPES)}; "
+            "save the unquantised table as .npy and give it with --embeddings."
+        )
+    return _checked(stored.array(), name)
 
 
 def embeddings_of_file(path: Path) -> np.ndarray:
-    """The table [rows, hidden] of a .npy file, mapped read-only: float16, float32 or float64.
-
-    Raises SourceError for a file that cannot be read as that.
-    """
+    """The table [rows, hidden] of a .npy file, mapped read-only. Raises SourceError for another file."""
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -49,27 +49,8 @@ def embeddings_of_file(path: Path) -> np.ndarray:
     return _checked(table, str(path))
 
 
-def _map_tensor(path: Path, name: str) -> np.ndarray:
-    header, start = header_of(path)
-    try:
-        entry = header[name]
-        dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
-        if dtype not in _DTYPES:
-            raise UnsupportedModelError(
-                f"the embedding table {name} is stored as {dtype}, but must be one of {', '.join(_DTYPES)}; "
-                "save the unquantised table as .npy and give it with --embeddings."
-            )
-        kind = np.dtype(_DTYPES[dtype])
-        if end - begin != kind.itemsize * int(np.prod(shape)):
-            raise ValueError(f"{name} has {end - begin} bytes for shape {shape}")
-        table = np.memmap(path, dtype=kind, mode="r", offset=start + begin, shape=shape)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SourceError(f"{path} is damaged ({error}); fetch it again.") from None
-    return _checked(table, name)
-
-
 def _checked(table: np.ndarray, name: str) -> np.ndarray:
-    if table.ndim != 2 or 0 in table.shape or table.dtype not in map(np.dtype, _DTYPES.values()):
+    if table.ndim != 2 or 0 in table.shape or table.dtype not in [NUMPY_TYPES[kind] for kind in _TYPES]:
         raise SourceError(
             f"{name} holds {table.dtype} of shape {tuple(table.shape)}, but an embedding table is [tokens, hidden] of "
             "floating-point numbers; give such a table."

@@ -1,4 +1,4 @@
-"""Where the model comes from: MODEL as users write it -> a local folder and what lies in it."""
+"""Find the model that a user names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from topw_deploy.errors import SourceError
+from topw_deploy.errors import SourceError, one_line
 from topw_deploy.export.request import HubOptions
 from topw_deploy.files import open_regular, special_files
 from topw_deploy.manifest import MANIFEST_NAME
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights once more, in their makers' own layout
+_SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in another layout
 _ENDINGS = {".json", ".jinja", ".model", ".txt", ".py", ".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -25,8 +25,10 @@ _DEFAULT_HUB = HubOptions()
 class Source:
     """A model on this machine.
 
-    id: as the user named it; revision: the hub's commit, or "local" or "bundled".
-    folder: where configuration and tokenizer lie. onnx: the decoder's file, None for a Hugging Face checkpoint.
+    id: the name that the user gave.
+    revision: the hub's commit, or "local" or "bundled".
+    folder: with configuration and tokenizer.
+    onnx: the decoder's file; None for a Hugging Face checkpoint.
     """
 
     id: str
@@ -36,14 +38,13 @@ class Source:
 
     @property
     def route(self) -> str:
-        """How the decoder is had: traced from torch, or grafted onto an ONNX file."""
         return "trace" if self.onnx is None else "graft"
 
 
 def resolve(model: str, hub: HubOptions = _DEFAULT_HUB) -> Source:
-    """The source that `model` names: `demo`, a folder, an ONNX file, or a hub id (downloaded into the hub's cache).
+    """The source named `model`: `demo`, a folder, an ONNX file, or a hub id, which is downloaded.
 
-    Raises SourceError for a model that is missing, gated, unreadable or not a model.
+    Raises SourceError for a model that is missing, gated or unreadable.
     """
     if model == "demo":
         from topw_deploy.demo import demo_model_path
@@ -85,8 +86,9 @@ def _local(model: str, path: Path, revision: str) -> Source:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raises SourceError for a pipe, socket or device that has the name of a model's file, or a link to one: reading
-    it would wait, or never end. Links to files are how the hub's cache is made."""
+    """Raises SourceError for a pipe, socket or device, or a link to one, among the model's files: reading it could
+    block forever. Links to regular files are allowed: the hub's cache consists of them.
+    """
     try:
         for path, kind in special_files(folder):
             if path.suffix in _ENDINGS:
@@ -96,7 +98,7 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def _folder_of(onnx: Path) -> Path:
-    """Where the files beside the graph are: the graph's folder, or the one above for the hub's `onnx/` layout."""
+    """The folder with the configuration: the graph's own, or its parent in the hub's `onnx/` layout."""
     beside = onnx.parent
     above = beside.parent
     if beside.name == "onnx" and not (beside / "config.json").exists() and (above / "config.json").exists():
@@ -129,7 +131,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _named_by_genai(folder: Path) -> Path | None:
-    """The file that onnxruntime-genai's configuration names, if it stays inside the folder."""
+    """The file that genai_config.json names, if it is directly in the folder."""
     try:
         with open_regular(folder / "genai_config.json", follow=True) as stream:
             name = json.loads(stream.read().decode("utf-8"))["model"]["decoder"]["filename"]
@@ -139,7 +141,7 @@ def _named_by_genai(folder: Path) -> Path | None:
 
 
 def _download(model: str, hub: HubOptions) -> Path:
-    """The hub's snapshot folder of `model`: small files and safetensors; pickled weights or ONNX only without those."""
+    """Download small files with safetensors, else pickled weights, else ONNX files; returns the snapshot folder."""
     from huggingface_hub import snapshot_download
 
     small = [*_SMALL_FILES, "*.py"] if hub.trust_remote_code else _SMALL_FILES
@@ -156,7 +158,7 @@ def _download(model: str, hub: HubOptions) -> Path:
                     ignore_patterns=_SECOND_COPIES,
                 )
             )
-        except Exception as error:  # the hub's client raises errors of five libraries
+        except Exception as error:  # the client raises errors of five libraries
             raise _download_error(model, hub, error) from error
         if any(file for pattern in patterns for file in folder.rglob(pattern)):
             return folder
@@ -164,7 +166,6 @@ def _download(model: str, hub: HubOptions) -> Path:
 
 
 def _nearest(model: str) -> str:
-    """Which of the folders of a name like `models/x` is there, as a bracket; empty where none is."""
     folder = Path(model).expanduser().parent
     return f" (the folder {folder} holds no {Path(model).name})" if folder.name and folder.is_dir() else ""
 
@@ -195,7 +196,7 @@ def _download_error(model: str, hub: HubOptions, error: Exception) -> SourceErro
         return SourceError(
             f"the disk of the hub's cache is full while downloading {where}; make room or set --cache-dir."
         )
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     return SourceError(
-        f"{where} could not be downloaded ({type(error).__name__}: {reason}); try again or give a local folder."
+        f"{where} could not be downloaded ({type(error).__name__}: {one_line(error)}); try again or give a local "
+        "folder."
     )

@@ -1,4 +1,4 @@
-"""Where the tensors of a Hugging Face folder lie in its safetensors files, without reading one of them."""
+"""Locate the tensors in the safetensors files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
 
 from topw_deploy.errors import SourceError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LARGEST_HEADER = 100 << 20  # safetensors' own limit
-ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-}  # fmt: skip
-"""Bytes per element of safetensors' types."""
+NUMPY_TYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    **{f"{sign}{bits}": np.dtype(f"{sign.lower()}{bits // 8}") for sign in "IU" for bits in (64, 32, 16, 8)},
+    "BOOL": np.dtype(np.bool_),
+}
+"""safetensors' names of element types -> NumPy's types, whose names are torch's too."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor: its file, where its bytes start there, its type in safetensors' words, its shape."""
+    """Bytes `offset` to `offset + nbytes` of the file `path`. dtype: a key of NUMPY_TYPES."""
 
     path: Path
     offset: int
@@ -29,15 +38,21 @@ class StoredTensor:
     shape: tuple[int, ...]
     nbytes: int
 
+    def array(self, mode: Literal["r", "c"] = "r") -> np.ndarray:
+        """A memory map of the values: read-only, or with `c` copied on write."""
+        if self.nbytes == 0:
+            return np.empty(self.shape, NUMPY_TYPES[self.dtype])
+        return np.memmap(self.path, NUMPY_TYPES[self.dtype], mode, self.offset, self.shape)
+
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file of `folder` that it lies in; the one file before the index, as transformers.
+    """Tensor name -> its file in `folder`. As in transformers, a single file precedes an index.
 
     Raises SourceError for a damaged index, and for a folder without safetensors.
     """
     single = folder / SINGLE
     if single.is_file():
-        return dict.fromkeys((name for name in header_of(single)[0] if name != "__metadata__"), single)
+        return dict.fromkeys((name for name in _header(single)[0] if name != "__metadata__"), single)
     if (folder / INDEX).is_file():
         try:
             weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -50,26 +65,26 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in `folder`, its place checked against its file's size.
-
-    Raises SourceError for a folder without safetensors, and for a file that is damaged or cut short.
-    """
+    """Every tensor of the checkpoint in `folder`. Raises SourceError for missing, damaged or truncated files."""
     files = tensor_files(folder)
     found: dict[str, StoredTensor] = {}
     for path in sorted(set(files.values())):
-        header, start = header_of(path)
-        size = path.stat().st_size
-        for name, entry in header.items():
-            if files.get(name) == path:
-                found[name] = _stored(path, name, entry, start, size)
-    missing = sorted(set(files) - set(found))
-    if missing:
-        raise SourceError(f"{files[missing[0]]} lacks the tensor {missing[0]} of its index; fetch it again.")
+        found |= tensors_in(path, {name for name in files if files[name] == path})
     return found
 
 
-def header_of(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file and the offset at which its data starts; SourceError for another file."""
+def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
+    """The tensors `names` of one file. Raises SourceError for a damaged or truncated file, or a missing tensor."""
+    header, start = _header(path)
+    missing = sorted(names - header.keys())
+    if missing:
+        raise SourceError(f"{path} lacks the tensor {missing[0]} of its index; fetch it again.")
+    size = path.stat().st_size
+    return {name: _stored(path, name, entry, start, size) for name, entry in header.items() if name in names}
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file and the offset of its data."""
     try:
         with path.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -86,10 +101,10 @@ def header_of(path: Path) -> tuple[dict[str, Any], int]:
 def _stored(path: Path, name: str, entry: Any, start: int, size: int) -> StoredTensor:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(map(int, entry["shape"])), entry["data_offsets"]
-        count = 1
+        count = NUMPY_TYPES[dtype].itemsize if dtype in NUMPY_TYPES else 0
         for dimension in shape:
             count *= dimension
-        if end - begin != ITEM_BYTES.get(dtype, 0) * count or min((begin, *shape), default=begin) < 0:
+        if end - begin != count or min((begin, *shape), default=begin) < 0:
             raise ValueError(f"{name} has {end - begin} bytes for {dtype} of shape {shape}")
         if start + end > size:
             raise ValueError(f"it has {size} bytes, but {name} ends at {start + end}")

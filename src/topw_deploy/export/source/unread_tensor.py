@@ -1,34 +1,26 @@
-"""Torch tensors that hold no values but know how to make them, from the checkpoint's files.
+"""Torch tensors that load their data from the checkpoint's files on demand.
 
-transformers loads a checkpoint by renaming, stacking, splitting, transposing and casting tensors. Given these tensors
-in place of read ones, it does all that to descriptions: every operation gives another unread tensor that remembers the
-operation. So a model is put together by transformers' own rules without a byte of weights, and each parameter is read,
-converted and dropped when it is written.
+transformers renames, stacks, splits, transposes and casts tensors when it loads a checkpoint. Each such operation on an
+unread tensor returns another one that records it, so a model is assembled without reading weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_any, tree_map
 
-from topw_deploy.export.source.safetensors_files import StoredTensor
-
-_TORCH = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTensor
 
 
 class UnreadTensor(torch.Tensor):
-    """A tensor on the CPU to all who ask; `values()` makes its values anew each time and keeps nothing.
+    """A CPU tensor that loads its data on demand and does not cache it.
 
-    file: the one stored tensor whose values these are, element for element in order but for a cast; None for others.
+    file: the stored tensor with the same elements in the same order, apart from a cast; else None.
     """
 
     _like: torch.Tensor
@@ -43,17 +35,16 @@ class UnreadTensor(torch.Tensor):
         return made
 
     def __init__(self, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | None) -> None:
-        """like: a tensor on the meta device, of this one's shape and dtype. make: reads and converts."""
+        """like: a meta tensor of this shape and dtype. make: reads and converts the data."""
         self._like, self._make, self.file = like, make, file
 
     @classmethod
     def of(cls, stored: StoredTensor) -> UnreadTensor:
-        """The tensor as it lies in its file."""
-        like = torch.empty(stored.shape, dtype=_TORCH[stored.dtype], device="meta")
+        like = torch.empty(stored.shape, dtype=_torch_type(stored), device="meta")
         return cls(like, lambda: _mapped(stored), stored)
 
     def values(self) -> torch.Tensor:
-        """An ordinary tensor: a map of the file (copied when written to) or what the operations made of it."""
+        """An ordinary tensor: a copy-on-write map of the file, or the result of the recorded operations."""
         return self._make()
 
     def __repr__(self, **_settings: Any) -> str:  # type: ignore[override]
@@ -67,7 +58,7 @@ class UnreadTensor(torch.Tensor):
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} would change weights that are not read")
         if all(str(result.type) not in ("Tensor", "List[Tensor]", "Tensor[]") for result in func._schema.returns):
-            return func(*_read(args), **_read(kwargs))  # a comparison, a number: only values can tell
+            return func(*_read(args), **_read(kwargs))  # a comparison or a number needs the values
         shapes = func(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs))
         if isinstance(shapes, torch.Tensor):
             file = args[0].file if _keeps_order(func, args, kwargs) else None
@@ -79,13 +70,56 @@ class UnreadTensor(torch.Tensor):
         return [cls(shape, part(index), None) for index, shape in enumerate(shapes)]
 
 
-def is_unread(value: object) -> bool:
-    """Whether `value` is, or as a parameter holds, an unread tensor."""
+@contextlib.contextmanager
+def streamed(model: torch.nn.Module) -> Iterator[None]:
+    """Within the block, each module reads its unread parameters when called and drops them afterwards."""
+    handles = []
+    for module in model.modules():
+        unread = {name: value for name, value in module._parameters.items() if isinstance(value, UnreadTensor)}
+        if unread:
+            handles.append(module.register_forward_pre_hook(_reader(unread)))
+            handles.append(module.register_forward_hook(_dropper(unread), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def widen(model: torch.nn.Module) -> None:
+    """Cast every floating-point weight and buffer to float32; unread ones stay unread."""
+    wide: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, value in list(module._parameters.items()):
+            if value is not None and value.is_floating_point():
+                if id(value) not in wide:
+                    wide[id(value)] = torch.nn.Parameter(value.detach().float(), requires_grad=False)
+                module._parameters[name] = wide[id(value)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.float()
+
+
+def _reader(unread: dict[str, Any]) -> Any:
+    def read(module: torch.nn.Module, _inputs: Any) -> None:
+        for name, value in unread.items():
+            module._parameters[name] = torch.nn.Parameter(value.values(), requires_grad=False)
+
+    return read
+
+
+def _dropper(unread: dict[str, Any]) -> Any:
+    def drop(module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+        module._parameters.update(unread)
+
+    return drop
+
+
+def _is_unread(value: object) -> bool:
     return isinstance(value, UnreadTensor)
 
 
 def _shape_of(value: Any) -> Any:
-    """`value` as an operation on the meta device takes it."""
     if isinstance(value, UnreadTensor):
         return value._like
     if isinstance(value, torch.device):
@@ -101,18 +135,22 @@ _SAME_VALUES = {"aten::alias", "aten::detach", "aten::_to_copy", "aten::clone"}
 
 
 def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result holds the first argument's values in their order, cast at most once from how they lie."""
+    """Whether the result has the first argument's elements in order, cast at most once from the stored ones."""
     first = args[0]
-    if func._schema.name not in _SAME_VALUES or not is_unread(first) or tree_any(is_unread, (args[1:], kwargs)):
+    if func._schema.name not in _SAME_VALUES or not _is_unread(first) or tree_any(_is_unread, (args[1:], kwargs)):
         return False
     return first.file is not None and (
-        first.dtype == _TORCH[first.file.dtype] or kwargs.get("dtype") in (None, first.dtype)
+        first.dtype == _torch_type(first.file) or kwargs.get("dtype") in (None, first.dtype)
     )
+
+
+def _torch_type(stored: StoredTensor) -> torch.dtype:
+    found: torch.dtype = getattr(torch, NUMPY_TYPES[stored.dtype].name)
+    return found
 
 
 def _mapped(stored: StoredTensor) -> torch.Tensor:
     if stored.nbytes == 0:
-        return torch.empty(stored.shape, dtype=_TORCH[stored.dtype])
-    # "c": pages are copied when somebody writes to them, which nobody does; torch warns of read-only arrays
-    raw = np.memmap(stored.path, dtype=np.uint8, mode="c", offset=stored.offset, shape=(stored.nbytes,))
-    return torch.from_numpy(raw).view(_TORCH[stored.dtype]).view(stored.shape)
+        return torch.empty(stored.shape, dtype=_torch_type(stored))
+    raw = stored.array("c").reshape(-1).view(np.uint8)  # copied on write: torch warns of read-only arrays
+    return torch.from_numpy(raw).view(_torch_type(stored)).view(stored.shape)

@@ -12,8 +12,8 @@ from topw_deploy.export.job import Job
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.request import DEFAULT_OPSET
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
-from topw_deploy.export.source.packed.formats import packed_format
-from topw_deploy.export.source.streamed import streamed
+from topw_deploy.export.source.packed import packed_format
+from topw_deploy.export.source.unread_tensor import streamed
 from topw_deploy.export.trace.saved import load_trace, save_trace
 from topw_deploy.export.trace.trace import TracedDecoder, has_experts, trace
 from topw_deploy.manifest import TARGETS, DecoderInfo

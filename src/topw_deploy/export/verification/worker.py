@@ -17,7 +17,7 @@ from topw_deploy.errors import TopWError
 from topw_deploy.export.foreign.load import text_part
 from topw_deploy.export.quantise.packed_rows import PackedRows
 from topw_deploy.export.quantise.settings import Quantisation
-from topw_deploy.export.source.packed.checkpoint import PackedCheckpoint
+from topw_deploy.export.source.packed import PackedCheckpoint
 from topw_deploy.export.verification.decoder_checks import decoder_checks
 from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
 from topw_deploy.export.verification.evaluation_text import encoded, evaluation_text

@@ -1,1 +1,1 @@
-"""Writing the exported folder: staging, weights, configuration, tokenizer, manifest."""
+"""Write the files of an export."""

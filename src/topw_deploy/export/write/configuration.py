@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of the exported folder, and its maker's genai_config.json."""
+"""Write config.json, generation_config.json and onnxruntime-genai's genai_config.json."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_configuration(source: Source, tokenizer_folder: Path, output: Path, num_hidden_layers: int | None) -> None:
-    """Both files, from the model's folder, else the tokenizer's, else from onnxruntime-genai's configuration.
+    """Write config.json and generation_config.json.
 
-    A generation_config.json that the model lacks is written from what its configuration says of special tokens.
+    Their source is the model's folder, else the tokenizer's, else genai_config.json. A missing generation_config.json
+    is made from the configuration's special tokens.
     """
     folders = (source.folder, tokenizer_folder)
     genai: dict[str, Any] = next(
@@ -44,11 +45,10 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
     _write_json(output / "generation_config.json", known)
 
 
-def bring_genai_configuration(source: Source, output: Path, with_logits: bool) -> list[str]:
-    """Copy the genai_config.json of a decoder by onnxruntime-genai's builder, byte for byte, so that its own loop runs
-    the graft; returns what the user should know.
+def copy_genai_configuration(source: Source, output: Path, with_logits: bool) -> list[str]:
+    """Copy the genai_config.json of an ONNX decoder, with which onnxruntime-genai runs the export; returns notices.
 
-    That loop samples from `logits`: without that output the file would only mislead.
+    onnxruntime-genai needs the output `logits`.
     """
     file = source.folder / _GENAI
     if source.onnx is None or not file.is_file():

@@ -1,9 +1,9 @@
-"""The data files beside a graph: where each weight will lie, and writing them so that an interrupted one can go on."""
+"""The data files beside a graph: their layout, and writing them resumably."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -11,19 +11,18 @@ from typing import Any, BinaryIO, Protocol
 import onnx_ir as ir
 
 from topw_deploy.export.graph.lazy_weight import PART, parts
-
-Advance = Callable[[int], object]
+from topw_deploy.progress import Advance
 
 DATA_FILE = "model.onnx_data"
-_OTHER_DATA_FILE = "model.topw.onnx_data"  # where a decoder of another exporter has a file of the first name
-_INLINE_BELOW = 1024  # bytes: shapes, axes and scalars stay in the graph, where shape inference looks for them
-_PAGE = 4096  # mapped tensors start on one ...
-_ALIGNED_ABOVE = 1 << 20  # ... if they are larger than this, like onnx_ir's
+_OTHER_DATA_FILE = "model.topw.onnx_data"  # if an ONNX decoder has a file of the first name
+_INLINE_BELOW = 1024  # bytes: shape inference needs shapes, axes and scalars inside the graph
+_PAGE = 4096  # alignment of mapped tensors ...
+_ALIGNED_ABOVE = 1 << 20  # ... above this size, as in onnx_ir
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One weight in a data file: bytes `offset` to `offset + length` of `file`."""
+    """The place of a weight: bytes `offset` to `offset + length` of `file`."""
 
     value: ir.Value
     file: str
@@ -42,23 +41,23 @@ class Slot:
 
 
 class Log(Protocol):
-    """What is written already, as `write_data` asks for it and tells it."""
+    """A record of written weights, which `write_data` reads and extends."""
 
     def written(self, file: str, layout: str, /) -> list[tuple[str, str]]:
-        """Names and SHA-256 of the weights at the start of `file`, if it was written with this layout."""
+        """Names and SHA-256 of the weights in `file`, if written with this layout."""
 
     def began(self, file: str, layout: str, kept: list[tuple[str, str]], /) -> None:
-        """`file` is being written with this layout, and starts with the weights of `kept`."""
+        """Record that `file` is begun and starts with the weights `kept`."""
 
     def wrote(self, file: str, name: str, digest: str, /) -> None:
-        """The next weight of `file` is written."""
+        """Record the next weight."""
 
     def finished(self, file: str, digest: str, /) -> None:
-        """All of `file` is written; the SHA-256 of it."""
+        """Record a complete file."""
 
 
 class NoLog:
-    """A Log of a writing that cannot go on."""
+    """A Log that records nothing."""
 
     def written(self, _file: str, _layout: str) -> list[tuple[str, str]]:
         return []
@@ -71,10 +70,10 @@ class NoLog:
 
 
 def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_size: int | None = None) -> list[Slot]:
-    """Slots for the large ones of `values` in their order; small ones stay in the graph.
+    """Slots for the large ones of `values`, in order; small ones stay in the graph.
 
-    taken: data files that the graph refers to already. max_shard_size: bytes of a file at most (more only for a single
-    weight that is larger); None for one file. Several are called model-00001-of-00003.onnx_data.
+    taken: names of existing data files.
+    max_shard_size: maximum bytes of a file, exceeded only by a single larger weight; None for one file.
     """
     slots: list[tuple[ir.Value, int, int, int]] = []
     shard = end = 0
@@ -102,7 +101,6 @@ def file_sizes(slots: Iterable[Slot]) -> dict[str, int]:
 
 
 def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
-    """The weight of `slot` as the graph refers to it."""
     tensor = slot.tensor
     shape = ir.Shape([int(size) for size in tensor.shape])
     return ir.ExternalTensor(
@@ -111,10 +109,10 @@ def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
 
 
 def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> None:
-    """Write every slot into its file in `folder`, in parts of at most `PART` bytes where a weight can be read so.
+    """Write every slot into its file in `folder`, in parts of at most `PART` bytes where possible.
 
-    What `log` says to be there already is read back, compared by its hash, and kept. advance: called with the bytes of
-    each part. Raises OSError as writing does; then the files end where it stopped, and `log` knows how far they are.
+    log: weights in it are kept if their hash is unchanged, so a call after an OSError continues.
+    advance: called with the bytes of each part.
     """
     for file in dict.fromkeys(slot.file for slot in slots):
         _write_file(folder / file, [slot for slot in slots if slot.file == file], log, advance)
@@ -123,7 +121,7 @@ def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> N
 def _write_file(path: Path, slots: list[Slot], log: Log, advance: Advance) -> None:
     layout = _layout_digest(slots)
     if path.is_file() and path.stat().st_nlink > 1:
-        path.unlink()  # an earlier attempt's hard link: writing here would write into the file that it shares
+        path.unlink()  # a hard link of an earlier attempt: writing would change the source
     before = log.written(path.name, layout) if path.is_file() else []
     with path.open("r+b" if before else "w+b") as stream:
         kept, whole = _kept(stream, slots, before, advance)
@@ -145,14 +143,13 @@ def _write_weight(stream: BinaryIO, slot: Slot, whole: Any, advance: Advance) ->
         own.update(part)
         advance(len(part))
     if stream.tell() != slot.offset + slot.length:
-        raise ValueError(f"{slot.name} made {stream.tell() - slot.offset} bytes instead of {slot.length}")
+        raise ValueError(f"{slot.name} has {stream.tell() - slot.offset} bytes instead of {slot.length}")
     stream.flush()
     return own.hexdigest()
 
 
 def _kept(stream: BinaryIO, slots: list[Slot], before: list[tuple[str, str]], advance: Advance) -> tuple[int, Any]:
-    """How many weights at the start of the file are as they were written, and the hash of the file so far; the stream
-    stands behind them."""
+    """The number of intact weights at the start of `stream`, and the hash up to there, where it is left."""
     kept, whole = 0, hashlib.sha256()
     for slot, (name, digest) in zip(slots, before, strict=False):
         start, own, after, left = stream.tell(), hashlib.sha256(), whole.copy(), slot.length

@@ -1,4 +1,4 @@
-"""The versions that an export was made with."""
+"""Versions of the libraries that make an export."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LIBRARIES = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "
 
 
 def library_versions() -> dict[str, str]:
-    """This package's version and those of the libraries an export depends on, as far as installed."""
+    """Name -> version of this package and its installed libraries."""
     versions = {"topw_deploy": topw_deploy.__version__}
     for name in _LIBRARIES:
         try:

@@ -1,8 +1,7 @@
-"""Writing a folder so that it is there whole or not at all.
+"""Write a folder completely or not at all.
 
-Everything is written into a hidden sibling of OUT and renamed at the very end. Whatever happens before (an error, an
-interrupt, a kill), OUT is what it was. The hidden folder is locked by the process that writes it; one that nobody holds
-was left by a process that died, and is removed by the next export to OUT, or gone on with.
+All files go into a hidden sibling of OUT, locked by the writing process and renamed at the very end. The next export to
+OUT removes or resumes an unlocked one, whose process died.
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from topw_deploy.sizes import decimal_size
 _locks: Any
 try:
     import fcntl as _locks
-except ImportError:  # no such locks on Windows: what a killed export leaves stays there
+except ImportError:  # Windows has no such locks: the files of a killed export stay
     _locks = None
 
 Progress = Callable[[int], object]
 
 SPARE = 16 << 20
-"""Bytes left free beside what is written."""
-_PARTIAL = ".topw-partial-"  # in the names of folders that are being written
+"""Bytes that must stay free."""
+_PARTIAL = ".topw-partial-"  # in the names of hidden folders
 _LOCK = "lock"
-_UNLOCKED_FOR = 3600  # seconds after which a folder without a lock, of an older version, counts as left behind
+_UNLOCKED_FOR = 3600  # seconds after which a folder without a lock file counts as abandoned
 _COPY_PART = 64 << 20
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # another device, or a file system without links
 _INTERRUPTIONS = (KeyboardInterrupt, SystemExit, OSError, MemoryError, ExportError)
 
 
 class StagedFolder:
-    """A context manager: write into `.path`, then call `commit()`; leaving without it removes what was written.
+    """A context manager: write into `path`, then call `commit()`; leaving without it removes the files.
 
-    output: the folder to make. overwrite: replace an earlier export there, at the end. keep_failed: rename what was
-    written to `OUT.failed` instead of removing it. resume: go on in the hidden folder that an interrupted export left,
-    if there is one, and leave it there if this one is interrupted.
-    `.workshop`: the hidden folder around `.path`, for notes on the work; it never gets to OUT.
-    Raises ExportError on entering if OUT is not free or cannot be written.
+    overwrite: replace an earlier export in `output`, at the end.
+    keep_failed: rename the files to `OUT.failed` instead of removing them.
+    resume: continue in the hidden folder of an interrupted export, and keep it if interrupted again.
+    workspace: the hidden folder around `path`.
+    Raises ExportError on entering if `output` is not free or cannot be written.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class StagedFolder:
         check_free(self.output, self._overwrite)
         try:
             self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.workshop = self._taken_over() or self._made()
-            self.path = self.workshop / self.output.name
+            self.workspace = self._resumed() or self._made()
+            self.path = self.workspace / self.output.name
             if self.path.exists():
                 _permit_as_new(self.path)
             else:
@@ -83,21 +82,22 @@ class StagedFolder:
         self._lock = _lock(made)
         return made
 
-    def _taken_over(self) -> Path | None:
-        """The newest folder that an interrupted export to OUT left, if this one is to go on; all others are removed."""
+    def _resumed(self) -> Path | None:
+        """The newest abandoned folder, if this export resumes; removes all others."""
         found: Path | None = None
-        for workshop, lock in _left_behind(self.output):
+        for workspace, lock in _left_behind(self.output):
             if self._resume and found is None:
-                found, self._lock = workshop, lock
+                found, self._lock = workspace, lock
             else:
-                shutil.rmtree(workshop, ignore_errors=True)
+                shutil.rmtree(workspace, ignore_errors=True)
                 _unlock(lock)
         return found
 
     def commit(self) -> None:
-        """Flush everything to disk and put the folder in OUT's place in one rename; an empty folder that is there
-        already stays (somebody may stand in it, or have mounted it) and is filled, the manifest last."""
-        check_free(self.output, self._overwrite)  # again: somebody else may have been faster
+        """Flush everything to disk and rename the folder to OUT. An existing empty folder is filled instead, the
+        manifest last: it may be a working directory or a mount point.
+        """
+        check_free(self.output, self._overwrite)  # again: another process may have written it
         try:
             for file in sorted(self.path.rglob("*")):
                 if file.is_file():
@@ -119,19 +119,19 @@ class StagedFolder:
             if self._keep_failed and not self._committed and isinstance(error, Exception):
                 self.kept = _free_name(self.output)
                 shutil.move(self.path, self.kept)
-            shutil.rmtree(self.workshop, ignore_errors=True)
+            shutil.rmtree(self.workspace, ignore_errors=True)
         _unlock(self._lock)
         if isinstance(error, OSError):
             raise write_error(self.output, error, stays) from error
 
 
 def _place(output: Path) -> Path:
-    """Where hidden folders of `output` are: beside it, or inside where a rename could not get there from beside."""
+    """The parent of the hidden folders; a mount point `output` itself, so that renames work."""
     return output if os.path.ismount(output) else output.parent
 
 
 def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
-    """Hidden folders of `output` whose process is gone, newest first, each locked for the caller."""
+    """Hidden folders whose process has ended, newest first, each locked for the caller."""
     prefix = f".{output.name}{_PARTIAL}"
     found = [path for path in _place(output).iterdir() if path.name.startswith(prefix) and path.is_dir()]
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -143,15 +143,15 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
             continue
         try:
             yield path, _lock(path)
-        except BlockingIOError:  # somebody is at work there
+        except BlockingIOError:  # in use
             continue
 
 
-def _lock(workshop: Path) -> int | None:
-    """Hold the lock of `workshop` until this process ends, however it does; BlockingIOError if another one does."""
+def _lock(workspace: Path) -> int | None:
+    """Lock `workspace` until this process ends. Raises BlockingIOError if it is in use."""
     if _locks is None:
         return None
-    handle = os.open(workshop / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    handle = os.open(workspace / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         _locks.flock(handle, _locks.LOCK_EX | _locks.LOCK_NB)
     except OSError:
@@ -161,8 +161,7 @@ def _lock(workshop: Path) -> int | None:
 
 
 def _permit_as_new(folder: Path) -> None:
-    """Give `folder` and the files in it, which an interrupted export left, the permissions that new ones would get: the
-    umask may have changed. Files that have another name elsewhere keep theirs."""
+    """Give an interrupted export the permissions of a new one: the umask may differ. Hard-linked files keep theirs."""
     sample = folder.with_name(f".{folder.name}.topw-mode")
     sample.mkdir()
     try:
@@ -185,7 +184,7 @@ def _unlock(handle: int | None) -> None:
 
 
 def check_free(output: Path, overwrite: bool) -> None:
-    """Raises ExportError unless `output` can be made, is empty, or (with `overwrite`) is an earlier export."""
+    """Raises ExportError unless `output` can be created, is empty, or (with `overwrite`) is an earlier export."""
     try:
         taken = _is_taken(output)
     except OSError as error:
@@ -207,7 +206,7 @@ def check_free(output: Path, overwrite: bool) -> None:
 
 
 def _is_taken(output: Path) -> bool:
-    """Whether `output` holds something; ExportError if it is no folder, or lies where none can be made."""
+    """Whether `output` has entries. Raises ExportError if it cannot be a folder."""
     if not output.exists() and not output.is_symlink():
         above = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
         if not above.is_dir():
@@ -221,7 +220,7 @@ def _is_taken(output: Path) -> bool:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises ExportError if the disk of `folder` has fewer than `needed` bytes (and a little) free."""
+    """Raises ExportError if the disk of `folder` has less than `needed` + SPARE bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE:
         raise ExportError(
@@ -230,13 +229,12 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
-def bring(source: Path, target: Path, *, hard_link: bool = False, progress: Progress = lambda _bytes: None) -> None:
-    """Put `source`'s content at `target`; a symbolic link in the source (the hub's cache) is followed first.
+def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: Progress = lambda _bytes: None) -> None:
+    """Copy `source`, following symbolic links, to `target`; clones it where the file system can.
 
-    A copy, which shares its blocks with the source on file systems that can. With `hard_link` both names mean one
-    file, where the file system allows it: no time and no space, but onnx and onnx_ir then refuse to read either folder,
-    taking the second name for an attack (onnxruntime does not). Never a symbolic link: onnxruntime refuses those.
-    progress: called with the number of bytes of each part that is done.
+    hard_link: make a hard link where the file system can. It takes no time or space, but onnx and onnx_ir refuse such
+        data files as an attack; onnxruntime accepts them. onnxruntime refuses symbolic links.
+    progress: called with the bytes of each finished part.
     """
     real = source.resolve(strict=True)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -260,7 +258,7 @@ def bring(source: Path, target: Path, *, hard_link: bool = False, progress: Prog
 
 
 def _copy_in_kernel(read: int, write: int, size: int, progress: Progress) -> int:
-    """Copy with copy_file_range, which clones where it can; returns how many bytes it managed."""
+    """Copy with copy_file_range, which clones where supported; returns the bytes copied."""
     done = 0
     while hasattr(os, "copy_file_range") and done < size:
         try:
@@ -277,12 +275,11 @@ def _copy_in_kernel(read: int, write: int, size: int, progress: Progress) -> int
 
 
 def linkable(source: Path, folder: Path) -> bool:
-    """Whether a hard link from `folder` to `source` would need no space: both on one device."""
     return source.resolve().stat().st_dev == folder.stat().st_dev
 
 
 def write_error(output: Path, error: OSError, stays: bool = False) -> ExportError:
-    """The user's words for an operating system error while writing `output`; `stays`: what is written is kept."""
+    """An operating system error as a sentence for the user. stays: --resume can continue."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         rest = "make room and export again with --resume" if stays else "nothing was kept, make room and export again"
         return ExportError(f"the disk is full while writing {output}; {rest}.")
@@ -293,7 +290,7 @@ def write_error(output: Path, error: OSError, stays: bool = False) -> ExportErro
 
 
 def _replace(staged: Path, output: Path) -> None:
-    """Rename `staged` to `output`; an earlier export there steps aside first, and comes back if that fails."""
+    """Rename `staged` to `output`. An earlier export is moved away, and back if that fails."""
     if not output.exists():
         staged.rename(output)
         return
@@ -313,7 +310,7 @@ def _replace(staged: Path, output: Path) -> None:
 
 
 def _fill(output: Path, staged: Path) -> None:
-    """Move what `staged` holds into the empty folder `output`, the manifest last; all of it or nothing."""
+    """Move all entries of `staged` into the empty folder `output`, the manifest last, or none."""
     entries = sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST_NAME)
     try:
         for entry in entries:
@@ -321,7 +318,7 @@ def _fill(output: Path, staged: Path) -> None:
     except BaseException:
         for entry in reversed(entries):
             if (output / entry.name).exists():
-                (output / entry.name).rename(entry)  # leaving the context removes it there
+                (output / entry.name).rename(entry)  # the context manager removes it there
         raise
     staged.rmdir()
 
@@ -342,5 +339,5 @@ def _sync(path: Path) -> None:
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:
-    """SIGTERM as an exception, so that everything on the way out cleans up."""
+    """Turn SIGTERM into an exception, so that context managers clean up."""
     raise SystemExit(143)

@@ -1,4 +1,4 @@
-"""Bringing the tokenizer and the generation defaults along, in the one form the runtime reads (`tokenizer.json`)."""
+"""Copy or convert the tokenizer to `tokenizer.json`, the form that the runtime reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from topw_deploy.errors import TokenizerError
+from topw_deploy.errors import TokenizerError, one_line
 
 COPIED = (
     "tokenizer.json",
@@ -15,13 +15,12 @@ COPIED = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""Files that are brought along as they are."""
+"""Files that are copied unchanged."""
 _CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises TokenizerError if `folder` has no tokenizer that could be brought along, or a `tokenizer.json` that the
-    runtime could not read: said before hours of work."""
+    """Raises TokenizerError if `folder` has no tokenizer that can be exported."""
     if (folder / "tokenizer.json").is_file():
         _check_readable(folder / "tokenizer.json")
     if not any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE)):
@@ -37,16 +36,14 @@ def _check_readable(file: Path) -> None:
     try:
         Tokenizer.from_file(str(file))
     except Exception as error:  # noqa: BLE001  # the library raises bare Exception
-        reason = " ".join(str(error).split())[:200]
-        raise TokenizerError(f"{file} cannot be read ({reason}); fetch or save it again.") from None
+        raise TokenizerError(f"{file} cannot be read ({one_line(error)}); fetch or save it again.") from None
 
 
-def bring_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
-    """Write the tokenizer of `folder` into `output`; returns what the user should know.
+def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
+    """Write the tokenizer of `folder` into `output`; returns notices.
 
-    `tokenizer.json` is copied as it is; another form (SentencePiece, BPE or WordPiece vocabularies) is converted by
-    transformers. A chat template inside tokenizer_config.json is also written as chat_template.jinja.
-    Raises TokenizerError if the conversion fails.
+    `tokenizer.json` is copied, other forms are converted by transformers. A chat template in tokenizer_config.json
+    becomes chat_template.jinja. Raises TokenizerError if the conversion fails.
     """
     notices = []
     if (folder / "tokenizer.json").is_file():
@@ -68,19 +65,18 @@ def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
             folder, use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
         )
         tokenizer.save_pretrained(output)
-    except Exception as error:  # a foreign tokenizer may fail in any way
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    except Exception as error:  # any kind: a tokenizer may run code of its own
         raise TokenizerError(
-            f"the tokenizer in {folder} cannot be converted to tokenizer.json ({type(error).__name__}: {reason}); "
-            "convert it with transformers and name its folder with --tokenizer."
+            f"the tokenizer in {folder} cannot be converted to tokenizer.json ({type(error).__name__}: "
+            f"{one_line(error)}); convert it with transformers and name its folder with --tokenizer."
         ) from error
     if not (output / "tokenizer.json").is_file():
         raise TokenizerError(
             f"the tokenizer in {folder} has no fast form, so no tokenizer.json; "
             "name a folder with a tokenizer.json with --tokenizer."
         )
-    for name in [*(f"{stem}" for stem in _CONVERTIBLE), "merges.txt"]:
-        (output / name).unlink(missing_ok=True)  # tokenizer.json holds all of it
+    for name in (*_CONVERTIBLE, "merges.txt"):
+        (output / name).unlink(missing_ok=True)  # tokenizer.json replaces them
 
 
 def _extract_chat_template(output: Path) -> None:
@@ -91,7 +87,7 @@ def _extract_chat_template(output: Path) -> None:
         template = json.loads(config.read_text("utf-8")).get("chat_template")
     except (ValueError, AttributeError, RecursionError):
         return
-    if isinstance(template, list):  # named templates: the one called default is the chat's
+    if isinstance(template, list):  # named templates: chat uses the default one
         template = next(
             (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
         )

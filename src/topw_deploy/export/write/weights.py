@@ -1,4 +1,4 @@
-"""How weights lie in the exported file: each once, in the layout onnxruntime computes with, outside it when large."""
+"""Write a graph with its weights: each once, in the layout onnxruntime computes with, large ones in data files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from topw_deploy.export.graph.lazy_weight import PART, LazyWeight, transposed
 from topw_deploy.export.write.data_files import Log, NoLog, Slot, external, file_sizes, lay_out, write_data
 
 MODEL_FILE = "model.onnx"
-# Up to here one file is handier to copy and diff. Above it, weights in a file of their own are mapped by the runtime
-# instead of parsed, which holds them once more (35 MB of 4-bit weights take 59 MB of memory, inside the graph 89), and
-# the graph can be inspected and edited without reading them. Protobuf itself ends at 2 GiB.
+# Up to this size one file is easier to copy and diff. Above it, the runtime maps a data file instead of parsing the
+# weights, which takes a second copy (35 MB of 4-bit weights take 59 MB of memory, inside the graph 89 MB), and tools
+# can edit the graph without reading the weights. Protobuf's limit is 2 GiB.
 EXTERNAL_ABOVE = 16 << 20
 
 _PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
 
 
 def tidy(model: ir.Model, table: ir.Value | None) -> None:
-    """Clean what this package itself traced; the graphs of others stay as they are.
+    """Simplify a traced graph.
 
-    table: the embedding table's initializer, which a tied output layer must share.
+    table: the embedding table's initializer, which a tied output layer shares.
     """
     graph = model.graph
     if table is not None:
@@ -38,7 +38,7 @@ def tidy(model: ir.Model, table: ir.Value | None) -> None:
 
 
 def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
-    """hidden @ table^T as Gemm over the table itself, where the tracer wrote a transpose or a transposed copy of it."""
+    """Write hidden @ table^T as a Gemm on the table itself, not on a transposed copy."""
     for node in list(graph):
         if node.op_type != "MatMul" or node.domain or _rank(node.inputs[0]) != 2:
             continue
@@ -71,7 +71,7 @@ def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
 
 
 def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
-    """Whether `copy` is the transpose of `original`, a block of rows at a time where they can be read so."""
+    """Whether `copy` is the transpose of `original`, compared in blocks of rows where possible."""
     if not all(isinstance(tensor, LazyWeight) and tensor.read is not None for tensor in (copy, original)):
         return bool(np.array_equal(copy.numpy().T, original.numpy()))
     rows = int(original.shape[0])
@@ -81,7 +81,7 @@ def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
 
 
 def _store_transposed(graph: ir.Graph) -> None:
-    """Linear layers as the tracer leaves them transpose their weight at every load; store it transposed instead."""
+    """Store weights transposed instead of transposing them in the graph."""
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
         if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_input():
@@ -101,19 +101,18 @@ def _store_transposed(graph: ir.Graph) -> None:
 
 
 def weight_bytes(model: ir.Model) -> int:
-    """Size of all initializers in bytes, whether in the file or beside it."""
+    """Total bytes of all initializers."""
     return sum(tensor.nbytes for tensor in tensors_of(model))
 
 
 def parameter_count(model: ir.Model) -> int:
-    """Numbers that the initializers hold, about; the codes of block-quantised weights count each."""
+    """Approximate number of elements in the initializers."""
     per_byte = {"int4": 2.0, "int8": 1.0, "uint8": 1.0, "float16": 0.5, "bfloat16": 0.5, "float": 0.25}
     return round(sum(per_byte.get(name, 0.25) * size for name, size in bytes_by_type(model).items()))
 
 
 def bytes_by_type(model: ir.Model) -> dict[str, int]:
-    """Bytes of all initializers by element type, largest first; codes and zero points of block-quantised weights, which
-    are stored as uint8, count as int4 or int8."""
+    """Element type -> bytes of all initializers, largest first; see quantised_type."""
     found: dict[str, int] = {}
     for graph in model.graphs():
         for value in graph.initializers.values():
@@ -124,7 +123,7 @@ def bytes_by_type(model: ir.Model) -> dict[str, int]:
 
 
 def quantised_type(value: ir.Value) -> str | None:
-    """int4 or int8 for the codes and zero points of a block-quantised weight, None for others."""
+    """`int4` or `int8` for the codes and zero points of a block-quantised weight, whose type is uint8; else None."""
     for node, _ in value.uses():
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized") and value.const_value is not None:
             bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
@@ -133,7 +132,7 @@ def quantised_type(value: ir.Value) -> str | None:
 
 
 def external_files(model: ir.Model) -> dict[str, Path]:
-    """The data files that initializers lie in already: location as the graph names it -> path."""
+    """Location in the graph -> path of every data file that initializers refer to."""
     files: dict[str, Path] = {}
     for tensor in tensors_of(model):
         if isinstance(tensor, ir.ExternalTensor):
@@ -142,10 +141,7 @@ def external_files(model: ir.Model) -> dict[str, Path]:
 
 
 def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]:
-    """Where the weights that are still to be written will lie beside the graph: nowhere for a small model.
-
-    Initializers that lie in data files already keep pointing there. max_shard_size: see lay_out.
-    """
+    """Places for the weights that are in no data file yet; empty for a small model. max_shard_size: see lay_out."""
     ours = [
         value
         for graph in model.graphs()
@@ -159,7 +155,7 @@ def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]
 
 
 def written_sizes(model: ir.Model, slots: list[Slot]) -> dict[str, int]:
-    """Name -> bytes of model.onnx and of the data files that `write_model` makes, whose weights are not read for it."""
+    """Name -> bytes of the files that `write_model` makes."""
     with _referring(slots, Path()):
         return {MODEL_FILE: ir.to_proto(model).ByteSize(), **file_sizes(slots)}
 
@@ -171,11 +167,11 @@ def write_model(
     slots: list[Slot] | None = None,
     log: Log | None = None,
 ) -> None:
-    """Write `model` into `folder` as model.onnx, with data files beside it for its `slots` (those of data_slots).
+    """Write `model` into `folder` as model.onnx, with data files for its `slots` (by default data_slots).
 
-    Initializers that lie in data files already keep pointing there by their relative names: bringing those files
-    along is the caller's task. progress: called with the bytes of each part written. log: lets an interrupted writing
-    go on (see write_data).
+    Initializers in existing data files keep their relative locations.
+    progress: called with the bytes of each part.
+    log: see write_data.
     """
     slots = data_slots(model) if slots is None else slots
     write_data(slots, folder, log or NoLog(), progress)
@@ -185,7 +181,6 @@ def write_model(
 
 @contextlib.contextmanager
 def _referring(slots: list[Slot], folder: Path) -> Iterator[None]:
-    """Within the block the initializers of `slots` refer to their data files."""
     before = [slot.tensor for slot in slots]
     for slot in slots:
         slot.value.const_value = external(slot, folder)
@@ -197,7 +192,7 @@ def _referring(slots: list[Slot], folder: Path) -> Iterator[None]:
 
 
 def tensors_of(model: ir.Model) -> list[ir.TensorProtocol]:
-    """All initializers, those of subgraphs too."""
+    """All initializers, including those of subgraphs."""
     return [
         value.const_value
         for graph in model.graphs()

@@ -1,6 +1,6 @@
-// The alternation for rows that no certificate settles, with as few distances as the theory allows; and the literal
-// rule for a negative geom_scale (docs/contract/theory.md, sections 3 and 4). By a row's leading block, which publishes the distances
-// as jobs. The same steps as native/alternation.cpp.
+// The alternation with few distances, for rows without a certificate; the literal rule for a negative geom_scale
+// (docs/contract/theory.md, sections 3 and 4). Run by a row's leading block, which publishes the distances as jobs. The
+// steps are those of native/alternation.cpp.
 #ifndef TOPW_CUDA_ALTERNATION_H
 #define TOPW_CUDA_ALTERNATION_H
 
@@ -13,16 +13,16 @@
 
 namespace topw::crop {
 
-// What is known of a pool token, as bits of Memory::state. Exact: its distance to the set is known; a member's is 0.
+// State bits of a pool token (Memory::state). Exact: its distance to the set is known; a member's is 0.
 constexpr uint8_t kMember = 1, kCandidate = 2, kExact = 4, kWasMember = 8, kSaved = 16, kNext = 32;
 
 constexpr double kRounding = 1e-9;     // of J, in units of max(1, lam, beta): the ties' bound
-constexpr int kRounds = 8;             // of pruning; each is sound, so any number will do
-constexpr float kRoughly = 4e-6f;      // relative, of what pruning adds up in float32: more than its roundings
-constexpr int32_t kFewestRows = 32;    // tokens measured at a time, at least
-constexpr int64_t kCheapHidden = 2048; // beyond so many coordinates fewer pairs are measured at a time
+constexpr int kRounds = 8;             // of pruning; any number is sound
+constexpr float kRoughly = 4e-6f;      // relative: bounds the roundings of pruning's float32 sums
+constexpr int32_t kFewestRows = 32;    // least number of tokens measured at a time
+constexpr int64_t kCheapHidden = 2048; // beyond, fewer pairs are measured at a time
 
-// Room in shared memory for a block that leads.
+// A leading block's shared memory.
 struct Room {
   uint64_t *keys;   // [capacity]
   uint32_t *items;  // [capacity]
@@ -30,7 +30,7 @@ struct Room {
   double *sums[2];  // [pool]
 };
 
-// A key by which ascending unsigned order is descending order of the value; -0 and 0 have the same key.
+// A key whose ascending order is the descending order of the values; -0 and 0 have the same key.
 __device__ __forceinline__ uint64_t phi_key(double value) {
   value += 0.0;
   uint64_t bits;
@@ -43,12 +43,12 @@ __device__ __forceinline__ double h(double y) { return 1 - y * (0.5 + y / 6); }
 
 class Alternation {
  public:
-  int64_t steps = 0;      // scans made
+  int64_t steps = 0;      // scans
   int64_t pairs = 0;      // distances computed
-  int64_t literal = 0;    // that the literal rule would have computed
+  int64_t literal = 0;    // of the literal rule
   int32_t kept = 0;
 
-  // For a pool whose tokens, base and p are in `memory`. helpers: blocks to cut work for.
+  // The pool's tokens, base and p are in `memory`. helpers: number of blocks to cut work for.
   __device__ Alternation(const Call &call, const Parameters &P, const Memory &memory, const Job &job, const Room &room,
                          Leader &leader, Distances &distances, int32_t helpers, BlockScratch &scratch)
       : P_(P),
@@ -68,10 +68,10 @@ class Alternation {
     pairs_at_once_ = hidden > kCheapHidden ? kPairs * kCheapHidden / hidden : kPairs;
   }
 
-  // From the first k0 tokens of the pool. Leaves the crop as the members.
+  // Starts from the first k0 tokens of the pool; the members are the crop at the end.
   __device__ TOPW_OUT_OF_LINE void run(int32_t k0) {
     kept = k0;
-    if (measures_) {  // while this block goes on to the first distances that it asks for
+    if (measures_) {  // meanwhile this block prepares its first distances
       job_.work = Work::measure_lengths;
       leader_.publish(job_, distances_.items(job_));
     }
@@ -91,13 +91,13 @@ class Alternation {
     literal = static_cast<int64_t>(pool_) * joined_;
   }
 
-  // The positions of the members, into memory.cols.
+  // Writes the positions of the members to memory.cols.
   __device__ void list_members() { list(kMember, kMember, memory_.cols); }
 
  private:
   __device__ bool member(int32_t i) const { return memory_.state[i] & kMember; }
 
-  // The positions whose bits of `mask` are `bits`, in their order; how many.
+  // Collects the positions whose bits of `mask` are `bits`, in order. Returns their number.
   __device__ TOPW_OUT_OF_LINE int32_t list(uint8_t mask, uint8_t bits, int32_t *positions) {
     return block_compact(
         pool_, [&](int32_t i) { return (memory_.state[i] & mask) == bits; },
@@ -124,7 +124,7 @@ class Alternation {
     scan();
   }
 
-  // What is known of a token before anything is computed for it; 1 for a member that has not been one before.
+  // Sets a token's state before any computation. Returns 1 for a new member.
   __device__ int32_t prepare(int32_t i) {
     const uint8_t known = memory_.state[i], kept_bits = kWasMember | kSaved;
     if (known & kMember) {
@@ -141,7 +141,7 @@ class Alternation {
     return 0;
   }
 
-  // A lower bound of the best J of this step: the best over prefixes of S, where no distance counts.
+  // A lower bound of this step's best J: the best over prefixes of S, which needs no distance.
   __device__ double surely_reached() {
 #pragma unroll 1
     for (int32_t n = own_index(); n < members_; n += block_size()) {
@@ -155,8 +155,8 @@ class Alternation {
     return best;
   }
 
-  // Row test: drops candidates that cannot be kept, given the mass that is left if the others stay. In float32 with a
-  // bound of its error, so a token near the limit stays; in double where float32 cannot say.
+  // Row test: drops candidates that cannot be kept, given the remaining mass if the others stay. In float32 with an
+  // error bound, so a token near the limit stays; in double where float32 is undecided.
   __device__ TOPW_OUT_OF_LINE void prune(double reached) {
     const float c = static_cast<float>(P_.c), scale = static_cast<float>(P_.scale);
     const float asked = static_cast<float>(reached - 2 * kRounding * P_.unit);
@@ -181,7 +181,7 @@ class Alternation {
     __syncthreads();
   }
 
-  // The mass of members and candidates, in float32. A barrier between two rounds is enough: they add up in other places.
+  // The mass of members and candidates, in float32. One barrier between rounds suffices: they use different places.
   __device__ float mass_left(int round) {
     float *const of_warp = reinterpret_cast<float *>(scratch_.values) + round % 2 * kMostWarps;
     float sum = 0;
@@ -202,8 +202,8 @@ class Alternation {
     return phi(i) + P_.c * h(memory_.p[i] / Gmax) < needed;
   }
 
-  // Distances of the candidates, the most probable first, so many at a time that all blocks have work; after each time
-  // the row test narrows the rest, unless the rule is literal.
+  // Distances of the candidates, most probable first, in chunks large enough for all blocks. After each chunk the row
+  // test narrows the rest, unless the rule is literal.
   __device__ void measure(double reached) {
     const int64_t at_once = pairs_at_once_ / members_;
     const int32_t most = at_once < kFewestRows ? kFewestRows : static_cast<int32_t>(at_once < pool_ ? at_once : pool_);
@@ -238,7 +238,7 @@ class Alternation {
     __syncthreads();
   }
 
-  // They were written by other blocks: this one's first level of cache may hold what was there before.
+  // Other blocks wrote them: this one's first level of cache may be stale.
   __device__ void read_distances(const Job &job) {
 #pragma unroll 1
     for (int32_t n = own_index(); n < job.rows; n += block_size()) {
@@ -248,8 +248,8 @@ class Alternation {
     __syncthreads();
   }
 
-  // Orders what is left by phi, and makes the best prefix the new set. Members are in order as they are, for their phi
-  // falls with the pool's order; so the candidates are sorted, and both orders merged.
+  // Orders the remaining tokens by phi and takes the best prefix as the new set. Members are already ordered, as their
+  // phi falls with the pool's order; so only the candidates are sorted, then merged.
   __device__ void scan() {
     const int32_t count = list(kCandidate, kCandidate, memory_.rows);
 #pragma unroll 1
@@ -318,8 +318,7 @@ class Alternation {
     return low;
   }
 
-  // The first `kept` of the order become the set; counts those that were not in it before, and compares with the set
-  // that was saved.
+  // Makes the first `kept` of the order the set, counts new ones, and compares with the saved set.
   __device__ void take_prefix() {
 #pragma unroll 1
     for (int32_t n = own_index(); n < kept; n += block_size()) memory_.state[memory_.order[n]] |= kNext;
@@ -338,7 +337,7 @@ class Alternation {
     differs_ = __syncthreads_or(differs) != 0;
   }
 
-  // The length of the cycle that the sets have entered, or 0 (Brent): a negative scale may never come to rest.
+  // The length of the sets' cycle, or 0 (Brent's algorithm): with a negative scale they may never converge.
   __device__ int64_t period() {
     if (saved_at_ > 0 && !differs_) return steps - saved_at_;
     if ((steps & (steps - 1)) == 0) {
@@ -366,10 +365,10 @@ class Alternation {
   const float *bounds_;
 
   int32_t members_ = 0;      // in memory_.cols
-  int32_t entered_ = 0;      // tokens of the last crop that were not in the one before
-  bool differs_ = false;     // the last crop from the saved one
-  int32_t joined_ = 0;       // different tokens that have been members
-  int64_t saved_at_ = 0;     // the step whose crop is saved
+  int32_t entered_ = 0;      // tokens that joined in the last step
+  bool differs_ = false;     // the last crop differs from the saved one
+  int32_t joined_ = 0;       // tokens that have ever been members
+  int64_t saved_at_ = 0;     // step of the saved crop
 };
 
 }  // namespace topw::crop

@@ -1,8 +1,8 @@
-// What the threads of a block do together: reductions, prefix sums, sorting, selection.
+// Block-wide reductions, prefix sums, sorting and selection.
 //
-// Every function is called by all threads of the block, whose number is a multiple of 32, up to 1024. It begins with no
-// barrier unless it says so, and returns after one: all threads see the result, and the scratch is free again. Results
-// do not depend on the number of threads, prefix sums of doubles included.
+// All threads of the block (a multiple of 32, up to 1024) call each function. Unless noted, it begins without a
+// barrier. It ends with one: all threads see the result, and the scratch is free. Results do not depend on the number
+// of threads, not even prefix sums of doubles.
 #ifndef TOPW_CUDA_BLOCK_H
 #define TOPW_CUDA_BLOCK_H
 
@@ -49,7 +49,7 @@ struct Plus {
   }
 };
 
-// Of all lanes, in every lane. `width` a power of 2: of each so many neighbours apart.
+// Over all lanes, or over each group of `width` (a power of 2) neighbours; the result is in every lane.
 template <class T, class Operation>
 __device__ __forceinline__ T warp_reduce(T value, Operation operation, int width = kWarp) {
   for (int step = width / 2; step > 0; step /= 2) value = operation(value, __shfl_xor_sync(kEveryLane, value, step));
@@ -66,7 +66,7 @@ __device__ __forceinline__ T warp_scan(T value) {
   return value;
 }
 
-// Of all threads, in every thread. Larger or Smaller: a value may be taken twice. T of at most 8 bytes.
+// Over all threads; the result is in every thread. For operations that may take a value twice. T of at most 8 bytes.
 template <class T, class Operation>
 __device__ __forceinline__ T block_reduce(T value, Operation operation, BlockScratch &scratch) {
   T *const of_warp = reinterpret_cast<T *>(scratch.values);
@@ -79,7 +79,7 @@ __device__ __forceinline__ T block_reduce(T value, Operation operation, BlockScr
   return value;
 }
 
-// use(i, load(i)) for every i < count; a thread has eight loads under way.
+// Calls use(i, load(i)) for every i < count, with eight loads of a thread in flight.
 template <class Load, class Use>
 __device__ __forceinline__ void load_together(int32_t count, Load load, Use use) {
   constexpr int kTogether = 8;
@@ -103,8 +103,8 @@ struct Best {
   int32_t place;
 };
 
-// Numbers in the order of these are in the order of their values, except that -0 comes before 0. Small GPUs compare
-// integers 32 times as fast as doubles.
+// Integers in the order of the doubles, except that -0 comes before 0. Small GPUs compare integers 32 times as fast as
+// doubles.
 __device__ __forceinline__ int64_t ordered(double value) {
   int64_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -145,7 +145,7 @@ __device__ __forceinline__ void tiles(double *values, int32_t count, double *tot
   }
 }
 
-// By one warp: each total becomes the sum of those before it.
+// One warp: replaces each total by the sum of those before it.
 __device__ __forceinline__ void carries(double *totals, int32_t count) {
   double carry = 0;
 #pragma unroll 1
@@ -160,9 +160,9 @@ __device__ __forceinline__ void carries(double *totals, int32_t count) {
 
 }  // namespace scanning
 
-// Inclusive prefix sums, in place, of one or two arrays [count] in shared or global memory; count at most kMostScanned.
-// The order of additions depends on `count` alone. Needs no barrier before it if each thread wrote the elements
-// own_index() + n * block_size().
+// Inclusive prefix sums, in place, of one or two arrays [count] in shared or global memory; count <= kMostScanned. The
+// order of additions depends only on `count`. Needs no barrier before it if each thread wrote the elements own_index()
+// + n * block_size().
 __device__ TOPW_OUT_OF_LINE inline void block_scan(double *first, double *second, int32_t count,
                                                    BlockScratch &scratch) {
   const int32_t tiles = (count + kWarp - 1) / kWarp;
@@ -187,8 +187,8 @@ __device__ __forceinline__ int32_t power_of_two_from(int32_t count) {
   return size;
 }
 
-// Sorts entries by (key, item) ascending, in place: bitonic. `size` is a power of 2, at least 2; fill up with the
-// largest key. `items` may be NULL where keys are distinct. In shared memory; begins with a barrier.
+// Bitonic sort by (key, item) ascending, in place in shared memory. `size`: a power of 2, at least 2; pad with the
+// largest key. `items` may be NULL if keys are distinct. Begins with a barrier.
 __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *items, int32_t size) {
   __syncthreads();
   for (int32_t run = 2; run <= size; run *= 2) {
@@ -209,7 +209,7 @@ __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *ite
           }
         }
       }
-      // Up to a step of 32 the 64 entries that a warp works on are nobody else's.
+      // Up to a step of 32 a warp has its 64 entries to itself.
       const int32_t next = step > 1 ? step / 2 : run;
       if (step > kWarp || next > kWarp)
         __syncthreads();
@@ -220,8 +220,8 @@ __device__ TOPW_OUT_OF_LINE inline void block_sort(uint64_t *keys, uint32_t *ite
   __syncthreads();
 }
 
-// Distinct keys into ascending order, each thread counting the keys under its own: the fastest for up to a few hundred.
-// keys and sorted [count], in shared memory, apart. Begins with a barrier.
+// Sorts distinct keys by counting the smaller ones of each: the fastest for up to a few hundred. keys and sorted
+// [count] are separate, in shared memory. Begins with a barrier.
 __device__ __forceinline__ void block_rank_sort(const uint64_t *keys, int32_t count, uint64_t *sorted) {
   __syncthreads();
 #pragma unroll 1
@@ -235,7 +235,7 @@ __device__ __forceinline__ void block_rank_sort(const uint64_t *keys, int32_t co
   __syncthreads();
 }
 
-// emit(i, place) for every i < count with keep(i), place = 0, 1, ... in the order of i; how many.
+// Calls emit(i, place) for every i < count with keep(i), place = 0, 1, ... by i. Returns their number.
 template <class Keep, class Emit>
 __device__ __forceinline__ int32_t block_compact(int32_t count, Keep keep, Emit emit, BlockScratch &scratch) {
   int32_t before = 0;
@@ -257,9 +257,9 @@ __device__ __forceinline__ int32_t block_compact(int32_t count, Keep keep, Emit 
   return before;
 }
 
-// A bound that at least `wanted` of the keys key(0 .. count) do not exceed, and at most `enough` if ties allow that;
-// for enough = wanted the `wanted`-th smallest. 1 <= wanted <= count; wanted <= enough. Radix select: a pass over the
-// keys for every 8 bits in which they differ.
+// A bound that at least `wanted` of the keys key(0 .. count) and, if ties allow, at most `enough` do not exceed; for
+// enough = wanted the `wanted`-th smallest key. 1 <= wanted <= count; wanted <= enough. Radix select: one pass over the
+// keys per 8 bits in which they differ.
 template <class Key>
 __device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t wanted, int32_t enough,
                                                  BlockScratch &scratch) {
@@ -274,10 +274,10 @@ __device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t
   highest = block_reduce(highest, Larger(), scratch);
   if (lowest == highest) return lowest;
 
-  int shift = 32 - __clz(static_cast<int>(lowest ^ highest)) - 8, width = 8;  // a bin's number: so many bits from there
+  int shift = 32 - __clz(static_cast<int>(lowest ^ highest)) - 8, width = 8;  // position and width of a bin's number
   if (shift < 0) shift = 0;
-  uint64_t prefix = static_cast<uint64_t>(lowest) >> (shift + width);  // of the key looked for
-  uint32_t below = 0;  // keys under all with this prefix
+  uint64_t prefix = static_cast<uint64_t>(lowest) >> (shift + width);  // of the wanted key
+  uint32_t below = 0;  // keys below this prefix
   for (;;) {
 #pragma unroll 1
     for (int32_t b = own_index(); b < 256; b += block_size()) scratch.bins[b] = 0;
@@ -307,7 +307,7 @@ __device__ __forceinline__ uint32_t block_select(int32_t count, Key key, int32_t
     below = scratch.chosen[1];
     const bool done = shift == 0 || scratch.chosen[2] <= static_cast<uint32_t>(enough);
     __syncthreads();
-    const uint64_t last = (prefix + 1) << shift;  // the first key behind the bin
+    const uint64_t last = (prefix + 1) << shift;  // the first key after the bin
     if (done) return static_cast<uint32_t>(last - 1);
     width = shift < 8 ? shift : 8;
     shift -= width;

@@ -1,5 +1,5 @@
-// The first launch: over all logits, and every row to its answer that can be certified. The block that is the last to
-// be done with its chunk of a row goes on with the row.
+// The first launch: reads all logits and answers every row that can be certified. The last block to finish a chunk of a
+// row continues with the row.
 #ifndef TOPW_CUDA_CERTIFY_CUH
 #define TOPW_CUDA_CERTIFY_CUH
 
@@ -9,9 +9,9 @@
 namespace topw {
 
 constexpr unsigned kCertifyThreads = 256;
-constexpr unsigned kCertifyBlocks = 4;  // that a multiprocessor's registers hold; some have threads for three only
+constexpr unsigned kCertifyBlocks = 4;  // per multiprocessor, by registers; some have threads for only three
 
-// What a row's largest logit and its parameters make of it.
+// A row's kind, by its largest logit and its parameters.
 enum class Way : int32_t { invalid, keep_best, settle, open };
 
 struct RowPlan {  // in shared memory, from one thread to all
@@ -22,10 +22,10 @@ struct RowPlan {  // in shared memory, from one thread to all
   Way way;
 };
 
-// Who reads the parameters: a thread of the last warp, which has the fewest maxima to wait for.
+// The thread that reads the parameters: in the last warp, which waits for the fewest maxima.
 __device__ __forceinline__ int32_t parameter_thread() { return block_size() - kWarp; }
 
-// That thread's part, while the maxima arrive.
+// That thread's work while the maxima arrive.
 __device__ inline void take_parameters(const Call &call, const GivenParameters &given, RowPlan &plan) {
   const bool valid = plan.P.take(given);
   plan.way = !valid ? Way::invalid
@@ -73,7 +73,7 @@ __device__ void keep_best(const LogitRow &logits, float top, const float *maxima
   __syncthreads();
 }
 
-// The row's maxima into shared memory; the largest. All loads of a thread are under way before it waits for the first.
+// Loads the row's maxima into shared memory and returns the largest. A thread issues all loads before using the first.
 __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima) {
   constexpr int kTogether = 4;
   const float4 *const from = reinterpret_cast<const float4 *>(call.workspace.maxima + row * call.padded_groups);
@@ -98,7 +98,7 @@ __device__ inline float load_maxima(const Call &call, int64_t row, float *maxima
   return largest;
 }
 
-// All of a row that is not in one block's chunk, by the block that came last.
+// The row's remaining work, by its last block.
 template <class Logit>
 __device__ void finish_or_open(const Call &call, int64_t row, const GivenParameters &given, CandidateLists &lists) {
   TOPW_SHARED(RowPlan, plan);
@@ -129,12 +129,12 @@ __device__ void finish_or_open(const Call &call, int64_t row, const GivenParamet
     finish_row(call, row, plan.P, top, kept, report, candidates.sums(), scratch, candidates.weighed());
   } else if (own_index() == 0) {
     const uint32_t place = atomicAdd(&call.workspace.control->open_count, 1u);
-    if (place < static_cast<uint32_t>(call.inputs.batch))  // else this launch was repeated without the second one
+    if (place < static_cast<uint32_t>(call.inputs.batch))  // else this launch was repeated without the second
       call.workspace.open_rows[place] = static_cast<int32_t>(row);
   }
 }
 
-// Whether this block is the last of its row; then it sees what the others wrote.
+// Whether this block is the last of its row; if so, the others' writes are visible.
 __device__ inline bool last_of_row(const Call &call, int64_t row) {
   TOPW_SHARED(uint32_t, last);
   __syncthreads();
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   const int32_t end = first + call.chunk_groups, groups = static_cast<int32_t>(call.groups);
   const Chunk chunk = {row, first, end < groups ? end : groups};
   if (call.inputs.edits > 0) {
-    // Where the row's maxima lie afterwards: there is room for all of its groups.
+    // Later holds the row's maxima: has room for all its groups.
     ChunkEdits<Logit> edits(call, chunk, reinterpret_cast<int32_t *>(dynamic_shared() + sizeof(CandidateRoom)));
     measure_chunk<Logit>(call, chunk);
     edits.apply();
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kCertifyThreads, kCertifyBlocks) certify(const
   }
   if (call.outputs.keep_mask) clear_keep_mask(call, chunk);
   if (call.outputs.mass) weigh_chunk(call, chunk);
-  GivenParameters given = {};  // asked for now, they are there when the ticket is
+  GivenParameters given = {};  // loaded now, available with the ticket
   if (own_index() == parameter_thread()) given = given_parameters(call.inputs, row);
   if (last_of_row(call, row)) finish_or_open<Logit>(call, row, given, lists);
 }

@@ -6,7 +6,7 @@
 
 namespace topw {
 
-// What the pass over the logits runs on: so many multiprocessors, which hold so many of its blocks together.
+// The device: multiprocessors, and resident blocks of the pass over the logits on each.
 struct Device {
   int64_t multiprocessors, resident;
   bool operator==(const Device &other) const {
@@ -14,7 +14,7 @@ struct Device {
   }
 };
 
-// What is to be cut: so many rows of so many groups, into whole multiples of `step` groups.
+// The work: rows of groups, to be cut at multiples of `step` groups.
 struct Rows {
   int64_t groups, batch, step;
   bool operator==(const Rows &other) const {
@@ -26,10 +26,10 @@ struct Chunking {
   int64_t groups, chunks;  // of a chunk; of a row
 };
 
-// Chunks such that the busiest multiprocessor ends as early as it can. It reads the chunks of as many blocks as it holds
-// together, then of those that are left; few blocks take as long as kBusy do.
+// Chunks that let the busiest multiprocessor end as early as possible. It reads the chunks of its resident blocks, then
+// the remaining ones; fewer than kBusy blocks take as long as kBusy.
 inline Chunking cut_into_chunks(const Rows &rows, const Device &device) {
-  constexpr int64_t kBusy = 3, kLate = 64;  // blocks; groups that are read in the time that a block takes to begin
+  constexpr int64_t kBusy = 3, kLate = 64;  // blocks; groups read while a block starts
   const auto ceiling = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const auto at_least_busy = [](int64_t blocks) { return blocks == 0 ? 0 : blocks > kBusy ? blocks : kBusy; };
   const int64_t together = ceiling(device.resident, device.multiprocessors);

@@ -1,4 +1,4 @@
-// The fibres behind emulator.h: stacks, switching, barriers, and who runs next.
+// The fibres behind emulator.h: stacks, switching, barriers and scheduling.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,9 +27,9 @@ Settings settings;
 namespace {
 
 constexpr unsigned kMostThreads = 1024;
-constexpr uint64_t kPatience = 20000;  // pauses of each live thread during which nothing else happens
+constexpr uint64_t kPatience = 20000;  // pauses per live thread without any other event
 constexpr size_t kStacksAtOnce = 256;
-constexpr size_t kMargin = 256;          // bytes behind the dynamic shared memory that no one may write
+constexpr size_t kMargin = 256;          // guard bytes after the dynamic shared memory
 constexpr unsigned char kUntouched = 0xc7;
 constexpr uint64_t kEndOfStack = 0x746f70775f656e64;
 
@@ -42,8 +42,8 @@ struct Fibre : Thread {
   Place place = {"", 0};
 };
 
-// Lanes that wait at a warp function. What they deposit is kept in turn in two places, for a fast lane can be at the
-// next function while a slow one still has to read the results of this one, but not further.
+// Lanes that wait at a warp function. Deposits alternate between two places: a fast lane may be at the next function,
+// but not further, while a slow one still reads this one's results.
 struct Warp {
   unsigned arrived = 0;
   Place place = {"", 0};
@@ -65,7 +65,7 @@ struct Block {
 
 std::vector<std::unique_ptr<Fibre>> fibres;
 std::vector<Fibre *> idle, ready;
-Fibre *last_ended = nullptr;  // may still run on its stack, so it is not idle yet
+Fibre *last_ended = nullptr;  // may still run on its stack, so it is not idle
 std::vector<unsigned char *> stacks;
 std::vector<std::unique_ptr<Block>> blocks, spare_blocks;  // resident, and kept for their memory
 std::vector<unsigned> waiting_blocks;                      // numbers of those that are not resident yet
@@ -91,7 +91,7 @@ std::string written(const Place &place) {
   return file.substr(file.find_last_of('/') + 1) + ":" + std::to_string(place.line);
 }
 
-// Leaves the launch for good: no fibre of it runs again.
+// Abandons the launch: none of its fibres runs again.
 [[noreturn]] void fail(const std::string &why) {
   if (failure.empty()) failure = why;
   Fibre *const me = self();
@@ -113,8 +113,8 @@ std::string deadlock() {
   return text;
 }
 
-// Takes one of those that could run. Every other seed prefers who became ready last: so a warp runs far ahead of the
-// others, which shows barriers missing where memory is used again, and any thread is late now and then.
+// Picks a ready fibre. Odd seeds prefer the one that became ready last: then a warp runs far ahead of the others, which
+// reveals barriers missing where memory is reused, and any thread is late now and then.
 Fibre *take_ready(bool any) {
   const uint64_t drawn = draw();
   const bool last = !any && settings.seed % 2 == 1 && drawn % 64 != 0;
@@ -125,7 +125,7 @@ Fibre *take_ready(bool any) {
   return next;
 }
 
-// Runs another thread until this one is made ready again.
+// Runs other threads until this one is ready again.
 void wait(bool any = false) {
   Fibre *const me = self();
   if (ready.empty()) fail(deadlock());
@@ -138,7 +138,7 @@ void wait(bool any = false) {
 void end_thread(Fibre *me);
 bool start_next_block();
 
-// A thread from its first line to its last. When a block has ended, the next one takes its place.
+// Runs a thread to its end. When its block has ended, the next one takes its place.
 void entry() {
   (*body)();
   Fibre *const me = self();
@@ -179,11 +179,11 @@ void join_warp(const Place &place, unsigned mask, Warp &warp) {
 
 Warp &own_warp() { return self()->block->warps[current->threadIdx.x / 32]; }
 
-// Many stacks to a mapping, of which a process may have some ten thousand: what lies under a stack is another one, so a
-// mark at its end tells whether it was written beyond.
+// Many stacks share a mapping, as a process can have only some ten thousand. Below a stack is another one, so a mark at
+// its end detects overflow.
 unsigned char *stack_of(size_t index) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), size = page + kStacksAtOnce * kStack;
-  while (stacks.size() <= index) {  // a page that cannot be written lies under the lowest
+  while (stacks.size() <= index) {  // a guard page lies below the lowest
     void *const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) return nullptr;
     mprotect(memory, page, PROT_NONE);
@@ -220,7 +220,7 @@ void end_thread(Fibre *me) {
   }
 }
 
-// A fibre that is not in use, with a stack. Null without memory.
+// An unused fibre with a stack. Null without memory.
 Fibre *idle_fibre() {
   if (idle.empty()) {
     unsigned char *const stack = stack_of(fibres.size());
@@ -246,7 +246,7 @@ Block &new_block(const Launch &how) {
   block.variables.clear();
   block.warps.assign(how.threads / 32, Warp());
   block.memory.resize(how.shared + kSharedByDefault + kMargin + 256);
-  memset(block.memory.data(), static_cast<int>(draw() & 255), block.memory.size());  // no one may rely on it
+  memset(block.memory.data(), static_cast<int>(draw() & 255), block.memory.size());  // its content is undefined
   block.shared = block.memory.data() + (256 - reinterpret_cast<uintptr_t>(block.memory.data()) % 256);
   memset(block.shared + how.shared, kUntouched, kMargin);
   return block;
@@ -286,7 +286,7 @@ void run_started() {
   current = nullptr;
 }
 
-// Forgets what an abandoned launch left behind.
+// Cleans up after an abandoned launch.
 void clean_up() {
   ready.clear();
   waiting_blocks.clear();
@@ -330,7 +330,7 @@ int barrier(const Place &place, int predicate, Vote vote) {
     block.waiting.clear();
   }
   wait();
-  return block.verdict;  // the next one cannot be complete before this thread has come to it
+  return block.verdict;  // the next one needs this thread, too
 }
 
 void warp_barrier(const Place &place, unsigned mask) { join_warp(place, mask, own_warp()); }

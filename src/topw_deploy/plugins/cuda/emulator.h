@@ -1,12 +1,12 @@
-// CUDA's words on a CPU, for running the kernels without a device: every thread of a block is a fibre.
+// Emulates CUDA on a CPU, to run the kernels without a device: every thread of a block is a fibre.
 //
-// Fibres run until they have to wait: at a barrier, at a warp function, or while they poll memory (`pause`). Which of
-// those that could run goes on is drawn by a seed, so a missing barrier shows as a result that changes with it; odd
-// seeds let a warp run ahead of the others. What is wrong on a device is an error here, with the place in the source: a
-// barrier that some threads do not reach, or reach elsewhere; a warp function without all lanes; more shared memory
-// than was asked for; a load by __ldg or __ldcg from an address that its type may not have. After an error the launch is abandoned. One launch at a time in a process.
+// Fibres run until they wait: at a barrier, at a warp function, or polling memory (`pause`). A seed determines which
+// one runs next, so a missing barrier changes results with the seed; odd seeds let a warp run ahead of the others.
+// Errors, reported with the place in the source, are: a barrier not reached by all threads, or reached elsewhere; a
+// warp function without all lanes; more shared memory than requested; a misaligned __ldg or __ldcg. An error abandons
+// the launch. A process runs one launch at a time.
 //
-// Not emulated: time, caches, and the order in which other blocks see writes. A missing __threadfence does not show.
+// Not emulated: time, caches, and the order in which other blocks see writes. A missing __threadfence goes unnoticed.
 #ifndef TOPW_CUDA_EMULATOR_H
 #define TOPW_CUDA_EMULATOR_H
 
@@ -31,7 +31,7 @@ struct dim3 {
 namespace topw {
 namespace emulator {
 
-// Where in the source a thread waits.
+// The place in the source where a thread waits.
 struct Place {
   const char *file;
   int line;
@@ -58,23 +58,23 @@ void yield();
 uint64_t nanoseconds();
 [[noreturn]] void trap(const char *why);
 
-// Runs a kernel; 0, or kUnlaunchable and error() says why.
+// Runs a kernel. Returns 0, or kUnlaunchable for the reason error().
 int run(const Launch &, const std::function<void()> &kernel);
 const char *error();
 
-// A kernel's limit of dynamic shared memory, as cudaFuncSetAttribute sets it: then all of a block's may be
-// kSharedOnRequest. Without it, all is limited by kSharedByDefault.
+// Raises a kernel's limit of dynamic shared memory, as cudaFuncSetAttribute does: a block's total limit becomes
+// kSharedOnRequest instead of kSharedByDefault.
 void allow_shared(const void *kernel, size_t bytes);
 size_t allowed_shared(const void *kernel);
 void set_kernel(const void *kernel);
 
-// What topw_emulate chose.
+// The settings of topw_emulate.
 struct Settings {
   uint64_t seed = 1;
-  unsigned threads = 0;   // to a block; 0: as many as on a device
+  unsigned threads = 0;   // per block; 0: as on a device
   unsigned blocks = 4;    // multiprocessors
-  unsigned resident = 0;  // blocks that run at once, the others wait for one to end; 0: as many as multiprocessors
-  uint64_t tick = 0;      // nanoseconds that pass with every pause
+  unsigned resident = 0;  // blocks that run at once, others wait; 0: one per multiprocessor
+  uint64_t tick = 0;      // nanoseconds per pause
 };
 extern Settings settings;
 
@@ -145,7 +145,7 @@ int resident_blocks(Kernel *, unsigned, size_t) {
   return static_cast<int>(4 * emulator::settings.blocks);
 }
 
-// A kernel's threads, or as many as topw_emulate asks for.
+// A kernel's threads, or the number that topw_emulate set.
 inline unsigned threads_of_block(unsigned threads) {
   return emulator::settings.threads ? emulator::settings.threads : threads;
 }

@@ -1,5 +1,5 @@
-// Contexts of fibres: saving one and going on with another. glibc's swapcontext makes two system calls for signal
-// masks; this makes none, and an emulated launch switches millions of times.
+// Switches between fibres. An emulated launch switches millions of times; unlike glibc's swapcontext, which makes two
+// system calls for signal masks, this makes none.
 #ifndef TOPW_CUDA_FIBRE_H
 #define TOPW_CUDA_FIBRE_H
 
@@ -47,8 +47,8 @@ topw_switch:
 inline void switch_to(Context &from, const Context &to) { topw_switch(&from.stack_pointer, to.stack_pointer); }
 
 inline void prepare(Context &context, unsigned char *stack, void (*entry)()) {
-  void **top = reinterpret_cast<void **>(stack + kStack) - 1;  // at entry the stack is 8 off a multiple of 16
-  *top = nullptr;                                              // where `entry` would return to
+  void **top = reinterpret_cast<void **>(stack + kStack) - 1;  // at entry the stack is 8 bytes off a multiple of 16
+  *top = nullptr;                                              // return address of `entry`
   *--top = reinterpret_cast<void *>(entry);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   context.stack_pointer = top;

@@ -8,15 +8,15 @@
 
 namespace topw {
 
-// What a row keeps: `size` tokens by (logit descending, id ascending), as token_key makes them, in shared memory or in
-// global memory that this block wrote.
+// A row's crop: `size` tokens by (logit descending, id ascending), as keys of token_key, in shared memory or in global
+// memory written by this block.
 struct Kept {
   const uint64_t *keys;
   int32_t size;
   bool certified;
 };
 
-// The place of the drawn token. `G` [size]: inclusive sums of the weights at the drawing temperature.
+// The place of the drawn token. `G` [size]: inclusive sums of weights at the drawing temperature.
 __device__ inline int32_t draw(const Parameters &P, const Kept &kept, const double *G, BlockScratch &scratch) {
   const double reached = P.uniform * G[kept.size - 1];
   int32_t first = kept.size - 1;
@@ -26,7 +26,7 @@ __device__ inline int32_t draw(const Parameters &P, const Kept &kept, const doub
   return block_reduce(first, Smaller(), scratch);
 }
 
-// The weights of the crop at one temperature, unbounded below, as inclusive sums in `room`.
+// Inclusive sums of the crop's weights at a temperature, without a lower bound, into `room`.
 __device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top, double temperature, double *room,
                                    BlockScratch &scratch) {
   if (own_index() < kept.size) {
@@ -38,8 +38,8 @@ __device__ TOPW_OUT_OF_LINE inline void sum_weights(const Kept &kept, float top,
   block_scan(room, nullptr, kept.size, scratch);
 }
 
-// `total`: of the weights at the drawing temperature, in units of the largest kept one. Doubles are for one thread: a
-// small GPU computes few at once.
+// `total`: sum of the weights at the drawing temperature, in units of the largest kept one. One thread computes the
+// doubles, of which a small GPU computes few at once.
 __device__ inline void write_outputs(const Call &call, int64_t row, const Parameters &P, const Kept &kept,
                                      int32_t place, double total, const topw_report &report) {
   const topw_outputs &out = call.outputs;
@@ -57,9 +57,10 @@ __device__ inline void write_outputs(const Call &call, int64_t row, const Parame
   if (out.reports) out.reports[row] = report;
 }
 
-// Draws, and writes all outputs of the row. Called by all threads of one block with the same arguments, a barrier after `kept.keys` was written; ends with one. `room`
-// [kept.size] doubles, shared or global, that are nobody else's; `weighed` if it holds what sum_weights would write for
-// the drawing temperature. `top` is the row's largest logit; with a negative geom_scale it may not be in the crop.
+// Draws, and writes all outputs of the row. All threads of a block call it with the same arguments, after a barrier
+// that follows the writes to `kept.keys`; it ends with a barrier. `room`: [kept.size] doubles of scratch, shared or
+// global; `weighed` if it already holds sum_weights for the drawing temperature. `top`: the row's largest logit, which
+// with a negative geom_scale may not be in the crop.
 __device__ inline void finish_row(const Call &call, int64_t row, const Parameters &P, float top, const Kept &kept,
                                   const topw_report &report, double *room, BlockScratch &scratch,
                                   bool weighed = false) {

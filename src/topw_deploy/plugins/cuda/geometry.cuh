@@ -1,5 +1,5 @@
-// The second launch: the rows that certify left open. It may begin while certify still runs, and is over at once where
-// there are none.
+// The second launch: answers the rows that certify left open. It may begin while certify still runs, and ends at once
+// if there are none.
 #ifndef TOPW_CUDA_GEOMETRY_CUH
 #define TOPW_CUDA_GEOMETRY_CUH
 
@@ -10,13 +10,13 @@
 namespace topw {
 
 constexpr unsigned kGeometryThreads = 256;
-constexpr unsigned kGeometryBlocks = 2;  // that a multiprocessor has room for; one is launched for each
+constexpr unsigned kGeometryBlocks = 2;  // that fit on a multiprocessor; as many are launched
 
 namespace crop {
 
-constexpr int64_t kSumsInShared = 1277;  // tokens of a pool: more would not leave a block within 48 KB
+constexpr int64_t kSumsInShared = 1277;  // tokens of a pool: more would exceed 48 KB per block
 
-// Tokens that a leading block can sort at a time, with room for what the groups' maxima bring beside the pool.
+// Tokens that a leading block can sort at once, with room for extra tokens that the groups' maxima bring.
 TOPW_SHARED_CODE inline int32_t sorted_at_once(int64_t pool) {
   int32_t capacity = 64;
   while (capacity < pool + pool / 2 && capacity < kMostPool) capacity *= 2;
@@ -27,7 +27,7 @@ TOPW_SHARED_CODE inline int64_t sorting_bytes(int64_t pool) {
   return sorted_at_once(pool) * static_cast<int64_t>(sizeof(uint64_t) + sizeof(uint32_t));
 }
 
-// What a leading block has in dynamic shared memory, where the tiles of distances lie at other times.
+// A leading block's dynamic shared memory, which at other times holds the tiles of distances.
 __device__ inline Room room_of(const Memory &memory, int64_t pool) {
   Room room = {};
   room.capacity = sorted_at_once(pool);
@@ -38,7 +38,7 @@ __device__ inline Room room_of(const Memory &memory, int64_t pool) {
   return room;
 }
 
-// The pool of a row, as Memory holds it, and what its sums say.
+// The pool of a row in Memory, and its sizes.
 struct PoolSums {
   int32_t size, k0, K;  // of the warm start; the first maximiser without geometry
 };
@@ -73,7 +73,7 @@ __device__ inline PoolSums weigh(const Parameters &P, float top, int32_t size, c
   return {size, k0, K};
 }
 
-// A row from its pool to its answer, by its leading block.
+// Answers a row from its pool, by its leading block.
 __device__ inline void answer_row(const Call &call, int32_t row, const Memory &memory, int32_t helpers, Leader &leader,
                                   BlockScratch &scratch) {
   const RowState state = load_written(call.workspace.rows + row);
@@ -106,7 +106,7 @@ __device__ inline void answer_row(const Call &call, int32_t row, const Memory &m
   finish_row(call, row, P, state.top, kept, report, room.sums[0], scratch);
 }
 
-// What the blocks of the launch share of one step's open rows.
+// State shared by the blocks of the launch.
 class OpenRows {
  public:
   __device__ OpenRows(const Call &call, uint32_t open_rows)
@@ -119,7 +119,7 @@ class OpenRows {
                           pool_size(call_.options, call_.inputs.vocab), call_.groups, team, teams_);
   }
 
-  // Answers open rows, one after another, until none is left. The first blocks that come lead.
+  // Answers open rows until none is left. The first blocks to arrive lead.
   __device__ void lead(int32_t &word, Claim &claim, BlockScratch &scratch) const {
     const uint32_t team = next(&control_->leaders, word);
     if (team >= static_cast<uint32_t>(teams_)) return;
@@ -155,7 +155,7 @@ class OpenRows {
     return value;
   }
 
-  // The number of a leader of whose job an item is claimed; -1 when all rows are answered. By one thread.
+  // Claims an item and returns its leader's number; -1 when all rows are answered. By one thread.
   __device__ int32_t find_job(Claim &claim, Patience &patience) const {
     for (uint64_t last = 0;;) {
       const bool all_done = polled(&control_->rows_done) >= open_;
@@ -174,9 +174,9 @@ class OpenRows {
     }
   }
 
-  // A leader whose job has items left, or -1; the sum of what all boards say. Blocks begin with different leaders.
+  // A leader whose job has items left, or -1, and the sum over all boards. Blocks start with different leaders.
   __device__ int32_t offering(uint64_t &sum) const {
-    constexpr int32_t kTogether = 8;  // loads under way
+    constexpr int32_t kTogether = 8;  // loads in flight
     int32_t found = -1;
 #pragma unroll 1
     for (int32_t first = 0; first < teams_ && found < 0; first += kTogether) {
@@ -196,7 +196,7 @@ class OpenRows {
     return (static_cast<int32_t>(blockIdx.x) + (n < teams_ ? n : 0)) % teams_;
   }
 
-  // The items of the claimed one's job, as far as this block can claim them.
+  // Works on all items of the claimed one's job that this block can claim.
   __device__ void work_on(const Memory &memory, Board *board, Claim &claim, BlockScratch &scratch) const {
     const Job job = load_written(memory.job);
     const LogitRow logits(call_, job.row);
@@ -222,7 +222,7 @@ class OpenRows {
 
 }  // namespace crop
 
-// Bytes of dynamic shared memory for a block of so many threads.
+// Bytes of dynamic shared memory for a block of `threads`.
 inline size_t geometry_shared_bytes(const topw_cuda_shape &shape, unsigned threads) {
   const int64_t pool = crop::pool_size(shape.options, shape.vocab);
   int64_t leading = crop::sorting_bytes(pool);

@@ -1,10 +1,10 @@
-// Work on open rows that any block of the launch may take: each row has a leader, which publishes jobs cut into items.
+// Work on open rows for any block of the launch: each row has a leader, which publishes jobs cut into items.
 //
-// A block waits only for items that a running block has claimed, never for a block that has yet to begin. So no number of
-// resident blocks is needed, a launch of any size ends, and it may share the device with other kernels.
+// A block waits only for items claimed by running blocks, never for a block that has not started. So a launch of any
+// size ends, whatever the number of resident blocks, and may share the device with other kernels.
 //
-// What was written before `publish` is seen by whoever claims an item, and what an item writes is seen by the leader
-// behind `finish`, past the first level of cache (__ldcg) where another block wrote it.
+// Writes before `publish` are visible to whoever claims an item. Writes of an item are visible to the leader after
+// `finish`; those of other blocks must be read past the first level of cache (__ldcg).
 #ifndef TOPW_CUDA_JOBS_H
 #define TOPW_CUDA_JOBS_H
 
@@ -13,10 +13,10 @@
 
 namespace topw::crop {
 
-constexpr uint64_t kMostWait = 20'000'000'000;  // nanoseconds without progress: something is broken
-constexpr uint64_t kMostStep = 100'000'000;     // of which one look counts at most so many: a device may stand still, too
+constexpr uint64_t kMostWait = 20'000'000'000;  // nanoseconds without progress that mean an error
+constexpr uint64_t kMostStep = 100'000'000;     // most that one check counts: a device may be suspended
 
-// Ends a launch that waits for what never comes. A device that hangs is lost to everyone.
+// Ends a launch that waits forever: a hung device is lost to all its users.
 class Patience {
  public:
   __device__ void wait(const char *what) {
@@ -40,7 +40,7 @@ class Patience {
 __device__ __forceinline__ uint32_t polled(const uint32_t *word) { return *static_cast<const volatile uint32_t *>(word); }
 __device__ __forceinline__ uint64_t polled(const uint64_t *word) { return *static_cast<const volatile uint64_t *>(word); }
 
-// Board::claims: how many items are claimed, how many the job has, and the job's number, which tells it from the next.
+// Board::claims packs the number of claimed items, the job's items, and the job's number.
 constexpr int kItemBits = 20;
 constexpr uint64_t kItemMask = (uint64_t{1} << kItemBits) - 1;
 
@@ -52,13 +52,13 @@ __device__ __forceinline__ int32_t items_in(uint64_t claims) {
   return static_cast<int32_t>(claims >> kItemBits & kItemMask);
 }
 
-// An item of a job, or -1. In shared memory: one thread claims it for its block.
+// A claimed item of a job, or -1. In shared memory: one thread claims for its block.
 struct Claim {
   int32_t item;
   uint32_t job;
 };
 
-// The next item of the board's job. A claimed item keeps its job from ending, so what is read of the job then is its own.
+// Claims the next item of the board's job. The job cannot end, nor its data change, before a claimed item is done.
 __device__ inline Claim claim_item(Board *board) {
   const uint64_t seen = polled(&board->claims);
   if (claimed_in(seen) >= items_in(seen)) return {-1, 0};
@@ -68,8 +68,8 @@ __device__ inline Claim claim_item(Board *board) {
   return {claimed_in(claims), static_cast<uint32_t>(claims >> (2 * kItemBits))};
 }
 
-// Called by all threads of a block: work(item) for the claimed item and for all that can be claimed of the same job.
-// `claim` is in shared memory, written a barrier before; it may end with an item of the board's next job.
+// Calls work(item) with all threads of a block, for the claimed item and all others it can claim of the same job.
+// `claim`: in shared memory, written before a barrier; at the end it may hold an item of the board's next job.
 template <class Work>
 __device__ void work_off(Board *board, Claim &claim, Work work) {
   const uint32_t job = claim.job;
@@ -87,13 +87,13 @@ __device__ void work_off(Board *board, Claim &claim, Work work) {
   }
 }
 
-// A leader's side of its board. Every function is called by all threads of the leading block.
+// A leader's side of its board. All threads of the leading block call every function.
 class Leader {
  public:
-  // claim: in shared memory, for this object alone.
+  // claim: in shared memory, used by this object only.
   __device__ Leader(Board *board, Job *job, Claim &claim) : board_(board), job_(job), claim_(claim) {}
 
-  // Offers a job to all blocks. The leader goes on; nothing that the job reads or writes may be touched before `finish`.
+  // Offers a job to all blocks and returns. The job's data must not be touched before `finish`.
   __device__ void publish(const Job &job, int32_t items) {
     __syncthreads();
     if (own_index() == 0) {
@@ -106,7 +106,7 @@ class Leader {
     items_ = items;
   }
 
-  // Works on what is left of the job, then waits for the items of others. Nothing where no job is published.
+  // Works on the remaining items, then waits for those of others. Does nothing if no job is published.
   template <class Work>
   __device__ void finish(Work work) {
     if (items_ == 0) return;
@@ -143,7 +143,7 @@ class Leader {
   int32_t items_ = 0;
 };
 
-// What another block, or another launch, wrote.
+// Reads what another block or launch wrote.
 template <class T>
 __device__ T load_written(const T *from) {
   constexpr int kWords = sizeof(T) / sizeof(uint32_t);
@@ -155,12 +155,12 @@ __device__ T load_written(const T *from) {
   return value;
 }
 
-// Blocks that lead at once: each open row has one, up to kTeams rows at a time.
+// Number of blocks that lead at once: one per open row, at most kTeams.
 __device__ inline int32_t leaders(uint32_t open_rows) {
   return static_cast<int32_t>(open_rows < static_cast<uint32_t>(kTeams) ? open_rows : static_cast<uint32_t>(kTeams));
 }
 
-// The last thing that a block does. The last block to come puts the control memory back to zero for the next launch.
+// To be called last by every block. The last block zeroes the control memory for the next launch.
 __device__ inline void leave(const Call &call, int32_t teams) {
   Control *const control = call.workspace.control;
   __syncthreads();

@@ -1,4 +1,4 @@
-// topw_cuda.h: what is refused, how large the workspace is, and the launches of a step.
+// Implements topw_cuda.h: refusals, workspace sizes, and the launches of a step.
 
 #include <math.h>
 
@@ -10,16 +10,16 @@
 namespace topw {
 namespace {
 
-constexpr double kBestTokens = 640;       // certify's look at the best tokens, where the gap leaves too many
+constexpr double kBestTokens = 640;       // for certify's look at the best tokens, if too many are within the gap
 constexpr int64_t kFewestGroups = 64;     // for it
-constexpr double kCrowded = 3;            // tokens to a group: beyond, maxima say little about how many there are
+constexpr double kCrowded = 3;            // tokens per group: beyond, maxima say little about their number
 
 bool known_table(const topw_table &table) {
   if (table.blocks.bits == 0)
     return table.dtype == TOPW_FLOAT32 || table.dtype == TOPW_FLOAT16 || table.dtype == TOPW_BFLOAT16;
   topw_table described = table;
-  if (!described.blocks.scales) described.blocks.scales = &described;  // a shape has no addresses
-  return quantised_readable(described) && described.blocks.block_size % 8 == 0;  // read eight codes at a time
+  if (!described.blocks.scales) described.blocks.scales = &described;  // shapes have no addresses
+  return quantised_readable(described) && described.blocks.block_size % 8 == 0;  // codes are read eight at a time
 }
 
 const char *refusal_of_table(const topw_cuda_shape &shape) {
@@ -45,8 +45,7 @@ const char *refusal(const topw_cuda_shape &shape) {
   return refusal_of_table(shape);
 }
 
-// Where certify's look at the best tokens begins: as many maxima as kBestTokens reach if chance throws them into
-// groups.
+// Number of maxima at which certify's look at the best tokens starts: as many as kBestTokens reach if placed at random.
 int32_t best_groups(int64_t groups) {
   const double to_each = kBestTokens / static_cast<double>(groups);
   if (groups < kFewestGroups) return 0;
@@ -54,7 +53,7 @@ int32_t best_groups(int64_t groups) {
   return static_cast<int32_t>(static_cast<double>(groups) * (1 - exp(-to_each)));
 }
 
-// A chunk is of whole units, and no smaller than one load of every thread.
+// A chunk consists of whole units and is at least one load per thread.
 int64_t chunk_step(const topw_cuda_shape &shape, unsigned threads) {
   const int64_t of_load = static_cast<int64_t>(threads) * (shape.logits_type == TOPW_FLOAT32 ? 4 : 8) / kGroup;
   return crop::rounded_up(of_load > 0 ? of_load : 1, kUnitGroups);
@@ -80,7 +79,7 @@ Call call_of(const topw_cuda_shape &shape, const topw_table *table, const topw_i
   return call;
 }
 
-// The steps of a loop all ask the same, and finding the cut takes longer than a launch.
+// Cached: all steps of a loop need the same cut, and finding it takes longer than a launch.
 const Chunking &remembered_cut(const Rows &rows, const Device &device) {
   static thread_local Rows last_rows = {};
   static thread_local Device last_device = {};
@@ -137,7 +136,7 @@ int launch_step(const topw_cuda_shape &shape, const topw_table *table, const top
   if (!failed && parts & TOPW_CUDA_GEOMETRY) failed = launch_geometry(shape, call, stream);
   if (failed) {
     last_error();
-    zero(control, static_cast<size_t>(control_bytes(shape)), stream);  // rows that certify leaves to no one
+    zero(control, static_cast<size_t>(control_bytes(shape)), stream);  // open rows that no geometry will answer
     last_error();
   }
   return failed;
@@ -179,11 +178,11 @@ int topw_cuda_device_count(void) { return topw::device_count(); }
 int topw_cuda_abi_version(void) { return TOPW_CUDA_ABI_VERSION; }
 
 #if defined(TOPW_EMULATE)
-/* Seed of the order in which threads run; threads of a block, 0 for as many as on a device; multiprocessors. */
+/* seed: of the order of threads; threads per block, 0 for as on a device; multiprocessors. */
 TOPW_EXPORT void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks) {
   topw::emulator::settings = {seed, threads, blocks ? blocks : 1};
 }
-/* Then: blocks that run at once, 0 for one to each multiprocessor; nanoseconds that pass when a thread waits in vain. */
+/* Blocks that run at once, 0 for one per multiprocessor; nanoseconds per unsuccessful wait. */
 TOPW_EXPORT void topw_emulate_waiting(uint32_t resident, uint64_t tick) {
   topw::emulator::settings.resident = resident;
   topw::emulator::settings.tick = tick;

@@ -1,4 +1,4 @@
-// A row of edited logits on the device: the caller's logits where no edit touches them, patches where one does.
+// A row of edited logits on the device: the caller's logits, and patches for edited groups.
 #ifndef TOPW_CUDA_LOGITS_H
 #define TOPW_CUDA_LOGITS_H
 
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t bits_of(float value) {
   return bits;
 }
 
-// A key by which ascending unsigned order is descending order of the value; -0 and 0 have the same key.
+// A key whose ascending order is the descending order of the values; -0 and 0 have the same key.
 __device__ __forceinline__ uint32_t descending_key(float value) {
   const uint32_t bits = bits_of(value + 0.0f);
   return bits >> 31 ? bits : bits ^ 0x7fffffffu;
@@ -43,7 +43,7 @@ __device__ __forceinline__ int32_t id_of(uint64_t key) { return static_cast<int3
 
 constexpr int kPatched = 3;
 
-// Two logits of a row on their way: as they came, how many of them there are, or kPatched.
+// Two loaded, undecoded logits of a row; their number, or kPatched.
 template <class Logit>
 struct Two {
   Logit raw[2];
@@ -51,7 +51,7 @@ struct Two {
   int there;
 };
 
-// For everything that comes after the pass over all logits. Any type of logits.
+// For all steps after the pass over the logits. Any type of logits.
 class LogitRow {
  public:
   __device__ LogitRow(const Call &call, int64_t row)
@@ -70,17 +70,17 @@ class LogitRow {
   // The largest logit of a group. [groups()]
   __device__ float maximum(int32_t group) const { return __ldcg(maxima_ + group); }
 
-  // The logit of a token; -inf behind the last, up to the end of its group.
+  // The logit of a token; -inf after the last, up to the end of its group.
   __device__ float at(int32_t id) const {
     const int32_t slot = patch_of_ ? __ldcg(patch_of_ + id / kGroup) : -1;
     if (slot >= 0) return __ldcg(patches_ + static_cast<int64_t>(slot) * kGroup + id % kGroup);
     return id < vocab_ ? raw(id) : -static_cast<float>(INFINITY);
   }
 
-  // Where a group's patch lies; negative: nowhere.
+  // The slot of a group's patch; negative: none.
   __device__ int32_t slot(int32_t group) const { return patch_of_ ? __ldcg(patch_of_ + group) : -1; }
 
-  // Logits 4 * quarter to 4 * quarter + 3 of a group, whose slot this is; by one instruction where they lie so.
+  // Logits 4 * quarter to 4 * quarter + 3 of a group with this slot; one load if they are aligned.
   __device__ float4 four(int32_t group, int32_t quarter, int32_t slot) const {
     if (slot >= 0)
       return __ldcg(reinterpret_cast<const float4 *>(patches_ + static_cast<int64_t>(slot) * kGroup) + quarter);
@@ -101,8 +101,8 @@ class LogitRow {
     return {at(first), at(first + 1), at(first + 2), at(first + 3)};
   }
 
-  // Logits lane and lane + 32 of a group, by a whole warp where the type is known. In two steps, so that the logits of
-  // several groups are under way before the first is waited for.
+  // Logits lane and lane + 32 of a group, by a whole warp. In two steps, so that loads of several groups are in flight
+  // at once.
   template <class Logit>
   __device__ Two<Logit> load_two(int32_t group, int lane) const {
     const int32_t slot = patch_of_ ? __ldcg(patch_of_ + group) : -1, first = group * kGroup + lane;
@@ -126,7 +126,7 @@ class LogitRow {
     return {two.there > 0 ? to_float(two.raw[0]) : nothing, two.there > 1 ? to_float(two.raw[1]) : nothing};
   }
 
-  // As it came, without edits.
+  // The logit without edits.
   __device__ float raw(int32_t id) const {
     if (type_ == TOPW_FLOAT32) return reinterpret_cast<const float *>(raw_)[id];
     const uint16_t bits = reinterpret_cast<const uint16_t *>(raw_)[id];

@@ -1,6 +1,6 @@
 // For the output `mass`: each crop's share of the softmax over the whole row at the selection temperature, within 3e-7
-// relative. certify adds up the weights of a row's units while it has their logits; a unit is the same for every launch,
-// so the sums are, too. Whoever answers the row adds up the units.
+// relative. certify adds the weights of each unit while it has the logits; units are the same for every launch, so the
+// sums are, too. Whoever answers the row adds the units.
 #ifndef TOPW_CUDA_MASS_CUH
 #define TOPW_CUDA_MASS_CUH
 
@@ -12,14 +12,14 @@ namespace topw {
 constexpr float kNegligible = -100.0f;  // e^-100 of the largest adds nothing
 constexpr int kUnitGroups = kMassUnit / kGroup;
 
-// 1 / the selection temperature; 0 where no weights are needed.
+// 1 / the selection temperature; 0 if no weights are needed.
 __device__ inline Pair rate_of(const Call &call, int64_t row) {
   Parameters P;
   if (!P.take(given_parameters(call.inputs, row)) || P.certain_selection) return {0, 0};
   return pair_of(1 / P.selection);
 }
 
-// e to the power (logit - top) * rate. Roundings of the exponent are made up for.
+// e to the power (logit - top) * rate. Corrects for the exponent's rounding.
 __device__ __forceinline__ float weight_below(float logit, float top, Pair rate) {
   const Pair exponent = times(sum_of(logit, -top), rate);
   if (!(exponent.high > kNegligible)) return 0;
@@ -27,7 +27,7 @@ __device__ __forceinline__ float weight_below(float logit, float top, Pair rate)
   return fmaf(e, exponent.low, e);
 }
 
-// A sum of floats with what rounding lost of it.
+// A compensated sum of floats.
 struct LongSum {
   float sum = 0, lost = 0;
 
@@ -60,7 +60,7 @@ __device__ inline void weigh_unit(const Call &call, const LogitRow &logits, int6
   call.workspace.unit_sums[row * call.units + unit] = total;
 }
 
-// Of all units of a chunk, whose maxima are known. Begins with a barrier.
+// Over all units of a chunk, whose maxima are known. Begins with a barrier.
 __device__ TOPW_OUT_OF_LINE inline void weigh_chunk(const Call &call, const Chunk &chunk) {
   TOPW_SHARED(Pair, rate);
   if (own_index() == 0) rate = rate_of(call, chunk.row);

@@ -1,8 +1,9 @@
-// Weights in pairs of float32 numbers, for devices that compute few doubles at once: the exponential of a float64 takes
-// some sixty instructions, of which GPUs for graphics and Jetsons have one unit to 64 for float32.
+// Weights as pairs of float32 numbers, for devices with slow doubles: a double's exponential takes some sixty
+// instructions, for which graphics GPUs and Jetsons have one unit per 64 of float32.
 //
-// A pair is the sum of `high` and `low`, |low| at most half a last place of `high`: about 47 bits. Additions and products
-// are the usual error-free ones (T. J. Dekker, 1971; D. E. Knuth, TAOCP 4.2.2), whose order no compiler may change.
+// A pair is the sum of `high` and `low`, |low| at most half a unit in the last place of `high`: about 47 bits.
+// Additions and products are the usual error-free ones (T. J. Dekker, 1971; D. E. Knuth, TAOCP 4.2.2), whose order no
+// compiler may change.
 #ifndef TOPW_CUDA_PAIRS_H
 #define TOPW_CUDA_PAIRS_H
 
@@ -12,7 +13,7 @@
 #include "../native/parameters.h"
 #include "platform.h"
 
-// Whether doubles are fast where this is compiled: sm_80, 90 and 100 have a unit to two float32 ones.
+// Whether doubles are fast on the target: sm_80, 90 and 100 have one unit per two of float32.
 #if !defined(TOPW_FAST_DOUBLES)
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
 #define TOPW_FAST_DOUBLES 1
@@ -80,7 +81,7 @@ __device__ TOPW_OUT_OF_LINE inline Pair exponential(Pair a) {
   return scaled(plus({1, 0}, grown), ldexpf(1.0f, static_cast<int>(n)));
 }
 
-// A temperature, for the weights of many tokens.
+// A temperature prepared for many tokens.
 struct Cooling {
   Pair inverse;
   double temperature;
@@ -88,7 +89,7 @@ struct Cooling {
 
 __device__ inline Cooling cooling_of(double temperature) { return {pair_of(1 / temperature), temperature}; }
 
-// A token's log-weight and weight in units of `top`, a larger logit. The weight is at least e^-60 where `bounded` is true.
+// A token's log-weight and weight in units of `top`, a larger logit. The weight is at least e^-60 if `bounded`.
 struct Weight {
   double log, weight;
 };
@@ -99,7 +100,7 @@ __device__ __forceinline__ Weight weight_of(float logit, float top, const Coolin
   const Pair least = {static_cast<float>(kSmallestLogWeight), 0};
   if (log.high > least.high) return {as_double(log), as_double(exponential(log))};
   if (bounded && log.high <= least.high) return {as_double(log), as_double(exponential(least))};
-#endif  // what float32 cannot hold comes here as NaN
+#endif  // values outside float32's range arrive as NaN
   const double exact = log_weight(logit, top, by.temperature);
   return {exact, bounded ? weight(exact) : exp(exact)};
 }

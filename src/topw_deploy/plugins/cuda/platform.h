@@ -1,16 +1,16 @@
-// The words of CUDA that the kernels use. With TOPW_EMULATE they mean the emulator's, and the same source is C++.
+// The parts of CUDA that the kernels use. With TOPW_EMULATE they are the emulator's, and the same source is C++.
 //
-// What is written differently because of that:
+// Written differently for that:
 //   TOPW_SHARED(Type, name);        a variable in shared memory, of a plain type
-//   TOPW_OUT_OF_LINE                a function of which one copy is enough: a kernel's code is read from memory, too
-//   dynamic_shared()                where the dynamic shared memory begins, aligned to 16 bytes
-//   take_ticket(counter)            the atomic by which the last block of a row finds out that it is
-//   pause()                         in every loop that waits for another block: on a CPU nothing else runs meanwhile
-//   fence()                         before a block says that it has written, and after it has learnt that of another
-//   nanoseconds(), trap()           a clock, and the end of a launch that cannot go on
-//   let_next_begin(), wait_for_previous()   two launches that overlap; a launch is one of them if it is made `early`
+//   TOPW_OUT_OF_LINE                a function not to be inlined: a kernel's code is read from memory, too
+//   dynamic_shared()                the start of the dynamic shared memory, aligned to 16 bytes
+//   take_ticket(counter)            the atomic that identifies the last block of a row
+//   pause()                         in every loop that waits for another block: lets it run on a CPU
+//   fence()                         before a block signals its writes, and after it sees another's signal
+//   nanoseconds(), trap()           a clock, and abandoning a launch
+//   let_next_begin(), wait_for_previous()   overlap of a launch with an `early` next one
 //   launch(Launch{...}, kernel, arguments...)   instead of <<<>>>
-// Warp functions take kEveryLane only: no part of a warp goes its own way where they are called.
+// Warp functions take kEveryLane only: warps do not diverge where they are called.
 #ifndef TOPW_CUDA_PLATFORM_H
 #define TOPW_CUDA_PLATFORM_H
 
@@ -23,16 +23,16 @@ namespace topw {
 struct Launch {
   unsigned blocks, threads;
   size_t shared;     // dynamic bytes
-  bool early;  // may begin before the launch before it has ended
+  bool early;  // may begin before the previous launch has ended
   void *stream;
 };
 
 constexpr int kWarp = 32;
 constexpr unsigned kEveryLane = 0xffffffffu;
 constexpr int kUnlaunchable = 1;   // cudaErrorInvalidValue
-constexpr size_t kSharedByDefault = 48 * 1024;  // what a block has without asking
-constexpr size_t kStaticAtMost = 16 * 1024;     // of that, what the variables of any kernel here take
-constexpr size_t kSharedOnRequest = 99 * 1024;  // what it has from sm_80 on if launch.cu asks; sm_75: 64
+constexpr size_t kSharedByDefault = 48 * 1024;  // a block's limit by default
+constexpr size_t kStaticAtMost = 16 * 1024;     // of that, at most for a kernel's static variables
+constexpr size_t kSharedOnRequest = 99 * 1024;  // the limit on request from sm_80 on; sm_75: 64 KB
 
 }  // namespace topw
 
@@ -62,8 +62,7 @@ __device__ __forceinline__ void pause() {
 #endif
 }
 
-// Orders what this thread's block wrote before what it writes next, for readers that do so, too: less than
-// __threadfence(), which also agrees with all other fences on one order.
+// An acquire-release fence for the block's writes; weaker than __threadfence(), which is sequentially consistent.
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ uint64_t nanoseconds() {
@@ -72,20 +71,20 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return now;
 }
 
-// The device's error stays with the process; what the block says comes with it.
+// The error stays with the process, together with the block's message.
 __device__ __noinline__ inline void trap(const char *why, unsigned block) {
   printf("topw: block %u of %u gives up waiting for %s\n", block, gridDim.x, why);
   __trap();
 }
 
-// The next launch of the stream, if it is an early one, begins once all blocks of this launch have come here or ended.
+// An early next launch of the stream begins once all blocks of this launch have reached this point or ended.
 __device__ __forceinline__ void let_next_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits until the launch before an early one has ended, and sees what it wrote.
+// In an early launch: waits until the previous launch has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -99,9 +98,9 @@ __device__ __forceinline__ uint64_t exchange_with(uint64_t *word, uint64_t value
   return atomicExch(reinterpret_cast<unsigned long long *>(word), value);
 }
 
-// One more on a counter in global memory; what it was before. What this thread's block wrote before its last barrier is
-// seen by the threads that take later tickets, and by their blocks behind a barrier. One fence that need not agree with
-// all others on an order: two __threadfence() around an atomicAdd cost about a microsecond more.
+// Increments a counter in global memory and returns its previous value. What this thread's block wrote before its last
+// barrier is visible to threads that take later tickets, and to their blocks after a barrier. Acquire-release suffices:
+// two __threadfence() around an atomicAdd cost about a microsecond more.
 __device__ __forceinline__ uint32_t take_ticket(uint32_t *counter) {
   uint32_t before;
   asm volatile("atom.add.acq_rel.gpu.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -130,11 +129,11 @@ inline int multiprocessors() {
   return count;
 }
 
-// What is asked of a device again at every step of a loop, for a thread's last few kernels.
+// Caches device queries that every step repeats, for a thread's last few kernels.
 template <class Kernel>
 class Remembered {
  public:
-  // Null: not known.
+  // Null: not cached.
   const int *find(int device, Kernel *kernel, size_t shared) const {
     for (const Entry &entry : entries_)
       if (entry.kernel == kernel && entry.device == device && entry.shared == shared) return &entry.answer;
@@ -157,9 +156,8 @@ class Remembered {
   unsigned next_ = 0;
 };
 
-// Asks for dynamic bytes where a block does not have so many anyway: for all that the device grants, whatever the call.
-// The limit is the kernel's and not the call's, so a thread with a smaller call would else take them from another whose
-// launch is yet to come.
+// Raises the limit of dynamic bytes, if the default is too small, to all that the device grants. The limit belongs to
+// the kernel and not to the call: a smaller value of one thread could break another thread's pending launch.
 template <class Kernel>
 cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
   static thread_local Remembered<Kernel> asked;
@@ -177,7 +175,7 @@ cudaError_t allow_shared(Kernel *kernel, size_t bytes) {
   return failed;
 }
 
-// How many blocks of a kernel the device holds at once; 0 if not even one.
+// Number of a kernel's blocks that fit on the device at once; may be 0.
 template <class Kernel>
 int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
   static thread_local Remembered<Kernel> known;
@@ -189,8 +187,8 @@ int resident_blocks(Kernel *kernel, unsigned threads, size_t shared) {
   return known.keep(device, kernel, shared, of_each * multiprocessors());
 }
 
-// Whether a kernel may be launched early: its code for this device has wait_for_previous, and the driver can record
-// such a launch into a graph (12.3). TOPW_CUDA_OVERLAP=0 turns it off.
+// Whether a kernel may be launched early: its code for this device has wait_for_previous, and the driver can capture
+// such a launch (12.3). TOPW_CUDA_OVERLAP=0 turns it off.
 template <class Kernel>
 bool can_be_early(Kernel *kernel) {
   static thread_local Remembered<Kernel> known;
@@ -207,12 +205,12 @@ bool can_be_early(Kernel *kernel) {
 
 inline unsigned threads_of_block(unsigned threads) { return threads; }
 inline const char *error_text(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
-inline int last_error() { return cudaGetLastError(); }  // and forgets it
+inline int last_error() { return cudaGetLastError(); }  // and clears it
 inline int zero(void *memory, size_t bytes, void *stream) {
   return cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream));
 }
 
-// While it lives, this thread's allocations are no error of a capture in another thread, which they do not concern.
+// While it lives, this thread's allocations do not spoil a capture of another thread.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -221,11 +219,11 @@ class BesideCaptures {
   BesideCaptures &operator=(const BesideCaptures &) = delete;
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one that was
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // later the previous mode
 };
 
-// Zeroed memory of the current device. Waits for a stream of its own and not for the device: while another thread
-// captures a stream, waiting for the device is an error that also ends the capture.
+// Allocates zeroed memory of the current device. Waits for a stream of its own, not for the device, which is an error
+// that also ends a capture of another thread.
 inline int allocate(size_t bytes, void **memory) {
   const BesideCaptures beside;
   cudaStream_t stream = nullptr;
@@ -237,7 +235,7 @@ inline int allocate(size_t bytes, void **memory) {
     if (stream) cudaStreamDestroy(stream);
     if (failed) cudaFree(*memory);
   }
-  if (failed) last_error();  // it is in the answer; later checks must not find it
+  if (failed) last_error();  // already returned; later checks must not see it
   return failed;
 }
 inline int release(void *memory) {

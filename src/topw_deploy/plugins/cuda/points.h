@@ -10,7 +10,7 @@
 
 namespace topw::crop {
 
-constexpr int kPiece = 8;  // coordinates of a row that are read at once: 16 bytes of the short types
+constexpr int kPiece = 8;  // coordinates of a row per load: 16 bytes of the 16-bit types
 constexpr double kSmallestNorm = 1e-12;
 
 struct alignas(16) Sixteen {  // bytes, loaded by one instruction
@@ -21,7 +21,7 @@ struct Piece {
   float at[kPiece];
 };
 
-// A piece as it came from memory, to be decoded once others have been asked for, too.
+// A loaded, undecoded piece: several loads are issued before the first is decoded.
 struct Raw {
   Sixteen halves[2];
 };
@@ -42,7 +42,7 @@ __device__ __forceinline__ float float_of_short(uint16_t bits, int32_t dtype) {
   return dtype == TOPW_FLOAT16 ? from_float16(bits) : from_bfloat16(bits);
 }
 
-// Coordinates k to k + 7 of statistics, 0 behind the last.
+// Coordinates k to k + 7 of statistics, 0 after the last.
 __device__ TOPW_OUT_OF_LINE inline Piece read_statistics(const float *from, int32_t k, int32_t hidden) {
   Piece piece;
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ TOPW_OUT_OF_LINE inline Piece read_statistics(const float *from, int3
   return piece;
 }
 
-// The same of a row of codes: (code - zero point) * scale, as dequantise_row has it. A piece is in one block.
+// The same of a row of codes: (code - zero point) * scale, as in dequantise_row. A piece is within one block.
 __device__ TOPW_OUT_OF_LINE inline Piece read_codes(const topw_table &table, int64_t token, int32_t k) {
   const topw_blocks &blocks = table.blocks;
   const int32_t hidden = static_cast<int32_t>(table.hidden), block = k / blocks.block_size;
@@ -66,13 +66,13 @@ __device__ TOPW_OUT_OF_LINE inline Piece read_codes(const topw_table &table, int
     float value = static_cast<float>(code - zero) * step;
     if (blocks.scale_type == TOPW_FLOAT16) value = rounded_to_float16(value);
 #pragma unroll
-    for (int n = 0; n < kPiece - 1; ++n) piece.at[n] = piece.at[n + 1];  // an index must be known to the compiler
+    for (int n = 0; n < kPiece - 1; ++n) piece.at[n] = piece.at[n + 1];  // indices must be compile-time constants
     piece.at[kPiece - 1] = value;
   }
   return piece;
 }
 
-// The same of a row of floats of any type, wherever it begins.
+// The same of a row of floats of any type and alignment.
 __device__ TOPW_OUT_OF_LINE inline Piece read_apart(const topw_table &table, int64_t token, int32_t k) {
   if (table.blocks.bits != 0) return read_codes(table, token, k);
   const int32_t hidden = static_cast<int32_t>(table.hidden);
@@ -85,10 +85,10 @@ __device__ TOPW_OUT_OF_LINE inline Piece read_apart(const topw_table &table, int
   return piece;
 }
 
-// What the points of a token are divided by, and how long they are then.
+// The divisor of a token's point, and the point's length.
 struct Length {
   float inverse_norm;
-  float squared;  // of the point as Points::point answers it; NaN or inf where float32 could not say
+  float squared;  // of Points::point's result; NaN or inf if float32 overflowed
 };
 
 class Points {
@@ -102,7 +102,7 @@ class Points {
 
   __device__ int32_t hidden() const { return hidden_; }
 
-  // Coordinates k to k + 7 of a token's row, 0 behind the last; k is a multiple of 8.
+  // Coordinates k to k + 7 of a token's row, 0 after the last; k is a multiple of 8.
   __device__ __forceinline__ Raw fetch(int64_t token, int32_t k) const {
     if (whole_) {
       const int64_t from = token * hidden_ + k;
@@ -132,7 +132,7 @@ class Points {
   __device__ __forceinline__ Piece rate(int32_t k) const { return statistics(table_.inverse_std, k); }
   __device__ __forceinline__ Piece mean(int32_t k) const { return statistics(table_.mean, k); }
 
-  // Of a row its point. For mahalanobis it is moved by the mean, which all distances are blind to.
+  // The point of a row. For mahalanobis the mean is left out, as distances do not depend on it.
   __device__ __forceinline__ Piece point(Piece piece, int32_t k, float inverse_norm) const {
     const Piece of_white = rate(k);
     if (!whitened_) {
@@ -146,9 +146,9 @@ class Points {
     return piece;
   }
 
-  // By one warp. Sums of 32 coordinates in float32, these in double: the same on every device.
+  // By one warp. Sums of 32 coordinates in float32, added in double: the same on every device.
   __device__ Length measure(int64_t token) const {
-    constexpr int kTogether = 4;  // pieces whose squares are added up in float32
+    constexpr int kTogether = 4;  // pieces whose squares are added in float32
     double norm = 0, length = 0;
 #pragma unroll 1
     for (int32_t from = lane_index() * kPiece; from < hidden_; from += kTogether * kWarp * kPiece) {
@@ -176,7 +176,7 @@ class Points {
     return {static_cast<float>(inverse), unit ? 1.0f : static_cast<float>(length * inverse * inverse)};
   }
 
-  // The inverse of the norm that Length has; squared distance and product of two points. In double, by one warp.
+  // The inverse norm of Length; squared distance and product of two points. In double, by one warp.
   __device__ double inverse_norm_in_double(int64_t token) const {
     double sum = 0;
 #pragma unroll 1
@@ -239,9 +239,9 @@ class Points {
   }
 
   const topw_table &table_;
-  bool whitened_;  // before it is divided by its norm
+  bool whitened_;  // before the division by its norm
   int32_t hidden_;
-  bool whole_;     // every piece of every row is whole, and begins at a multiple of 16 bytes
+  bool whole_;     // every piece of every row is complete and 16-byte aligned
 };
 
 }  // namespace topw::crop

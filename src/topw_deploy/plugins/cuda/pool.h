@@ -1,9 +1,10 @@
-// The pool of a row: its best finite logits, sorted (docs/contract/graph.md, section 3). A leading block decides, all blocks read.
+// The pool of a row: its best finite logits, sorted (docs/contract/graph.md, section 3). A leading block decides, all
+// blocks read.
 //
-// The maxima of the groups of 64 logits say which groups can hold such tokens: all tokens from the `wanted`-th largest
-// maximum up are at least `wanted`. Where there are fewer groups than that, or more tokens than can be sorted, the
-// tokens are counted in 256 steps between the largest logit and a likely bound. What is left, a row crowded into few
-// groups or full of equal logits, is selected bit by bit from the whole row.
+// The maxima of the groups of 64 logits show which groups can contain such tokens: at least `wanted` tokens reach the
+// `wanted`-th largest maximum. With fewer groups, or more tokens than can be sorted, the tokens are counted in 256
+// steps between the largest logit and a likely bound. Otherwise (a row crowded into few groups, or full of equal
+// logits) the pool is selected bit by bit from the whole row.
 #ifndef TOPW_CUDA_POOL_H
 #define TOPW_CUDA_POOL_H
 
@@ -15,13 +16,13 @@
 
 namespace topw::crop {
 
-constexpr int kQuarters = kGroup / 4;   // a group is read in so many pieces of four
-constexpr int kAtOnce = 4;              // of them that a thread asks for before it waits for the first: an item
+constexpr int kQuarters = kGroup / 4;   // pieces of four per group
+constexpr int kAtOnce = 4;              // pieces in flight per thread, which make an item
 
 __device__ __forceinline__ bool holds(const Cut &cut, float logit, int32_t id) {
   return logit > cut.bound || (logit == cut.bound && id <= cut.last_id);
 }
-// Of a token that the cut holds.
+// The step of a token that the cut takes.
 __device__ __forceinline__ int32_t step_of(const Cut &cut, float logit) {
   return cut.rate > 0 ? static_cast<int32_t>((cut.top - logit) * cut.rate) : 0;
 }
@@ -29,16 +30,16 @@ __device__ __forceinline__ bool takes(const Cut &cut, float logit, int32_t id) {
   return holds(cut, logit, id) && step_of(cut, logit) <= cut.last_step;
 }
 
-// Reads the tokens of the listed groups, or of all, for one item of a job: kAtOnce pieces of four to a thread.
+// Reads the tokens of the listed groups, or of all, for one item of a job: kAtOnce pieces of four per thread.
 class PoolReader {
  public:
   __device__ PoolReader(const LogitRow &row, const Job &job, const Memory &memory, BlockScratch &scratch)
       : row_(row), cut_(job.cut), listed_(job.listed), memory_(memory), scratch_(scratch) {}
 
-  // How many items there are, for blocks of this size.
+  // Number of items, for blocks of this size.
   __device__ int32_t items() const { return (pieces() + kAtOnce * block_size() - 1) / (kAtOnce * block_size()); }
 
-  // Adds the steps of the item's tokens to the counts behind memory.found.
+  // Adds the steps of the item's tokens to the counts after memory.found.
   __device__ TOPW_OUT_OF_LINE void count(int32_t item) {
     for (int32_t b = own_index(); b < kSteps; b += block_size()) scratch_.bins[b] = 0;
     __syncthreads();
@@ -53,7 +54,7 @@ class PoolReader {
       if (scratch_.bins[b]) atomicAdd(memory_.found + 1 + b, scratch_.bins[b]);
   }
 
-  // Appends the keys of the item's tokens that the cut takes, as far as there is room, and counts them all.
+  // Appends the keys of the item's tokens that the cut takes, up to the capacity, and counts them all.
   __device__ TOPW_OUT_OF_LINE void take(int32_t item) {
     const Batch batch = read(item);
     uint32_t taken = 0;  // a bit for each token
@@ -65,7 +66,7 @@ class PoolReader {
     uint32_t place = 0;
     if (lane_index() == kWarp - 1) place = atomicAdd(memory_.found, sum);
     place = __shfl_sync(kEveryLane, place, kWarp - 1) + sum - own;
-    for (; taken; taken &= taken - 1, ++place) {  // few: so they are read again, and not kept in every register
+    for (; taken; taken &= taken - 1, ++place) {  // few, so they are read again instead of kept in registers
       const int bit = __ffs(static_cast<int>(taken)) - 1;
       const int32_t id = first_id(first_piece(item) + bit / 4 * block_size()) + bit % 4;
       if (place < static_cast<uint32_t>(kMostTaken)) memory_.taken[place] = token_key(row_.at(id), id);
@@ -81,13 +82,13 @@ class PoolReader {
   __device__ int32_t pieces() const { return (listed_ < 0 ? row_.groups() : listed_) * kQuarters; }
   __device__ int32_t first_piece(int32_t item) const { return item * kAtOnce * block_size() + own_index(); }
 
-  // The first of four tokens, counted over the listed groups or all.
+  // The first of four tokens, by position in the listed groups or in all.
   __device__ int32_t first_id(int32_t piece) const {
     const int32_t group = listed_ < 0 ? piece / kQuarters : __ldcg(memory_.groups + piece / kQuarters);
     return group * kGroup + piece % kQuarters * 4;
   }
 
-  // A thread's pieces, which lie a block's size apart; -inf where there is none.
+  // A thread's pieces, a block's size apart; -inf if there is none.
   __device__ Batch read(int32_t item) const {
     Batch batch;
     int32_t slots[kAtOnce];
@@ -144,7 +145,8 @@ class PoolTaker {
     job_.listed = -1;
   }
 
-  // Leaves the keys of the pool's tokens in `keys`, sorted; how many. Fewer than wanted only if no more are finite.
+  // Writes the sorted keys of the pool's tokens to `keys`. Returns their number: less than wanted only if no more are
+  // finite.
   __device__ TOPW_OUT_OF_LINE int32_t run() {
     int32_t count = from_maxima();
     if (count < 0) count = selected();
@@ -163,7 +165,7 @@ class PoolTaker {
     return {value_of_key(bound < lowest ? bound : lowest), INT32_MAX, top_, 0.0f, 0};
   }
 
-  // -1: not to be had so.
+  // -1: not possible this way.
   __device__ int32_t from_maxima() {
     if (row_.vocab() <= capacity_) return take(everything_from(~uint32_t{0}));
     const int32_t groups = row_.groups();
@@ -178,8 +180,8 @@ class PoolTaker {
     return count >= wanted_ && count <= capacity_ ? count : -1;
   }
 
-  // Lists the groups whose maxima are about the `reached` largest; what they hold from the least of these maxima up.
-  // The maxima are read once, to where keys will lie later, if there is room.
+  // Lists the groups with about the `reached` largest maxima, and takes their tokens from the least of these maxima up.
+  // The maxima are read once, into the later place of the keys, if they fit.
   __device__ Cut list_groups(int32_t groups, int32_t reached) {
     uint32_t *const staged = groups <= 2 * capacity_ ? reinterpret_cast<uint32_t *>(keys_) : nullptr;
     if (staged) {
@@ -197,19 +199,19 @@ class PoolTaker {
     return cut;
   }
 
-  // So many groups have a maximum among some two times the tokens wanted, if chance has thrown these into the groups.
+  // Number of groups with a maximum among about twice the wanted tokens, if tokens are placed at random.
   __device__ int32_t likely_groups(int32_t groups) const {
     const float share = 1 - expf(-2.0f * static_cast<float>(wanted_) / static_cast<float>(groups));
     const int32_t likely = static_cast<int32_t>(share * static_cast<float>(groups));
     return likely < 1 ? 1 : likely > groups ? groups : likely;
   }
 
-  // Zeros for what an item adds to; the barrier of `run` follows.
+  // Zeroes what items add to; the barrier of `run` follows.
   __device__ void forget_counts() {
     for (int32_t n = own_index(); n < 1 + kSteps; n += block_size()) memory_.found[n] = 0;
   }
 
-  // The keys of the tokens that `cut` takes, into memory.taken as far as there is room; how many they are.
+  // Writes the keys of the tokens that `cut` takes to memory.taken, up to its capacity. Returns their number.
   __device__ int32_t take(const Cut &cut) {
     forget_counts();
     job_.work = Work::take_tokens;
@@ -217,12 +219,12 @@ class PoolTaker {
     PoolReader reader(row_, job_, memory_, scratch_);
     leader_.run(job_, reader.items(), [&](int32_t item) { reader.take(item); });
     const int32_t count = static_cast<int32_t>(__ldcg(memory_.found));
-    __syncthreads();  // before the next job forgets it
+    __syncthreads();  // before the next job overwrites it
     return count;
   }
 
-  // Counts the tokens that `cut` takes by steps, and has it take no more steps than needed. False if they are too few,
-  // or too many in one step, or the steps have no width.
+  // Counts the tokens that `cut` takes by step, and limits it to the steps needed. False for too few tokens, too many
+  // in one step, or steps without width.
   __device__ TOPW_OUT_OF_LINE bool narrow(Cut &cut) {
     const float range = top_ - cut.bound;
     if (!(range > 0 && range < FLT_MAX)) return false;
@@ -237,12 +239,12 @@ class PoolTaker {
     __syncthreads();
     const int32_t step = static_cast<int32_t>(scratch_.chosen[0]), found = static_cast<int32_t>(scratch_.chosen[1]);
     __syncthreads();
-    if (step >= kSteps - 1) return false;  // the last one may hold what lies behind it, too
+    if (step >= kSteps - 1) return false;  // the last step includes everything below it
     cut.last_step = step;
     return found <= capacity_;
   }
 
-  // The first step by which the tokens are as many as wanted, and how many they are; by one warp.
+  // The first step that reaches the wanted number of tokens, and that number; by one warp.
   __device__ void find_step() {
     constexpr int kEach = kSteps / kWarp;
     const int first = kEach * lane_index();
@@ -265,14 +267,14 @@ class PoolTaker {
     }
   }
 
-  // From the whole row, whatever it holds.
+  // Selects from the whole row.
   __device__ TOPW_OUT_OF_LINE int32_t selected() {
     const auto key = [&](int32_t id) { return descending_key(row_.at(id)); };
     job_.listed = -1;
     Cut cut = everything_from(block_select(row_.vocab(), key, wanted_, capacity_, scratch_));
     int32_t count = take(cut);
     if (count <= capacity_) return count;
-    // More are equal at the end than there is room for: the lowest ids of them.
+    // Too many are equal at the cut: takes those with the lowest ids.
     cut = everything_from(block_select(row_.vocab(), key, wanted_, wanted_, scratch_));
     cut.last_id = -1;
     const int32_t equals = wanted_ - take(cut);

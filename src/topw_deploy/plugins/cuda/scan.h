@@ -1,4 +1,4 @@
-// J over the prefixes of an order, by one block (docs/contract/theory.md, Notation). Sums and what decides in double.
+// J over the prefixes of an order, by one block (docs/contract/theory.md, Notation). Sums and decisions are in double.
 #ifndef TOPW_CUDA_SCAN_H
 #define TOPW_CUDA_SCAN_H
 
@@ -8,7 +8,7 @@
 
 namespace topw::crop {
 
-// Of all threads, in every thread; of floats in an order that depends on the number of threads.
+// Over all threads, in every thread; for floats the order depends on the number of threads.
 template <class T>
 __device__ inline T block_sum(T value, BlockScratch &scratch) {
   T *const of_warp = reinterpret_cast<T *>(scratch.values);
@@ -26,7 +26,7 @@ struct Maximum {
   int32_t size;  // of the first prefix that has it
 };
 
-// J of a prefix, in float32 with a bound of the error: most prefixes need no logarithm in double.
+// J of a prefix in float32 with an error bound: most prefixes need no logarithm in double.
 struct Roughly {
   float low, high;
 
@@ -40,14 +40,14 @@ struct Roughly {
   }
 };
 
-// Of the prefixes whose inclusive sums of p and p * phi these are, [count] with count >= 1. For c <= 0 J never rises:
-// the first, whatever rounding says. Every thread wrote or has seen its elements own_index() + n * block_size().
+// The best prefix, given inclusive sums [count] of p and p * phi, count >= 1. For c <= 0 J never rises: the first,
+// whatever rounding says. Every thread must have written or seen its elements own_index() + n * block_size().
 __device__ TOPW_OUT_OF_LINE inline Maximum first_maximiser(const double *Gamma, const double *Phi, int32_t count,
                                                            double c, BlockScratch &scratch) {
   if (c <= 0) return {Phi[0] / Gamma[0] + c * log(Gamma[0]), 1};
   const float rough_c = static_cast<float>(c);
   float low = -static_cast<float>(INFINITY);
-  if (count > kWarp) {  // else the logarithms are one warp's, and cheaper than a look at who needs one
+  if (count > kWarp) {  // for one warp, computing all logarithms is cheaper
 #pragma unroll 1
     for (int32_t i = own_index(); i < count; i += block_size())
       low = Larger()(Roughly(Gamma[i], Phi[i], rough_c).low, low);

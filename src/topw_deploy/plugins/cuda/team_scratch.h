@@ -1,7 +1,7 @@
-// The global memory that leaders and their helpers work in.
+// Global memory of leaders and their helpers.
 //
-// Sizes depend on the shape alone. A step with few open rows has few leaders, which then have more room for sums of pairs
-// and cut their work into smaller items; what is answered does not depend on that.
+// Sizes depend on the shape alone. With few open rows there are few leaders, which have more room for sums of pairs and
+// cut their work into smaller items; results do not depend on that.
 #ifndef TOPW_CUDA_TEAM_SCRATCH_H
 #define TOPW_CUDA_TEAM_SCRATCH_H
 
@@ -10,9 +10,9 @@
 
 namespace topw {
 
-constexpr int kTeams = 32;  // leaders at once, at most
+constexpr int kTeams = 32;  // most leaders at once
 
-// A leader's place in the control memory, zero between steps: a cache line of its own.
+// A leader's part of the control memory, zero between steps, in a cache line of its own.
 struct alignas(128) Board {
   uint64_t claims;  // as jobs.h packs them
   uint32_t done;    // items
@@ -20,7 +20,7 @@ struct alignas(128) Board {
 
 namespace crop {
 
-// Which tokens a pool takes: those not under `bound`, and at most `last_step` steps under the row's largest.
+// The tokens that a pool takes: at least `bound`, and at most `last_step` steps below the row's largest.
 struct Cut {
   float bound;      // finite
   int32_t last_id;  // of the tokens at it
@@ -30,10 +30,10 @@ struct Cut {
 
 enum class Work : int32_t { count_steps, take_tokens, measure_lengths, compare_pairs, settle_rows };
 
-// How far apart the pieces of a pair's sum lie that different blocks may add up.
+// Distance between pieces of a pair's sum that different blocks may add.
 enum class Pieces : int32_t { slices, sections, one };
 
-// What a leader asks for.
+// A leader's job.
 struct Job {
   Work work;
   int32_t row;         // of the batch
@@ -44,10 +44,10 @@ struct Job {
   Cut cut;
 };
 
-// One leader's memory. Positions are places in the pool, [pool] unless another length is said.
+// One leader's memory. Positions are places in the pool; arrays are [pool] unless noted.
 struct Memory {
   Job *job;
-  uint32_t *found;        // how many tokens take_tokens has found, and behind it [kSteps] what count_steps has counted
+  uint32_t *found;        // number of tokens of take_tokens, then [kSteps] counts of count_steps
   uint64_t *taken;        // [kMostTaken] the keys of tokens, in no order
   uint64_t *tokens;       // the pool: keys of tokens
   double *base, *p;       // lam times the log-weight, and weights in units of the largest
@@ -64,12 +64,12 @@ struct Memory {
 
 constexpr int kSteps = 256;
 constexpr int64_t kMostTaken = 4096;
-constexpr int64_t kPairs = 131072;       // pairs of tokens compared between two tests of who may still enter
-constexpr int64_t kPairsTogether = 524288;  // floats for all leaders' pairs, at least
+constexpr int64_t kPairs = 131072;       // pairs of tokens compared between two row tests
+constexpr int64_t kPairsTogether = 524288;  // least floats for all leaders' pairs
 
 TOPW_SHARED_CODE inline int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
-// Moves through memory, piece by piece.
+// Allocates memory piece by piece.
 class Taker {
  public:
   TOPW_SHARED_CODE explicit Taker(unsigned char *start) : start_(start) {}
@@ -86,7 +86,7 @@ class Taker {
   int64_t at_ = 0;
 };
 
-// Everything but `pairs`; `pool` and `groups` are how many there are. How many bytes that takes.
+// Places everything but `pairs`, for `pool` tokens and `groups` groups. Returns the bytes used.
 TOPW_SHARED_CODE inline int64_t lay_out_memory(unsigned char *start, int64_t pool, int64_t groups, Memory *memory) {
   Taker from(start);
   memory->job = from.take<Job>(1);
@@ -121,7 +121,7 @@ TOPW_SHARED_CODE inline int64_t pool_size(const topw_options &options, int64_t v
   return options.top_m < vocab ? options.top_m : vocab;
 }
 
-// Where the memory of leader `team` of `teams` lies behind `start`.
+// The memory of leader `team` of `teams` after `start`.
 TOPW_SHARED_CODE inline Memory memory_of_team(unsigned char *start, int64_t batch, int64_t pool, int64_t groups,
                                               int64_t team, int64_t teams) {
   Memory memory = {};

@@ -1,22 +1,22 @@
-// What the kernels of one step share: the call itself, and scratch memory in the device's global memory.
+// What the kernels of a step share: the call, and scratch memory in global memory.
 //
-// Two launches answer a batch. `certify` (certify.cuh) reads all logits and answers every row that it can certify, and
-// the invalid ones; the others it appends to `open_rows`. `geometry` (geometry.cuh) takes those.
+// Two launches answer a batch. `certify` (certify.cuh) reads all logits, answers every row that is invalid or can be
+// certified, and appends the others to `open_rows`. `geometry` (geometry.cuh) answers those.
 //
-// What certify leaves for an open row, before its number is in open_rows[0 .. control->open_count):
+// certify writes for an open row, before its number is in open_rows[0 .. control->open_count):
 //   rows[row]             parameters (valid, not greedy), the largest logit `top`
 //   maxima[row][group]    the largest of each 64 logits, edited; finite or -inf
 //   LogitRow (logits.h)   the edited logits, through patch_of and patches
-//   unit_tops, unit_sums  where `mass` is asked for: weights of each unit, in units of its largest logit
+//   unit_tops, unit_sums  if `mass` is asked for: weights of each unit, in units of its largest logit
 // and all of keep_mask[row] is 0. open_rows is in no particular order.
 //
-// geometry.cuh has, for launch.cu:
+// geometry.cuh provides for launch.cu:
 //   constexpr unsigned kGeometryThreads;                          threads of a block; the emulation may use fewer
-//   __global__ void geometry(Call call);                          with any number of blocks
+//   __global__ void geometry(Call call);                          for any number of blocks
 //   geometry_shared_bytes(shape, threads)                         dynamic, at most kSharedOnRequest
-// and team_scratch.h what a row's leader needs in global memory. geometry returns at once where open_count is 0.
+// and team_scratch.h the global memory of a row's leader. geometry returns at once if open_count is 0.
 //
-// What geometry leaves: every open row answered through finish_row (finish.h), and the control memory 0 again.
+// geometry answers every open row through finish_row (finish.h) and zeroes the control memory.
 #ifndef TOPW_CUDA_WORKSPACE_H
 #define TOPW_CUDA_WORKSPACE_H
 
@@ -32,20 +32,20 @@ constexpr int64_t kMostVocab = 524288;
 constexpr int64_t kMostHidden = 8192;
 constexpr int64_t kMostPool = 4096;
 constexpr int64_t kMostNeighbours = 16;
-constexpr int64_t kMassUnit = 1024;   // logits whose weights are summed up apart, for `mass`
+constexpr int64_t kMassUnit = 1024;   // logits per partial sum of weights, for `mass`
 
 // Zero between steps: the first bytes of the control memory, before the rows' tickets.
 struct Control {
   uint32_t open_count;   // rows that certify left open
-  // Geometry's own, which its last block to leave puts back to 0 with open_count.
+  // Geometry's; its last block zeroes them and open_count.
   uint32_t leaders;      // blocks that asked to lead
-  uint32_t next_row;     // the next of the open rows to be taken
+  uint32_t next_row;     // the next open row to take
   uint32_t rows_done;
   uint32_t blocks_left;
   Board boards[kTeams];
 };
 
-// What is known of a row once certify has gone over it.
+// The state of a row after certify.
 struct RowState {
   Parameters parameters;
   float top;           // the largest logit
@@ -64,7 +64,7 @@ struct Workspace {
   unsigned char *team_scratch;  // as team_scratch.h lays it out
 };
 
-// One step as the kernels get it, by value.
+// The kernels' argument for a step, by value.
 struct Call {
   topw_options options;  // top_m at most vocab
   topw_table table;
@@ -75,15 +75,15 @@ struct Call {
   int64_t patch_slots;
   int32_t logits_type;
   int32_t units;                  // of kMassUnit logits in a row
-  int32_t chunk_groups, chunks;   // certify: a block's share of a row, and how many there are
-  int32_t best_groups;            // certify: its look at the best tokens begins where so many maxima lie; 0: no look
+  int32_t chunk_groups, chunks;   // certify: groups per chunk, chunks per row
+  int32_t best_groups;            // certify: number of maxima at which its look at the best tokens starts; 0: none
   double log_vocab;
 };
 
 inline int64_t groups_of(int64_t vocab) { return (vocab + kGroup - 1) / kGroup; }
 inline int64_t padded_groups_of(int64_t vocab) { return (groups_of(vocab) + 3) / 4 * 4; }
 inline int64_t units_of(int64_t vocab) { return (vocab + kMassUnit - 1) / kMassUnit; }
-// A patch lies at the lowest number of an edit that touches its group, or at the group's where those are fewer.
+// A group's patch has the lowest number of its edits or, if groups are fewer, the group's number.
 inline int64_t patch_slots_of(int64_t vocab, int64_t edits) {
   return edits < groups_of(vocab) ? edits : groups_of(vocab);
 }
@@ -93,7 +93,7 @@ inline int64_t control_bytes(const topw_cuda_shape &shape) {
   return (bytes + 255) / 256 * 256;
 }
 
-// The parts of control memory and of scratch memory. Both may be NULL to ask for the `bytes` of the latter only.
+// The parts of control and scratch memory. Both may be NULL to query only the `bytes` of the latter.
 inline Workspace lay_out(const topw_cuda_shape &shape, void *control, void *memory, int64_t *bytes) {
   unsigned char *const start = static_cast<unsigned char *>(memory);
   int64_t at = 0;

@@ -1,5 +1,5 @@
-// Stage C: the alternation for rows that no certificate settles, with as few distances as the theory allows; and the
-// literal rule for a negative geom_scale (docs/contract/theory.md, sections 3 and 4).
+// Stage C: the alternation with few distances, for rows without a certificate; the literal rule for a negative
+// geom_scale (docs/contract/theory.md, sections 3 and 4).
 #ifndef TOPW_ALTERNATION_H
 #define TOPW_ALTERNATION_H
 
@@ -11,12 +11,12 @@ namespace topw {
 
 class Alternation {
  public:
-  int64_t steps = 0;              // scans made
+  int64_t steps = 0;              // scans
   int64_t pairs = 0;              // distances computed
-  int64_t literal_pairs = 0;      // that the literal rule would have computed
+  int64_t literal_pairs = 0;      // of the literal rule
   int64_t kept = 0;
 
-  // Leaves the crop in members(); false if memory ran out. `table` may be NULL for the uniform metric.
+  // Puts the crop into members(). `table`: NULL for the uniform metric. False if out of memory.
   [[nodiscard]] bool run(const topw_options &, const topw_table *, const Pool &, const Parameters &, Sorter &);
   const uint8_t *members() const { return member_.data(); }  // [pool]
 
@@ -37,12 +37,12 @@ class Alternation {
   const Parameters *P_ = nullptr;
   Sorter *sorter_ = nullptr;
   SetDistances distances_;
-  int64_t entered_ = 0;           // tokens of the last crop that were not in the one before
-  int64_t saved_at_ = 0;          // the step whose crop is in saved_
+  int64_t entered_ = 0;           // tokens that joined in the last step
+  int64_t saved_at_ = 0;          // step of the crop in saved_
 
   Array<uint8_t> member_, saved_;
   Array<uint8_t> candidate_;      // may enter
-  Array<uint8_t> exact_;          // far_ is the distance, not only a lower bound of it
+  Array<uint8_t> exact_;          // far_ is the distance, not a lower bound
   Array<double> far_;             // dist(i, S)
 };
 

@@ -1,4 +1,4 @@
-// Scratch memory that grows and is kept: malloc without exceptions, aligned for the widest vectors.
+// Scratch memory that only grows: malloc without exceptions, aligned for the widest vectors.
 #ifndef TOPW_ARRAY_H
 #define TOPW_ARRAY_H
 
@@ -18,10 +18,10 @@ class Array {
   Array &operator=(const Array &) = delete;
   ~Array() { free(memory_); }
 
-  // Room for `count` values, whose contents are lost if it has to be made; false if memory ran out.
+  // Reserves `count` values; growing loses the contents. False if out of memory.
   [[nodiscard]] bool reserve(int64_t count) { return count <= size_ || move_to(count, 0); }
 
-  // Room for `count` values that keeps the first `used`; false if memory ran out.
+  // Reserves `count` values and keeps the first `used`. False if out of memory.
   [[nodiscard]] bool extend(int64_t used, int64_t count) {
     return count <= size_ || move_to(count > 2 * size_ ? count : 2 * size_, used);
   }

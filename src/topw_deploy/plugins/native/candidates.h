@@ -9,8 +9,8 @@ namespace topw {
 
 enum class Outcome { settled, open, out_of_memory };
 
-// Settled: the first `kept` of `tokens` are the crop, and it is certified. Open: the pool has to say. `seen` is how
-// many candidates there were. Only for geom_scale >= 0 and c > 0; top_m >= 1.
+// Settled: the crop is the first `kept` of `tokens`, certified. Open: the pool must decide. `seen`: candidates visited.
+// Requires geom_scale >= 0, c > 0 and top_m >= 1.
 Outcome from_candidates(const EditedRow &, const Parameters &, int64_t top_m, Sorter &, Ranked &tokens, int64_t &kept,
                         int64_t &seen);
 

@@ -1,4 +1,4 @@
-// Which instruction set the hot loops use: the best that the processor has, or what one asks for.
+// Chooses the instruction set of the hot loops: the processor's best, or the one asked for.
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -17,8 +17,8 @@ namespace {
 std::atomic<const Hot *> in_use{nullptr};
 
 #if defined(__x86_64__)
-// Asked of the processor itself: __builtin_cpu_supports reads a table that not every compiler's runtime fills (zig's
-// does not, and says no to everything).
+// Uses cpuid: __builtin_cpu_supports reads a table that not every compiler's runtime fills (zig's does not, and denies
+// everything).
 struct Features {
   bool avx2 = false, avx512 = false;
 
@@ -26,7 +26,7 @@ struct Features {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return;
     const bool fma = c & bit_FMA;
-    unsigned saved, high;  // which registers the operating system keeps
+    unsigned saved, high;  // registers saved by the operating system
     __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
     constexpr unsigned kYmm = 0x6, kZmm = 0xe6, kWanted = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
@@ -39,7 +39,7 @@ bool has_avx2() { return Features().avx2; }
 bool has_avx512() { return Features().avx512; }
 #endif
 
-// NULL if this processor or this build has no such set.
+// NULL if the processor or the build has no such set.
 const Hot *named(const char *name) {
 #if defined(__x86_64__)
   if (strcmp(name, kAvx512.name) == 0 && has_avx512()) return &kAvx512;
@@ -63,7 +63,7 @@ const Hot *best() {
 const Hot &hot() {
   const Hot *chosen = in_use.load(std::memory_order_acquire);
   if (!chosen) {
-    chosen = best();  // two threads at once find the same
+    chosen = best();  // concurrent threads find the same
     in_use.store(chosen, std::memory_order_release);
   }
   return *chosen;

@@ -1,4 +1,4 @@
-// The draw from a crop, and the crop's share of the whole row (docs/contract/graph.md, section 5).
+// The draw from a crop, and the crop's mass in the whole row (docs/contract/graph.md, section 5).
 #ifndef TOPW_DRAW_H
 #define TOPW_DRAW_H
 
@@ -12,7 +12,7 @@ struct Draw {
   double logprob;  // in the crop, at the drawing temperature
 };
 
-// `logits` [kept], descending. `weights` is room for as many.
+// `logits` [kept], descending. `weights`: scratch [kept].
 Draw draw(const float *logits, int64_t kept, const Parameters &, double *weights);
 
 // The crop's probability under the softmax of the whole row at the selection temperature, within 3e-7 relative.

@@ -1,4 +1,4 @@
-// A row of logits as the sampler sees it: edited (docs/contract/graph.md, section 6), in whole blocks, and hardly ever copied.
+// A row of edited logits (docs/contract/graph.md, section 6) in whole blocks, mostly without a copy.
 #ifndef TOPW_EDITED_ROW_H
 #define TOPW_EDITED_ROW_H
 
@@ -8,8 +8,8 @@
 
 namespace topw {
 
-// Blocks lie where the caller's logits lie. Only those that an edit touches, and a last one that is not whole, are
-// patched: copied, edited, and filled up with -inf.
+// Blocks point into the caller's logits. Only edited ones and an incomplete last one are patched: copied, edited and
+// padded with -inf.
 class EditedRow {
  public:
   enum class Verdict { valid, invalid, out_of_memory };
@@ -21,7 +21,7 @@ class EditedRow {
   int64_t blocks() const { return blocks_; }
   float top() const { return top_; }  // the largest logit
   float maximum(int64_t block) const { return maxima_[block]; }
-  const float *maxima() const { return maxima_.data(); }  // [padded_blocks()], -inf behind the last
+  const float *maxima() const { return maxima_.data(); }  // [padded_blocks()], padded with -inf
   int64_t padded_blocks() const { return padded_blocks_; }
   const float *block(int64_t b) const {
     return patch_of_[b] < 0 ? raw_ + b * kBlock : patches_.data() + patch_of_[b] * kBlock;
@@ -29,7 +29,7 @@ class EditedRow {
   int64_t first_at_top() const;  // the lowest id among the largest logits
 
  private:
-  int64_t patch(int64_t block);  // the number of its patch, made if there is none
+  int64_t patch(int64_t block);  // the number of its patch, created on first use
   bool edit(const topw_inputs &inputs, int64_t row);
   bool measure();
 

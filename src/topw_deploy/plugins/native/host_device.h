@@ -1,4 +1,4 @@
-// What a processor and a CUDA device share is marked so; elsewhere the mark is nothing.
+// Marks code shared by CPU and CUDA; expands to nothing outside CUDA.
 #ifndef TOPW_HOST_DEVICE_H
 #define TOPW_HOST_DEVICE_H
 

@@ -1,8 +1,8 @@
 // The hot loops: everything that touches many logits or many coordinates at once.
 //
-// hot_loops.inc is their one source; hot_avx512.cpp, hot_avx2.cpp and hot_generic.cpp compile it for their registers,
-// and dispatch.cpp chooses. Each answers the same for every instruction set, bit for bit, except `closeness`, whose
-// float32 values only nominate (see set_distances.h), and `sum_of_weights`, which decides nothing.
+// hot_loops.inc is their source; hot_avx512.cpp, hot_avx2.cpp and hot_generic.cpp compile it for their registers, and
+// dispatch.cpp chooses. Results are bit-identical for every instruction set, except `closeness`, which only nominates
+// (see set_distances.h), and `sum_of_weights`, which decides nothing.
 #ifndef TOPW_HOT_H
 #define TOPW_HOT_H
 
@@ -14,7 +14,7 @@ constexpr int64_t kBlock = 128;   // logits that share one maximum; every array 
 constexpr int64_t kColumns = 16;  // finer maxima: a block is 8 rows of 16 columns, one maximum for each column
 constexpr int64_t kPanel = 32;    // members whose coordinates are interleaved, see `closeness`
 constexpr int64_t kRowGroup = 12;  // rows of `closeness` come in multiples of this
-constexpr int64_t kDepth = 256;   // coordinates summed up before they are added to what came before
+constexpr int64_t kDepth = 256;   // coordinates per partial sum
 
 // How a table row r becomes a point: x = (r - mean) * inverse_std / norm, or (r / norm - mean) * inverse_std.
 struct Normalisation {
@@ -30,21 +30,21 @@ struct Hot {
   bool (*block_maxima)(const float *logits, int64_t blocks, float *maxima);
   // The 16 column maxima of one block.
   void (*column_maxima)(const float *block, float *maxima);
-  // The largest of `count` values (a multiple of 16) that is a number; -inf if there is none.
+  // The largest of `count` values (a multiple of 16), NaN ignored; -inf if there is none.
   float (*highest_of)(const float *values, int64_t count);
   // How many of `count` values (a multiple of 16) are at least `bound`.
   int64_t (*count_from)(const float *values, int64_t count, float bound);
-  // Those of `count` values (a multiple of 16) that are not less than `bound`, in their order, and their places,
-  // counted from `first`; how many. There is room for 16 more than there are.
+  // Collects those of `count` values (a multiple of 16) that are not less than `bound`, in order, with their places,
+  // counted from `first`. Returns their number. The outputs have room for 16 more.
   int64_t (*take_from)(const float *values, int64_t count, int32_t first, float bound, float *taken, int32_t *places);
   // The sum of exp((x - top) * rate) over one block, within 2e-7 relative; x <= top. -inf counts as 0.
   double (*sum_of_weights)(const float *block, float top, double rate);
 
-  // |r|^2 if `by.first`, else |(r - mean) * inverse_std|^2: the norm is its root.
+  // The squared norm: |r|^2 if `by.first`, else |(r - mean) * inverse_std|^2.
   double (*squared_norm)(const float *row, const Normalisation &by);
-  // The point of a row, rounded to float32, and zeros up to `padded`; its squared length.
+  // Writes a row's point, rounded to float32 and padded with zeros to `padded`. Returns its squared length.
   double (*point)(const float *row, double norm, const Normalisation &by, float *x, int64_t padded);
-  // The squared Euclidean distance of two points, and their scalar product, in double from the table's rows.
+  // The squared Euclidean distance and the scalar product of two points, in double from the table's rows.
   double (*squared_distance)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
   double (*scalar_product)(const float *r, double r_norm, const float *s, double s_norm, const Normalisation &by);
 
@@ -56,7 +56,7 @@ struct Hot {
                     int64_t sums_stride);
 };
 
-const Hot &hot();  // of the instruction set in use
+const Hot &hot();  // for the instruction set in use
 
 extern const Hot kGeneric;
 #if defined(__x86_64__)

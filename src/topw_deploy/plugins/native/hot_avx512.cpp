@@ -8,7 +8,7 @@
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))), apply_to = function)
 #else
-#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12 warns of its own _mm512_undefined (bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc 12 warns about its own _mm512_undefined (bug 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma")

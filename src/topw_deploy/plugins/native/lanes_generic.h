@@ -1,5 +1,5 @@
-// 4 floats, and 8 doubles in four registers, of any processor: the compilers' own vectors, which are SSE2 on x86-64 and
-// NEON on arm64. Included inside a namespace, after <string.h>.
+// 4 floats, and 8 doubles in four registers, with compiler vectors: SSE2 on x86-64, NEON on arm64. Included inside a
+// namespace, after <string.h>.
 
 constexpr int kLanes = 4;
 typedef float Floats __attribute__((vector_size(16)));

@@ -1,4 +1,5 @@
-// J over the prefixes of an order (docs/contract/theory.md, Notation), in double and in the reference's order of operations.
+// J over the prefixes of an order (docs/contract/theory.md, Notation), in double, with the reference's order of
+// operations.
 #ifndef TOPW_OBJECTIVE_H
 #define TOPW_OBJECTIVE_H
 
@@ -9,7 +10,7 @@
 
 namespace topw {
 
-constexpr double kSmallestLogWeight = -60.0;  // a weight under e^-60 counts as that
+constexpr double kSmallestLogWeight = -60.0;  // smaller weights count as e^-60
 
 TOPW_SHARED_CODE inline double log_weight(float logit, float top, double temperature) {
   return (static_cast<double>(logit) - static_cast<double>(top)) / temperature;
@@ -19,11 +20,11 @@ TOPW_SHARED_CODE inline double weight(double log_weight) {
   return exp(log_weight < kSmallestLogWeight ? kSmallestLogWeight : log_weight);
 }
 
-// J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, and the first largest of them. Tokens come with phi
-// descending. For c <= 0 J never rises, so the first is taken, whatever rounding says.
+// J_k = Phi_k / Gamma_k + c log Gamma_k of the tokens added so far, in descending order of phi, and its first maximum.
+// For c <= 0 J never rises, so the first prefix is taken, whatever rounding says.
 //
-// The mean Phi_k / Gamma_k only falls, so once J is below the best, it stays so until c log Gamma has made up for that:
-// up to that mass no logarithm is taken.
+// The mean Phi_k / Gamma_k never rises. So once J is below the best, it stays there until c log Gamma has grown by the
+// difference: up to that mass no logarithm is computed.
 class Prefixes {
  public:
   TOPW_SHARED_CODE explicit Prefixes(double c) : c_(c) {}

@@ -1,4 +1,4 @@
-// Sorting by radix: stable, linear, and the same for a handful of tokens and for a vocabulary.
+// Radix sort: stable and linear.
 #ifndef TOPW_ORDER_H
 #define TOPW_ORDER_H
 
@@ -9,7 +9,7 @@
 
 namespace topw {
 
-// A key by which ascending unsigned order is descending order of the value; -0 and 0 have the same key.
+// A key whose ascending order is the descending order of the values; -0 and 0 have the same key.
 inline uint64_t descending(double value) {
   value += 0.0;  // -0 becomes 0
   uint64_t bits;
@@ -38,10 +38,10 @@ class Sorter {
     int32_t item;
   };
 
-  // Room for `count` entries; false if memory ran out.
+  // Reserves `count` entries. False if out of memory.
   [[nodiscard]] bool reserve(int64_t count) { return entries_.reserve(count) && spare_.reserve(count); }
   void set(int64_t i, uint64_t key, int32_t item) const { entries_[i] = {key, item}; }
-  // The first `count` entries by key, ascending; equal keys stay in their order.
+  // The first `count` entries by ascending key; equal keys keep their order.
   const Entry *sort(int64_t count);
 
  private:

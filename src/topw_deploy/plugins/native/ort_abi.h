@@ -1,9 +1,8 @@
-// The part of onnxruntime's C interface that the operator uses, declared here so that no vendor header is needed.
+// The part of onnxruntime's C interface that the operator uses, declared here to need no vendor header.
 //
-// onnxruntime hands out a table of functions that only ever grows at its end, and reads an operator as a struct of
-// which `version` says how far it reaches. So positions in the table and offsets in the struct are the interface; those
-// below are of version 17 (onnxruntime 1.17) and hold in every later one. tests/plugins/test_ort_abi.py calls the
-// installed runtime through them.
+// onnxruntime's table of functions only grows at its end, and `version` determines the size of an operator's struct.
+// So the interface is the positions in the table and the offsets in the struct. Those below are of version 17
+// (onnxruntime 1.17) and hold in every later one; tests/plugins/test_ort_abi.py calls the installed runtime with them.
 #ifndef TOPW_ORT_ABI_H
 #define TOPW_ORT_ABI_H
 
@@ -14,7 +13,7 @@ namespace ort {
 
 constexpr uint32_t kVersion = 17;
 
-// Opaque to both sides of the interface. A Status is an error; success is a null pointer.
+// Opaque types. A Status is an error; success is a null pointer.
 struct Status;
 struct SessionOptions;
 struct Domain;
@@ -28,7 +27,7 @@ struct Operator;    // ours, below
 using Function = void (*)();
 
 struct ApiBase {
-  const Function *(*get_api)(uint32_t version);  // null where the runtime is older than `version`
+  const Function *(*get_api)(uint32_t version);  // null if the runtime is older than `version`
   const char *(*version_string)();
 };
 static_assert(sizeof(Function) == 8, "the interface is declared for 64-bit processors");
@@ -47,16 +46,16 @@ constexpr int kInvalidArgument = 2;
 constexpr Slot<Status *(int code, const char *message)> create_status{0};
 constexpr Slot<const char *(const Status *)> get_error_message{2};
 constexpr Slot<Status *(const char *name, Domain **)> create_domain{26};
-constexpr Slot<Status *(Domain *, const Operator *)> add_operator{27};  // refers to the operator from then on
+constexpr Slot<Status *(Domain *, const Operator *)> add_operator{27};  // keeps a reference to the operator
 constexpr Slot<Status *(SessionOptions *, Domain *)> add_domain{28};
 constexpr Slot<Status *(Value *, void **)> tensor_data{51};
 constexpr Slot<Status *(const TypeInfo *, const TensorInfo **)> as_tensor_info{55};  // borrowed; null: not a tensor
 constexpr Slot<Status *(const TensorInfo *, int *)> element_type{60};
 constexpr Slot<Status *(const TensorInfo *, size_t *)> dimension_count{61};
-constexpr Slot<Status *(const TensorInfo *, int64_t *, size_t)> dimensions{62};  // -1: not known
+constexpr Slot<Status *(const TensorInfo *, int64_t *, size_t)> dimensions{62};  // -1: unknown
 constexpr Slot<Status *(const Value *, TensorInfo **)> tensor_info{65};
 constexpr Slot<Status *(const KernelInfo *, const char *name, int64_t *)> int_attribute{86};
-// The size counts the closing zero. Asked with a null buffer, the function only tells it.
+// The size includes the final zero. With a null buffer the function only returns it.
 constexpr Slot<Status *(const KernelInfo *, const char *name, char *, size_t *)> string_attribute{87};
 constexpr Slot<Status *(const KernelContext *, size_t index, const Value **)> get_input{90};
 constexpr Slot<Status *(KernelContext *, size_t index, const int64_t *shape, size_t rank, Value **)> get_output{91};
@@ -71,7 +70,7 @@ constexpr Slot<Status *(const KernelInfo *, size_t index, TypeInfo **)> input_ty
 constexpr Slot<Status *(const KernelInfo *, size_t index, TypeInfo **)> output_type{235};
 constexpr Slot<Status *(SessionOptions *, const char *key, const char *value)> add_config_entry{130};
 constexpr Slot<Status *(const SessionOptions *, const char *key, int *)> has_config_entry{237};
-// Runs function(data, i) for i < total on the session's own threads; at most `batches` at a time, 0: as many as it has.
+// Runs function(data, i) for i < total on the session's threads, at most `batches` at a time (0: all threads).
 constexpr Slot<Status *(const KernelContext *, void (*function)(void *, size_t), size_t total, size_t batches,
                         void *data)>
     parallel_for{274};
@@ -92,10 +91,10 @@ class Api {
 
 // Element types, as ONNX numbers them.
 enum Element { kAny = 0, kFloat = 1, kInt32 = 6, kInt64 = 7, kBool = 9, kFloat16 = 10, kBfloat16 = 16 };
-// Whether an input or output must be there, may be left out, or stands for any number at the end.
+// Whether an input or output is required, optional, or variadic.
 enum Presence { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
-// An operator as the runtime reads it. make_v1 and compute_v1 are the first version's, replaced by later members.
+// An operator as the runtime reads it. Later members replace make_v1 and compute_v1.
 struct Operator {
   uint32_t version = kVersion;
   void *(*make_v1)(const Operator *, const Function *, const KernelInfo *) = nullptr;
@@ -109,7 +108,7 @@ struct Operator {
   void (*destroy)(void *) = nullptr;
   int (*input_presence)(const Operator *, size_t) = nullptr;
   int (*output_presence)(const Operator *, size_t) = nullptr;
-  int (*input_memory)(const Operator *, size_t) = nullptr;  // 0: where the provider computes
+  int (*input_memory)(const Operator *, size_t) = nullptr;  // 0: the provider's memory
   int (*least_variadic_inputs)(const Operator *) = nullptr;
   int (*variadic_inputs_alike)(const Operator *) = nullptr;
   int (*least_variadic_outputs)(const Operator *) = nullptr;

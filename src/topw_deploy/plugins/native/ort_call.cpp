@@ -1,5 +1,5 @@
-// Reading what a call brings and making what it returns, the same on every provider: only shapes and addresses are looked
-// at here, which are on the host wherever the tensors are.
+// Reads a call's inputs and allocates its outputs, for every provider: uses only shapes and addresses, which are always
+// on the host.
 
 #include "ort_call.h"
 

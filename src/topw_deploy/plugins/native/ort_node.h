@@ -1,4 +1,4 @@
-// What a graph says about one node of the operator, read and checked when its session opens.
+// A node of the operator in a graph, read and checked when its session opens.
 #ifndef TOPW_ORT_NODE_H
 #define TOPW_ORT_NODE_H
 
@@ -16,7 +16,7 @@ enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
 constexpr size_t kMostOutputs = kFirstOnRequest + 2;
 constexpr int kNowhere = -1;
 
-// The element types of the inputs that every node has, and how many dimensions each of them has.
+// Element types and ranks of the inputs that every node has.
 constexpr int kInputTypes[] = {ort::kFloat, ort::kInt64, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
                                ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};  // fmt: skip
 static_assert(sizeof kInputTypes / sizeof kInputTypes[0] == kWithoutTable, "one for each input of every node");
@@ -25,9 +25,9 @@ inline size_t input_rank(size_t index) { return index <= kEditBias ? 2 : 1; }
 
 struct Node {
   topw_options options{};
-  topw_table table{};  // sizes and type; the addresses come with each call
-  int64_t vocab = -1;  // columns of the logits, where the graph says how many
-  int64_t bounds = 0;  // how many neighbour bounds there are: one per token or none
+  topw_table table{};  // sizes and type; each call adds the addresses
+  int64_t vocab = -1;  // columns of the logits; -1 if unknown
+  int64_t bounds = 0;  // number of neighbour bounds: one per token, or 0
   bool has_zero_points = false;
   int mass_at = kNowhere, keep_mask_at = kNowhere;
 

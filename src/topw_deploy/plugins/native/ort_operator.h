@@ -1,4 +1,4 @@
-// topw::TopWSample as onnxruntime sees it: what the operators of all providers have in common, and which there are.
+// topw::TopWSample for onnxruntime: what the operators of all providers share, and the list of them.
 #ifndef TOPW_ORT_OPERATOR_H
 #define TOPW_ORT_OPERATOR_H
 
@@ -6,10 +6,10 @@
 
 namespace topw {
 
-// The operator without a provider and a kernel: name, inputs and outputs, all of them where the provider computes.
+// The operator without provider and kernel: name, inputs and outputs, all in the provider's memory.
 ort::Operator describe();
 
-// A session of this thread has given a node to one of the operators.
+// Called when a session of this thread assigns a node to an operator.
 void count_kernel();
 // See topw_ort_show and topw_ort_kernels in ort_register.cpp.
 void show_operators(bool shown);

@@ -1,4 +1,4 @@
-// What onnxruntime says of a tensor's type and sizes, and the errors that the operator answers with.
+// A tensor's type and sizes in onnxruntime, and the operator's errors.
 #ifndef TOPW_ORT_SHAPE_H
 #define TOPW_ORT_SHAPE_H
 

@@ -10,7 +10,7 @@
 
 namespace topw {
 
-// Workspaces that no row is using: one is made when all are in use, so there are as many as threads ever met here.
+// Unused workspaces. One is created if all are in use, so there are as many as threads ever ran at once.
 class Workspaces {
  public:
   struct Entry {

@@ -1,4 +1,4 @@
-// What a row chose for itself, and what the export fixed (docs/contract/graph.md, section 1).
+// Parameters of a row, and options fixed by the export (docs/contract/graph.md, section 1).
 #ifndef TOPW_PARAMETERS_H
 #define TOPW_PARAMETERS_H
 
@@ -15,7 +15,7 @@ TOPW_SHARED_CODE inline bool finite_and_not_negative(float value) {
   return value >= 0 && value < static_cast<float>(INFINITY);
 }
 
-// As they come.
+// The parameters as given.
 struct GivenParameters {
   float temperature, selection_temperature, lam, beta, init_top_p, geom_scale, uniform;
 };
@@ -29,10 +29,10 @@ struct Parameters {
   double lam, beta, c;  // c = beta - lam
   double temperature, selection, init_top_p, scale, uniform;
   bool greedy;            // temperature under 1e-5
-  bool certain_selection;  // so is the selection temperature: all mass is on the largest logit
-  double unit;            // max(1, lam, beta): what an error in J is measured in
+  bool certain_selection;  // selection temperature under 1e-5: all mass is on the largest logit
+  double unit;            // max(1, lam, beta), the unit of errors in J
 
-  // False if one lies outside its interval.
+  // False if one is outside its interval.
   [[nodiscard]] TOPW_SHARED_CODE bool take(const GivenParameters &given);
   [[nodiscard]] TOPW_SHARED_CODE bool read(const topw_inputs &inputs, int64_t row) {
     return take(given_parameters(inputs, row));
@@ -54,7 +54,7 @@ TOPW_SHARED_CODE inline bool Parameters::take(const GivenParameters &given) {
   unit = larger > 1 ? larger : 1;
   return finite_and_not_negative(given.lam) && finite_and_not_negative(given.beta) &&
          finite_and_not_negative(given.temperature) && finite_and_not_negative(given.selection_temperature) &&
-         init_top_p > 0 && init_top_p <= 1 && scale - scale == 0 &&  // a finite number less itself is 0
+         init_top_p > 0 && init_top_p <= 1 && scale - scale == 0 &&  // finite - finite is 0
          uniform >= 0 && uniform < 1;
 }
 

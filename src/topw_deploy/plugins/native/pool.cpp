@@ -9,8 +9,8 @@
 namespace topw {
 namespace {
 
-constexpr int64_t kSorted = 2;  // times the pool's size: beyond, it is cut out before it is sorted
-constexpr int64_t kSpare = 12;  // one more for so many tokens: how many there are varies
+constexpr int64_t kSorted = 2;  // times the pool's size: beyond, it is cut before sorting
+constexpr int64_t kSpare = 12;  // one extra per so many tokens, as their number varies
 
 }  // namespace
 
@@ -25,8 +25,8 @@ bool Pool::fill(const EditedRow &row, const Parameters &P, int64_t top_m, Sorter
   return true;
 }
 
-// The `size` best among some more. First from where they lie if chance has thrown the tokens into the blocks. If it has
-// not, from where the `size`-th largest of many small groups' maxima lies: at least `size` tokens lie above.
+// The `size` best among some more. The first bound assumes tokens placed at random in the blocks. If that fails, the
+// bound is the `size`-th largest maximum of many small groups: at least `size` tokens reach it.
 bool Pool::take_some(const EditedRow &row, int64_t size) {
   const float likely = value_reached_by_tokens(row, size + size / kSpare);
   if (likely > -INFINITY) {

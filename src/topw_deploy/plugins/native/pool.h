@@ -1,4 +1,4 @@
-// Stage B: the pool itself, its mass, its warm start, and the certificate without any distance.
+// Stage B: the pool, its mass, its warm start, and the certificate without distances.
 #ifndef TOPW_POOL_H
 #define TOPW_POOL_H
 
@@ -14,7 +14,7 @@ struct Pool {
   int64_t K = 0;       // first maximiser of the base J
   double mass = 0;
 
-  // False if memory ran out.
+  // False if out of memory.
   [[nodiscard]] bool fill(const EditedRow &, const Parameters &, int64_t top_m, Sorter &);
 
  private:

@@ -10,7 +10,7 @@ namespace {
 
 constexpr char kGather[] = "Gather(axis=0)", kBlockwise[] = "com.microsoft.GatherBlockQuantized(";
 
-// `name=number` at *text, moved past it and past a comma; false if something else stands there.
+// Parses `name=number` at *text and moves past it and a comma. False for anything else.
 bool read_attribute(const char **text, const char *name, long *number) {
   const size_t length = strlen(name);
   if (strncmp(*text, name, length) != 0 || (*text)[length] != '=') return false;
@@ -39,7 +39,7 @@ void dequantise(const topw_table &table, int64_t token, float *room, CodeAt code
   }
 }
 
-// Two codes of 4 bits to a byte, a row beginning one: what a code stands for is looked up, the same product as above.
+// Two 4-bit codes per byte: code values come from a lookup table of the same products as above.
 void dequantise_pairs(const topw_table &table, int64_t token, float *room) {
   const topw_blocks &blocks = table.blocks;
   const int64_t in_row = blocks_in_row(table), zeros_in_row = zero_points_in_row(table);
@@ -69,7 +69,7 @@ bool read_table_form(const char *form, topw_blocks *blocks) {
   if (strncmp(form, kBlockwise, sizeof kBlockwise - 1) != 0) return false;
   const char *text = form + sizeof kBlockwise - 1;
   long bits = 4, size = 128, gather_axis = 0, quantise_axis = 1;  // the operator's own defaults
-  read_attribute(&text, "bits", &bits);  // in alphabetical order, any of them left out
+  read_attribute(&text, "bits", &bits);  // in alphabetical order, all optional
   read_attribute(&text, "block_size", &size);
   read_attribute(&text, "gather_axis", &gather_axis);
   read_attribute(&text, "quantize_axis", &quantise_axis);
@@ -86,12 +86,12 @@ bool quantised_readable(const topw_table &table) {
   const bool four = table.dtype == TOPW_UINT4 || table.dtype == TOPW_INT4;
   const bool fits = table.dtype == TOPW_UINT8 ? blocks.bits == 4 || blocks.bits == 8 : four && blocks.bits == 4;
   const bool scales = blocks.scales && (blocks.scale_type == TOPW_FLOAT32 || blocks.scale_type == TOPW_FLOAT16);
-  const bool even = blocks.block_size >= 2 && blocks.block_size % 2 == 0;  // a pair of codes is of one block
+  const bool even = blocks.block_size >= 2 && blocks.block_size % 2 == 0;  // both codes of a pair are in one block
   return fits && scales && even && table.hidden % codes_per_element(table.dtype, blocks) == 0;
 }
 
 void dequantise_row(const topw_table &table, int64_t token, float *room) {
-  // An uint8's row begins a byte; a 4-bit tensor is packed from its first element to its last.
+  // A row of uint8 starts at a byte; a 4-bit tensor is packed without gaps.
   const auto byte = [](const uint8_t *stored, int64_t row, int64_t per_row, int64_t k) -> int32_t {
     return stored[row * per_row + k];
   };

@@ -1,4 +1,4 @@
-// Tables of 4- and 8-bit codes: which of onnxruntime's GatherBlockQuantized forms are read, and how a row is made.
+// Tables of 4- and 8-bit codes in the forms of onnxruntime's GatherBlockQuantized.
 #ifndef TOPW_QUANTISED_H
 #define TOPW_QUANTISED_H
 
@@ -10,16 +10,16 @@
 
 namespace topw {
 
-// Reads the node's attribute `table_form`: false for a form that is not known. Sets the bits and the block size of a
+// Parses the node's attribute `table_form`. False for an unknown form. Sets bits and block size for
 // GatherBlockQuantized with gather_axis 0 and quantize_axis 1, and 0 bits for Gather(axis=0).
 bool read_table_form(const char *form, topw_blocks *blocks);
 
-// How many codes there are in a stored element: two of 4 bits to an uint8, one in all other types.
+// Codes per stored element: two for 4 bits in uint8, else one.
 TOPW_SHARED_CODE inline int64_t codes_per_element(int32_t dtype, const topw_blocks &blocks) {
   return dtype == TOPW_UINT8 && blocks.bits == 4 ? 2 : 1;
 }
 
-// Blocks in a row, and the stored elements that the zero points of a row take.
+// Blocks of a row, and stored elements of a row's zero points.
 TOPW_SHARED_CODE inline int64_t blocks_in_row(const topw_table &table) {
   return (table.hidden + table.blocks.block_size - 1) / table.blocks.block_size;
 }
@@ -38,7 +38,7 @@ TOPW_SHARED_CODE inline int32_t signed_half_byte(const uint8_t *packed, int64_t 
   return found >= 8 ? found - 16 : found;
 }
 
-// What a code without zero points stands for nothing at: the middle of an uint8, the zero of a 4-bit tensor.
+// The default zero point: the middle of the range for uint8, 0 for a 4-bit tensor.
 TOPW_SHARED_CODE inline int32_t middle(int32_t dtype, const topw_blocks &blocks) {
   return dtype == TOPW_UINT8 ? 1 << (blocks.bits - 1) : 0;
 }
@@ -48,7 +48,7 @@ TOPW_SHARED_CODE inline float scale_at(const topw_blocks &blocks, int64_t index)
                                            : from_float16(static_cast<const uint16_t *>(blocks.scales)[index]);
 }
 
-// Element k of a row of codes or of zero points, of which a row has `elements` stored elements.
+// Element k of a row of codes or zero points with `elements` stored elements per row.
 TOPW_SHARED_CODE inline int32_t code_at(const topw_table &table, const void *stored, int64_t row, int64_t elements,
                                         int64_t k) {
   const uint8_t *bytes = static_cast<const uint8_t *>(stored);
@@ -61,7 +61,7 @@ TOPW_SHARED_CODE inline int32_t code_at(const topw_table &table, const void *sto
 // Whether the sizes and types of a quantised table fit together.
 bool quantised_readable(const topw_table &table);
 
-// The row of `token` as float32 into `room` [hidden]: (code - zero point) * scale, as GatherBlockQuantized rounds it.
+// Decodes a token's row to float32 [hidden]: (code - zero point) * scale, rounded as by GatherBlockQuantized.
 void dequantise_row(const topw_table &table, int64_t token, float *room);
 
 }  // namespace topw

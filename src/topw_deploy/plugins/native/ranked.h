@@ -14,14 +14,14 @@ class Ranked {
   Array<int32_t> id;
   Array<float> logit;
 
-  // Every token whose logit is at least `bound` and finite, in the order of their ids; where they are more than `most`,
-  // only so many that `size` is, too. False if memory ran out.
+  // Collects every token whose logit is finite and at least `bound`, by id; may stop once `size` exceeds `most`. False
+  // if out of memory.
   [[nodiscard]] bool take_from(const EditedRow &row, float bound, int64_t most = INT64_MAX);
-  // Only those at least `bound`.
+  // Keeps those at least `bound`.
   void keep_from(float bound);
-  // The `count` best, where there are more; among equals at the end the lower ids. Before `rank`.
+  // Keeps the `count` best; of equal logits at the cut, the lower ids. To be called before `rank`.
   [[nodiscard]] bool cut(int64_t count);
-  // By (logit descending, id ascending); false if memory ran out.
+  // Sorts by (logit descending, id ascending). False if out of memory.
   [[nodiscard]] bool rank(Sorter &);
 
  private:
@@ -29,12 +29,12 @@ class Ranked {
   Array<float> maxima_;
 };
 
-// A value that at least `count` of `values` reach, and no more than `enough` of them if ties allow that; for `enough` =
-// `count` the largest such. [size], a multiple of 16, padded with -inf.
+// A bound that at least `count` of `values` reach and, if ties allow, at most `enough`; the largest one for `enough` =
+// `count`. [size], a multiple of 16, padded with -inf.
 float value_reached_by(const float *values, int64_t size, int64_t count, int64_t enough);
 
-// A logit that about `count` tokens reach, judged by how many blocks' maxima do if chance has thrown the tokens into
-// the blocks; -inf where so many tokens crowd the blocks that their maxima say little.
+// A logit that about `count` tokens reach, estimated from the blocks' maxima as if tokens were placed at random; -inf
+// if `count` is so large that the maxima say little.
 float value_reached_by_tokens(const EditedRow &row, int64_t count);
 
 }  // namespace topw

@@ -11,7 +11,7 @@
 namespace topw {
 namespace {
 
-// The tokens that a row keeps: the first `kept` of `tokens`.
+// A row's crop: the first `kept` of `tokens`.
 struct Crop {
   const Ranked *tokens = nullptr;
   int64_t kept = 0;
@@ -21,7 +21,7 @@ struct Crop {
 
 constexpr int64_t kMostTokens = INT32_MAX / 2;
 
-// Whether the arguments describe something that can be read; a graph that says otherwise was not checked.
+// Whether the arguments are readable; false for a graph that was not checked.
 bool readable(const topw_options &options, const topw_table *table, const topw_inputs &inputs) {
   if (inputs.vocab < 1 || inputs.vocab > kMostTokens) return false;
   return options.metric == TOPW_UNIFORM ||
@@ -48,7 +48,7 @@ bool keep_best(topw_workspace &w, int32_t stage, Crop &crop) {
   return true;
 }
 
-// What the alternation kept, moved to the front of the pool.
+// Moves the alternation's crop to the front of the pool.
 void keep_members(topw_workspace &w, Crop &crop) {
   Ranked &tokens = w.pool.tokens;
   const uint8_t *member = w.alternation.members();

@@ -1,4 +1,4 @@
-// One row from logits to token: the stages of docs/contract/theory.md, each only where the one before could not settle the row.
+// One row from logits to token, by the stages of docs/contract/theory.md; each runs only if the one before is open.
 #ifndef TOPW_ROW_H
 #define TOPW_ROW_H
 
@@ -21,7 +21,7 @@ struct topw_workspace {
 
 namespace topw {
 
-// False if memory ran out; what was answered then means nothing.
+// False if out of memory; the answer is then undefined.
 bool sample_row(const topw_options &, const topw_table *, const topw_inputs &, int64_t row, topw_workspace &,
                 const topw_outputs &);
 

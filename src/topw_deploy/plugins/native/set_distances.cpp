@@ -14,7 +14,7 @@ constexpr double kLargestLength = 1e18;   // longer points could overflow float3
 
 int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-// -inf where there are fewer than k; `size` is a multiple of 16.
+// -inf if there are fewer than k; `size` is a multiple of 16.
 double kth_largest(const float *values, int64_t size, int64_t k) {
   if (k == 1) return static_cast<double>(hot().highest_of(values, size));
   return size < k ? -INFINITY : static_cast<double>(value_reached_by(values, size, k, k));
@@ -32,7 +32,7 @@ bool SetDistances::open(const topw_options &options, const topw_table &table, co
   stride_ = rounded_up(d, 16) + 16;  // not a multiple of the cache's ways
   pairs_ = joined_ = 0;
   // A product of d terms in blocks of kDepth: each term is rounded at most that often (Higham, Accuracy and Stability
-  // of Numerical Algorithms, 3.1), the coordinates and the bias once each; the rest is room for this bound's rounding.
+  // of Numerical Algorithms, 3.1), coordinates and bias once each; the rest covers this bound's own rounding.
   relative_error_ = static_cast<double>(std::min(d, kDepth) + d / kDepth + 12) * kHalfUlp * 1.01;
 
   const int64_t m = pool.size;
@@ -47,7 +47,7 @@ bool SetDistances::open(const topw_options &options, const topw_table &table, co
   return true;
 }
 
-// Nobody is a member, and no token remembers any.
+// Clears members and memories.
 void SetDistances::forget() {
   slots_ = packed_ = 0;
   longest_ = 0;
@@ -58,14 +58,14 @@ void SetDistances::forget() {
 
 bool SetDistances::set_members(const uint8_t *member) {
   const int64_t m = pool_->size;
-  if (slots_ > 2 * m + 4 * kPanel) forget();  // columns of those that left would go on growing
+  if (slots_ > 2 * m + 4 * kPanel) forget();  // bounds the columns of former members
   for (int64_t i = 0; i < m; ++i)
     if (!member[i] && slot_of_[i] >= 0) {
       bias_[slot_of_[i]] = -INFINITY;
       place_at_[slot_of_[i]] = -1;
       slot_of_[i] = -1;
     }
-  const int64_t first = slots_;  // a multiple of kPanel, and so is what is left behind
+  const int64_t first = slots_;  // a multiple of kPanel, as are empty columns
   for (int64_t i = 0; i < m; ++i)
     if (member[i] && slot_of_[i] < 0 && !join(i)) return false;
   const int64_t whole = rounded_up(slots_, kPanel);
@@ -85,7 +85,7 @@ bool SetDistances::join(int64_t place) {
   return true;
 }
 
-// The points of the members that joined since, interleaved in panels.
+// Interleaves the points of new members in panels.
 bool SetDistances::pack() {
   const int64_t d = table_.hidden();
   if (!panels_.extend(packed_ * d, slots_ * d)) return false;
@@ -116,7 +116,7 @@ bool SetDistances::measure(const int32_t *places, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
     if (!recall(places[i])) compared_[places[i]] = 0;
   int32_t group[kChunk];
-  while (true) {  // tokens that were compared with equally many slots go together
+  while (true) {  // groups tokens compared with equally many slots
     int64_t from = slots_, size = 0;
     for (int64_t i = 0; i < count; ++i) from = std::min(from, compared_[places[i]]);
     if (from == slots_) break;
@@ -130,8 +130,8 @@ bool SetDistances::measure(const int32_t *places, int64_t count) {
   return true;
 }
 
-// Whether what the token remembers is still true: none of its nearest has left, or it remembers all it was compared
-// with, and those that left are forgotten.
+// Whether the token's memory is valid: none of its nearest has left, or it remembers all it was compared with (then
+// those that left are forgotten).
 bool SetDistances::recall(int64_t place) {
   Near *near = near_.data() + place * remembered_;
   int32_t held = 0;
@@ -170,8 +170,8 @@ void SetDistances::points_of(const int32_t *places, int64_t count) {
     memset(&points_[i * stride_], 0, static_cast<size_t>(stride_) * sizeof(float));
 }
 
-// What a member's sum must reach for it to be possibly among the token's k nearest. Sums are x.y for `cosine`, else
-// x.y - |y|^2 / 2: the larger, the nearer. Each is within `error` of the truth.
+// The sum that a member must reach to be possibly among the token's k nearest. Sums are x.y for `cosine`, else
+// x.y - |y|^2 / 2: larger is nearer. Each is within `error` of the exact value.
 float SetDistances::threshold(int64_t place, const float *sums, int64_t columns, double squared_length) const {
   const double length = sqrt(squared_length);
   if (!(length < kLargestLength && longest_ < kLargestLength)) return -INFINITY;
@@ -211,7 +211,7 @@ double SetDistances::between(const float *row, double norm, int32_t slot) {
   return distance >= 0 ? distance : INFINITY;  // a table with NaN: infinitely far
 }
 
-// The k nearest of those remembered and the first `found` of found_.
+// The k nearest among the remembered and the first `found` of found_.
 void SetDistances::remember(int64_t place, int64_t found) {
   Near *near = near_.data() + place * remembered_;
   for (int32_t n = 0; n < held_[place]; ++n) found_[found++] = near[n];

@@ -1,8 +1,8 @@
-// dist(i, S) of pool tokens to a set that changes (docs/contract/graph.md, section 2), in double, with few distances in double.
+// dist(i, S) of pool tokens to a changing set S (docs/contract/graph.md, section 2), with few distances in double.
 //
-// Products of points in float32 say which members can be among a token's nearest, with a rigorous bound of their error;
-// those members' distances are then taken in double from the table's rows. A token remembers its nearest members, so in
-// the next step it is only compared with those that joined since.
+// Float32 products of points, with a rigorous error bound, nominate the members that can be among a token's nearest.
+// Their distances are then computed in double from the table's rows. A token remembers its nearest members, so the next
+// step compares it only with new ones.
 #ifndef TOPW_SET_DISTANCES_H
 #define TOPW_SET_DISTANCES_H
 
@@ -17,17 +17,17 @@ constexpr int64_t kChunk = 192;  // tokens measured at a time
 
 class SetDistances {
  public:
-  // For the tokens of a pool; places below are places in it. False if memory ran out.
+  // Sets the pool; places below are places in it. False if out of memory.
   [[nodiscard]] bool open(const topw_options &, const topw_table &, const Ranked &pool);
-  // S becomes the places with member[place]. False if memory ran out.
+  // Sets S to the places with member[place]. False if out of memory.
   [[nodiscard]] bool set_members(const uint8_t *member);
-  // Finds distance(place) to S for `count` places outside it, at most kChunk. False if memory ran out.
+  // Computes distance(place) to S for `count` places outside it, at most kChunk. False if out of memory.
   [[nodiscard]] bool measure(const int32_t *places, int64_t count);
   // The distance to the nearest member, or the mean of those to the knn_k nearest.
   double distance(int64_t place) const { return distance_[place]; }
 
   int64_t pairs() const { return pairs_; }        // compared so far
-  int64_t joined() const { return joined_; }      // different tokens that have been members
+  int64_t joined() const { return joined_; }      // tokens that have ever been members
 
  private:
   struct Near {
@@ -52,10 +52,10 @@ class SetDistances {
   const Ranked *pool_ = nullptr;
   int32_t metric_ = 0;
   int64_t neighbours_ = 1;      // k
-  int64_t remembered_ = 0;      // k, or 0 where that is too many to remember from step to step
+  int64_t remembered_ = 0;      // k, or 0 if too large to remember between steps
   int64_t stride_ = 0;          // of a point in points_
-  int64_t slots_ = 0;           // a member's column; a member that left leaves it empty for good
-  int64_t packed_ = 0;          // slots whose points are in panels_: made when first needed
+  int64_t slots_ = 0;           // columns of members; a column of a former member stays empty
+  int64_t packed_ = 0;          // slots whose points are in panels_, filled on first use
   int64_t pairs_ = 0, joined_ = 0;
   double longest_ = 0;          // of the members' points
   double relative_error_ = 0;   // of a product, in units of the lengths' product

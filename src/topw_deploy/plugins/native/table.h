@@ -1,4 +1,4 @@
-// The input embeddings, read row by row in whatever type they are stored (docs/contract/graph.md, section 2).
+// The input embeddings, read row by row in any storage type (docs/contract/graph.md, section 2).
 #ifndef TOPW_TABLE_H
 #define TOPW_TABLE_H
 
@@ -12,15 +12,15 @@ class Table {
   Table() = default;
   explicit Table(const topw_table &table, int32_t metric);
 
-  // Whether rows of tokens under `vocab` can be read at all.
+  // Whether the rows of all tokens below `vocab` are readable.
   static bool readable(const topw_table &table, int64_t vocab);
 
   int64_t hidden() const { return by_.hidden; }
   const Normalisation &by() const { return by_; }
 
-  // A row as float32: where it lies, or decoded into `room` [hidden].
+  // A row as float32, in place or decoded into `room` [hidden].
   const float *row(int64_t token, float *room) const;
-  // The norm that its point is divided by, at least 1e-12.
+  // The norm of its point, at least 1e-12.
   double norm(const float *row) const;
 
  private:

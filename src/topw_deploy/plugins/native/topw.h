@@ -1,7 +1,7 @@
-/* Top-W for rows of logits on a CPU, as docs/contract/graph.md defines it: the whole step from edits to the drawn token.
+/* Top-W for rows of logits on a CPU (docs/contract/graph.md): the whole step from edits to the drawn token.
  *
- * A C interface without a runtime around it: the onnxruntime operator, the Python binding and the fuzzers call this.
- * Every pointer is borrowed for the call; nothing is kept but the workspace's scratch memory.
+ * The onnxruntime operator, the Python binding and the fuzzers call this C interface. Pointers are borrowed for the
+ * call; only the workspace's scratch memory is kept.
  */
 #ifndef TOPW_H
 #define TOPW_H
@@ -30,11 +30,10 @@ typedef struct {
   int32_t knn_k; /* 0: nearest */
 } topw_options;
 
-/* How a table is quantised, as onnxruntime's GatherBlockQuantized(gather_axis=0, quantize_axis=1) reads it: every
- * block_size coordinates of a row share a scale and a zero point, and are (code - zero point) * scale. Codes and zero
- * points are of the table's type: TOPW_UINT8 with two of 4 bits to a byte (a row's zero points begin a byte), or one of
- * 8 bits; TOPW_UINT4 and TOPW_INT4, packed without gaps. Without zero points they are all 2^(bits - 1) for TOPW_UINT8,
- * 0 for the others. */
+/* Quantisation of a table, as in onnxruntime's GatherBlockQuantized(gather_axis=0, quantize_axis=1): every block_size
+ * coordinates of a row share a scale and a zero point, and are (code - zero point) * scale. Codes and zero points have
+ * the table's type: TOPW_UINT8 with two 4-bit codes per byte (a row's zero points start at a byte) or one of 8 bits;
+ * TOPW_UINT4 and TOPW_INT4, packed without gaps. The default zero point is 2^(bits - 1) for TOPW_UINT8, else 0. */
 typedef struct {
   int32_t bits, block_size; /* bits 0: not quantised, all else unused */
   int32_t scale_type;       /* TOPW_FLOAT32, or TOPW_FLOAT16: then rows are rounded to it */
@@ -63,7 +62,7 @@ typedef struct {
   const float *temperature, *selection_temperature, *lam, *beta, *init_top_p, *geom_scale, *uniform;
 } topw_inputs;
 
-/* How a row was answered: `stage` is the last of the enum above that it needed. */
+/* The work for a row. `stage`: the last stage it needed, see the enum above. */
 typedef struct {
   int32_t stage, candidates, steps, reserved;
   int64_t distances, distances_avoided; /* pairs of tokens */
@@ -80,22 +79,22 @@ typedef struct {
   topw_report *reports;
 } topw_outputs;
 
-typedef struct topw_workspace topw_workspace; /* scratch memory of one thread: grows, and is kept for the next row */
+typedef struct topw_workspace topw_workspace; /* scratch memory of one thread, kept between rows */
 
 TOPW_EXPORT topw_workspace *topw_workspace_create(void); /* NULL: out of memory */
 TOPW_EXPORT void topw_workspace_destroy(topw_workspace *);
 
-/* One row; 0, or 1 if memory ran out. Rows are independent: several threads may call, each with its own workspace.
- * `table` is NULL for the uniform metric. */
+/* Samples one row; returns 0, or 1 if out of memory. Several threads may call, each with its own workspace. `table`:
+ * NULL for the uniform metric. */
 TOPW_EXPORT int topw_sample_row(const topw_options *, const topw_table *table, const topw_inputs *, int64_t row,
                                 topw_workspace *, const topw_outputs *);
 
-/* Every row, in this thread. */
+/* Samples every row in this thread. */
 TOPW_EXPORT int topw_sample(const topw_options *, const topw_table *table, const topw_inputs *, const topw_outputs *);
 
 TOPW_EXPORT int topw_abi_version(void);
 
-/* "avx512", "avx2", "neon" or "generic": chosen at first use for the processor at hand, or by TOPW_INSTRUCTION_SET. */
+/* "avx512", "avx2", "neon" or "generic": chosen at first use by the processor or TOPW_INSTRUCTION_SET. */
 TOPW_EXPORT const char *topw_instruction_set(void);
 TOPW_EXPORT int topw_use_instruction_set(const char *name); /* 0, or 1 if this processor or build has no such set */
 

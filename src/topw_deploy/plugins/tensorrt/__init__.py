@@ -1,8 +1,9 @@
-"""TensorRT's plugin for the node `topw::TopWSample`: in Python (`register`), and in C++ for hosts without it (`build`).
+"""TensorRT's plugin for the node `topw::TopWSample`: in Python (`register`) and in C++ (`topw_plugin.cpp`).
 
-Neither is needed: without a plugin TensorRT inlines the node's function. Nothing here imports TensorRT unasked.
+Optional: without a plugin TensorRT inlines the node's function. Imports TensorRT only on use.
 """
 
-from topw_deploy.plugins.tensorrt.module import register, registered, tensorrt_module
+from topw_deploy.plugins.tensorrt.module import tensorrt_module
+from topw_deploy.plugins.tensorrt.registry import register, registered
 
 __all__ = ["register", "registered", "tensorrt_module"]

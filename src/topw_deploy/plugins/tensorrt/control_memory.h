@@ -1,4 +1,4 @@
-// Control memory of the kernels for one execution context of TensorRT; control.py is the same for Python, and says why.
+// The kernels' control memory for one TensorRT execution context; see control.py, the same in Python, for the reason.
 #ifndef TOPW_TENSORRT_CONTROL_MEMORY_H
 #define TOPW_TENSORRT_CONTROL_MEMORY_H
 
@@ -6,22 +6,22 @@
 
 namespace topw {
 
-// Blocks of the current device, of which the newest serves. Each is at least twice as large as the one before, and none
-// is freed before the object is: a graph that was captured with an older block goes on using it. One context runs one
-// step at a time, so all its steps may share a block; two contexts may run at once and need one object each.
+// Blocks of the current device's memory; the newest is in use. Each is at least twice as large as the one before. None
+// is freed before the object: captured graphs keep using older ones. Steps of a context share a block; contexts that
+// run at once need one object each.
 class ControlMemory {
  public:
   ControlMemory() = default;
   ControlMemory(const ControlMemory &) = delete;
   ControlMemory &operator=(const ControlMemory &) = delete;
 
-  // Whichever device is current. The owner's steps must have ended.
+  // With any device current. The owner's steps must have ended.
   ~ControlMemory() {
     while (count_) topw_cuda_release(blocks_[--count_]);
   }
 
-  // At least `bytes`. Allocates only where every block is smaller; CUDA refuses that to a thread that captures a stream.
-  // NULL, and *failed a cudaError_t, where no memory can be had.
+  // At least `bytes`. Allocates only if every block is smaller; CUDA refuses that while the thread captures a stream.
+  // NULL, with a cudaError_t in *failed, if there is no memory.
   void *reserve(int64_t bytes, int *failed) {
     *failed = 0;
     if (bytes > size_) {
@@ -36,7 +36,7 @@ class ControlMemory {
  private:
   int64_t size_ = 0;  // bytes of the newest block
   int count_ = 0;
-  void *blocks_[64];  // 63 doublings of a byte are all that an int64_t can count
+  void *blocks_[64];  // an int64_t can count at most 63 doublings of a byte
 };
 
 }  // namespace topw

@@ -1,4 +1,4 @@
-"""The CUDA library as the plugin calls it: addresses, workspace and stream come from TensorRT."""
+"""The CUDA library with addresses, workspace and stream from TensorRT."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 from topw_deploy.errors import ParameterError, PluginError
 from topw_deploy.plugins import driver, shared_library
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
-from topw_deploy.plugins.kernel import COLUMNS, TABLE_TYPES, _Inputs, _Outputs, _Table
 from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.plugins.structs import COLUMNS, TABLE_TYPES, Inputs, Outputs, Table
 from topw_deploy.plugins.tensorrt.control import ControlMemory
 from topw_deploy.plugins.tensorrt.node import EDITS, CallShape
 from topw_deploy.sampling.parameters import TopWOptions
 
 
 class Kernels:
-    """The kernels of the library at `path`. Raises PluginError where the file is no such library."""
+    """The kernels of the library at `path`. Raises PluginError."""
 
     def __init__(self, path: Path) -> None:
         self._kernel = CudaKernel(path)
 
     def check(self, call: CallShape) -> None:
-        """Raises PluginError where the kernels do not serve such calls."""
+        """Raises PluginError if the kernels do not serve such calls."""
         try:
             reason = self._kernel.refusal(_shape(call, _table(call)))
         except ParameterError as error:
@@ -34,18 +34,14 @@ class Kernels:
             )
 
     def workspace_bytes(self, call: CallShape) -> int:
-        """Scratch memory for calls of at most this size, aligned to 256 bytes."""
+        """Bytes of scratch memory, to be aligned to 256 bytes."""
         return self._kernel.workspace_bytes(_shape(call, _table(call)))
 
     def control_memory(self) -> ControlMemory:
-        """New control memory, without bytes so far."""
         return ControlMemory(self._kernel)
 
     def reserve(self, control: ControlMemory, call: CallShape) -> int:
-        """The address of control memory for calls of at most this size, allocated where `control` has too little.
-
-        Raises PluginError with CUDA's reason where no memory can be had.
-        """
+        """The address of control memory for such calls. Raises PluginError with CUDA's reason if there is none."""
         try:
             return control.reserve(self._kernel.control_bytes(_shape(call, _table(call))))
         except PluginError as error:
@@ -64,24 +60,19 @@ class Kernels:
         workspace: int,
         stream: int,
     ) -> None:
-        """Enqueue the kernels of a call, and nothing else.
-
-        inputs, outputs: addresses by name, of the types and shapes of `call`. control: from `reserve`. workspace: of
-        workspace_bytes, with any content. Raises PluginError where CUDA refuses.
-        """
+        """Enqueue the kernels of a call, and nothing else. All arguments are addresses. Raises PluginError."""
         table = _table(call, inputs)
         shape = _shape(call, table)
-        arguments = _Inputs(
+        arguments = Inputs(
             call.batch, call.vocab, call.edits, inputs["logits"],
             *(inputs[name] for name in EDITS), *(inputs[name] for name in COLUMNS),
         )  # fmt: skip
-        results = _Outputs(*(outputs.get(field[0]) for field in _Outputs._fields_))
+        results = Outputs(*(outputs.get(field[0]) for field in Outputs._fields_))
         self._kernel.launch(shape, table, arguments, results, control, workspace, stream)
 
 
 def installed_kernels() -> Kernels:
-    """Those of the CUDA library that is to be used here. Raises PluginError where there is none, or none for the GPUs
-    that the driver shows."""
+    """The kernels of the CUDA library. Raises PluginError if there is none, or none for the GPUs of this machine."""
     path = library_path("cuda")
     if path is None:
         raise PluginError(
@@ -102,21 +93,21 @@ def installed_kernels() -> Kernels:
     return kernels
 
 
-def _shape(call: CallShape, table: _Table | None) -> CudaShape:
-    settings = call.settings
+def _shape(call: CallShape, table: Table | None) -> CudaShape:
+    node = call.node
     options = TopWOptions(
-        top_m=settings.top_m, alt_iters=settings.alt_iters, metric=settings.metric,
-        **({"potential": "knn", "knn_k": settings.knn_k} if settings.knn_k else {"potential": "nearest"}),
+        top_m=node.top_m, alt_iters=node.alt_iters, metric=node.metric,
+        **({"potential": "knn", "knn_k": node.knn_k} if node.knn_k else {"potential": "nearest"}),
     )  # fmt: skip
     return CudaShape(options, call.batch, call.vocab, call.edits, call.logits_type, table)
 
 
-def _table(call: CallShape, inputs: Mapping[str, int] | None = None) -> _Table | None:
-    """The table of topw.h: sizes and types, and with `inputs` its addresses; None for the uniform metric."""
-    if not call.settings.has_table:
+def _table(call: CallShape, inputs: Mapping[str, int] | None = None) -> Table | None:
+    """The C structure: sizes and types, with `inputs` also addresses; None for the uniform metric."""
+    if not call.node.has_table:
         return None
     given: Mapping[str, int | None] = inputs or {}
-    return _Table(
+    return Table(
         given.get("table"), call.tokens, call.hidden, TABLE_TYPES.get(call.table_type, 0), 0,
         given.get("mean"), given.get("inverse_std"), given.get("neighbour_bound") if call.bounds else None,
     )  # fmt: skip

@@ -1,5 +1,7 @@
-"""What a TensorRT graph says of one node: its attributes, and the types and sizes of its inputs
-(docs/contract/graph.md, section 8). Plain Python, so that it can be read and tested without TensorRT."""
+"""The sampler node in TensorRT's terms: attributes, types and shapes (docs/contract/graph.md, section 8).
+
+Plain Python, testable without TensorRT.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,21 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from topw_deploy.errors import PluginError
-from topw_deploy.plugins.kernel import COLUMNS
 from topw_deploy.plugins.shared_library import CUDA_ABI_VERSION
+from topw_deploy.plugins.structs import COLUMNS
 from topw_deploy.sampling.parameters import METRICS
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 TABLE_FORM = "Gather(axis=0)"
-"""The one table form that the kernels read where TensorRT runs: its parser has no others."""
+"""The only table form that TensorRT's parser supports."""
 
 EDITS = ("edit_ids", "edit_penalty", "edit_bias")
 INPUTS = ("logits", *EDITS, *COLUMNS)
 """Inputs of a node with the `uniform` metric."""
 TABLE_INPUTS = ("mean", "inverse_std", "neighbour_bound", "table")
-"""What follows under every other metric."""
+"""Additional inputs under every other metric."""
 
 OUTPUT_TYPES = {
     "next_token": "int64",
@@ -32,25 +34,24 @@ OUTPUT_TYPES = {
     "mass": "float32",
     "keep_mask": "bool",
 }
-"""Outputs in their order; the last two on request."""
+"""Outputs in order; the last two are optional."""
 
 MOST_POOL, MOST_NEIGHBOURS, MOST_VOCAB, MOST_HIDDEN = 4096, 16, 524288, 8192
-"""What the kernels serve (topw_cuda_refusal of topw_cuda.h); here for whoever asks before there is a library."""
+"""Limits of the kernels (topw_cuda_refusal of topw_cuda.h), for checks without the library."""
 
 FLOATS = ("float32", "float16", "bfloat16")
 KERNELS = "kernels"
-"""The field of an engine with the kernels' interface that it was built with, CUDA_ABI_VERSION; no attribute."""
+"""An engine's field with the kernels' interface version, CUDA_ABI_VERSION; not an attribute."""
 _NUMBERS = ("top_m", "alt_iters", "knn_k", "with_mass", "with_keep_mask")
 _TEXTS = ("metric", "table_form")
 FIELDS = (*_NUMBERS, *_TEXTS)
-"""Attributes that a plugin reads, in the order in which an engine keeps them before KERNELS; the C++ plugin keeps the
-same."""
+"""The plugin's attributes, in the order in which an engine serializes them before KERNELS, also from C++."""
 _MOST = 2**31 - 1  # an int32 in the engine
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeSettings:
-    """The node's attributes. Raises PluginError for those that the kernels cannot serve, naming value and bound."""
+class NodeAttributes:
+    """The node's attributes. Raises PluginError, with value and bound, if the kernels cannot serve them."""
 
     top_m: int
     alt_iters: int
@@ -78,10 +79,7 @@ class NodeSettings:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, int | str]) -> Self:
-        """From attributes or an engine's fields by name; what else is among them is left alone.
-
-        Raises PluginError for absent ones and for those of another type.
-        """
+        """From a node's attributes or an engine's fields, ignoring unknown names. Raises PluginError."""
         known: dict[str, int | str] = {name: fields[name] for name in FIELDS if name in fields}
         for name, value in known.items():
             if isinstance(value, str) != (name in _TEXTS):
@@ -93,12 +91,12 @@ class NodeSettings:
             raise PluginError(f"the node has no {', '.join(missing)}; export the model again.") from None
 
     def to_fields(self) -> dict[str, int | str]:
-        """By name, in the order of FIELDS."""
+        """The attributes by name, in the order of FIELDS."""
         values = asdict(self)
         return {name: values[name] for name in FIELDS}
 
     def beyond_kernels(self, vocab: int = 1, hidden: int = 1) -> str:
-        """Why the kernels do not serve the node over so many tokens and coordinates, as a clause; empty if they do."""
+        """Why the kernels refuse the node over [`vocab`, `hidden`] coordinates, as a clause; "" if they do not."""
         for what, value, most in (
             ("top_m", min(self.top_m, vocab), MOST_POOL), ("knn_k", self.knn_k, MOST_NEIGHBOURS),
             ("the vocabulary", vocab, MOST_VOCAB), ("the table's width", hidden, MOST_HIDDEN),
@@ -108,7 +106,7 @@ class NodeSettings:
         return ""
 
     def to_engine(self) -> dict[str, int | str]:
-        """What an engine keeps: to_fields, and KERNELS."""
+        """The fields that an engine serializes: to_fields and KERNELS."""
         return {**self.to_fields(), KERNELS: CUDA_ABI_VERSION}
 
     @property
@@ -117,19 +115,21 @@ class NodeSettings:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the inputs in their order."""
+        """Names of the inputs, in order."""
         return (*INPUTS, *TABLE_INPUTS) if self.has_table else INPUTS
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs in their order."""
+        """Names of the outputs, in order."""
         wanted = {"mass": self.with_mass, "keep_mask": self.with_keep_mask}
         return tuple(name for name in OUTPUT_TYPES if wanted.get(name, 1))
 
 
 def check_engine(fields: Mapping[str, int | str]) -> None:
-    """Raises PluginError where an engine's fields say that it was built with kernels of another interface: these might
-    need more workspace than the engine sets aside, and write beyond it."""
+    """Raises PluginError if an engine was built with kernels of another interface version.
+
+    Such kernels might write beyond the engine's workspace.
+    """
     found = fields.get(KERNELS, "unknown")
     if found != CUDA_ABI_VERSION:
         raise PluginError(
@@ -140,7 +140,7 @@ def check_engine(fields: Mapping[str, int | str]) -> None:
 
 @dataclass(frozen=True)
 class Tensor:
-    """Element type, by NumPy's name or `bfloat16`, and shape."""
+    """dtype: NumPy's name, or `bfloat16`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -148,9 +148,9 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """What a call is to the kernels: topw_cuda_shape of topw_cuda.h. tokens and hidden are 0 without a table."""
+    """The topw_cuda_shape of a call. tokens and hidden are 0 without a table."""
 
-    settings: NodeSettings
+    node: NodeAttributes
     batch: int
     vocab: int
     edits: int
@@ -161,20 +161,17 @@ class CallShape:
     bounds: int = 0
 
 
-def describe(settings: NodeSettings, tensors: Sequence[Tensor]) -> CallShape:
-    """The call that inputs of these types and shapes make.
-
-    Raises PluginError where they are not the inputs of such a node or do not fit each other.
-    """
-    if len(tensors) != len(settings.inputs):
-        raise PluginError(f"the node has {len(tensors)} inputs, but a node like it has {len(settings.inputs)}.")
-    given = dict(zip(settings.inputs, tensors, strict=True))
+def describe(node: NodeAttributes, tensors: Sequence[Tensor]) -> CallShape:
+    """The shape of a call with these inputs. Raises PluginError if they do not fit."""
+    if len(tensors) != len(node.inputs):
+        raise PluginError(f"the node has {len(tensors)} inputs, but a node like it has {len(node.inputs)}.")
+    given = dict(zip(node.inputs, tensors, strict=True))
     batch, vocab = _matrix("logits", given["logits"])
     _, edits = _matrix("edit_ids", given["edit_ids"])
     for name, shape in {**dict.fromkeys(EDITS, (batch, edits)), **dict.fromkeys(COLUMNS, (batch,))}.items():
         _require(name, given[name], shape)
-    call = CallShape(settings=settings, batch=batch, vocab=vocab, edits=edits, logits_type=given["logits"].dtype)
-    if not settings.has_table:
+    call = CallShape(node=node, batch=batch, vocab=vocab, edits=edits, logits_type=given["logits"].dtype)
+    if not node.has_table:
         return call
     tokens, hidden = _matrix("table", given["table"])
     if tokens < vocab:

@@ -1,10 +1,8 @@
-"""The plugin as a Python class: TensorRT calls it for sizes and types, and to enqueue the kernels of the CUDA library.
+"""The plugin as a Python class, which enqueues the kernels of the CUDA library.
 
-It needs no C++ compiler and no header of TensorRT, only `topw plugins build --cuda`. A step enqueues the kernels alone,
-so a CUDA graph records it, and a replayed graph never comes back to Python.
+A step enqueues nothing but kernels, so a CUDA graph can capture it, and replaying it does not call Python.
 
-Importing this module imports TensorRT. Built and parsed with NVIDIA's parser and builder; enqueued by tests on a CPU
-with the emulated kernels, not on a GPU.
+Imports TensorRT. Tested with NVIDIA's parser and builder, and with emulated kernels on a CPU; not run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,47 +14,32 @@ import numpy as np
 
 from topw_deploy.plugins.tensorrt.kernels import Kernels, installed_kernels
 from topw_deploy.plugins.tensorrt.module import NAME, NAMESPACE, VERSION, tensorrt_module
-from topw_deploy.plugins.tensorrt.node import (
-    FLOATS,
-    OUTPUT_TYPES,
-    NodeSettings,
-    Tensor,
-    check_engine,
-    describe,
-)
+from topw_deploy.plugins.tensorrt.node import FLOATS, OUTPUT_TYPES, NodeAttributes, Tensor, check_engine, describe
 
 trt: Any = tensorrt_module()
 
-_TYPES = {
-    "float32": trt.float32,
-    "float16": trt.float16,
-    "bfloat16": trt.bfloat16,
-    "int32": trt.int32,
-    "int64": trt.int64,
-    "bool": trt.bool,
-}
+_TYPES = {name: getattr(trt, name) for name in (*FLOATS, "int32", "int64", "bool")}
 _NAMES = {value: name for name, value in _TYPES.items()}
 _FLOATS = tuple(_TYPES[name] for name in FLOATS)
 
 
 class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):
-    """One node. settings: its attributes. kernels: what enqueues its work.
+    """The plugin of a node.
 
-    Its methods are those of TensorRT's interfaces and are called by TensorRT alone. What they raise TensorRT prints and
-    answers by failing to build or to run.
+    Only TensorRT calls its methods. If one raises, TensorRT prints the error and fails the build or the run.
 
-    Every object has control memory of its own (control.py), allocated when its shape is known. TensorRT clones the
-    plugin for each execution context, so contexts that run at once on several streams do not share it.
+    Every object has its own control memory. TensorRT clones the plugin for each execution context, so concurrent
+    contexts do not share it.
     """
 
-    def __init__(self, settings: NodeSettings, kernels: Kernels) -> None:
+    def __init__(self, node: NodeAttributes, kernels: Kernels) -> None:
         for base in TopWSamplePlugin.__bases__:
             base.__init__(self)
         self.plugin_name, self.plugin_version, self.plugin_namespace = NAME, VERSION, NAMESPACE
-        self.num_outputs = len(settings.outputs)
-        self.settings = settings
+        self.num_outputs = len(node.outputs)
+        self.node = node
         self.kernels = kernels
-        # The types that the graph gives to logits and table, noted where TensorRT tells them; float32 until then.
+        # The graph's types of logits and table; float32 until get_output_data_types gets them.
         self.given = {"logits": trt.float32, "table": trt.float32}
         self._control = kernels.control_memory()
         self._written: list[Any] = []
@@ -65,25 +48,24 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         return self
 
     def clone(self) -> TopWSamplePlugin:
-        copy = TopWSamplePlugin(self.settings, self.kernels)
+        copy = TopWSamplePlugin(self.node, self.kernels)
         copy.given = dict(self.given)
         return copy
 
     def destroy(self) -> None:
-        """Called when TensorRT deletes the plugin, here with its execution context. TensorRT's module keeps references
-        to the Python object, which is then never collected: memory has to be freed now."""
+        """Free the control memory: TensorRT's module keeps references, so the object is never collected."""
         self._control.release()
 
     # ---- while an engine is built
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-        given = dict(zip(self.settings.inputs, input_types, strict=True))
+        given = dict(zip(self.node.inputs, input_types, strict=True))
         self.given = {name: given[name] for name in self.given if name in given}
-        return [_TYPES[OUTPUT_TYPES[name]] for name in self.settings.outputs]
+        return [_TYPES[OUTPUT_TYPES[name]] for name in self.node.outputs]
 
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
         logits, shapes = inputs[0], []
-        for name in self.settings.outputs:
+        for name in self.node.outputs:
             shape = trt.DimsExprs(2 if name == "keep_mask" else 1)
             for axis in range(len(shape)):
                 shape[axis] = logits[axis]
@@ -91,22 +73,22 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         return shapes
 
     def supports_format_combination(self, position: int, tensors: Sequence[Any], inputs: int) -> bool:
-        """Every tensor in the one type that the graph gives it: a builder free to choose may not round logits."""
+        """Only the graph's type for every tensor, so that the builder cannot round logits."""
         tensor = tensors[position].desc
         if tensor.format != trt.TensorFormat.LINEAR:
             return False
         if position >= inputs:
-            return bool(tensor.type == _TYPES[OUTPUT_TYPES[self.settings.outputs[position - inputs]]])
-        name = self.settings.inputs[position]
+            return bool(tensor.type == _TYPES[OUTPUT_TYPES[self.node.outputs[position - inputs]]])
+        name = self.node.inputs[position]
         if name in self.given:
             return tensor.type in _FLOATS and tensor.type == self.given[name]
         return bool(tensor.type == (trt.int64 if name == "edit_ids" else trt.float32))
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        self.kernels.check(describe(self.settings, _largest(inputs)))
+        self.kernels.check(describe(self.node, _largest(inputs)))
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        return self.kernels.workspace_bytes(describe(self.settings, _largest(inputs)))
+        return self.kernels.workspace_bytes(describe(self.node, _largest(inputs)))
 
     def get_valid_tactics(self) -> list[int]:
         return []
@@ -117,12 +99,11 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         """There is one."""
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Allocate what steps of this shape need, with the engine's device current.
+        """Allocate control memory, with the engine's device current.
 
-        TensorRT calls this at the start of the first run after a shape or an address has changed. It asks that such a
-        run is not captured, so the allocation happens outside of captures.
+        TensorRT calls this in the first run after a shape or address changed, and forbids capturing that run.
         """
-        call = describe(self.settings, _actual(inputs))
+        call = describe(self.node, _actual(inputs))
         self.kernels.check(call)
         self.kernels.reserve(self._control, call)
 
@@ -138,27 +119,27 @@ class TopWSamplePlugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuil
         workspace: int,
         stream: int,
     ) -> None:
-        call = describe(self.settings, _actual(input_desc))
-        arguments = dict(zip(self.settings.inputs, inputs, strict=True))
-        results = dict(zip(self.settings.outputs, outputs, strict=True))
-        # Allocates for a caller alone that never called on_shape_change, as a builder that times layers may do.
+        call = describe(self.node, _actual(input_desc))
+        arguments = dict(zip(self.node.inputs, inputs, strict=True))
+        results = dict(zip(self.node.outputs, outputs, strict=True))
+        # Allocates only if on_shape_change was not called, as by a builder that times layers.
         control = self.kernels.reserve(self._control, call)
         self.kernels.enqueue(call, arguments, results, control, workspace, stream)
 
     def get_fields_to_serialize(self) -> Any:
-        fields = _plugin_fields(self.settings.to_engine())
+        fields = _plugin_fields(self.node.to_engine())
         self._written = [fields, trt.PluginFieldCollection(fields)]  # TensorRT borrows their memory
         return self._written[1]
 
 
 class TopWSampleCreator(trt.IPluginCreatorV3One):
-    """Makes plugins for the parser, from a node's attributes, and for engines, from what they kept of them."""
+    """Creates plugins from a node's attributes for the parser, and from serialized fields for engines."""
 
     def __init__(self, kernels: Kernels) -> None:
         trt.IPluginCreatorV3One.__init__(self)
         self.name, self.plugin_version, self.plugin_namespace = NAME, VERSION, NAMESPACE
-        # What the parser is to hand over; the values are examples. TensorRT keeps the names' addresses.
-        self._known = _plugin_fields(NodeSettings(top_m=1, alt_iters=1, metric="uniform").to_fields())
+        # The fields that the parser passes; the values are examples. TensorRT keeps the names' addresses.
+        self._known = _plugin_fields(NodeAttributes(top_m=1, alt_iters=1, metric="uniform").to_fields())
         self.field_names = trt.PluginFieldCollection(self._known)
         self.kernels = kernels
 
@@ -166,16 +147,16 @@ class TopWSampleCreator(trt.IPluginCreatorV3One):
         values = {each.name: _value(each) for each in fields}
         if phase == trt.TensorRTPhase.RUNTIME:
             check_engine(values)
-        return TopWSamplePlugin(NodeSettings.from_fields(values), self.kernels)
+        return TopWSamplePlugin(NodeAttributes.from_fields(values), self.kernels)
 
 
-_creators: list[TopWSampleCreator] = []  # TensorRT keeps addresses of them for the life of the process
+_creators: list[TopWSampleCreator] = []  # TensorRT keeps their addresses for the life of the process
 
 
 def register(kernels: Kernels | None = None) -> None:
     """Add a creator to TensorRT's registry. kernels: by default those of the CUDA library.
 
-    Raises PluginError where that library is absent, or where TensorRT does not take the creator.
+    Raises PluginError if that library is missing.
     """
     creator = TopWSampleCreator(installed_kernels() if kernels is None else kernels)
     _creators.append(creator)
@@ -183,7 +164,7 @@ def register(kernels: Kernels | None = None) -> None:
 
 
 def _plugin_fields(values: dict[str, int | str]) -> list[Any]:
-    """An engine's fields: numbers as int32, texts with a final zero. TensorRT borrows the arrays' memory."""
+    """An engine's fields: numbers as int32, strings with a final zero. TensorRT borrows the arrays' memory."""
     made = []
     for name, value in values.items():
         if isinstance(value, str):

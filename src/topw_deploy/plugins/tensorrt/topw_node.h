@@ -1,5 +1,5 @@
-// What TensorRT says of one node of topw::TopWSample: its attributes, which are also what an engine keeps of it, and the
-// types and sizes of its inputs. node.py is the same for Python.
+// A node topw::TopWSample in TensorRT's terms: its attributes, which an engine serializes, and types and sizes of its
+// inputs. node.py is the same in Python.
 #ifndef TOPW_TENSORRT_NODE_H
 #define TOPW_TENSORRT_NODE_H
 
@@ -25,7 +25,7 @@ enum Output { kNextToken, kLogprob, kKept, kCertified, kFirstOnRequest };
 
 void complain(const char *format, ...);  // an error, to TensorRT's logger
 
-// ---- the node's attributes, which are also what an engine keeps of it
+// ---- the node's attributes, which an engine serializes
 
 struct Settings {
   int32_t top_m = 0, alt_iters = 0, knn_k = 0, with_mass = 0, with_keep_mask = 0;
@@ -54,7 +54,7 @@ constexpr Number kNumbers[] = {{"top_m", &Settings::top_m, 1, INT32_MAX},
                                {"with_keep_mask", &Settings::with_keep_mask, 0, 1}};
 constexpr int32_t kAttributes = sizeof kNumbers / sizeof kNumbers[0] + 2;
 
-// The field of an engine, beyond the attributes, with the kernels' interface that it was built with.
+// An engine's field with the kernels' interface version; not an attribute.
 constexpr char kKernels[] = "kernels";
 constexpr int32_t kKernelsHere = TOPW_CUDA_ABI_VERSION, kFields = kAttributes + 1;
 
@@ -69,7 +69,7 @@ inline bool read_number(const PluginField &field, const Number &number, Settings
   return true;
 }
 
-// A text of up to room - 1 characters, with or without its final zero.
+// A string of up to room - 1 characters, with or without its final zero.
 inline bool read_text(const PluginField &field, char *text, size_t room) {
   if (field.type != PluginFieldType::kCHAR || field.length < 0 || (field.length > 0 && !field.data)) return false;
   const size_t length = field.length ? strnlen(static_cast<const char *>(field.data), field.length) : 0;
@@ -85,7 +85,7 @@ inline bool read_field(const PluginField &field, Settings *settings) {
     return read_text(field, settings->table_form, sizeof settings->table_form);
   for (const Number &number : kNumbers)
     if (strcmp(field.name, number.name) == 0) return read_number(field, number, settings);
-  return true;  // how the plugin was found, or what a later version knows
+  return true;  // used to find the plugin, or of a later version
 }
 
 inline bool read_settings(const nvinfer1::PluginFieldCollection &fields, Settings *settings) {
@@ -106,8 +106,8 @@ inline bool read_settings(const nvinfer1::PluginFieldCollection &fields, Setting
   return true;
 }
 
-// Whether the kernels have the interface that an engine was built with. Others might need more workspace than the engine
-// sets aside, and write beyond it.
+// Whether the kernels have the interface version that an engine was built with. Others might write beyond the engine's
+// workspace.
 inline bool check_engine(const nvinfer1::PluginFieldCollection &fields) {
   for (int32_t index = 0; index < fields.nbFields; ++index) {
     const PluginField &field = fields.fields[index];
@@ -151,7 +151,7 @@ inline bool is_shape(const Tensor &tensor, int32_t rank, int64_t first, int64_t 
   return tensor.dims.nbDims == rank && tensor.dims.d[0] == first && (rank == 1 || tensor.dims.d[1] == second);
 }
 
-// What a call with these inputs is to the kernels; NULL, or why they do not fit together, a clause.
+// The shape of a call with these inputs. Returns NULL, or why they do not fit, as a clause.
 inline const char *describe(const Settings &settings, const Tensor *in, topw_cuda_shape *shape) {
   *shape = {};
   shape->options = {settings.top_m, settings.alt_iters, settings.metric_number(), settings.knn_k};

@@ -1,0 +1,237 @@
+"""Compile the CUDA library: nvcc for `cuda/*.cu`, the C++ compiler for the rest.
+
+The CUDA runtime is static and looks for the driver on first use, so the library loads anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from topw_deploy.errors import PluginError
+from topw_deploy.plugins import compile_native, nvcc, shared_library
+from topw_deploy.plugins.architectures import ARCHITECTURES
+
+SOURCES = Path(__file__).with_name("cuda")
+PIP_PACKAGES = "nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl"
+FLAGS = ("-std=c++17", "-O3", "-Werror", "all-warnings")
+"""nvcc's own flags; its host compiler gets _HOST_FLAGS."""
+
+_HOST_FLAGS = ("-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-ffp-contract=off")
+_LINKED = ("-lcudart_static", "-ldl", "-lpthread", "-lrt", "-lm")
+_USUAL = Path("/usr/local/cuda")  # on a Jetson the toolkit is here, but not on PATH
+_SYMBOLIC = "-Wl,-Bsymbolic"  # libtopw.so, with the same symbols, may be in the same process
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit. libraries, headers: folders of the static runtime and of its headers."""
+
+    nvcc: Path
+    version: str
+    architectures: tuple[int, ...]
+    libraries: Path
+    headers: Path
+
+
+@dataclass(frozen=True)
+class CompiledLibrary:
+    path: Path
+    architectures: tuple[int, ...]
+    nvcc: str
+    seconds: float
+    size: int
+
+
+def compile_cuda(
+    output: Path | None = None,
+    architectures: Sequence[int] = (),
+    *,
+    say: Callable[[str], object] = lambda line: None,
+    watch: nvcc.Watch = nvcc.unwatched,
+) -> CompiledLibrary:
+    """Compile the CUDA library to `output`, by default into the package.
+
+    architectures: 87 for sm_87; by default all of ARCHITECTURES that nvcc knows. The newest is also kept as PTX, for
+        newer GPUs.
+    say: called with one line per phase. watch: called with nvcc's state.
+
+    Raises PluginError if nvcc, a compiler or an architecture is missing or fails; a previous file then stays.
+    """
+    started = time.perf_counter()
+    if sys.platform != "linux":
+        raise PluginError(f"the CUDA library is built on Linux, and this is {sys.platform}; models run their function.")
+    output = shared_library.PACKAGED_CUDA if output is None else output
+    check_place(output)
+    toolkit = find_toolkit()
+    chosen = choose_architectures(toolkit, architectures)
+    say(f"nvcc {toolkit.version} ({toolkit.nvcc}), {', '.join(f'sm_{number}' for number in chosen)}")
+    try:
+        with tempfile.TemporaryDirectory(prefix="topw-cuda-") as scratch:
+            library = Path(scratch) / output.name
+            operator = [*sorted(compile_native.SOURCES.glob("*.cpp")), *sorted(SOURCES.glob("ort_*.cpp"))]
+            link(toolkit, compile_with_kernels(toolkit, chosen, Path(scratch), operator, watch=watch), library)
+            _check(library)
+            compile_native.put(library, output)
+    except compile_native.NotBuiltError as reason:
+        raise PluginError(f"the CUDA library was not built: {reason}.") from None
+    return CompiledLibrary(output, chosen, toolkit.version, time.perf_counter() - started, output.stat().st_size)
+
+
+def check_place(output: Path) -> None:
+    """Raises PluginError if `output` cannot be written."""
+    try:
+        compile_native.check_place(output)
+    except compile_native.NotBuiltError as reason:
+        raise PluginError(f"{reason}; name another file with --output.") from None
+
+
+def find_toolkit() -> Toolkit:
+    """The toolkit of CUDA_HOME, CUDA_PATH, PATH, pip's packages or /usr/local/cuda. Raises PluginError."""
+    for compiler in _candidates():
+        return _toolkit(compiler)
+    raise PluginError(
+        "there is no nvcc in CUDA_HOME, on PATH, in this environment or in /usr/local/cuda; install the CUDA toolkit, "
+        f"or run: pip install {PIP_PACKAGES}"
+    )
+
+
+def _candidates() -> Iterator[Path]:
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        named = os.environ.get(name)
+        if named:
+            compiler = Path(named) / "bin" / "nvcc"
+            if not compiler.is_file():
+                raise PluginError(f"{name} is {named!r}, where there is no bin/nvcc; correct it, or unset it.")
+            yield compiler
+    on_path = shutil.which("nvcc")
+    if on_path:
+        yield Path(on_path)
+    pips = (Path(sysconfig.get_paths()[name]) / "nvidia" / "cu13" for name in ("purelib", "platlib"))
+    for root in (*pips, _USUAL):
+        if (root / "bin" / "nvcc").is_file():
+            yield root / "bin" / "nvcc"
+
+
+def _toolkit(compiler: Path) -> Toolkit:
+    version = re.search(r"release (\d+\.\d+)", _output(compiler, "--version"))
+    codes = re.findall(r"sm_(\d+)\b", _output(compiler, "--list-gpu-code"))
+    architectures = tuple(sorted({int(number) for number in codes}))
+    # nvcc may be a script or a link to elsewhere; with --dryrun it prints its toolkit's folder.
+    top = re.search(r"^#\$ TOP=(.+)$", _output(compiler, "--dryrun", "-x", "cu", "-E", os.devnull), re.MULTILINE)
+    if version is None or top is None or not architectures:
+        raise PluginError(f"{compiler} is no nvcc that this topw_deploy understands; name another with CUDA_HOME.")
+    libraries = _folder(compiler, Path(top[1].strip()), ("lib64", "lib"), "libcudart_static.a")
+    headers = _folder(compiler, Path(top[1].strip()), ("include",), "cuda_runtime_api.h")
+    return Toolkit(compiler, version[1], architectures, libraries, headers)
+
+
+def _folder(compiler: Path, top: Path, names: Sequence[str], file: str) -> Path:
+    """The folder with `file`, in `top` or its part for this machine."""
+    targets = sorted((top / "targets").glob(f"*{platform.machine()}*")) + sorted((top / "targets").glob("*"))
+    for root in (top, *targets):
+        for name in names:
+            if (root / name / file).is_file():
+                return (root / name).resolve()
+    raise PluginError(f"{compiler} comes without {file}; run: pip install {PIP_PACKAGES}")
+
+
+def _output(compiler: Path, *arguments: str) -> str:
+    command = [str(compiler), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PluginError(f"{compiler} cannot be run ({error}); name another with CUDA_HOME.") from None
+    return done.stdout + done.stderr
+
+
+def choose_architectures(toolkit: Toolkit, asked: Sequence[int]) -> tuple[int, ...]:
+    """The architectures to compile for, ascending. Raises PluginError for an unknown one."""
+    if not asked:
+        return tuple(number for number in ARCHITECTURES if number in toolkit.architectures)
+    for number in asked:
+        if number not in toolkit.architectures or number < ARCHITECTURES[0]:
+            known = ", ".join(str(number) for number in toolkit.architectures if number >= ARCHITECTURES[0])
+            raise PluginError(
+                f"nvcc {toolkit.version} does not compile these kernels for sm_{number}: it can for {known}; choose "
+                "among those, or install another CUDA."
+            )
+    return tuple(sorted(set(asked)))
+
+
+def code_flags(architectures: Sequence[int]) -> list[str]:
+    """nvcc's options for code of these architectures and PTX of the last."""
+    flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
+    return [*flags, f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}"]
+
+
+def compile_with_kernels(
+    toolkit: Toolkit,
+    architectures: Sequence[int],
+    scratch: Path,
+    rest: Sequence[Path],
+    flags: Sequence[str] = (),
+    *,
+    watch: nvcc.Watch = nvcc.unwatched,
+) -> list[str]:
+    """Compile the kernels and the C++ sources `rest`, with extra `flags`, to objects in `scratch`.
+
+    Returns the objects' paths. Raises NotBuiltError.
+    """
+    kernels = sorted(SOURCES.glob("*.cu"))
+    if not kernels or not rest:
+        raise compile_native.NotBuiltError(f"the sources are not in {SOURCES.parent}")
+    defines = [f"-DTOPW_WITH_CUDA={'.'.join(map(str, architectures))}"]
+    includes = [f"-I{folder}" for folder in (compile_native.SOURCES, SOURCES)]
+    cpp = [*compile_native.find_compiler(), *compile_native.FLAGS, *defines, *includes, f"-isystem{toolkit.headers}"]
+    cpp += [*flags, "-c"]
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // len(kernels))
+    cu = [str(toolkit.nvcc), *nvcc_flags(), *code_flags(architectures), f"--threads={threads}", *defines, *includes]
+    jobs = [(cu, source) for source in kernels] + [(cpp, source) for source in rest]  # the longest first
+
+    def compile_one(job: tuple[list[str], Path]) -> str:
+        command, source = job
+        target = str(scratch / f"{source.parent.name}-{source.name}.o")
+        if command is cu:
+            nvcc.run([*command, "-c", str(source), "-o", target], len(architectures), watch)
+        else:
+            compile_native.run([*command, str(source), "-o", target])
+        return target
+
+    with ThreadPoolExecutor(cores) as pool:
+        return list(pool.map(compile_one, jobs))
+
+
+def nvcc_flags() -> list[str]:
+    """nvcc's options except architectures and paths. Raises NotBuiltError."""
+    compiler = compile_native.find_compiler()
+    if len(compiler) > 1:
+        words = " ".join(compiler)
+        raise compile_native.NotBuiltError(f"nvcc takes one program as its C++ compiler, and CXX is {words}")
+    return [*FLAGS, f"-ccbin={compiler[0]}", f"-Xcompiler={','.join(_HOST_FLAGS)}"]
+
+
+def link(toolkit: Toolkit, objects: Sequence[str], library: Path) -> None:
+    """Link the objects and the CUDA runtime. Raises NotBuiltError."""
+    compiler = compile_native.find_compiler()
+    flags = [*compile_native.linker_flags(compiler), _SYMBOLIC, f"-L{toolkit.libraries}"]
+    compile_native.run([*compiler, "-shared", *objects, *flags, *_LINKED, "-o", str(library)])
+
+
+def _check(library: Path) -> None:
+    try:
+        shared_library.CudaLibrary(library)
+    except OSError as error:
+        raise compile_native.NotBuiltError(f"what was compiled does not load ({error})") from None

@@ -1,0 +1,154 @@
+"""Compile the native library; `python -m topw_deploy.plugins.compile_native` rebuilds it in a source tree.
+
+setup.py imports this module, so it must need nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from topw_deploy.files import replacing
+
+SOURCES = Path(__file__).with_name("native")
+LIBRARY_NAME = {"darwin": "libtopw.dylib", "win32": "topw.dll"}.get(sys.platform, "libtopw.so")
+
+# Files that need an instruction set enable it themselves; the choice is made at run time.
+# No contraction to fused multiply-add: decisions are rounded alike on every processor.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-ffp-contract=off")
+# Link the C++ library statically, and hide its symbols from other libraries of the process.
+_LINUX = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL", "-s")
+
+TIMEOUT = 3600  # seconds for a compiler: kernels for ten GPUs on a busy machine take a quarter of it
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+class NotBuiltError(Exception):
+    """Why the library was not built, in one line."""
+
+
+def compile_native(output: Path) -> None:
+    """Compile the library to `output` with the compiler of CXX or the system's.
+
+    Raises NotBuiltError if it fails or TOPW_BUILD_NATIVE=0; there is no file at `output` then.
+    """
+    try:
+        _compile(output)
+    except NotBuiltError:
+        output.unlink(missing_ok=True)  # an earlier build may be of other sources
+        raise
+
+
+def _compile(output: Path) -> None:
+    if os.environ.get("TOPW_BUILD_NATIVE") == "0":
+        raise NotBuiltError("TOPW_BUILD_NATIVE=0")
+    sources = sorted(str(file) for file in SOURCES.glob("*.cpp"))
+    if not sources:
+        raise NotBuiltError(f"the sources are not in {SOURCES}")
+    if sys.platform == "win32":
+        raise NotBuiltError("it is not built on Windows")
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory(prefix="topw-build-") as scratch:
+        library = Path(scratch) / output.name
+        run([*compiler, *FLAGS, *linker_flags(compiler), "-shared", *sources, "-lm", "-o", str(library)])
+        if not library.is_file() or not library.stat().st_size:
+            raise NotBuiltError(f"{compiler[0]} said nothing and wrote no library")
+        put(library, output)
+
+
+def check_place(output: Path) -> None:
+    """Raises NotBuiltError if `output` cannot be written, before minutes of compiling."""
+    above = next(folder for folder in (output.parent, *output.parents) if os.path.lexists(folder))
+    try:
+        if output.is_dir():  # so is the empty path
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise NotBuiltError(f"{output} cannot be written ({error.strerror or error})") from None
+
+
+def put(library: Path, output: Path) -> None:
+    """Replace `output` by `library`; processes that have loaded the old file keep it."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with library.open("rb") as source, replacing(output) as target:
+            shutil.copyfileobj(source, target)
+    except OSError as error:
+        raise NotBuiltError(f"{output} cannot be written ({error.strerror or error})") from None
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler's command line. Raises NotBuiltError if there is none."""
+    named = os.environ.get("CXX")
+    if named:
+        try:
+            words = shlex.split(named)
+        except ValueError as error:
+            raise NotBuiltError(f"CXX is {named!r}, which is no command line ({error})") from None
+        if not words or not shutil.which(words[0]):
+            raise NotBuiltError(f"CXX is {named!r}, and there is no such program; name another, or unset it")
+        return words
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path:
+            return [path]
+    raise NotBuiltError("there is no C++ compiler (install one, or name it with CXX)")
+
+
+def linker_flags(compiler: Sequence[str]) -> list[str]:
+    """The linker flags that this compiler accepts."""
+    if sys.platform != "linux":
+        return []
+    taken = []
+    with tempfile.TemporaryDirectory(prefix="topw-probe-") as scratch:
+        probe = Path(scratch) / "probe.cpp"
+        probe.write_text('extern "C" int topw_probe() { return 0; }\n', encoding="ascii")
+        for flag in _LINUX:
+            try:
+                run([*compiler, *FLAGS, flag, "-shared", str(probe), "-o", str(probe.with_suffix(".so"))])
+                taken.append(flag)
+            except NotBuiltError:
+                continue
+    return taken
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a compiler. Raises NotBuiltError with its first error."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
+    except (OSError, ValueError) as error:
+        raise NotBuiltError(f"{command[0]} cannot be run ({error})") from None
+    except subprocess.TimeoutExpired:
+        raise NotBuiltError(f"{command[0]} did not end within {TIMEOUT} s") from None
+    if done.returncode != 0:
+        raise NotBuiltError(complaint(command, done.stderr or done.stdout))
+
+
+def complaint(command: Sequence[str], output: str) -> str:
+    """The first error in a compiler's output, with the compiler's name."""
+    lines = output.splitlines()
+    words = [line for line in lines if "error" in line] or lines or ["?"]
+    return f"{command[0]} failed ({words[0].strip()[:200]})"
+
+
+def main() -> int:
+    output = SOURCES.with_name(LIBRARY_NAME)
+    try:
+        compile_native(output)
+    except NotBuiltError as reason:
+        sys.stderr.write(f"the native sampler was not built: {reason}\n")
+        return 1
+    sys.stderr.write(f"{output}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

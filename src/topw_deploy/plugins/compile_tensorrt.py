@@ -1,0 +1,129 @@
+"""Compile TensorRT's plugin as a library for C++ hosts and trtexec, against the installed TensorRT's headers.
+
+Tested with the headers of 10.3 to 11.1 and with NVIDIA's parser and builder; not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from topw_deploy.errors import PluginError
+from topw_deploy.plugins import compile_native, nvcc
+from topw_deploy.plugins.compile_cuda import (
+    check_place,
+    choose_architectures,
+    compile_with_kernels,
+    find_toolkit,
+    link,
+)
+from topw_deploy.plugins.tensorrt.module import OLDEST
+
+SOURCE = Path(__file__).with_name("tensorrt") / "topw_plugin.cpp"
+PACKAGED = Path(__file__).with_name("libtopw_tensorrt.so")
+"""The library's default path."""
+VARIABLE = "TOPW_TENSORRT_LIBRARY"
+"""The variable that names another library; none is ever loaded from a model's folder."""
+
+HEADERS = ("include", "include/x86_64-linux-gnu", "include/aarch64-linux-gnu", ".")
+"""Folders of NvInferRuntime.h below TensorRT's: in its archive, in Debian's packages (/usr), in a headers folder."""
+
+_FLAGS = ("-frtti",)  # TensorRT may inspect the type of a plugin object
+
+
+@dataclass(frozen=True)
+class CompiledPlugin:
+    """tensorrt: version of the headers, such as "10.3"."""
+
+    path: Path
+    tensorrt: str
+    architectures: tuple[int, ...]
+    seconds: float
+    size: int
+
+
+def compile_tensorrt(
+    root: Path,
+    output: Path | None = None,
+    architectures: Sequence[int] = (),
+    *,
+    say: Callable[[str], object] = lambda line: None,
+    watch: nvcc.Watch = nvcc.unwatched,
+) -> CompiledPlugin:
+    """Compile the plugin, the kernels and the CUDA runtime into one library, for any TensorRT of that major version.
+
+    root: TensorRT's folder, see HEADERS. TensorRT is not linked.
+    architectures, say, watch: as for compile_cuda.
+    Raises PluginError if headers, nvcc or a compiler are missing, too old or fail; a previous file stays.
+    """
+    started = time.perf_counter()
+    if sys.platform != "linux":
+        raise PluginError(f"the plugin is built on Linux, and this is {sys.platform}; TensorRT inlines the function.")
+    headers, version = find_headers(root)
+    output = PACKAGED if output is None else output
+    check_place(output)
+    toolkit = find_toolkit()
+    chosen = choose_architectures(toolkit, architectures)
+    names = ", ".join(f"sm_{number}" for number in chosen)
+    say(f"TensorRT {version} ({headers}), nvcc {toolkit.version} ({toolkit.nvcc}), {names}")
+    sources = [SOURCE, compile_native.SOURCES / "quantised.cpp"]  # the latter is shared by CPU and CUDA
+    try:
+        with tempfile.TemporaryDirectory(prefix="topw-tensorrt-") as scratch:
+            library = Path(scratch) / output.name
+            flags = [f"-isystem{headers}", *_FLAGS]
+            objects = compile_with_kernels(toolkit, chosen, Path(scratch), sources, flags, watch=watch)
+            link(toolkit, objects, library)
+            compile_native.put(library, output)
+    except compile_native.NotBuiltError as reason:
+        raise PluginError(f"the plugin was not built: {reason}.") from None
+    return CompiledPlugin(output, version, chosen, time.perf_counter() - started, output.stat().st_size)
+
+
+def installed() -> Path | None:
+    """The library that VARIABLE names, existing or not, else PACKAGED if it exists."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return Path(given)
+    return PACKAGED if PACKAGED.is_file() else None
+
+
+def find_headers(root: Path) -> tuple[Path, str]:
+    """The folder and version of TensorRT's headers below `root`. Raises PluginError if none or older than OLDEST."""
+    for place in HEADERS:
+        folder = root / place
+        if (folder / "NvInferRuntime.h").is_file():
+            version = _version(folder)
+            if version < OLDEST:
+                raise PluginError(
+                    f"{folder} has the headers of TensorRT {'.'.join(map(str, version))}, but "
+                    f"{'.'.join(map(str, OLDEST))} or newer are needed; name a newer one with --tensorrt-root."
+                )
+            return folder, ".".join(map(str, version))
+    raise PluginError(
+        f"{root} has no NvInferRuntime.h in {', '.join(HEADERS)}; name the folder that TensorRT was unpacked into, or "
+        "/usr where it was installed by the system (libnvinfer-headers-dev)."
+    )
+
+
+def _version(folder: Path) -> tuple[int, ...]:
+    """The headers' major and minor version, also if defined through another macro."""
+    try:
+        text = (folder / "NvInferVersion.h").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        reason = error.strerror or error
+        raise PluginError(f"{folder / 'NvInferVersion.h'} cannot be read ({reason}); install TensorRT again.") from None
+    defined: dict[str, str] = dict(re.findall(r"^#define\s+(\w+)\s+(\w+)", text, re.MULTILINE))
+    found = []
+    for name in ("NV_TENSORRT_MAJOR", "NV_TENSORRT_MINOR"):
+        value = defined.get(name, "")
+        value = defined.get(value, value)
+        if not value.isdigit():
+            raise PluginError(f"{folder / 'NvInferVersion.h'} names no {name}; install TensorRT again.")
+        found.append(int(value))
+    return tuple(found)

@@ -1,0 +1,107 @@
+"""The structures of native/topw.h for ctypes; the CUDA library takes the same ones."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int32, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.sampling.parameters import METRICS, TopWOptions
+
+COLUMNS = ("temperature", "selection_temperature", "lam", "beta", "init_top_p", "geom_scale", "uniform")
+"""Per-row parameters, in the order of topw_inputs."""
+
+TABLE_TYPES = {
+    element.numpy or name: element.number
+    for name, element in ELEMENT_TYPES.items()
+    if name in ("float", "uint8", "float16", "bfloat16", "uint4", "int4")
+}
+"""NumPy's name of a table's element type, or ONNX's where NumPy has none -> TensorProto.DataType."""
+
+REPORT = np.dtype(
+    [
+        ("stage", np.int32),
+        ("candidates", np.int32),
+        ("steps", np.int32),
+        ("reserved", np.int32),
+        ("distances", np.int64),
+        ("distances_avoided", np.int64),
+    ]
+)
+"""topw_report, the work a row took.
+
+stage: the last stage reached (an index of kernel.STAGES).
+candidates: tokens visited after the pass over the logits.
+steps: alternations.
+distances, distances_avoided: token pairs of the literal rule whose distance was and was not computed.
+"""
+
+
+class Options(Structure):
+    """topw_options."""
+
+    _fields_ = (("top_m", c_int64), ("alt_iters", c_int64), ("metric", c_int32), ("knn_k", c_int32))
+
+    @classmethod
+    def of(cls, options: TopWOptions) -> Options:
+        return cls(options.top_m, options.alt_iters, METRICS.index(options.metric), min(options.neighbours, 2**31 - 1))
+
+
+class Blocks(Structure):
+    """topw_blocks."""
+
+    _fields_ = (
+        ("bits", c_int32),
+        ("block_size", c_int32),
+        ("scale_type", c_int32),
+        ("reserved", c_int32),
+        ("scales", c_void_p),
+        ("zero_points", c_void_p),
+    )
+
+
+class Table(Structure):
+    """topw_table."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("tokens", c_int64),
+        ("hidden", c_int64),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+        ("mean", c_void_p),
+        ("inverse_std", c_void_p),
+        ("neighbour_bound", c_void_p),
+        ("blocks", Blocks),
+    )
+
+
+class Inputs(Structure):
+    """topw_inputs."""
+
+    _fields_ = (
+        ("batch", c_int64),
+        ("vocab", c_int64),
+        ("edits", c_int64),
+        ("logits", c_void_p),
+        ("edit_ids", c_void_p),
+        ("edit_penalty", c_void_p),
+        ("edit_bias", c_void_p),
+        *((name, c_void_p) for name in COLUMNS),
+    )
+
+
+class Outputs(Structure):
+    """topw_outputs."""
+
+    _fields_ = tuple(
+        (name, c_void_p) for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports")
+    )
+
+
+def address(array: NDArray[Any] | None) -> int | None:
+    """The address of the array's data; None for no array."""
+    return None if array is None else array.ctypes.data

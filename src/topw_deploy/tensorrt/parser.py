@@ -1,0 +1,70 @@
+"""TensorRT's ONNX parser: its verdict on a graph, and the network it makes of one."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import EngineError, PluginError
+from topw_deploy.files import open_regular
+from topw_deploy.plugins.tensorrt import register, registered, tensorrt_module
+from topw_deploy.tensorrt import api
+
+
+@dataclass(frozen=True)
+class ParserAnswer:
+    """takes: whether the parser accepts the whole graph.
+
+    plugin: whether a plugin for the sampler node was registered.
+    refusals: one line per refused node.
+    """
+
+    version: str
+    takes: bool
+    plugin: bool
+    refusals: tuple[str, ...] = ()
+
+
+def ask(model: Path) -> ParserAnswer:
+    """Let the installed TensorRT parse `model`, with the sampler plugin if available.
+
+    Raises PluginError without TensorRT, EngineError without a GPU.
+    """
+    trt = tensorrt_module()
+    with contextlib.suppress(PluginError):  # without the CUDA library the function is inlined
+        register()
+    logger = api.new_logger(trt)
+    builder = api.create(trt, "Builder", logger)
+    network = builder.create_network(0)  # must outlive the parser, which does not keep it
+    parser = trt.OnnxParser(network, logger)
+    try:
+        with open_regular(model) as stream:
+            data = stream.read()
+    except OSError as error:
+        raise EngineError(f"{model} cannot be read: {error.strerror or error}.") from None
+    takes = parser.supports_model_v2(data, str(model))
+    refusals = tuple(_refusal(parser.get_error(index)) for index in range(parser.num_errors))
+    return ParserAnswer(str(trt.__version__), bool(takes), registered(), refusals)
+
+
+def _refusal(error: Any) -> str:
+    """`GroupQueryAttention (layers.0.attention in Function): reason`."""
+    stack = [str(each) for each in getattr(error, "local_function_stack", list)()]
+    where = " in ".join([error.node_name(), *reversed(stack)])
+    return f"{error.node_operator()} ({where}): {' '.join(error.desc().split())[:300]}"
+
+
+def parse(trt: Any, logger: Any, builder: Any, model: Path, *, fp16: bool) -> Any:
+    """The network of `model`. fp16: let TensorRT lower the types. Raises EngineError with the parser's message."""
+    flags = 0 if fp16 else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
+    parser = trt.OnnxParser(network, logger)
+    if parser.parse_from_file(str(model)):
+        return network
+    reasons = [parser.get_error(i).desc() for i in range(parser.num_errors)] or [api.first_error(logger)]
+    raise EngineError(
+        f"TensorRT {trt.__version__} does not take {model} ({' '.join(reasons[0].split())[:300]}); "
+        f"`topw check {model.parent} --target tensorrt` shows every such node."
+    )

@@ -1,0 +1,77 @@
+"""What runs the sampler node in an engine: the Python plugin, the plugin's C++ library, or the node's function.
+
+Both kinds of plugin serialize the same fields, so either can run an engine built with the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import EngineError, PluginError
+from topw_deploy.plugins import tensorrt as plugins
+from topw_deploy.plugins.compile_tensorrt import VARIABLE, installed
+from topw_deploy.plugins.tensorrt.module import BUILT_WITH
+
+
+@dataclass(frozen=True)
+class PluginChoice:
+    """kind: "python", "library" or "none" (for the reason `why_none`, a clause)."""
+
+    kind: str
+    version: str = BUILT_WITH
+    why_none: str = ""
+
+    def __str__(self) -> str:
+        return "the sampler as a plugin" if self.kind != "none" else f"the sampler as a function: {self.why_none}"
+
+
+def choose(asked: str, trt: Any) -> PluginChoice:
+    """Register the plugin that EngineRequest.plugin names. Raises EngineError if it is missing, unless "auto"."""
+    if asked == "none":
+        if plugins.registered():  # the parser would take it
+            raise EngineError("this process has registered the sampler's plugin already; build without it in another.")
+        return PluginChoice("none", "", "--plugin none asks for it")
+    if asked not in ("auto", "python"):
+        _load(Path(asked), trt)
+        return PluginChoice("library")
+    try:
+        plugins.register()
+    except PluginError as error:
+        if asked == "python":
+            raise EngineError(f"the plugin cannot be had: {error}") from None
+        path = installed()
+        if path is None:
+            return PluginChoice("none", "", str(error).rstrip("."))
+        _load(path, trt)
+        return PluginChoice("library")
+    return PluginChoice("python")
+
+
+def prepare(kind: str, version: str, trt: Any) -> None:
+    """Register the plugin that an engine needs. Raises EngineError if it is missing or of another version."""
+    if kind == "none":
+        return
+    if version != BUILT_WITH:
+        raise EngineError(f"it was built with version {version} of the plugin, and this is {BUILT_WITH}")
+    try:
+        plugins.register()
+    except PluginError as error:
+        path = installed()
+        if path is None:
+            raise EngineError(f"it needs the sampler's plugin, which cannot be had: {str(error).rstrip('.')}") from None
+        _load(path, trt)
+
+
+def _load(path: Path, trt: Any) -> None:
+    if not path.is_file():
+        raise EngineError(
+            f"the plugin's library {path} is no file; `topw plugins build --tensorrt-root` makes one (--plugin, "
+            f"{VARIABLE})."
+        )
+    trt.get_plugin_registry().load_library(str(path.absolute()))
+    if not plugins.registered():
+        raise EngineError(
+            f"{path} has no plugin for the sampler's node; `topw plugins build --tensorrt-root` makes one."
+        )

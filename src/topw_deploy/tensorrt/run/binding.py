@@ -1,0 +1,172 @@
+"""The inputs and outputs of one generation on an engine.
+
+A step moves its changing arrays in one copy and its results in another, both pinned and part of the CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from topw_deploy.errors import GenerationError
+from topw_deploy.tensorrt.run.context import Context, Copies
+from topw_deploy.tensorrt.run.engine import Engine
+from topw_deploy.tensorrt.run.layout import Layout
+from topw_deploy.tensorrt.run.stream import EngineStream
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A run's shapes and addresses. changing, results: (caller's array, its pinned copy)."""
+
+    layout: Layout
+    context: Context
+    shapes: Mapping[str, tuple[int, ...]]
+    addresses: Mapping[str, int]
+    copies: Copies
+    changing: list[tuple[np.ndarray, np.ndarray]]
+    results: list[tuple[np.ndarray, np.ndarray]]
+    repeated: bool
+
+    def holds(self, stream: EngineStream, repeated: bool) -> bool:
+        """Whether the plan is still valid: the stream's memory has not moved."""
+        where = self.copies.host, self.copies.device
+        return where == (stream.host.pointer, stream.device.pointer) and self.repeated == repeated
+
+
+class EngineBinding:
+    """The runtime's binding protocol over an engine.
+
+    Arrays of `bind_changing` are copied for every run, others once after binding or `refresh`.
+    """
+
+    def __init__(self, engine: Engine, stream: EngineStream, *, owns: bool = True) -> None:
+        self._engine, self._stream, self._owns = engine, stream, owns
+        self._arrays: dict[str, np.ndarray] = {}
+        self._changing: set[str] = set()
+        self._stale: set[str] = set()  # inputs not yet copied to the device
+        self._results: dict[str, np.ndarray] = {}
+        self._memory: dict[str, tuple[tuple[int, ...], int]] = {}  # caches: shape and address
+        self._inputs: set[str] = set()  # names of caches that are inputs
+        self._plan: _Plan | None = None
+        self._closed = False
+
+    def bind_array(self, name: str, array: np.ndarray) -> None:
+        known = self._arrays.get(name)
+        if known is None or known.shape != array.shape or name in self._changing:
+            self._plan = None
+        self._changing.discard(name)
+        self._arrays[name] = array
+        self._stale.add(name)
+
+    def bind_changing(self, name: str, array: np.ndarray) -> None:
+        self._plan = None
+        self._arrays[name] = array
+        self._changing.add(name)
+
+    def bind_on_host(self, name: str, array: np.ndarray) -> None:
+        """As bind_array: only onnxruntime reads inputs on the host."""
+        self.bind_array(name, array)
+
+    def refresh(self, name: str) -> None:
+        self._stale.add(name)
+
+    def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
+        """TensorRT updates a cache in place: past and present have the same address."""
+        self._plan = None
+        self._memory[source] = self._memory[target] = (tuple(shape), pointer)
+        self._inputs.add(source)
+
+    def bind_result(self, name: str, array: np.ndarray) -> None:
+        self._plan = None
+        self._results[name] = array
+
+    def another(self) -> EngineBinding:
+        return EngineBinding(self._engine, self._stream, owns=False)
+
+    def close(self) -> None:
+        """Wait for an interrupted run and give the stream back, unless CUDA fails on it."""
+        if self._owns and not self._closed:
+            self._closed = True
+            with suppress(GenerationError):
+                self._engine.cuda.use()
+                self._stream.queue.wait()
+                self._engine.give_back(self._stream)
+
+    def run(self, step: int | None = None) -> None:
+        try:
+            with self._engine.cuda.turns.using:
+                plan = self._compute(repeated=bool(step))  # step 0 is the last chunk of the prompts
+        except GenerationError as error:
+            self._stream.loaded = None
+            where = "in the prompt" if step is None else f"at step {step}"
+            raise GenerationError(f"the engine failed {where}: {error}") from None
+        for array, pinned in plan.results:
+            array[...] = pinned
+
+    def _compute(self, *, repeated: bool) -> _Plan:
+        stream = self._stream
+        self._engine.cuda.use()
+        plan = self._plan
+        if plan is None or not plan.holds(stream, repeated):
+            plan = self._plan = self._new_plan(repeated)
+        if stream.loaded is not plan:
+            plan.context.set(plan.shapes, plan.addresses)
+            stream.loaded = plan
+            self._stale.update(self._arrays)
+        if self._stale:
+            self._copy_stale(plan)
+        for array, pinned in plan.changing:
+            pinned[...] = array
+        plan.context.run(plan.copies, repeated=repeated)
+        stream.queue.wait()
+        return plan
+
+    def _copy_stale(self, plan: _Plan) -> None:
+        stream = self._stream
+        for name in self._stale - self._changing:
+            span = plan.layout.inputs[name]
+            _view(stream.host.array, span.start, self._arrays[name])[...] = self._arrays[name]
+            if span.size:
+                stream.queue.copy_in(stream.device.pointer + span.start, stream.host.pointer + span.start, span.size)
+        self._stale.clear()
+
+    def _new_plan(self, repeated: bool) -> _Plan:
+        engine, stream = self._engine, self._stream
+        ids, edits = self._arrays["input_ids"], self._arrays["edit_ids"]
+        batch, sequence = ids.shape
+        profile = engine.profile_for(batch, sequence, edits.shape[1])
+        unread = {name: size for name, size in engine.output_bytes(batch).items() if name not in self._results}
+        layout = Layout(self._changing, self._arrays, self._results, unread)
+        stream.reserve(layout)
+        device, host = stream.device.pointer, stream.host
+        addresses = {name: device + span.start for name, span in (layout.inputs | layout.outputs).items()}
+        addresses |= {name: pointer for name, (_, pointer) in self._memory.items()}
+        shapes = {name: array.shape for name, array in self._arrays.items()}
+        shapes |= {name: self._memory[name][0] for name in self._inputs}
+        return _Plan(
+            layout=layout,
+            context=stream.context(profile, repeated=repeated),
+            shapes={name: shape for name, shape in shapes.items() if name in engine.tensors},
+            addresses={name: at for name, at in addresses.items() if name in engine.tensors},
+            copies=Copies(host.pointer, device, layout.changing, layout.results),
+            changing=[
+                (array, _view(host.array, layout.inputs[name].start, array))
+                for name, array in self._arrays.items()
+                if name in self._changing
+            ],
+            results=[
+                (array, _view(host.array, layout.outputs[name].start, array)) for name, array in self._results.items()
+            ],
+            repeated=repeated,
+        )
+
+
+def _view(memory: np.ndarray, start: int, like: np.ndarray) -> np.ndarray:
+    """The bytes from `start`, shaped and typed as `like`."""
+    view: Any = memory[start : start + like.nbytes].view(like.dtype).reshape(like.shape)
+    return view

@@ -1,0 +1,182 @@
+"""CUDA's runtime through cuda-python: memory, streams and graphs.
+
+Uses only calls with the same signature in cuda-bindings 12.6 and 13; each returns a tuple that starts with an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from topw_deploy.errors import EngineError, GenerationError
+
+INSTALL = "pip install 'cuda-python>=12.6'"
+
+
+class Turns(Protocol):
+    """The lock between users of a device and captures of a CUDA graph (runtime/turns.py)."""
+
+    @property
+    def using(self) -> AbstractContextManager[None]:
+        """To hold for every run, copy, allocation and release."""
+
+    def opening(self) -> AbstractContextManager[None]:
+        """To hold while an engine is opened."""
+
+
+class Cuda:
+    """A device, to be used only while holding `turns`.
+
+    Raises EngineError without cuda-python, GenerationError with CUDA's reason for every failed call.
+    """
+
+    def __init__(self, turns: Turns, device: int = 0) -> None:
+        try:
+            self.api: Any = importlib.import_module("cuda.bindings.runtime")
+        except ImportError as error:
+            raise EngineError(f"cuda.bindings.runtime cannot be imported ({error}); run: {INSTALL}") from None
+        self._device = device
+        self.turns = turns
+        self.use()
+
+    def use(self) -> None:
+        """Make the device current: a thread starts with device 0, and other users of CUDA may change it."""
+        self.call("cudaSetDevice", self._device)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        error, *answer = getattr(self.api, name)(*arguments)
+        if int(error) != 0:
+            raise GenerationError(f"CUDA failed in {name} ({self._reason(error)}); see `topw doctor`.")
+        return answer[0] if answer else None
+
+    def stream(self) -> Stream:
+        return Stream(self)
+
+    def memory(self, size: int) -> Memory:
+        """Uninitialized device memory."""
+        return Memory(self, int(self.call("cudaMalloc", max(1, size))), size, "cudaFree")
+
+    def pinned(self, size: int) -> PinnedMemory:
+        """Pinned host memory."""
+        return PinnedMemory(self, int(self.call("cudaMallocHost", max(1, size))), size, "cudaFreeHost")
+
+    def _reason(self, error: Any) -> str:
+        text = self.api.cudaGetErrorString(error)[1]
+        return text.decode("ascii", "replace") if isinstance(text, bytes) else str(text)
+
+
+class Memory:
+    """`size` bytes at `pointer`, freed with the object."""
+
+    def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
+        self.pointer, self.size = pointer, size
+        self._finalizer = weakref.finalize(self, _free, cuda.turns, getattr(cuda.api, free), pointer)
+
+
+def _free(turns: Turns, function: Callable[[int], object], pointer: int) -> None:
+    with turns.using:
+        function(pointer)
+
+
+class PinnedMemory(Memory):
+    """array: the bytes, uint8 [size]."""
+
+    def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
+        super().__init__(cuda, pointer, size, free)
+        self.array = np.ctypeslib.as_array((ctypes.c_uint8 * max(1, size)).from_address(pointer))[:size]
+
+
+class Stream:
+    """A CUDA stream. handle: its address, for other libraries."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        api = cuda.api
+        self._stream = cuda.call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
+        self.handle = int(self._stream)
+        self._to_device = api.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._to_host = api.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self._finalizer = weakref.finalize(self, api.cudaStreamDestroy, self._stream)
+
+    def copy_in(self, device: int, host: int, size: int) -> None:
+        self._cuda.call("cudaMemcpyAsync", device, host, size, self._to_device, self._stream)
+
+    def copy_out(self, host: int, device: int, size: int) -> None:
+        self._cuda.call("cudaMemcpyAsync", host, device, size, self._to_host, self._stream)
+
+    def zero(self, device: int, size: int) -> None:
+        self._cuda.call("cudaMemsetAsync", device, 0, size, self._stream)
+
+    def wait(self) -> None:
+        self._cuda.call("cudaStreamSynchronize", self._stream)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Capture what `work` enqueues. Raises GenerationError if that is impossible, and what `work` raises."""
+        call = self._cuda.call
+        # other threads, which run other generations, may allocate meanwhile
+        mode = self._cuda.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        call("cudaStreamBeginCapture", self._stream, mode)
+        try:
+            work()
+        except BaseException:
+            self._abandon()
+            raise
+        graph = call("cudaStreamEndCapture", self._stream)
+        try:
+            return Graph(self._cuda, self._stream, call("cudaGraphInstantiate", graph, 0))
+        finally:
+            call("cudaGraphDestroy", graph)
+
+    def _abandon(self) -> None:
+        """End a failed capture and clear CUDA's error."""
+        _, graph = self._cuda.api.cudaStreamEndCapture(self._stream)
+        if graph is not None and int(graph):
+            self._cuda.api.cudaGraphDestroy(graph)
+        self._cuda.api.cudaGetLastError()
+
+
+class Graph:
+    """Captured work of a stream."""
+
+    def __init__(self, cuda: Cuda, stream: Any, executable: Any) -> None:
+        self._cuda, self._stream, self._executable = cuda, stream, executable
+        self._finalizer = weakref.finalize(self, cuda.api.cudaGraphExecDestroy, executable)
+
+    def launch(self) -> None:
+        self._cuda.call("cudaGraphLaunch", self._executable, self._stream)
+
+
+class CacheMemory:
+    """Zeroed device memory for a cache."""
+
+    def __init__(self, cuda: Cuda, size: int) -> None:
+        self.size = size
+        with cuda.turns.using:
+            cuda.use()
+            self._cuda, self._memory, self._stream = cuda, cuda.memory(size), cuda.stream()
+            self.pointer = self._memory.pointer
+            self.clear(size)
+
+    def clear(self, size: int) -> None:
+        """Zero the first `size` bytes."""
+        with self._cuda.turns.using:
+            self._cuda.use()
+            self._stream.zero(self.pointer, size)
+            self._stream.wait()
+
+    def change(self, edit: Callable[[np.ndarray], None]) -> None:
+        """Apply `edit` to a host copy, uint8 [size], and copy it back."""
+        host = np.empty(self.size, np.uint8)
+        with self._cuda.turns.using:
+            self._cuda.use()
+            self._stream.copy_out(host.ctypes.data, self.pointer, self.size)
+            self._stream.wait()
+            edit(host)
+            self._stream.copy_in(self.pointer, host.ctypes.data, self.size)
+            self._stream.wait()

@@ -1,0 +1,112 @@
+"""A deserialized engine on a GPU, with a pool of streams to run it on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.dtypes import element_bytes
+from topw_deploy.errors import EngineError, GenerationError
+from topw_deploy.files import mapped
+from topw_deploy.manifest import TensorSpec
+from topw_deploy.tensorrt import api
+from topw_deploy.tensorrt.profiles import preferred
+from topw_deploy.tensorrt.run.cuda import Cuda
+from topw_deploy.tensorrt.run.stream import EngineStream
+from topw_deploy.tensorrt.stamp import EngineStamp
+
+
+class Engine:
+    """The engine in `path` with its `stamp`; inputs, outputs: the manifest's.
+
+    tensors: names of the engine's own inputs and outputs; it drops inputs that nothing reads.
+    Raises EngineError if TensorRT refuses the file, GenerationError if CUDA fails.
+    """
+
+    def __init__(
+        self,
+        trt: Any,
+        path: Path,
+        stamp: EngineStamp,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        cuda: Cuda,
+    ) -> None:
+        self.cuda, self._trt, self._logger = cuda, trt, api.new_logger(trt)
+        self._profiles = stamp.profiles
+        self._results = [spec for spec in outputs if not spec.name.startswith("present.")]
+        self._lock = threading.Lock()
+        with cuda.turns.opening():
+            self._runtime = api.create(trt, "Runtime", self._logger)  # must live as long as the engine
+            self._raw = _deserialize(self._runtime, path)
+            if self._raw is None:
+                raise EngineError(f"TensorRT does not open {path} ({api.first_error(self._logger)})")
+            self.tensors = _tensors(trt, self._raw)
+            names_in, names_out = {spec.name for spec in inputs}, {spec.name for spec in outputs}
+            fits = names_out <= self.tensors <= names_in | names_out
+            if not fits or self._raw.num_optimization_profiles != len(stamp.profiles):
+                raise EngineError(
+                    f"{stamp.engine} has other inputs, outputs or profiles than the export and its stamp say"
+                )
+            self._free = [self._new_stream()]
+
+    def borrow(self) -> EngineStream:
+        """An unused stream, to be given back."""
+        with self._lock:
+            stream = self._free.pop() if self._free else None
+        if stream is None:
+            with self.cuda.turns.using:
+                self.cuda.use()
+                stream = self._new_stream()
+        return stream
+
+    def give_back(self, stream: EngineStream) -> None:
+        with self._lock:
+            self._free.append(stream)
+
+    @property
+    def why_no_graph(self) -> str:
+        """Why steps are not launched as a CUDA graph; "" if they are or none was tried."""
+        with self._lock:
+            return next((c.why_no_graph for stream in self._free for c in stream.contexts if c.why_no_graph), "")
+
+    def profile_for(self, batch: int, sequence: int, edits: int) -> int:
+        """The profile's number for this shape. Raises GenerationError if there is none."""
+        found = preferred(self._profiles, batch, sequence, edits)
+        if found is None:
+            raise GenerationError(
+                f"the engine has no profile for {batch} rows, {sequence} new tokens and {edits} edits; build it with "
+                "larger bounds."
+            )
+        return found
+
+    def output_bytes(self, batch: int) -> dict[str, int]:
+        """Sizes of the outputs, without the in-place caches."""
+        sizes = {}
+        for spec in self._results:
+            size = element_bytes(spec.dtype)
+            for axis, dimension in enumerate(spec.shape):
+                size *= batch if axis == 0 else int(dimension)
+            sizes[spec.name] = size
+        return sizes
+
+    def _new_stream(self) -> EngineStream:
+        return EngineStream(self._trt, self._raw, self.cuda, self._logger)
+
+
+def _deserialize(runtime: Any, path: Path) -> Any:
+    try:
+        with mapped(path) as view:
+            return runtime.deserialize_cuda_engine(view)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _tensors(trt: Any, engine: Any) -> frozenset[str]:
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    elsewhere = [name for name in names if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE]
+    if elsewhere:
+        raise EngineError(f"the engine wants {', '.join(elsewhere)} in memory of the host")
+    return frozenset(names)

@@ -1,0 +1,75 @@
+"""Open the engine of an exported folder on this machine's GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.errors import EngineError, GenerationError, ManifestError
+from topw_deploy.manifest import DecoderManifest
+from topw_deploy.tensorrt import api, plugin_choice
+from topw_deploy.tensorrt.engines import fitting, this_machine
+from topw_deploy.tensorrt.run.binding import EngineBinding
+from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda, Turns
+from topw_deploy.tensorrt.run.engine import Engine
+
+
+class EngineSession:
+    """The runtime's session protocol over the engine of `folder` that fits GPU number `device`.
+
+    Raises EngineError if TensorRT, CUDA, a fitting engine or its plugin is missing or fails.
+    """
+
+    provider = "tensorrt"
+    cpu_nodes: tuple[Any, ...] = ()
+
+    def __init__(self, folder: Path, manifest: DecoderManifest, turns: Turns, device: int = 0) -> None:
+        trt = api.load()
+        path, self.stamp = fitting(folder, this_machine(str(trt.__version__), device))
+        try:
+            plugin_choice.prepare(self.stamp.plugin, self.stamp.plugin_version, trt)
+        except EngineError as error:
+            reason = str(error).rstrip(".")
+            raise EngineError(
+                f"{path} cannot be used: {reason}; build it again with `topw build-engine {folder}`."
+            ) from None
+        without = self.stamp.plugin == "none"
+        self.sampler: Literal["native", "plugin", "graph"] = "graph" if without else "plugin"
+        self.why_graph = "the engine was built without the plugin" if without else ""
+        _check_manifest(manifest)
+        self.inputs = frozenset(spec.name for spec in manifest.inputs)
+        self.outputs = tuple(spec.name for spec in manifest.outputs)
+        slots = next(spec.shape[1] for spec in manifest.inputs if spec.name == "edit_ids")
+        self.fixed_edits = slots if isinstance(slots, int) else None
+        self.most_rows: int | None = self.stamp.most_batch
+        self.most_columns: int | None = self.stamp.most_sequence
+        self.most_edits: int | None = self.stamp.most_edits
+        try:
+            self.engine = Engine(trt, path, self.stamp, manifest.inputs, manifest.outputs, Cuda(turns, device))
+        except GenerationError as error:
+            raise EngineError(f"{path} cannot be opened: {error}") from None
+
+    def bind(self) -> EngineBinding:
+        return EngineBinding(self.engine, self.engine.borrow())
+
+    def memory(self, size: int) -> CacheMemory:
+        return CacheMemory(self.engine.cuda, size)
+
+    def settle(self, run: Callable[[], object]) -> None:
+        """Nothing to check: an engine runs entirely on its GPU."""
+
+
+def _check_manifest(manifest: DecoderManifest) -> None:
+    """Raises ManifestError if it lacks sizes of buffers or edit slots."""
+    slots = [spec.shape for spec in manifest.inputs if spec.name == "edit_ids"]
+    if not slots or len(slots[0]) != 2:
+        raise ManifestError("the manifest states no input edit_ids of two dimensions; export the model again.")
+    for spec in manifest.outputs:
+        sized = spec.dtype in ELEMENT_TYPES and all(isinstance(size, int) for size in spec.shape[1:])
+        if not spec.name.startswith("present.") and not sized:
+            raise ManifestError(
+                f"the manifest states the output {spec.name} as {spec.dtype} {list(spec.shape)}, which has no fixed "
+                "size; export the model again with --target tensorrt."
+            )

@@ -1,0 +1,95 @@
+"""What is known at each node of a graph: constants, types and shapes, those of outer graphs included."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from topw_deploy.tensorrt.onnx_file import DATA_TYPES, Constant, Graph, Node
+
+_BOOL = {"And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor"}
+_INT64 = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size"}
+_TYPE_OF_SECOND = {"Where"}
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is known at a node.
+
+    constants, types, shapes: of values by name.
+    within: operators of the nodes whose branches or bodies contain the node, outermost first.
+    """
+
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+    within: tuple[str, ...] = ()
+
+
+def walk(graph: Graph, scope: Scope | None = None) -> Iterator[tuple[Node, Scope]]:
+    """Each node of `graph` with its scope, followed by the nodes of its branches.
+
+    scope: what is known outside; for a function's body, of its inputs.
+    Types missing in the file are those of the node's inputs, which most operators keep.
+    """
+    outer = scope or Scope()
+    constants: ChainMap[str, Constant] = ChainMap({}, dict(outer.constants))
+    types: ChainMap[str, str] = ChainMap({}, dict(outer.types))
+    shapes: ChainMap[str, tuple[int | str, ...]] = ChainMap({}, dict(outer.shapes))
+    for value in (*graph.inputs, *graph.outputs, *graph.values.values()):
+        if value.dtype is not None:
+            types[value.name] = value.dtype
+        if value.shape is not None:
+            shapes[value.name] = value.shape
+    for constant in graph.constants.values():
+        constants[constant.name] = constant
+        types[constant.name], shapes[constant.name] = constant.dtype, constant.shape
+    inner = Scope(constants, types, shapes, outer.within)
+    for node in graph.nodes:
+        _infer_outputs(node, constants, types, shapes)
+        yield node, inner
+        for body in node.subgraphs.values():
+            yield from walk(body, Scope(constants, types, shapes, (*outer.within, node.op_type)))
+
+
+def _infer_outputs(
+    node: Node,
+    constants: ChainMap[str, Constant],
+    types: ChainMap[str, str],
+    shapes: ChainMap[str, tuple[int | str, ...]],
+) -> None:
+    if node.op_type == "Constant":
+        value = node.attributes.get("value")
+        if isinstance(value, Constant):
+            types.setdefault(node.outputs[0], value.dtype)
+            shapes.setdefault(node.outputs[0], value.shape)
+        constants[node.outputs[0]] = value if isinstance(value, Constant) else _number(node)
+        return
+    dtype = _result_type(node, types)
+    if dtype is not None:
+        for name in node.outputs[: 1 if node.op_type == "TopK" else None]:
+            types.setdefault(name, dtype)
+
+
+def _number(node: Node) -> Constant:
+    """A Constant node's number or list of numbers."""
+    for name, dtype in (("value_int", "int64"), ("value_ints", "int64"), ("value_float", "float32")):
+        if name in node.attributes:
+            value = node.attributes[name]
+            numbers = (value,) if isinstance(value, int) else value if isinstance(value, tuple) else None
+            return Constant(node.outputs[0], dtype, (), numbers)
+    return Constant(node.outputs[0], "float32", ())
+
+
+def _result_type(node: Node, types: Mapping[str, str]) -> str | None:
+    if node.op_type == "Cast":
+        return DATA_TYPES.get(int(node.attributes.get("to") or 0))
+    if node.op_type in _BOOL:
+        return "bool"
+    if node.op_type in _INT64:
+        return "int64"
+    if node.domain not in ("", "ai.onnx") or node.subgraphs or node.op_type == "DequantizeLinear":
+        return None
+    source = node.inputs[1:2] if node.op_type in _TYPE_OF_SECOND else node.inputs[:1]
+    return types.get(source[0]) if source else None

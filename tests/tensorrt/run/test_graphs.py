@@ -1,0 +1,259 @@
+"""A step is captured once, then launched without allocations, waits or pageable memory, and captured again after a
+change of shapes or addresses."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.cuda_double import Gpu
+from tests.support.tensorrt_double import Context, Engine, TensorRT
+from tests.tensorrt.run.conftest import Open
+from topw_deploy.errors import EngineError, GenerationError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.turns import Turns
+from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda
+from topw_deploy.tensorrt.run.session import EngineSession
+
+TURNS = Turns()
+HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
+
+
+def calls_of(gpu: Gpu, work: Any) -> Counter[str]:
+    """Counts `work`'s calls of CUDA functions."""
+    start = len(gpu.calls)
+    work()
+    return Counter(gpu.calls[start:])
+
+
+def test_a_step_is_captured_after_one_that_warms_up(opened: Open, gpu: Gpu, trt: TensorRT) -> None:
+    model = opened()
+    calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
+    # 20 tokens: one from the prompt, one from the warm-up step, 18 from the graph
+    assert (calls["cudaStreamBeginCapture"], calls["cudaGraphInstantiate"], calls["cudaGraphLaunch"]) == (1, 1, 18)
+    decode = next(context for context in trt.contexts if context.profile == 0)
+    assert decode.runs == 19
+    assert model._session.engine.why_no_graph == ""  # type: ignore[union-attr]
+
+
+def test_a_later_generation_of_the_same_shape_launches_the_graph_at_once(opened: Open, gpu: Gpu) -> None:
+    model = opened()
+    first = model.generate("abc", **HOT)
+    calls = calls_of(gpu, lambda: model.generate("a much longer prompt, in two", **{**HOT, "seed": 6}))
+    assert (calls["cudaGraphInstantiate"], calls["cudaGraphLaunch"]) == (0, 19)
+    assert not {name for name in calls if "Malloc" in name or "Free" in name}
+    assert model.generate("abc", **HOT) == first
+
+
+def test_a_launched_step_is_one_launch_and_one_wait(opened: Open, gpu: Gpu) -> None:
+    model = opened()
+    stream = model.stream("abc", **HOT)
+    for _ in range(6):
+        next(stream)
+    calls = calls_of(gpu, lambda: next(stream))  # some steps: not every byte is a character
+    steps = calls["cudaGraphLaunch"]
+    assert steps >= 1
+    assert calls == {"cudaSetDevice": steps, "cudaGraphLaunch": steps, "cudaStreamSynchronize": steps}
+    assert gpu.pageable == 0
+
+
+def test_a_step_with_edits_copies_them_beside_the_graph(opened: Open, gpu: Gpu) -> None:
+    stream = opened().stream("abc", **HOT, no_repeat_ngram_size=3)
+    for _ in range(6):
+        next(stream)
+    calls = calls_of(gpu, lambda: next(stream))
+    steps = calls["cudaGraphLaunch"]
+    launched = {"cudaSetDevice": steps, "cudaGraphLaunch": steps, "cudaStreamSynchronize": steps}
+    assert calls == {**launched, "cudaMemcpyAsync": 3 * steps}
+
+
+def test_a_row_that_ends_changes_no_shape(opened: Open, gpu: Gpu) -> None:
+    model = opened()
+    calls = calls_of(gpu, lambda: model.generate(["abc", "de"], **{**HOT, "max_new_tokens": [5, 20]}))
+    assert calls["cudaGraphInstantiate"] == 1
+
+
+def test_other_shapes_and_more_slots_for_edits_are_captured_again(opened: Open, gpu: Gpu) -> None:
+    model = opened()
+    calls = calls_of(gpu, lambda: model.generate("abc", **{**HOT, "max_new_tokens": 60}, presence_penalty=1.0))
+    assert calls["cudaGraphInstantiate"] == 3  # 16, 32 and 64 slots
+    calls = calls_of(gpu, lambda: model.generate(["abc", "de"], **HOT))
+    assert calls["cudaGraphInstantiate"] == 1
+    assert len(gpu.graphs) == 1  # earlier ones are freed
+
+
+def test_a_cache_that_moves_is_captured_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
+    model = opened()
+    model.generate("abc", **HOT)
+    assert model._caches is not None
+    kept = model._caches._pool
+    assert kept is not None
+    away = kept.borrow(1, 10, 10)  # another user has the memory
+    calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
+    assert calls["cudaGraphInstantiate"] == 1
+    kept.give_back(away)
+    assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_prompts_leave_the_graph_alone_where_both_use_one_profile(opened: Open, gpu: Gpu, kind: str) -> None:
+    model = opened(profile=kind)
+    model.generate("abc", **HOT)
+    calls = calls_of(gpu, lambda: model.generate("def", **HOT))
+    assert (calls["cudaGraphInstantiate"], calls["cudaGraphLaunch"]) == (0, 19)
+
+
+def test_a_stream_on_which_cuda_fails_is_not_used_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
+    model = opened()
+    stream = model.stream("abc", **HOT)
+    next(stream)
+    failed = (gpu.module.cudaError_t.cudaErrorInvalidValue,)
+    wait, gpu.module.cudaStreamSynchronize = gpu.module.cudaStreamSynchronize, lambda stream: failed
+    with pytest.raises(GenerationError, match=r"the engine failed at step \d+: CUDA failed in cudaStreamSynchronize"):
+        list(stream)
+    gpu.module.cudaStreamSynchronize = wait
+    assert model._session.engine._free == []  # type: ignore[union-attr]
+    assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
+
+
+def test_chunks_of_prompts_are_never_captured_even_of_one_token(opened: Open, gpu: Gpu) -> None:
+    model = opened(profile="decode")
+    calls = calls_of(gpu, lambda: model.generate("a prompt, token by token", **{**HOT, "max_new_tokens": 1}))
+    assert "cudaStreamBeginCapture" not in calls
+
+
+@pytest.mark.usefixtures("no_plugin")
+def test_an_engine_with_branches_cannot_be_captured_and_runs_all_the_same(
+    opened: Open, gpu: Gpu, trt: TensorRT, on_cpu: TopWModel
+) -> None:
+    trt.branches = True
+    model = opened()
+    assert model.sampler == "graph"
+    assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
+    calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
+    assert "cudaStreamBeginCapture" not in calls  # it was tried twice
+    assert gpu.count("cudaStreamBeginCapture") == 2
+    assert model._session.engine.why_no_graph.startswith("TensorRT does not take the run")  # type: ignore[union-attr]
+
+
+def test_a_capture_that_another_thread_spoils_is_tried_again(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
+    model = opened()
+    end, ended = gpu.module.cudaStreamEndCapture, []
+
+    def spoiled_once(stream: Any) -> Any:
+        stream.spoiled = not ended
+        ended.append(stream)
+        return end(stream)
+
+    gpu.module.cudaStreamEndCapture = spoiled_once
+    calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
+    assert (calls["cudaStreamBeginCapture"], calls["cudaGraphLaunch"]) == (2, 17)
+    assert model._session.engine.why_no_graph == ""  # type: ignore[union-attr]
+    assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
+
+
+def test_everything_is_freed_when_the_model_is_closed(opened: Open, gpu: Gpu) -> None:
+    model = opened()
+    model.generate(["abc", "a longer one"], **HOT)
+    stream = model.stream("abc", **HOT)
+    next(stream)
+    del stream  # abandoned half-way
+    model.close()
+    del model
+    gc.collect()
+    assert (gpu.device, gpu.pinned, gpu.streams, gpu.graphs) == ({}, {}, {}, {})
+
+
+def test_memory_that_cannot_be_had_is_one_sentence(opened: Open, gpu: Gpu, on_cpu: TopWModel) -> None:
+    model = opened()
+    gpu.free_bytes, before = 100, gpu.free_bytes
+    with pytest.raises(GenerationError, match=r"CUDA failed in cudaMalloc \(cudaErrorMemoryAllocation\)"):
+        model.generate("abc", **HOT)
+    gpu.free_bytes = before
+    assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
+
+
+def test_a_context_that_cannot_be_had_is_one_sentence(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "create_execution_context", lambda self, strategy: None)
+    with pytest.raises(GenerationError, match="TensorRT gave no context for the engine: it gave no reason"):
+        opened().generate("abc", **HOT)
+
+
+def test_a_shape_that_no_profile_holds_is_one_sentence(opened: Open) -> None:
+    session = opened()._session
+    assert isinstance(session, EngineSession)
+    with pytest.raises(GenerationError, match="no profile for 5 rows, 1 new tokens and 0 edits; build it with larger"):
+        session.engine.profile_for(5, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "message"),
+    [
+        ("infer_shapes", ["edit_ids"], "does not take a run without edit_ids"),
+        ("infer_shapes", RuntimeError("shapes\n  clash"), "does not take these shapes: shapes clash"),
+        ("set_input_shape", False, r"does not take \w+ of shape \[.*\]: it gave no reason"),
+        ("set_tensor_address", False, "does not take the address of"),
+        ("execute_async_v3", False, "does not take the run"),
+        ("set_optimization_profile_async", False, "does not take the engine's profile 1"),
+    ],
+)
+def test_what_tensorrt_refuses_is_one_sentence(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, method: str, answer: Any, message: str
+) -> None:
+    def refuse(self: Context, *arguments: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Context, method, refuse)
+    with pytest.raises(GenerationError, match=f"^the engine failed at step 0: TensorRT {message}"):
+        opened().generate("abc", **HOT)
+
+
+def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: TensorRT) -> None:
+    memory = CacheMemory(Cuda(TURNS), 1000)
+    assert not gpu.at(memory.pointer, 1000).any()
+
+    def number(array: Any) -> None:
+        array[:] = [i % 251 for i in range(len(array))]
+
+    memory.change(number)
+    assert gpu.at(memory.pointer, 1000).tolist() == [i % 251 for i in range(1000)]
+    memory.clear(400)
+    assert gpu.at(memory.pointer, 1000).tolist() == [0] * 400 + [i % 251 for i in range(400, 1000)]
+
+
+def test_two_devices_in_one_thread_and_one_in_another_keep_their_memory_apart(gpu: Gpu, trt: TensorRT) -> None:
+    gpu.devices = 2
+    first, second = Cuda(TURNS, 0), Cuda(TURNS, 1)
+    made = [CacheMemory(cuda, 1000) for cuda in (second, first, second)]
+    with ThreadPoolExecutor(1) as other:
+        made.append(other.submit(CacheMemory, second, 1000).result())
+    assert [gpu.device_of[memory.pointer] for memory in made] == [1, 0, 1, 1]
+
+
+def test_a_device_that_is_not_there_is_refused(gpu: Gpu, trt: TensorRT) -> None:
+    with pytest.raises(GenerationError, match="CUDA failed in cudaSetDevice"):
+        Cuda(TURNS, 3)
+
+
+def test_without_cuda_python_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
+    with pytest.raises(EngineError, match=r"pip install 'cuda-python>=12\.6'"):
+        Cuda(TURNS)
+
+
+def test_the_double_is_called_as_cuda_python_is() -> None:
+    """cuda-python has every function of the double, with as many parameters."""
+    runtime = pytest.importorskip("cuda.bindings.runtime", reason="cuda-python is not installed")
+    for name in dir(Gpu):
+        if name.startswith("cuda"):
+            signature = getattr(runtime, name).__doc__.strip().splitlines()[0]
+            parameters = [p for p in signature.partition("(")[2].rpartition(")")[0].split(",") if p.strip()]
+            assert len(parameters) == len(inspect.signature(getattr(Gpu, name)).parameters) - 1, signature

@@ -1,0 +1,260 @@
+"""Whether `provider="tensorrt"` gives an engine, onnxruntime's provider or an error, and the error's message."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+
+from tests.support.cuda_double import Gpu
+from tests.support.tensorrt_double import Engine, TensorRT
+from tests.tensorrt.run.conftest import Open
+from topw_deploy.errors import ParameterError, PluginError, ProviderError
+from topw_deploy.plugins import driver
+from topw_deploy.plugins import tensorrt as plugins
+from topw_deploy.plugins.tensorrt.module import BUILT_WITH
+from topw_deploy.runtime import TopWModel, providers
+from topw_deploy.runtime.session import GraphSession
+from topw_deploy.tensorrt.build import build_engine
+from topw_deploy.tensorrt.request import EngineRequest
+from topw_deploy.tensorrt.run.session import EngineSession
+
+
+def load(out: Path, provider: str = "tensorrt", **settings: Any) -> TopWModel:
+    return TopWModel.from_pretrained(out, provider=provider, **settings)
+
+
+@pytest.fixture
+def with_tensorrt_in_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make onnxruntime claim the provider. Returns the providers asked for; sessions run on the CPU."""
+    asked: list[str] = []
+    built = ["TensorrtExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(ort, "get_available_providers", lambda: built)
+    original = GraphSession.__init__
+
+    def opened(self: GraphSession, folder: Any, *, provider: str, **settings: Any) -> None:
+        asked.append(provider)
+        original(self, folder, provider="cpu", **settings)
+
+    monkeypatch.setattr(GraphSession, "__init__", opened)
+    return asked
+
+
+def test_a_fitting_engine_is_what_runs(opened: Open) -> None:
+    model = opened()
+    assert isinstance(model._session, EngineSession)
+    assert model.provider == "tensorrt"
+    assert repr(model).endswith("toy, tensorrt)")
+    assert model.cache_bytes == 0
+
+
+def test_the_cache_may_be_set_aside_at_once(opened: Open) -> None:
+    model = opened({"max_length": 64, "max_batch": 2})
+    assert model.cache_bytes == 2 * 128 * 2 * (4 + 3) * 4  # rows, tokens, keys and values, heads' sizes, float32
+
+
+def test_without_an_engine_the_command_to_build_one_is_named(out: Path, trt: TensorRT) -> None:
+    message = r"no engine to run and this onnxruntime has no TensorRT: .*out has no engine; build one with `topw build-"
+    with pytest.raises(ProviderError, match=message) as caught:
+        load(out)
+    assert str(caught.value).count("topw build-engine") == 1
+
+
+def test_without_a_gpu_nobody_is_sent_to_build(out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    with pytest.raises(ProviderError, match=r"there is no NVIDIA driver; see `topw plugins show`, or use another pro"):
+        load(out)
+
+
+def test_without_tensorrt_the_command_to_install_it_is_named(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorrt", "tensorrt_bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ProviderError, match=r" install .*\[tensorrt\]'.*; build one with `topw build-engine "):
+        load(out)
+
+
+def other_gpu(out: Path, gpu: Gpu, trt: TensorRT) -> None:
+    gpu.name = "Another GPU"
+
+
+def other_tensorrt(out: Path, gpu: Gpu, trt: TensorRT) -> None:
+    trt.module.__version__ = "11.0.0"
+
+
+def other_export(out: Path, gpu: Gpu, trt: TensorRT) -> None:
+    manifest = out / "topw_manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text())))
+
+
+def cut_short(out: Path, gpu: Gpu, trt: TensorRT) -> None:
+    (engine,) = out.glob("engines/*.engine")
+    engine.write_bytes(engine.read_bytes()[:-10])
+
+
+def missing_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
+    trt.registry.all_creators.clear()
+
+
+def other_plugin(out: Path, gpu: Gpu, trt: TensorRT) -> None:
+    (stamp,) = out.glob("engines/*.json")
+    stamp.write_text(stamp.read_text().replace(f'"plugin_version": "{BUILT_WITH}"', '"plugin_version": "1.1"'))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_gpu, "was built for Double GPU"),
+        (other_tensorrt, "was built by TensorRT 10.16.1.11, and this is 11.0.0"),
+        (other_export, "was built from another export"),
+        (cut_short, "it was changed or cut short"),
+        (
+            missing_plugin,
+            "it needs the sampler's plugin, which cannot be had: the CUDA library is absent; build",
+        ),
+        (other_plugin, f"it was built with version 1.1 of the plugin, and this is {BUILT_WITH}; build it again"),
+    ],
+)
+def test_an_engine_that_does_not_fit_is_one_sentence_that_says_how_to_rebuild(
+    out: Path, gpu: Gpu, trt: TensorRT, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
+) -> None:
+    build_engine(EngineRequest(out=out))
+    change(out, gpu, trt)
+    if change is missing_plugin:
+        monkeypatch.setattr(plugins, "register", absent)
+    with pytest.raises(ProviderError, match=message) as caught:
+        load(out)
+    assert str(caught.value).count("topw build-engine") == 1
+    assert trt.contexts == []  # nothing was deserialised
+
+
+def absent() -> None:
+    raise PluginError("the CUDA library is absent.")
+
+
+def test_bytes_that_tensorrt_does_not_open_are_one_sentence(out: Path, trt: TensorRT) -> None:
+    built = build_engine(EngineRequest(out=out))
+    built.path.write_bytes(b"{" * built.stamp.size)
+    stamp = built.path.with_suffix(".json")
+    stamp.write_text(stamp.read_text().replace(built.stamp.sha256, hashlib.sha256(built.path.read_bytes()).hexdigest()))
+    with pytest.raises(ProviderError, match=r"TensorRT does not open .*\.engine \(the plan is no plan\)"):
+        load(out)
+
+
+def test_an_engine_with_other_profiles_than_its_stamp_is_refused(out: Path, trt: TensorRT) -> None:
+    built = build_engine(EngineRequest(out=out))
+    stamp = built.path.with_suffix(".json")
+    data = json.loads(stamp.read_text())
+    data["profiles"].pop()
+    stamp.write_text(json.dumps(data))
+    with pytest.raises(ProviderError, match="has other inputs, outputs or profiles than the export and its stamp say"):
+        load(out)
+
+
+def test_onnxruntimes_provider_is_used_where_there_is_no_engine(
+    out: Path, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(out)
+    assert with_tensorrt_in_onnxruntime == ["tensorrt"]
+
+
+def test_an_engine_that_does_not_fit_is_told_of_where_onnxruntime_runs_instead(
+    out: Path, gpu: Gpu, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str]
+) -> None:
+    build_engine(EngineRequest(out=out))
+    gpu.name = "Another GPU"
+    with pytest.warns(RuntimeWarning, match="TensorRT runs instead of an engine: .* was built for Double"):
+        load(out)
+    assert with_tensorrt_in_onnxruntime == ["tensorrt"]
+
+
+@pytest.mark.parametrize("name", ["TensorrtExecutionProvider", "tensorrtexecutionprovider"])
+def test_the_full_name_is_onnxruntimes_provider_even_beside_an_engine(
+    out: Path, trt: TensorRT, with_tensorrt_in_onnxruntime: list[str], name: str
+) -> None:
+    build_engine(EngineRequest(out=out))
+    load(out, name)
+    assert with_tensorrt_in_onnxruntime == [name]
+
+
+def test_the_rtx_provider_goes_by_the_name_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = ["NvTensorRTRTXExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(ort, "get_available_providers", lambda: built)
+    assert providers.resolve("nv_tensorrt_rtx") == providers.resolve("NvTensorRTRTXExecutionProvider") == built[0]
+
+
+def test_the_cpu_runs_instead_only_where_that_is_allowed(out: Path) -> None:
+    with pytest.raises(ProviderError):
+        load(out)
+    with pytest.warns(RuntimeWarning) as warned:
+        assert load(out, allow_fallback=True).provider == "CPUExecutionProvider"
+    first, second = (str(each.message) for each in warned)
+    assert first.startswith("there is no engine to run: ")
+    assert second.startswith("tensorrt could not start, running on cpu: this onnxruntime ")
+
+
+@pytest.mark.parametrize(("asked", "kept"), [("auto", "plugin"), ("native", "plugin")])
+def test_the_sampler_is_the_one_the_engine_was_built_with(opened: Open, asked: str, kept: str) -> None:
+    assert opened({"sampler": asked}).sampler == kept
+    with pytest.raises(ProviderError, match=r"sampler is 'graph', but the engine was built with the plugin; .*none"):
+        opened({"sampler": "graph"})
+
+
+@pytest.mark.usefixtures("no_plugin")
+def test_an_engine_without_the_plugin_runs_the_function(opened: Open) -> None:
+    model = opened({"sampler": "graph"})
+    assert (model.sampler, model._session.why_graph) == (  # type: ignore[union-attr]
+        "graph",
+        "the engine was built without the plugin",
+    )
+    with pytest.raises(ProviderError, match=r"sampler is 'native', but the engine was built without the plugin"):
+        opened({"sampler": "native"})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"intra_op_num_threads": 1},
+        {"inter_op_num_threads": 1},
+        {"session_options": ort.SessionOptions()},
+        {"provider_options": {"trt_fp16_enable": True}},
+    ],
+)
+def test_options_of_onnxruntime_are_refused_where_an_engine_runs(opened: Open, settings: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match=rf"{next(iter(settings))} is for onnxruntime, and the engine"):
+        opened(settings)
+
+
+def test_a_gpu_may_be_chosen_by_number(opened: Open) -> None:
+    assert opened({"provider_options": {"device_id": 0}}).provider == "tensorrt"
+    with pytest.raises(ProviderError, match="device 2 was asked for, and there are 1 GPUs"):
+        opened({"provider_options": {"device_id": "2"}})
+    with pytest.raises(ParameterError, match="device_id is '-1', but must be the number of a GPU"):
+        opened({"provider_options": {"device_id": -1}})
+
+
+def test_a_device_without_room_is_one_sentence(out: Path, gpu: Gpu, trt: TensorRT) -> None:
+    build_engine(EngineRequest(out=out))
+    gpu.free_bytes = 0
+    message = r"\.engine cannot be opened: CUDA failed in cudaMallocHost .*; build one with"
+    with pytest.raises(ProviderError, match=message):
+        load(out)
+
+
+def test_a_tensor_that_is_wanted_on_the_host_is_refused(
+    out: Path, trt: TensorRT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_engine(EngineRequest(out=out))
+    places = trt.module.TensorLocation
+    monkeypatch.setattr(
+        Engine, "get_tensor_location", lambda self, name: places.HOST if name == "edit_ids" else places.DEVICE
+    )
+    with pytest.raises(ProviderError, match="the engine wants edit_ids in memory of the host"):
+        load(out)

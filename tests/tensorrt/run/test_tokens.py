@@ -1,0 +1,215 @@
+"""An engine gives the tokens, log-probabilities, texts and ends that onnxruntime gives."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.cuda_double import Gpu
+from tests.support.tensorrt_double import TensorRT
+from tests.support.toy_model import BOS, PAD, Toy, byte_ids, export
+from tests.tensorrt.run.conftest import Open
+from topw_deploy.errors import GenerationError, ParameterError, PromptError
+from topw_deploy.export.request import export_request
+from topw_deploy.runtime import GenerationResult, TopWModel
+from topw_deploy.tensorrt.build import build_engine
+from topw_deploy.tensorrt.request import EngineRequest
+
+HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
+PROMPTS = ["a", "some much longer prompt than the others are", "middle one", "b"]
+
+
+def generate(model: TopWModel, prompts: Any, **settings: Any) -> list[GenerationResult]:
+    results = model.generate(prompts, **{**HOT, **settings})
+    return results if isinstance(results, list) else [results]
+
+
+def assert_alike(found: list[GenerationResult], expected: list[GenerationResult]) -> None:
+    """Compare all but timings; log-probabilities exactly, as the double computes with onnxruntime."""
+    for one, other in zip(found, expected, strict=True):
+        left, right = one.as_dict(), other.as_dict()
+        for name in ("timings", "sampler"):
+            del left[name], right[name]
+        assert left == right
+
+
+@pytest.mark.parametrize("kind", ["both", "decode", "prefill"])
+def test_one_sequence(opened: Open, on_cpu: TopWModel, kind: str) -> None:
+    model = opened(profile=kind)
+    found = generate(model, "sixteen letters!", max_new_tokens=40)
+    assert_alike(found, generate(on_cpu, "sixteen letters!", max_new_tokens=40))
+    assert (model.provider, model.sampler, found[0].sampler) == ("tensorrt", "plugin", "plugin")
+    assert not all(found[0].certified)  # or geometry would not be seen at all
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 16])
+def test_a_ragged_batch_whose_rows_end_one_after_the_other(opened: Open, on_cpu: TopWModel, chunk: int | None) -> None:
+    columns: dict[str, list[Any]] = {
+        "max_new_tokens": [30, 3, 17, 40],
+        "seed": [1, 2, 3, 4],
+        "temperature": [0.0, 2.0, 1.0, 3.0],
+        "repetition_penalty": [1.0, 1.3, 1.0, 0.9],
+    }
+    model = opened({"prefill_chunk": chunk})
+    assert_alike(generate(model, PROMPTS, **columns), generate(on_cpu, PROMPTS, **columns))
+
+
+def test_a_prompt_goes_in_by_pieces_no_longer_than_the_engine_takes(
+    opened: Open, on_cpu: TopWModel, trt: TensorRT
+) -> None:
+    prompt = "a prompt of more than forty letters, which is three pieces"
+    assert_alike(generate(opened(), prompt), generate(on_cpu, prompt))
+    decode, prefill = sorted(trt.contexts, key=lambda context: context.profile)
+    assert (decode.runs, prefill.runs) == (19, -(-len(prompt) // 16))
+
+
+def test_streamed_pieces_and_stop_strings(opened: Open, on_cpu: TopWModel) -> None:
+    model = opened()
+    text = generate(on_cpu, "abc")[0].text
+    for settings in ({}, {"stop_strings": text[6:8]}):
+        left, right = (list(m.stream("abc", **HOT, **settings)) for m in (model, on_cpu))
+        assert [piece.text for piece in left] == [piece.text for piece in right]
+        assert "".join(piece.text for piece in left) == left[-1].result.text  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "max_new_tokens": 60},  # more slots every now and then
+        {"logit_bias": {7: 3.0, 100: -np.inf}, "suppress_tokens": [101, 102]},
+        {"no_repeat_ngram_size": 2, "bad_words_ids": [[100], [55, 100]]},
+        {"min_new_tokens": 5, "ignore_eos": False},
+    ],
+)
+def test_edits(opened: Open, on_cpu: TopWModel, edits: dict[str, Any]) -> None:
+    assert_alike(generate(opened(), PROMPTS[:2], **edits), generate(on_cpu, PROMPTS[:2], **edits))
+
+
+def test_more_edits_than_the_engine_was_built_for_are_refused_and_harm_nothing(
+    opened: Open, on_cpu: TopWModel, trt: TensorRT
+) -> None:
+    model = opened(max_edits=20)
+    fits = {"suppress_tokens": list(range(10, 30))}
+    assert_alike(generate(model, "abc", **fits), generate(on_cpu, "abc", **fits))
+    before = len(trt.contexts)
+    for settings in ({"suppress_tokens": list(range(10, 31))}, {**fits, "presence_penalty": 0.1}):
+        with pytest.raises(ParameterError, match=r"edits more than 20 tokens .* build it with a higher --max-edits"):
+            generate(model, "abc", **settings)
+    assert_alike(generate(model, "abc"), generate(on_cpu, "abc"))
+    assert len(trt.contexts) == before
+
+
+def test_what_earlier_requests_left_in_the_cache_is_not_seen(opened: Open, on_cpu: TopWModel) -> None:
+    model = opened()
+    for prompt in ("a long prompt that fills many columns", "x", ["one", "two"], "ab"):
+        assert_alike(generate(model, prompt), generate(on_cpu, prompt))
+
+
+def test_nan_in_a_cache_stays_with_its_request(opened: Open, on_cpu: TopWModel, gpu: Gpu) -> None:
+    model = opened()
+    before = generate(model, "ab")
+    (cache,) = [memory for memory in gpu.device.values() if len(memory) == model.cache_bytes]
+    cache.fill(0xFF)
+    assert_alike(generate(model, "ab"), before)
+
+
+def test_a_cache_whose_parts_do_not_end_at_256_bytes_is_taken(trt: TensorRT, tmp_path: Path) -> None:
+    """100 tokens of one head with 4 float32 numbers are 1,600 bytes; TensorRT refuses addresses between."""
+    out = export(tmp_path / "out", Toy.random(1), form="scatter", max_length=100)
+    build_engine(EngineRequest(out=out, max_batch=4, max_sequence=16))
+    model = TopWModel.from_pretrained(out, provider="tensorrt")
+    on_cpu = TopWModel.from_pretrained(out, provider="cpu", intra_op_num_threads=1, sampler="graph")
+    for prompts in ("abc", ["abc", "de", "f"]):
+        assert_alike(generate(model, prompts), generate(on_cpu, prompts))
+
+
+def test_several_sequences_of_a_prompt(opened: Open, on_cpu: TopWModel) -> None:
+    found = generate(opened(), "abc", num_return_sequences=3)
+    assert_alike(found, generate(on_cpu, "abc", num_return_sequences=3))
+    assert len({tuple(one.token_ids) for one in found}) == 3
+
+
+def test_prompts_that_fill_the_cache(opened: Open, on_cpu: TopWModel) -> None:
+    model = opened()
+    context = model.manifest.decoder.context_length  # type: ignore[union-attr]
+    for tokens in (context - 1, context):
+        prompt = (byte_ids("0123456789") * 20)[:tokens]
+        assert_alike(generate(model, [prompt]), generate(on_cpu, [prompt]))
+    with pytest.raises(PromptError, match=f"{context + 1} tokens"):
+        generate(model, [[5] * (context + 1)])
+
+
+def test_a_row_without_finite_logits_is_named(opened: Open, on_cpu: TopWModel) -> None:
+    model, banned = opened(max_edits=300), {"suppress_tokens": list(range(259))}
+    with pytest.raises(GenerationError, match="row 0 is invalid at step 0"):
+        generate(model, [BOS, PAD, 9], **banned)
+    assert_alike(generate(model, "abc"), generate(on_cpu, "abc"))
+
+
+def test_threads_have_streams_of_their_own(opened: Open, on_cpu: TopWModel) -> None:
+    model = opened()
+    expected = {seed: generate(on_cpu, "abc", seed=seed) for seed in range(4)}
+    found: dict[int, list[GenerationResult]] = {}
+
+    def work(seed: int) -> None:
+        found[seed] = generate(model, "abc", seed=seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, one in expected.items():
+        assert_alike(found[seed], one)
+
+
+def test_two_generations_at_once_share_neither_stream_nor_cache(opened: Open, on_cpu: TopWModel, gpu: Gpu) -> None:
+    model = opened()
+    first, second = model.stream("abc", **HOT), model.stream("def", **HOT)
+    texts = ["", ""]
+    for left, right in zip(first, second, strict=False):
+        texts = [texts[0] + left.text, texts[1] + right.text]
+    for stream, place in ((first, 0), (second, 1)):
+        texts[place] += "".join(piece.text for piece in stream)
+    assert texts[0].startswith(generate(on_cpu, "abc")[0].text[:10])
+    assert texts[1].startswith(generate(on_cpu, "def")[0].text[:10])
+
+
+def test_more_rows_than_the_engine_was_built_for_are_refused(opened: Open) -> None:
+    with pytest.raises(PromptError, match=r"5 sequences, but .* max_batch 4; .* \(or build its engine\) for more"):
+        generate(opened(), ["a"] * 5)
+    with pytest.raises(ParameterError, match="max_batch is 9, but the engine was built for 4"):
+        opened({"max_batch": 9})
+
+
+def test_inputs_that_the_engine_does_not_have_are_not_given_to_it(
+    opened: Open, on_cpu: TopWModel, trt: TensorRT
+) -> None:
+    trt.pruned = {"beta": 2.5, "geom_scale": 0.5}
+    found = generate(opened(), "abc", beta=1.0)
+    assert_alike(found, generate(on_cpu, "abc", beta=2.5, geom_scale=0.5))
+
+
+def test_the_demo(demo_for_tensorrt: Path, trt: TensorRT) -> None:
+    build_engine(EngineRequest(out=demo_for_tensorrt, max_batch=2, max_sequence=32))
+    model = TopWModel.from_pretrained(demo_for_tensorrt, provider="tensorrt")
+    expected = TopWModel.from_pretrained(demo_for_tensorrt, provider="cpu")
+    prompts = ["def parse(self, text):", "import os"]
+    settings = {"max_new_tokens": 24, "seed": 3, "lam": 0.2, "init_top_p": 0.5, "repetition_penalty": 1.1}
+    found, wanted = (m.generate(prompts, **settings) for m in (model, expected))
+    assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+    assert [one.text for one in found] == [one.text for one in wanted]
+
+
+@pytest.fixture(scope="session")
+def demo_for_tensorrt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model as --target tensorrt --max-length 128 writes it."""
+    from topw_deploy.export import export_model
+
+    output = tmp_path_factory.mktemp("demo") / "export"
+    export_model(export_request(model="demo", output=output, verify=False, target="tensorrt", max_length=128))
+    return output

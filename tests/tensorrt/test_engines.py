@@ -1,0 +1,189 @@
+"""An engine is used if its stamp fits and the file is intact; every other case is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cuda_double import Gpu
+from tests.support.tensorrt_double import TensorRT
+from topw_deploy.errors import EngineError
+from topw_deploy.plugins import driver
+from topw_deploy.tensorrt.build import BuiltEngine, build_engine
+from topw_deploy.tensorrt.engines import Machine, fitting, has_engines, this_machine
+from topw_deploy.tensorrt.request import EngineRequest
+from topw_deploy.tensorrt.stamp import read
+
+HERE = Machine("10.16.1.11", "Double GPU", 90)
+
+
+@pytest.fixture
+def built(trt: TensorRT, out: Path) -> BuiltEngine:
+    return build_engine(EngineRequest(out=out))
+
+
+def rewrite(built: BuiltEngine, **changes: Any) -> None:
+    path = built.path.with_suffix(".json")
+    data = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in data.items() if value != "absent"}))
+
+
+def test_an_engine_that_fits_is_found(built: BuiltEngine, out: Path) -> None:
+    assert fitting(out, HERE) == (built.path, built.stamp)
+    assert this_machine("10.16.1.11") == HERE
+
+
+def test_of_several_the_one_that_fits_is_found(trt: TensorRT, gpu: Gpu, built: BuiltEngine, out: Path) -> None:
+    gpu.name, gpu.architecture = "A GPU with a name before the other's", 87
+    other = build_engine(EngineRequest(out=out))
+    assert fitting(out, HERE)[0] == built.path
+    assert fitting(out, this_machine("10.16.1.11"))[0] == other.path
+    with pytest.raises(EngineError, match=r"was built for A GPU .*; .*was built for Double GPU .*; build one with"):
+        fitting(out, Machine("10.16.1.11", "Third GPU", 90))
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (Machine("10.15.1", "Double GPU", 90), "was built by TensorRT 10.16.1.11, and this is 10.15.1"),
+        (Machine("10.16.1.11", "Other", 90), r"was built for Double GPU \(sm_90\), and this is Other \(sm_90\)"),
+        (
+            Machine("10.16.1.11", "Double GPU", 87),
+            r"was built for .* \(sm_90\), and this is .* \(sm_87\)",
+        ),
+    ],
+)
+def test_an_engine_of_another_machine_is_refused(built: BuiltEngine, out: Path, machine: Machine, message: str) -> None:
+    with pytest.raises(EngineError, match=rf"engines/double-gpu\S+ {message}; build one with `topw build-engine "):
+        fitting(out, machine)
+
+
+def test_an_engine_of_another_export_is_refused(built: BuiltEngine, out: Path) -> None:
+    manifest = out / "topw_manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    with pytest.raises(EngineError, match="was built from another export than the one in this folder"):
+        fitting(out, HERE)
+
+
+def cut_short(engine: Path) -> None:
+    engine.write_bytes(engine.read_bytes()[:-1])
+
+
+def alter(engine: Path) -> None:
+    engine.write_bytes(engine.read_bytes()[:-1] + b"!")
+
+
+def replace_by_a_link(engine: Path) -> None:
+    engine.rename(engine.with_name("elsewhere"))
+    engine.symlink_to(engine.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_short, r"has \d+ bytes, and its stamp says \d+: it was changed or cut short"),
+        (alter, "has another SHA-256 than its stamp says"),
+        (Path.unlink, "is not a file of the folder"),
+        (replace_by_a_link, "is not a file of the folder"),
+    ],
+)
+def test_a_damaged_engine_is_refused(
+    built: BuiltEngine, out: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    damage(built.path)
+    with pytest.raises(EngineError, match=message):
+        fitting(out, HERE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, "it has format version 2, not 1"),
+        ({"format_version": "absent"}, "field 'format_version' is missing"),
+        ({"sha256": "absent"}, "field 'sha256' is missing"),
+        ({"sha256": "ABC"}, "sha256 is 'ABC', not a SHA-256 in hexadecimal"),
+        ({"engine": "../other.engine"}, "engine is '../other.engine', not the name of an .engine file"),
+        ({"engine": 3}, "engine is 3, not a text"),
+        ({"size": -1}, "size is -1, not an integer >= 1"),
+        ({"size": True}, "size is True, not an integer >= 1"),
+        ({"workspace": "much"}, "workspace is 'much', not an integer >= 1"),
+        ({"profiles": []}, "it has no profiles"),
+        ({"profiles": [{"name": "decode"}]}, "field 'batch' is missing"),
+        (
+            {"profiles": [{"name": "x", "batch": {"least": 2, "usual": 1, "most": 1}, "sequence": {}, "edits": {}}]},
+            "batch is 2, 1, 1, which do not rise",
+        ),
+        ({"profiles": 3}, "profiles is 3, not a list"),
+        ({"profiles": ["decode"]}, "a profile is 'decode', not an object of JSON"),
+        ({"profiles": [{"name": "x", "batch": 3}]}, "batch is 3, not an object of JSON"),
+        ({"plugin": "mine"}, "plugin is 'mine', not one of python, library, none"),
+        ({"precision": "fp8"}, "precision is 'fp8', not one of as exported, fp16"),
+        ({"gpu": "two\nlines"}, r"gpu is 'two\\nlines', not a text of one line"),
+        ({"colour": "red"}, "it has a field 'colour', which this topw_deploy does not know"),
+    ],
+)
+def test_a_malformed_stamp_is_refused(built: BuiltEngine, out: Path, changes: dict[str, Any], message: str) -> None:
+    rewrite(built, **changes)
+    with pytest.raises(EngineError, match=f"is no stamp of an engine .*{message}.*; build one with"):
+        fitting(out, HERE)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", "it is not JSON: changed or cut short"),
+        (b"[" * 100_000, "it is not JSON: changed or cut short"),
+        (b"[]", r"it is \[\], not an object of JSON"),
+        (b"\xff", "it is not JSON: changed or cut short"),
+        (b"null", "it is None, not an object of JSON"),
+        (b" " * (2 << 20), "it is larger than 1048576 bytes"),
+    ],
+)
+def test_what_is_no_stamp_at_all_is_refused(built: BuiltEngine, out: Path, data: bytes, message: str) -> None:
+    path = built.path.with_suffix(".json")
+    path.write_bytes(data)
+    with pytest.raises(EngineError, match=rf"is no stamp of an engine \({message}\)\.$"):
+        read(path)
+    with pytest.raises(EngineError, match=r"\); build one with"):
+        fitting(out, HERE)
+
+
+@pytest.mark.parametrize(
+    "put", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/nowhere"), lambda path: path.symlink_to(__file__)]
+)
+def test_a_stamp_that_is_no_file_of_the_folder_is_refused(
+    built: BuiltEngine, out: Path, put: Callable[[Path], Any]
+) -> None:
+    path = built.path.with_suffix(".json")
+    path.unlink()
+    put(path)
+    with pytest.raises(EngineError, match=r"is no stamp of an engine \(it is no file of the folder\); build one with"):
+        fitting(out, HERE)
+
+
+def test_an_engine_without_a_stamp_was_never_finished(built: BuiltEngine, out: Path) -> None:
+    built.path.with_suffix(".json").unlink()
+    assert has_engines(out)
+    with pytest.raises(
+        EngineError, match=r"^engines/double-gpu\S+ has no stamp, as when its build was cut short; build one"
+    ):
+        fitting(out, HERE)
+
+
+def test_a_folder_without_engines(out: Path) -> None:
+    assert not has_engines(out)
+    with pytest.raises(EngineError, match="has no engine; build one with"):
+        fitting(out, HERE)
+
+
+def test_a_gpu_that_is_not_there_is_named(trt: TensorRT, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="device 1 was asked for, and there are 1 GPUs"):
+        this_machine("10.16.1.11", 1)
+    monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
+    with pytest.raises(EngineError, match="there is no NVIDIA driver; see `topw plugins show`"):
+        this_machine("10.16.1.11")
