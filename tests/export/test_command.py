@@ -135,9 +135,9 @@ def test_verify_names_what_it_cannot_compare_with(finished: Path, monkeypatch: p
     monkeypatch.setenv("TOPW_NATIVE", "0")
     result = verify(finished, "--source", "./gone")
     assert result.exit_code == 0
-    assert "generation: not checked, the source is not here" in result.stderr
-    assert "native sampler: not checked, TOPW_NATIVE=0 switches it off" in result.stderr
-    assert "4 checks passed, 3 skipped" in result.stdout
+    assert "generation: not compared, the source is not here" in result.stderr
+    assert "native sampler: not compared, TOPW_NATIVE=0 switches it off" in result.stderr
+    assert "4 checks passed, 3 not compared" in result.stdout
 
 
 def test_verify_notices_a_changed_file(finished: Path, tmp_path: Path) -> None:

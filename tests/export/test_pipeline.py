@@ -156,7 +156,7 @@ def test_a_bfloat16_export_names_unverified_parts(tmp_path: Path, checkpoint: Ca
     assert report.verification.status == "partial"
     assert [check.name.split()[0] for check in report.verification.checks] == ["sampler"] * 4
     assert "bfloat16 graphs cannot run on a CPU" in report.notices[0]
-    assert any("generation: not checked, bfloat16 cannot run on a CPU" in line for line in lines)
+    assert any("generation: not compared, bfloat16 cannot run on a CPU" in line for line in lines)
 
 
 def test_a_dry_run_reports_and_writes_nothing(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
@@ -219,7 +219,12 @@ def test_a_foreign_decoder_that_is_wrong_with_padding_is_noted(tmp_path: Path) -
     assert decoder is not None
     assert not decoder.left_padding
     assert "is wrong for rows padded on the left" in report.notices[0]
-    assert all(check.passed for check in report.verification.checks)
+    (failed,) = (check for check in report.verification.checks if not check.passed)
+    assert failed.name == "left-padded batch logits"
+    assert failed.difference > failed.bound
+    assert failed.detail.endswith("so the prompts of a batch must have equal lengths")
+    assert report.verification.status == "partial"
+    assert load_manifest(tmp_path / "out").verification == report.verification
 
 
 def test_a_foreign_decoder_keeps_its_own_logits_on_request(tmp_path: Path, foreign_decoder: Path) -> None:

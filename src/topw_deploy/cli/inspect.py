@@ -11,7 +11,7 @@ import click
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import EngineError
-from topw_deploy.manifest import Check, DecoderInfo, DecoderManifest, Manifest, TensorSpec, load_manifest
+from topw_deploy.manifest import DecoderInfo, DecoderManifest, Manifest, TensorSpec, Verification, load_manifest
 from topw_deploy.sizes import binary_size
 from topw_deploy.tensorrt.engines import misplaced, stamps, unfinished
 from topw_deploy.tensorrt.stamp import FOLDER, read
@@ -60,8 +60,7 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
     yield from _section("outputs", map(_tensor, _without_layers(manifest.outputs)))
     yield from _engines(folder)
     yield from _section("files", ((name, binary_size(entry.size)) for name, entry in sorted(manifest.files.items())))
-    checks = map(_check, manifest.verification.checks)
-    yield from _section("verification", [("status", manifest.verification.status), *checks])
+    yield from _section("verification", _verification(manifest.verification))
     opset = [(f"opset {domain or 'ai.onnx'}", version) for domain, version in manifest.opset.items()]
     yield from _section("written with", [*opset, *manifest.libraries.items()])
 
@@ -146,6 +145,12 @@ def _tensor(spec: TensorSpec) -> tuple[str, str]:
     return spec.name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
 
 
-def _check(check: Check) -> tuple[str, str]:
-    verdict = "passed" if check.passed else "FAILED"
-    return check.name, f"{verdict}, {check.difference:.3g} (bound {check.bound:.3g}) {check.detail}"
+def _verification(verification: Verification) -> Iterator[tuple[str, str]]:
+    yield "status", verification.status
+    for check in verification.checks:
+        verdict = "passed" if check.passed else "FAILED"
+        yield check.name, f"{verdict}, {check.difference:.3g} (bound {check.bound:.3g}) {check.detail}"
+    for missing in verification.not_compared:
+        yield missing.name, f"not compared, {missing.reason}"
+    for note in verification.notes:
+        yield note.name, f"for information, {note.text}"

@@ -24,7 +24,7 @@ from topw_deploy.export.graft import neighbour_bound as module
 from topw_deploy.export.graft.neighbour_bound import neighbour_bound
 from topw_deploy.export.request import export_request
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
-from topw_deploy.export.verification.bound_check import bound_check, nearest_distances, stored_bound
+from topw_deploy.export.verification.sampler_checks import bound_check, nearest_distances, stored_bound
 from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry

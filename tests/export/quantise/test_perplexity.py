@@ -28,7 +28,7 @@ from topw_deploy.export.verification.quantised_checks import (
 )
 from topw_deploy.export.verification.reference import TorchReference
 from topw_deploy.export.verification.sampler_checks import graph_geometry
-from topw_deploy.manifest import Check, load_decoder_manifest
+from topw_deploy.manifest import Check, Note, load_decoder_manifest
 
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -74,7 +74,9 @@ def cost(folder: Path, reference: TorchReference, monkeypatch: pytest.MonkeyPatc
     assert text is not None
     geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
     probe = LogitsProbe(folder, manifest.decoder)
-    return next(quantised_checks(probe, reference, text, manifest, (geometry, geometry)))
+    check = next(quantised_checks(probe, reference, text, manifest, (geometry, geometry)))
+    assert isinstance(check, Check)
+    return check
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,9 @@ def test_a_badly_rounded_export_is_refused(
 
 
 def judged(folder: Path, loss: Loss) -> Check:
-    return perplexity_check(loss, load_decoder_manifest(folder), Text(np.zeros((4, 256), np.int64), 1, "text"))
+    check = perplexity_check(loss, load_decoder_manifest(folder), Text(np.zeros((4, 256), np.int64), 1, "text"))
+    assert isinstance(check, Check)
+    return check
 
 
 def test_an_excess_within_the_standard_error_passes(exported: Callable[..., Path]) -> None:
@@ -135,10 +139,15 @@ def test_an_excess_within_the_standard_error_passes(exported: Callable[..., Path
     assert "1020 tokens" in judged(exported(), Loss(3.0, 3.1, error=0.004)).detail
 
 
-def test_an_untrained_model_has_the_wider_bound(exported: Callable[..., Path]) -> None:
-    guessing = float(np.log(load_decoder_manifest(exported()).sampler.vocab_size))
-    assert judged(exported(), Loss(guessing + 0.1, guessing + 0.6, error=0.01)).bound == UNTRAINED_BOUND
-    assert not judged(exported(), Loss(guessing + 0.1, guessing + 1.2, error=0.01)).passed
+def test_a_model_that_only_guesses_passes_no_check_but_can_fail_one(exported: Callable[..., Path]) -> None:
+    manifest, text = load_decoder_manifest(exported()), Text(np.zeros((4, 256), np.int64), 1, "text")
+    guessing = float(np.log(manifest.sampler.vocab_size)) + 0.1
+    note = perplexity_check(Loss(guessing, guessing + 0.5, error=0.01), manifest, text)
+    assert isinstance(note, Note)
+    assert "no better than guessing" in note.text
+    failed = judged(exported(), Loss(guessing, guessing + UNTRAINED_BOUND + 0.1, error=0.01))
+    assert (failed.passed, failed.bound) == (False, UNTRAINED_BOUND)
+    assert not judged(exported(), Loss(guessing, float("nan"), error=float("nan"))).passed
 
 
 def test_the_standard_error_is_that_of_a_mean_of_rows() -> None:

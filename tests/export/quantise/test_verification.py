@@ -17,9 +17,8 @@ from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.quantise import weight as weight_module
 from topw_deploy.export.quantise.blocks import Blocks
 from topw_deploy.export.request import export_request
-from topw_deploy.export.verification.dequantised import dequantise_model
-from topw_deploy.export.verification.exact_products import exact_products
-from topw_deploy.manifest import load_decoder_manifest, load_manifest
+from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
+from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 
@@ -53,11 +52,14 @@ def test_an_export_agrees_with_its_dequantised_weights_and_reports_the_cost_of_r
     assert manifest.decoder.weights_dtype == CASES[family]["dtype"]
     checks = {check.name: check for check in manifest.verification.checks}
     assert manifest.verification.status == "passed"
-    assert checks["prefill logits"].difference < 1e-4 * max(1.0, checks["prefill logits"].bound / 1e-4)
     assert "dequantised" in checks["prefill logits"].detail
-    assert checks["prefill logits"].difference > 0
-    assert "in float32" in checks["perplexity, log of the ratio"].detail
-    assert {"kept sets unlike float32's", "tokens unlike float32's"} <= set(checks)
+    # float32's rounding over two layers; float16 keeps 13 bits less. Quantisation itself changes logits by over 0.01.
+    assert 0 < checks["prefill logits"].difference < (2e-3 if manifest.decoder.kv_dtype == "float16" else 2e-6)
+    notes = {note.name: note.text for note in manifest.verification.notes}
+    assert "no better than guessing" in notes["perplexity, log of the ratio"]
+    assert "in float32" in notes["perplexity, log of the ratio"]
+    assert {"kept sets beside float32's", "tokens beside float32's"} <= set(notes)
+    assert not set(notes) & set(checks)
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -89,7 +91,7 @@ def test_every_form_of_the_sampler_reads_the_quantised_table(
     with TopWModel.from_pretrained(tmp_path / tail, sampler="graph") as model:
         tokens = model.generate([5, 9, 7], **settings).token_ids
     assert len(tokens) == 12
-    manifest = load_manifest(tmp_path / tail)
+    manifest = load_decoder_manifest(tmp_path / tail)
     assert manifest.sampler.table_form.startswith("com.microsoft.GatherBlockQuantized(bits=4,block_size=32")
 
 
@@ -118,7 +120,7 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
 
 def test_exact_products_are_a_copy_that_leaves_the_export_unchanged(verified: Callable[[str], Path]) -> None:
     folder = verified("gpt2")
-    manifest = load_manifest(folder)
+    manifest = load_decoder_manifest(folder)
 
     def levels(place: Path) -> set[int]:
         nodes = [node for node in ir.load(place / "model.onnx").graph if node.op_type == "MatMulNBits"]
@@ -127,7 +129,7 @@ def test_exact_products_are_a_copy_that_leaves_the_export_unchanged(verified: Ca
     with exact_products(folder, manifest) as made:
         assert made != folder
         assert levels(made) == {1}
-        load_manifest(made)
+        load_decoder_manifest(made)
     assert not made.exists()
     assert levels(folder) == {4}
 

@@ -1,6 +1,6 @@
-"""What every value of a manifest must pass: its type, its range, and text that can be written again.
+"""Reading JSON values by type and range.
 
-Each function returns the value, or raises ValueError with a clause that names it.
+Each function returns the value, or raises ValueError with a clause that names it and its bound.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def decoded(text: str) -> Any:
-    """The value that the JSON `text` holds; NaN, infinities and a name that is given twice are refused."""
-    return json.loads(text, parse_constant=_no_number, parse_int=_bounded_integer, object_pairs_hook=_without_twins)
+    """The value of the JSON `text`. Raises ValueError for NaN, infinities and names given twice."""
+    return json.loads(text, parse_constant=_no_number, parse_int=_bounded_integer, object_pairs_hook=_unique)
 
 
 def shown(value: object) -> str:
-    """`value` for a message, short whatever it is."""
+    """`value` for a message, in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def whole(name: str, value: object, least: int, most: int) -> int:
-    """An integer in [least, most]; true and 2.0 are none."""
+    """An integer in [least, most]. Refuses true and 2.0."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {shown(value)}, not an integer in [{least}, {most}]")
     return value
 
 
 def real(name: str, value: object) -> float:
-    """A number that a float can hold, and not an infinity."""
+    """A number that is finite as a float."""
     try:
         finite = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
     except OverflowError:  # an integer beyond any float
@@ -54,7 +54,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def text(name: str, value: object) -> str:
-    """A text that UTF-8 can hold."""
+    """A text that UTF-8 can encode."""
     if not isinstance(value, str) or len(value) > _MOST_TEXT:
         raise ValueError(f"{name} is {shown(value)}, not a text of at most {_MOST_TEXT} characters")
     try:
@@ -77,7 +77,7 @@ def listing(name: str, value: object) -> list[Any]:
 
 
 def mapping(name: str, value: object) -> dict[str, Any]:
-    """An object of JSON whose names are texts that UTF-8 can hold."""
+    """A JSON object whose names UTF-8 can encode."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {shown(value)}, not an object")
     for key in value:
@@ -86,7 +86,7 @@ def mapping(name: str, value: object) -> dict[str, Any]:
 
 
 class Fields:
-    """The fields of one object of JSON, each read by its type. name: how messages call the object."""
+    """The fields of a JSON object, each read by its type. name: of the object in messages."""
 
     def __init__(self, name: str, data: object) -> None:
         self._name, self._data = name, mapping(name, data)
@@ -99,7 +99,7 @@ class Fields:
         return self
 
     def given(self, known: Collection[str]) -> dict[str, Any]:
-        """The fields of `known` that are there."""
+        """The present fields among `known`."""
         return {name: self._data[name] for name in known if name in self._data}
 
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -132,6 +132,11 @@ class Fields:
     def listing(self, name: str) -> list[Any]:
         return listing(self._full(name), self.value(name))
 
+    def objects(self, name: str, known: Collection[str]) -> list[Fields]:
+        """A list of objects whose fields are all in `known`."""
+        full = self._full(name)
+        return [Fields(f"{full}[{index}]", item).only(known) for index, item in enumerate(self.listing(name))]
+
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of texts."""
         return tuple(text(f"an item of {self._full(name)}", item) for item in self.listing(name))
@@ -153,10 +158,10 @@ def _bounded_integer(digits: str) -> int:
     return int(digits)
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        twin = next(name for name in found if names.count(name) > 1)
-        raise ValueError(f"the name {shown(twin)} is given twice")
+        duplicate = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the name {shown(duplicate)} is given twice")
     return found

@@ -1,4 +1,4 @@
-"""The side of the verification that the exporter and `topw verify` see."""
+"""Running the worker process and judging its results, for the exporter and for `topw verify`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +15,18 @@ from topw_deploy.errors import SourceError, VerificationError
 from topw_deploy.export.job import Job
 from topw_deploy.export.request import HubOptions
 from topw_deploy.export.source.resolve import resolve
-from topw_deploy.export.verification.names import LEFT_PADDED, RIGHT_PADDED
-from topw_deploy.manifest import Check, DecoderManifest, Manifest, Verification
+from topw_deploy.export.verification.results import LEFT_PADDED, RIGHT_PADDED, Outcome, Result, decoded_result, printed
+from topw_deploy.manifest import Check, DecoderManifest, Manifest, NotCompared, Verification
 from topw_deploy.progress import Progress
 
-
-@dataclass(frozen=True)
-class VerifyOutcome:
-    """Checks that ran, and (name, reason) of those that could not."""
-
-    checks: tuple[Check, ...]
-    skipped: tuple[tuple[str, str], ...]
-    peak: int = 0  # bytes that checking took at most
-
-    @property
-    def failed(self) -> tuple[Check, ...]:
-        return tuple(check for check in self.checks if not check.passed)
+_EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
 
 
 def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
-    """Verify the folder being exported; also says whether batches may be padded.
+    """Verify the folder being exported. Returns (its record for the manifest, whether batches may be padded).
 
-    Raises VerificationError naming the first check that fails. A decoder of another exporter may fail at padding
-    alone: its rows then need equal lengths, which the manifest tells the runtime.
+    A decoder of another exporter may fail at padding alone: the failed check is recorded with the limit it leads to.
+    Raises VerificationError naming the first check that fails otherwise.
     """
     source = job.source
     task = {
@@ -49,28 +38,36 @@ def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
     }
     outcome = run_checks(task, job.progress)
     job.memory.peaks["verification"] = outcome.peak
-    if source.onnx is not None and [check.name for check in outcome.failed] in ([LEFT_PADDED], [RIGHT_PADDED]):
-        kept = tuple(check for check in outcome.checks if check.passed)
-        return Verification(status="passed", checks=kept), False
+    failed = [check.name for check in outcome.failed]
+    if source.onnx is not None and failed in ([LEFT_PADDED], [RIGHT_PADDED]):
+        return replace(outcome, checks=tuple(map(_limited, outcome.checks))).verification(), False
     if outcome.failed:
         worst = outcome.failed[0]
         raise VerificationError(
             f"{len(outcome.failed)} of {len(outcome.checks)} checks failed (first: {worst.name}, difference "
             f"{worst.difference:.3g}, bound {worst.bound:.3g}); nothing was kept, --keep-failed keeps it to look at."
         )
-    return Verification(status="partial" if outcome.skipped else "passed", checks=outcome.checks), True
+    return outcome.verification(), True
+
+
+def _limited(check: Check) -> Check:
+    """A failed padding check with its consequence, and a finite difference, as the manifest's JSON needs one."""
+    if check.passed:
+        return check
+    difference = min(check.difference, sys.float_info.max) if check.difference >= 0 else sys.float_info.max  # NaN
+    return replace(check, difference=difference, detail=f"{check.detail}; {_EQUAL_LENGTHS}")
 
 
 def recheck(
     folder: Path, manifest: Manifest, named: str | None, trust_remote_code: bool, progress: Progress
-) -> VerifyOutcome:
-    """Check a finished export again, against the source that is `named` or that its manifest names.
+) -> Outcome:
+    """Check a finished export again, against the source `named` or the one in its manifest.
 
-    Nothing is downloaded: a hub model is used if it lies in the cache. A sampler-only folder has no decoder to compare.
+    Nothing is downloaded: a hub model must be in the cache. Nothing of a sampler-only folder is compared.
     """
     if not isinstance(manifest, DecoderManifest):
         reason = "this is a sampler-only model"
-        return VerifyOutcome((), (("decoder logits", reason), ("generation", reason)))
+        return Outcome((), (NotCompared("decoder logits", reason), NotCompared("generation", reason)))
     task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code, "native": True}
     try:
         revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
@@ -85,42 +82,37 @@ def recheck(
     return run_checks(task, progress)
 
 
-def run_checks(task: dict[str, Any], progress: Progress) -> VerifyOutcome:
-    """Run the worker on `task`; each check becomes a line of `progress` as soon as it is known.
+def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
+    """Run the worker on `task` and report each result as soon as it arrives.
 
-    Keys of `task`: folder; onnx or checkpoint, what to compare with, or neither, then no_reference says why;
-    num_hidden_layers, trust_remote_code; native, to check this machine's native sampler too.
-    Raises VerificationError if the worker itself fails.
+    Keys of `task`:
+        folder: the export.
+        onnx or checkpoint: what to compare with; without either, `no_reference` says why.
+        num_hidden_layers, trust_remote_code: how to load the checkpoint.
+        native: also check this machine's native sampler.
+    Raises VerificationError if the worker fails.
     """
-    checks: list[Check] = []
-    skipped: list[tuple[str, str]] = []
+    results: list[Result] = []
     error, peak = None, 0
     for line in _lines(task):
-        if "check" in line:
-            checks.append(Check(**line["check"]))
-            progress.say(tick_line(checks[-1]))
-        elif "skipped" in line:
-            skipped.append((line["skipped"], line["reason"]))
-            progress.say(f"  -[-] {line['skipped']}: not checked, {line['reason']}")
+        result = decoded_result(line)
+        if result is not None:
+            results.append(result)
+            progress.say(printed(result))
         elif "peak" in line:
             peak = int(line["peak"])
         else:
             error = line["error"]
+    outcome = Outcome.of(results, peak)
     if error is not None:
-        failed = [check.name for check in checks if not check.passed]
+        failed = [check.name for check in outcome.failed]
         after = f" after these checks had failed: {', '.join(failed)}" if failed else ""
         raise VerificationError(f"verification stopped{after}: {error}")
-    return VerifyOutcome(tuple(checks), tuple(skipped), peak)
-
-
-def tick_line(check: Check) -> str:
-    """`-[✓] prefill logits: 3.6e-07 (bound 1e-04; 64 tokens, torch)`."""
-    mark = "✓" if check.passed else "x"
-    return f"  -[{mark}] {check.name}: {check.difference:.2g} (bound {check.bound:.2g}; {check.detail})"
+    return outcome
 
 
 def _lines(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The worker's results as they come; its death by whatever cause is an error with its last words."""
+    """The worker's JSON lines as they come. Raises VerificationError if it dies."""
     command = [sys.executable, "-m", "topw_deploy.export.verification.worker", json.dumps(task)]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as last_words:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=last_words, text=True, encoding="utf-8")

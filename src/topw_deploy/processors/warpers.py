@@ -1,8 +1,8 @@
-"""What else `generate` does to the scores: refuse what would silently make the result something other than Top-W.
+"""Checks of the warpers that `generate` applies after a processor: refuse those that would change Top-W's result.
 
-`generate` tells a processor nothing about its settings, and puts its own warpers behind it: temperature, top-k (50
-unless told otherwise) and the like. But they all stand in one `LogitsProcessorList`, whose `__call__` is what calls a
-processor; so that is where they are looked up. A processor called by anything else is not checked.
+`generate` does not pass its settings to a processor, and appends its own warpers: temperature, top-k (50 by default)
+and others. All of them are in the `LogitsProcessorList` whose `__call__` calls the processor, so the list is read from
+that frame. A processor called by anything else is not checked.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 
 from topw_deploy.errors import ParameterError
 
-# Warpers that cut the crop again: generate's name for them, the attribute that holds their value, and the value with
-# which they cut nothing. By name, as not every version of transformers has all of them.
+# Warpers that cut the crop again: class name -> (generate's argument, the attribute with its value, the value that cuts
+# nothing). By name, as not every version of transformers has all of them.
 _CUTTING = {
     "TopKLogitsWarper": ("top_k", "top_k", 0),
     "TopPLogitsWarper": ("top_p", "top_p", 1.0),
@@ -31,30 +31,30 @@ _CUTTING = {
 _CALLS_BETWEEN = 4  # a subclass may call its parent
 
 
-def check_company(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None) -> None:
-    """Look at the list that calls `processor` and at what calls the list.
+def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None) -> None:
+    """Check the list that calls `processor`, and what calls the list.
 
-    temperature: what the draw must be made at, or None for any. frame: of the caller of `processor.__call__`.
-    Raises ParameterError for beam search, for a warper behind the processor that removes tokens, and for another
-    temperature.
+    temperature: at which the draw must be made, or None for any.
+    frame: of the caller of `processor.__call__`.
+    Raises ParameterError for beam search, for a later warper that removes tokens and for another temperature.
     """
-    company = None
+    warpers = None
     for _ in range(_CALLS_BETWEEN):
         if frame is None or frame.f_code.co_name != "__call__":
             return
-        company = frame.f_locals.get("self")
-        if isinstance(company, LogitsProcessorList):
+        warpers = frame.f_locals.get("self")
+        if isinstance(warpers, LogitsProcessorList):
             break
         frame = frame.f_back
-    if frame is None or not isinstance(company, LogitsProcessorList):
+    if frame is None or not isinstance(warpers, LogitsProcessorList):
         return
     if frame.f_back is not None and frame.f_back.f_code.co_name == "_beam_search":
         raise ParameterError(
             "generate runs a beam search, which needs more tokens a step than Top-W may keep; pass num_beams=1."
         )
-    place = next((i for i, other in enumerate(company) if other is processor), len(company))
+    place = next((i for i, other in enumerate(warpers) if other is processor), len(warpers))
     drawn_at = 1.0
-    for warper in company[place + 1 :]:
+    for warper in warpers[place + 1 :]:
         _refuse_cutting(warper)
         if isinstance(warper, TemperatureLogitsWarper):
             drawn_at *= warper.temperature
