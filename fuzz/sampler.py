@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.common import machine, table
-from benchmarks.rows import LOGPROB_BOUND, Case, explanation, reference
-from benchmarks.sampler_sides import ADAPTERS, Absent, Answer, Answerer
+from fuzz.implementations import ADAPTERS, Absent, Answer, Answerer
+from tests.support.rows import LOGPROB_BOUND, Case, explanation, reference
 from tests.support.sampler_cases import ALL, Size, Visit, visits
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TieBounds
 

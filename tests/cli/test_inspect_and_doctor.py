@@ -141,8 +141,8 @@ def test_doctor_sees_two_wheels_that_overwrite_each_other(monkeypatch: pytest.Mo
 
 
 def test_doctor_names_what_exporting_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = install._importable
-    monkeypatch.setattr(install, "_importable", lambda name: name not in ("torch", "onnx") and real(name))
+    real = install.importable
+    monkeypatch.setattr(install, "importable", lambda name: name not in ("torch", "onnx") and real(name))
     found = doctor.diagnose()
     assert found.hints == [("exporting needs torch and onnx, which are not installed", install.how_to("export"))]
     assert not found.problems

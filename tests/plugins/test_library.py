@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def need_setuptools() -> None:
-    """Skip if setuptools is older than setup.py needs. It cannot be imported here: the demo's corpus imports the standard
+    """Skip if setuptools is older than setup.py needs. Not imported: the demo's corpus imports the standard
     library's distutils, which prevents that."""
     try:
         version = metadata.version("setuptools")

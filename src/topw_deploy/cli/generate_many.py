@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from topw_deploy.cli.answer_lines import AnswerFile, Kept, check_answers, kept_of
+from topw_deploy.cli.files import read_source
 from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
-from topw_deploy.cli.sources import read_source
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
 from topw_deploy.reports import counted

@@ -1,4 +1,4 @@
-"""The report as a picture: crops by position, what decided them, and the tokens that geometry moved."""
+"""The report as a picture: crops by position, what decided them, and the tokens that geometry added or dropped."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from topw_deploy.reports import require_matplotlib
 from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 from topw_deploy.stats.table import token_text, verdict
 
-_COLOURS = ("#2a6f97", "#e07a5f", "#3d8b5f", "#8a5a9e", "#c99a2e", "#5c6b73")
-_GREY, _SAME, _ADDED, _DROPPED = "#b8c0c8", "#e3c878", "#3d8b5f", "#c0504d"
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a35b9a", "#e69f00", "#5c6b73")
+_GREY, _SAME, _ADDED, _DROPPED = "#b6bdc6", "#f0c64c", "#009e73", "#d55e00"
+_GRID, _TEXT, _MUTED = "#e3e6ea", "#1f2933", "#66717d"
 _MOST_TOKENS = 9  # of each kind
-_BANDS_UP_TO = 3  # settings; more bands over each other say nothing
-_LINEAR_UP_TO = 25  # tokens kept; larger ranges are shown on a logarithmic axis
-_LEAST_ROWS = 4  # of a panel with bars: a single bar need not fill it
-_LEAST_LABELLED = 6  # per cent; a narrower part of a bar has no room for its number
-_LEGEND_COLUMNS, _LEGEND_LETTERS = 6, 170  # of the settings: most columns, and letters that fit in a line
-_LABEL_LETTERS, _LINE = 28, 0.17  # of a setting beside its bar: letters in a line, and its height in inches
+_BANDS_UP_TO = 1  # settings; overlapping bands cannot be told apart
+_LINEAR_UP_TO = 25  # tokens kept; larger ranges get a logarithmic axis
+_LEAST_ROWS = 4  # of a panel with bars, so that a single bar does not fill it
+_LEAST_LABELLED = 6  # per cent; a narrower segment has no room for its number
+_LEGEND_COLUMNS, _LEGEND_LETTERS = 6, 170  # most columns, and letters per line
+_LABEL_LETTERS, _LINE = 28, 0.17  # letters per line of a setting's label, and the line's height in inches
 _TITLE_LETTERS, _XLABEL_LETTERS = 96, 48
 _DPI = 110
 
 
 def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
-    """Write the picture, in the format that the ending of `path` names. Raises ParameterError where it cannot be."""
+    """Write the picture, in the format of the ending of `path`. Raises ParameterError if it cannot be written."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -35,7 +36,7 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
     upper, lower = _heights(summaries)
     figure: Any = Figure(figsize=(11.5, upper + lower), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(_plain_text(title, _TITLE_LETTERS), fontsize=12, weight="bold", x=0.01, ha="left")
+    figure.suptitle(_drawable(title, _TITLE_LETTERS), fontsize=14, weight="bold", color=_TEXT, x=0.01, ha="left")
     above, below = figure.subfigures(2, 1, height_ratios=(upper, lower))
     _panels(above, summaries)
     left, right = below.subplots(1, 2)
@@ -48,7 +49,7 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
 
 
 def _heights(summaries: Sequence[Summary]) -> tuple[float, float]:
-    """Inches of the panels above, whose legend grows with the settings, and of those below, with a bar for each."""
+    """Heights in inches of the upper panels, with a legend of all settings, and the lower ones, with a bar for each."""
     legend = -(-len(summaries) // _legend_columns(summaries))
     bars = len(summaries) * (max(len(_setting(summary)) for summary in summaries) + 1)
     return 3.3 + _LINE * legend, max(4.0, 1.5 + _LINE * bars)
@@ -64,7 +65,7 @@ def _setting(summary: Summary) -> list[str]:
 
 
 def _colours(count: int) -> Sequence[Any]:
-    """A colour for each setting: far apart while there are few, then in order along a scale."""
+    """A colour for each setting: distinct colours for few, a colour scale for many."""
     if count <= len(_COLOURS):
         return _COLOURS
     from matplotlib import colormaps
@@ -72,8 +73,8 @@ def _colours(count: int) -> Sequence[Any]:
     return [colormaps["viridis"](0.95 * place / (count - 1)) for place in range(count)]
 
 
-def _plain_text(text: str, most: int) -> str:
-    """`text` in at most so many letters that can be drawn; matplotlib takes pairs of dollars for formulas."""
+def _drawable(text: str, most: int) -> str:
+    """`text`, printable, cut to `most` letters, its dollars escaped: matplotlib reads pairs of them as formulas."""
     text = printable(text)
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
@@ -87,10 +88,10 @@ def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
     _by_position(entropy, summaries, lambda place: place.entropy, bands=False, style=":")
     _by_position(entropy, summaries, lambda place: place.crop_entropy, bands=bands)
     shaded = ", shaded: middle half" if bands else ""
-    _panel(kept, f"tokens kept (mean{shaded})", wide=True)
-    _panel(mass, "probability kept (mass)")
+    _panel(kept, f"Tokens kept (mean{shaded})", wide=True)
+    _panel(mass, "Probability kept")
     mass.set_ylim(0, 1)
-    _panel(entropy, "entropy, nats (dotted: whole softmax)")
+    _panel(entropy, "Entropy in nats (dotted: softmax)")
     if len(summaries) > 1:
         handles, labels = kept.get_legend_handles_labels()
         figure.legend(
@@ -104,10 +105,10 @@ def _by_position(
     for summary, colour in zip(summaries, _colours(len(summaries)), strict=False):
         spreads = [number(place) for place in summary.windows]
         at = [(place.first + place.last) / 2 for place in summary.windows]
-        axes.plot(at, [s.mean for s in spreads], style, color=colour, lw=1.7, marker="o", ms=2.5, label=summary.label)
+        axes.plot(at, [s.mean for s in spreads], style, color=colour, lw=2, solid_capstyle="round", label=summary.label)
         if bands:
             axes.fill_between(
-                at, [s.p25 for s in spreads], [s.p75 for s in spreads], color=colour, alpha=0.16, linewidth=0
+                at, [s.p25 for s in spreads], [s.p75 for s in spreads], color=colour, alpha=0.12, linewidth=0
             )
 
 
@@ -121,27 +122,34 @@ def _panel(axes: Any, name: str, *, wide: bool = False) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.set_ylim(bottom=0)
-    axes.set_title(name, fontsize=10, loc="left")
+    axes.set_title(name, fontsize=11, loc="left", color=_TEXT, weight="bold")
     axes.set_xlabel("position in the generated text", fontsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    _plain(axes)
+    _plain(axes, grid="y")
 
 
-def _plain(axes: Any) -> None:
+def _plain(axes: Any, *, grid: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    axes.spines[["left", "bottom"]].set_color(_GRID)
+    axes.tick_params(labelsize=8, labelcolor=_TEXT, color=_GRID)
+    axes.grid(axis=grid, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.label.set_color(_MUTED)
+    axes.yaxis.label.set_color(_MUTED)
 
 
 _DECIDERS: tuple[tuple[str, str, Callable[[Place | Summary], int]], ...] = (
-    ("certified: geometry cannot act", _GREY, lambda s: s.certified),
-    ("uncertified, same crop", _SAME, lambda s: s.steps - s.certified - s.changed),
-    ("crop changed by geometry", _COLOURS[0], lambda s: s.changed),
+    ("certified", _GREY, lambda s: s.certified),
+    ("not certified, same crop", _SAME, lambda s: s.steps - s.certified - s.changed),
+    ("changed by geometry", _COLOURS[0], lambda s: s.changed),
 )
 
 
 def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
-    """How many steps were certified, not certified but unchanged, changed by geometry: by setting, or of one along
-    the text."""
+    """Shares of steps that were certified, uncertified but unchanged, and changed by geometry.
+
+    By setting; for a single setting, by position.
+    """
     if len(summaries) > 1:
         parts: Sequence[Place | Summary] = summaries
         at, draw = [float(row) for row in range(len(summaries))], axes.barh
@@ -169,13 +177,13 @@ def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
                 bars, labels, label_type="center", fontsize=8, color="white" if colour == _COLOURS[0] else "black"
             )
         start = [before + share for before, share in zip(start, shares, strict=True)]
-    _title(axes, "what decided the crop")
-    _plain(axes)
+    _title(axes, "What decided the crop")
+    _plain(axes, grid="x" if len(summaries) > 1 else "y")
 
 
 def _title(axes: Any, text: str, handles: Any = None) -> None:
-    """A title on the left and the legend under it, above the axes."""
-    axes.set_title(text, fontsize=10, loc="left", pad=24)
+    """A title on the left above the axes, with the legend under it."""
+    axes.set_title(text, fontsize=11, loc="left", pad=24, color=_TEXT, weight="bold")
     handles = handles or axes.get_legend_handles_labels()[0]
     axes.legend(
         handles=handles, frameon=False, fontsize=8, ncols=3, loc="lower left", bbox_to_anchor=(-0.02, 0.99),
@@ -184,10 +192,10 @@ def _title(axes: Any, text: str, handles: Any = None) -> None:
 
 
 def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
-    """Bars of the tokens that geometry moved under the setting where it did most, or the sentence that it did not."""
+    """Bars of the tokens that geometry added or dropped, for the setting with most changes; or that there are none."""
     most = max(summaries, key=lambda summary: summary.changed)
     if not most.changed:
-        _nothing(axes, summaries)
+        _no_changes(axes, summaries)
         return
     shown = [(moved, _ADDED) for moved in most.added[:_MOST_TOKENS]]
     shown += [(moved, _DROPPED) for moved in most.dropped[:_MOST_TOKENS]]
@@ -201,19 +209,20 @@ def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
     from matplotlib.patches import Patch
 
     kinds = [
-        Patch(color=_ADDED, label=f"kept ({len(most.added)} tokens)"),
-        Patch(color=_DROPPED, label=f"dropped ({len(most.dropped)})"),
+        Patch(color=colour, label=f"{verb}: {len(moved):,} different tokens")
+        for moved, verb, colour in ((most.added, "kept", _ADDED), (most.dropped, "dropped", _DROPPED))
+        if moved
     ]
-    _title(axes, "tokens that geometry moved", kinds)
-    _plain(axes)
+    _title(axes, "Tokens that geometry moved", kinds)
+    _plain(axes, grid="x")
 
 
 def _label(moved: MovedToken) -> str:
     text = token_text(moved)
-    return _plain_text(text if len(text) <= 18 else text[:16] + "…'", 18)
+    return _drawable(text if len(text) <= 18 else text[:16] + "…'", 18)
 
 
-def _nothing(axes: Any, summaries: Sequence[Summary]) -> None:
+def _no_changes(axes: Any, summaries: Sequence[Summary]) -> None:
     axes.axis("off")
     axes.text(0.5, 0.62, "Geometry never acted", ha="center", va="center", fontsize=19, color=_COLOURS[0])
     certified, steps = sum(s.certified for s in summaries), sum(s.steps for s in summaries)

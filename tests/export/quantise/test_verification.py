@@ -1,4 +1,4 @@
-"""Quantised exports are verified against their dequantised weights, and say what rounding cost; a wrong one fails."""
+"""Quantised exports are verified against their dequantised weights and report the cost of rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from topw_deploy.export.quantise.blocks import Blocks
 from topw_deploy.export.request import export_request
 from topw_deploy.export.verification.dequantised import dequantise_model
 from topw_deploy.export.verification.exact_products import exact_products
-from topw_deploy.manifest import load_manifest
+from topw_deploy.manifest import load_decoder_manifest, load_manifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def verified(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
-    """family -> its quantised, verified export."""
+    """family -> its verified export."""
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
@@ -46,11 +46,10 @@ def verified(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_an_export_agrees_with_its_dequantised_weights_and_says_what_rounding_cost(
+def test_an_export_agrees_with_its_dequantised_weights_and_reports_the_cost_of_rounding(
     verified: Callable[[str], Path], family: str
 ) -> None:
-    manifest = load_manifest(verified(family))
-    assert manifest.decoder is not None
+    manifest = load_decoder_manifest(verified(family))
     assert manifest.decoder.weights_dtype == CASES[family]["dtype"]
     checks = {check.name: check for check in manifest.verification.checks}
     assert manifest.verification.status == "passed"
@@ -62,7 +61,7 @@ def test_an_export_agrees_with_its_dequantised_weights_and_says_what_rounding_co
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_a_quantised_export_samples_natively_as_by_its_function(verified: Callable[[str], Path], family: str) -> None:
+def test_native_sampler_and_function_agree_on_a_quantised_export(verified: Callable[[str], Path], family: str) -> None:
     if library_path() is None:
         pytest.skip("no native sampler")
     settings = {"max_new_tokens": 24, "seed": 3, "temperature": 1.5, "lam": 0.5, "ignore_eos": True}
@@ -117,7 +116,7 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
     assert not (tmp_path / "out").exists()
 
 
-def test_products_are_exact_only_beside_the_export(verified: Callable[[str], Path]) -> None:
+def test_exact_products_are_a_copy_that_leaves_the_export_unchanged(verified: Callable[[str], Path]) -> None:
     folder = verified("gpt2")
     manifest = load_manifest(folder)
 
@@ -133,7 +132,7 @@ def test_products_are_exact_only_beside_the_export(verified: Callable[[str], Pat
     assert levels(folder) == {4}
 
 
-def test_layers_that_the_file_keeps_in_float_are_not_rounded(
+def test_layers_that_the_export_keeps_in_float_are_not_rounded(
     verified: Callable[[str], Path], checkpoint: Callable[[str], Path]
 ) -> None:
     folder = verified("qwen2")
@@ -145,8 +144,8 @@ def test_layers_that_the_file_keeps_in_float_are_not_rounded(
     assert same & matrices == {"model.layers.0.self_attn.o_proj.weight"}
 
 
-def test_blocks_of_a_checkpoint_wider_than_a_table_may_have_are_halved(tmp_path: Path) -> None:
-    """hidden_size 96 in blocks of 64: the table takes 32, the products 64 with a half-empty last block."""
+def test_block_sizes_that_a_table_cannot_have_are_halved(tmp_path: Path) -> None:
+    """hidden_size 96, block size 64: 16 for the table (32 gives an odd number of blocks), 64 for the products."""
     config = Qwen2Config(
         vocab_size=320, hidden_size=96, intermediate_size=80, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -167,9 +166,8 @@ def test_blocks_of_a_checkpoint_wider_than_a_table_may_have_are_halved(tmp_path:
     assert nodes["MatMulNBits"].attributes["block_size"].as_int() == 64
 
 
-def test_a_compute_dtype_is_that_of_all_but_the_weights(verified: Callable[[str], Path]) -> None:
-    manifest = load_manifest(verified("gemma3"))
-    assert manifest.decoder is not None
+def test_a_compute_dtype_applies_to_everything_but_the_weights(verified: Callable[[str], Path]) -> None:
+    manifest = load_decoder_manifest(verified("gemma3"))
     assert (manifest.decoder.weights_dtype, manifest.decoder.kv_dtype) == ("int4", "float16")
     graph = ir.load(verified("gemma3") / "model.onnx").graph
     products = [node for node in graph if node.op_type == "MatMulNBits"]
@@ -179,7 +177,7 @@ def test_a_compute_dtype_is_that_of_all_but_the_weights(verified: Callable[[str]
 
 
 @pytest.mark.parametrize("dtype", [None, "fp16", "bf16"])
-def test_a_compute_dtype_belongs_to_quantised_weights(dtype: str | None, tmp_path: Path) -> None:
+def test_a_compute_dtype_is_refused_without_quantised_weights(dtype: str | None, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="compute_dtype is an option of quantised weights"):
         export_request(model="demo", output=tmp_path, dtype=dtype, compute_dtype="fp16")
     with pytest.raises(ParameterError, match="compute_dtype is 'bf16', but must be one of fp32, fp16"):

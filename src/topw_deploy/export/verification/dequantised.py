@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from topw_deploy.export.graft.table import stored_array
 from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
 from topw_deploy.export.quantise.packed_rows import PackedRows
-from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.write.weights import MODEL_FILE
 
 _FLOAT32 = np.dtype(np.float32)

@@ -17,7 +17,7 @@ import numpy as np
 from topw_deploy.errors import TopWError
 from topw_deploy.export.foreign.load import text_part
 from topw_deploy.export.quantise.packed_rows import PackedRows
-from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.source.packed import PackedCheckpoint
 from topw_deploy.export.verification.bound_check import bound_check
 from topw_deploy.export.verification.decoder_checks import decoder_checks
