@@ -7,8 +7,7 @@ import re
 import onnx_ir as ir
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.graph.editor import find_input
-from topw_deploy.export.graph.values import required_input
+from topw_deploy.export.graph.editor import find_input, required_input
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 # Takes one length per row, so it silently misplaces rows padded on the left; writes into a cache bound as past and

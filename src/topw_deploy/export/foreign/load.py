@@ -19,7 +19,7 @@ from topw_deploy.export.foreign.cache import (
     takes_right_padding,
 )
 from topw_deploy.export.foreign.limits import lost_soft_cap, sequence_limit, window_of
-from topw_deploy.export.graph.values import required_input
+from topw_deploy.export.graph.editor import required_input
 from topw_deploy.export.tail.spec import NEWEST_OPSET, OLDEST_OPSET
 from topw_deploy.export.write.weights import external_files
 from topw_deploy.files import open_regular

@@ -1,4 +1,4 @@
-"""Reading onnx_ir graphs: inputs, sizes, constants, and the node that makes a value."""
+"""Reading onnx_ir graphs: sizes, constants, and the node that makes a value."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ from typing import Any
 import onnx_ir as ir
 
 from topw_deploy.errors import UnsupportedModelError
-from topw_deploy.export.graph.editor import find_input
-
-
-def required_input(graph: ir.Graph, name: str) -> ir.Value:
-    """The graph input `name`. Raises UnsupportedModelError if there is none."""
-    value = find_input(graph, name)
-    if value is None:
-        raise UnsupportedModelError(f"the decoder's graph has no input {name}; export the decoder again.")
-    return value
 
 
 def fixed_size(value: ir.Value, axis: int) -> int:

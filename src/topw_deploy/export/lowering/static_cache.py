@@ -11,8 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from topw_deploy.export.graph.editor import GraphEditor, find_input
-from topw_deploy.export.graph.values import required_input
+from topw_deploy.export.graph.editor import GraphEditor, find_input, required_input
 from topw_deploy.export.lowering.layers import AttentionLayer
 from topw_deploy.export.trace.marker import MARKER_DOMAIN
 
