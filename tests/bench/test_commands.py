@@ -82,6 +82,7 @@ def test_a_file_without_the_authors_class_is_refused(bench: Invoke, tmp_path: Pa
     assert str(done.exception).endswith("mine.py has no TopW_LogitsProcessor; give the authors' logit_processor_w1.py.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["import nothing_that_is_there\n", "\0"])
 def test_an_authors_file_that_does_not_load_is_named(bench: Invoke, tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.py").write_text(text)

@@ -197,6 +197,7 @@ def test_a_folder_that_is_no_export_is_refused(asked: DecodeRequest, tmp_path: P
         run(replace(asked, folder=tmp_path))
 
 
+@pytest.mark.slow
 def test_a_wrong_authors_file_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Other: ...\n")
     (tmp_path / "mine.txt").write_text("class TopW_LogitsProcessor: ...\n")

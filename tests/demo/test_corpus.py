@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from topw_deploy.demo.corpus import (
     LONG_PARAGRAPH,
     SHORTEST_DOCUMENT,
@@ -32,6 +34,7 @@ def test_another_process_gathers_the_same_text() -> None:
     assert result.stdout.strip() == split([*topic_sections(), *core_docstrings()]).digest
 
 
+@pytest.mark.slow
 def test_the_digest_depends_on_every_document(corpus: Corpus) -> None:
     shorter = Corpus(corpus.train[:-1], corpus.held_out)
     swapped = Corpus((corpus.train[1], corpus.train[0], *corpus.train[2:]), corpus.held_out)

@@ -37,6 +37,7 @@ def change_manifest(folder: Path, *keys: str | int, value: Any) -> None:
     (folder / MANIFEST_NAME).write_text(json.dumps(data), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", NOT_JSON)
 def test_a_manifest_that_is_not_json_is_refused(text: str, host: Host, folder: Path) -> None:
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")

@@ -56,6 +56,7 @@ def expected(model: TopWModel, request: dict[str, Any]) -> Any:
     return model.generate(request["prompt"], **{name: value for name, value in request.items() if name != "prompt"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_random_requests_in_batches_equal_the_python_runtimes(form: str, host: Host, folders: dict[str, Path]) -> None:
     rng, stopped, edited = np.random.default_rng(FORMS.index(form)), 0, 0
@@ -76,6 +77,7 @@ def test_random_requests_in_batches_equal_the_python_runtimes(form: str, host: H
     assert edited >= 25
 
 
+@pytest.mark.slow
 def test_a_batch_draws_the_tokens_of_the_python_runtimes_batch(host: Host, demo_export: Path) -> None:
     """With the bundled model, whose matmuls may round differently at another batch size."""
     texts = ["class Path", "import os\n", "def parse(text):\n    return", "#"]
@@ -93,6 +95,7 @@ def test_a_batch_draws_the_tokens_of_the_python_runtimes_batch(host: Host, demo_
     assert [answer["token_ids"] for answer in answers_of(done)] == [result.token_ids for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_options_edit_a_single_answer_like_the_python_runtimes_parameters(
     form: str, host: Host, folders: dict[str, Path]

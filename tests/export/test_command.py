@@ -36,6 +36,7 @@ def run(*arguments: object) -> Done:
         return Done(code, out.getvalue().decode(), err.getvalue().decode())
 
 
+@pytest.mark.slow
 def test_progress_goes_to_stderr_and_the_result_to_stdout(tmp_path: Path, foreign_decoder: Path) -> None:
     result = run(foreign_decoder, tmp_path / "out")
     assert result.exit_code == 0
@@ -118,6 +119,7 @@ def verify(*arguments: object) -> Result:
     return CliRunner().invoke(verify_command, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_verify_repeats_hashes_and_checks(finished: Path, foreign_decoder: Path) -> None:
     result = verify(finished, "--json")
     report = json.loads(result.stdout)

@@ -74,6 +74,7 @@ def padded(sequences: Sequence[np.ndarray], side: str) -> tuple[np.ndarray, np.n
     return ids, mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [[90], [1] * 90, [30, 20, 39, 1]], ids=["prefill", "decode", "chunks"])
 def test_one_sequence_agrees_with_torch_for_all_chunks(driver: CacheDriver, family: str, chunks: list[int]) -> None:
     ids, wanted = wanted_of(family).sequences[1], wanted_of(family).logits[1]
@@ -143,6 +144,7 @@ def test_inputs_and_operators_are_those_of_the_lowering(family: str, lowering: s
         assert decoder.model.opset_imports[""] == 24
 
 
+@pytest.mark.long
 def test_every_check_of_the_verification_passes(
     family: str, exported: Callable[[str], Path], checkpoint: Callable[[str], Path]
 ) -> None:

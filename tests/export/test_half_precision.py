@@ -34,6 +34,7 @@ def traced(family: str) -> TracedDecoder:
     return trace(model_of(family))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("family", ["llama_untied", "qwen3", "phi3", "gemma2", "gemma3", "gpt2"])
 def test_prompt_and_steps_agree_with_torch(family: str, lowering: str) -> None:

@@ -45,6 +45,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str]
     return out, foreseen
 
 
+@pytest.mark.slow
 def test_a_dry_run_gives_the_exact_size_of_every_large_file(sharded: tuple[Path, ExportReport]) -> None:
     out, foreseen = sharded
     found = {path.name: path.stat().st_size for path in out.iterdir()}
@@ -53,6 +54,7 @@ def test_a_dry_run_gives_the_exact_size_of_every_large_file(sharded: tuple[Path,
     assert set(found) - set(foreseen.sizes) <= {"config.json", "generation_config.json", "topw_manifest.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "zero_points"), [("int4", 0x88), ("int8", 0x80)])
 def test_a_dry_run_counts_a_quantised_table_with_its_zero_points(
     dtype: str, zero_points: int, tmp_path: Path, checkpoint: Callable[[str], Path]
@@ -184,6 +186,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("deep") / "llama", config)
 
 
+@pytest.mark.long
 def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +211,7 @@ def test_a_model_too_large_for_memory_is_verified_by_its_first_layers(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.long
 def test_the_first_layers_are_exported_although_a_pattern_names_a_later_one(
     tmp_path: Path, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ from tests.cuda_provider.conftest import cuda_library, python, stand_in  # noqa:
 
 from .packed_demo import demo_folder, packed_demo  # noqa: F401  # fixtures
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys

@@ -18,6 +18,8 @@ from topw_deploy.sampling import TopWOptions
 
 from .packed_demo import packed_demo  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.long
+
 REQUESTS = tokens.requests(seeds=1, tokens=12)
 
 

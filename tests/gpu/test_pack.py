@@ -20,6 +20,8 @@ from topw_deploy.runtime import TopWModel
 
 from .packed_demo import packed_demo  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.long
+
 HOST = Host(90, "3.12")
 LIMIT = 200_000
 

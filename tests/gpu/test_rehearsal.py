@@ -14,6 +14,8 @@ from tests.plugins.cuda import tools
 
 from .packed_demo import packed_demo  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,6 +12,8 @@ from tests.support.tiny_models import COMMON, export, write_checkpoint
 
 from .conftest import Ask, assert_built
 
+pytestmark = pytest.mark.long
+
 SLOTS, PROMPT = 64, 16
 BATCHES = [[1, 16]]
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {

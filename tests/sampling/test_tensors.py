@@ -59,6 +59,7 @@ def check_row(result, row, wanted):
     return tied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_kept_sets_are_the_definitions_for_every_metric_potential_and_regime(seed):
     rng = np.random.default_rng(seed)

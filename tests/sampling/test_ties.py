@@ -81,6 +81,7 @@ def compare(cases):
     return rows, different, unexcused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, 0.6, 2.5, -0.7, -20.0])
 def test_ordinary_rows_agree_in_float32_outside_the_reported_ties(scale):
     rows, different, unexcused = compare(random_cases(40, 1000, geom_scale=scale))

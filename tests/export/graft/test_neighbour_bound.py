@@ -172,6 +172,7 @@ def test_the_uniform_metric_has_no_bound(tmp_path: Path) -> None:
         sampler_request(output=tmp_path / "out", vocab_size=9, options=options, neighbour_bound=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["portable", "onnxruntime", "static"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_form_runs_with_a_stored_bound_and_is_verified(tail: str, metric: str, tmp_path: Path) -> None:
@@ -205,6 +206,7 @@ def test_without_the_option_there_is_no_bound(tmp_path: Path) -> None:
     assert "shape (0,)" in check.detail
 
 
+@pytest.mark.slow
 def test_a_decoder_gets_its_own_tables_bound(tmp_path: Path, foreign_decoder: Path) -> None:
     request = export_request(model=str(foreign_decoder), output=tmp_path / "out", neighbour_bound=True)
     lines: list[str] = []
@@ -240,6 +242,7 @@ def test_a_bound_that_is_too_large_fails_the_verification(tmp_path: Path, monkey
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
     np.save(tmp_path / "table.npy", random_table(40_000, 256))
     arguments = ["export-sampler", "--embeddings", "table.npy", "out", "--neighbour-bound"]

@@ -24,6 +24,7 @@ def narrow() -> TracedDecoder:
     return trace(make_model(tiny()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", [None, "static"])
 def test_a_decoder_that_the_operator_refuses_falls_back_with_the_reason(narrow: TracedDecoder, kv: str | None) -> None:
     decoder = copy_of(narrow)
@@ -71,6 +72,7 @@ def test_a_fixed_length_is_in_the_signature_and_limits_the_context(narrow: Trace
     assert cache_lengths(decoder) == {128}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("float16", 0.5)])
 @pytest.mark.parametrize("kv", ["static", "concat"])
 def test_the_operator_scales_by_1_in_float32(kv: str, dtype: str, scale: float) -> None:
@@ -84,6 +86,7 @@ def test_the_operator_scales_by_1_in_float32(kv: str, dtype: str, scale: float) 
         assert before.inputs[1].const_value.numpy() == np.float32(0.5)  # heads of 4 numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "width", "operators"),
     [("float32", 16, 0), ("float16", 8, 0), ("bfloat16", 8, 0), ("float16", 16, 1), ("bfloat16", 16, 1)],

@@ -187,6 +187,7 @@ def traced() -> TracedDecoder:
     return trace(make_model("llama_untied"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
 @pytest.mark.parametrize(("fuse", "fused"), [(True, 2), (False, 0)])
 def test_gates_are_fused_with_a_static_cache_unless_switched_off(
@@ -203,6 +204,7 @@ def test_gates_are_not_fused_with_a_concatenated_cache(traced: TracedDecoder) ->
     assert not any("gate_up" in name for name in decoder.model.graph.initializers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "fused"), [("fp32", 0), ("int4", 2)])
 def test_an_export_fuses_gates_of_quantised_weights(
     tmp_path: Path, checkpoint: Callable[[str], Path], dtype: str, fused: int

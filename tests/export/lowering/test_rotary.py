@@ -232,6 +232,7 @@ def attention(config: PreTrainedConfig, dtype: torch.dtype) -> ir.Node:
 SIZES = {**ONE_LAYER, "pad_token_id": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_attention_rotates_half_precision_from_tables_of_that_type(dtype: torch.dtype) -> None:
     node = attention(LlamaConfig(**SIZES), dtype)
@@ -252,6 +253,7 @@ KINDS = {  # interleaved, and how many of 32 numbers are rotated
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_rotates_for_families_with_other_rotations(kind: type[PreTrainedConfig], dtype: torch.dtype) -> None:
@@ -262,6 +264,7 @@ def test_attention_rotates_for_families_with_other_rotations(kind: type[PreTrain
     assert tuple(node.inputs[7].shape) == (48, width // 2)
 
 
+@pytest.mark.slow
 def test_a_partial_rotation_that_cuda_cannot_fuse_stays_before_attention() -> None:
     node = attention(GlmConfig(**SIZES, head_dim=16, num_key_value_heads=2), torch.float32)
     assert node.attributes["do_rotary"].as_int() == 0
@@ -269,6 +272,7 @@ def test_a_partial_rotation_that_cuda_cannot_fuse_stays_before_attention() -> No
     assert node.inputs[0].producer().attributes["rotary_embedding_dim"].as_int() == 8
 
 
+@pytest.mark.slow
 def test_attention_scaling_is_in_the_tables() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
     node = attention(LlamaConfig(**SIZES, rope_parameters=yarn), torch.float32)

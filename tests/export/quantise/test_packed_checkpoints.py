@@ -67,6 +67,7 @@ def codes_in(folder: Path) -> set[bytes]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gptq asymmetric", "gptq act-order", "awq"])
 def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path: Path) -> None:
     layers = written(tmp_path / "model", kind)
@@ -90,6 +91,7 @@ def test_half_precision_is_refused_for_a_packed_checkpoint(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_packed_checkpoint_can_be_exported_in_float(tmp_path: Path) -> None:
     written(tmp_path / "model", "gptq")
     export_model(ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", verify=False))

@@ -79,6 +79,7 @@ def cost(folder: Path, reference: TorchReference, monkeypatch: pytest.MonkeyPatc
     return check
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -103,6 +104,7 @@ def swapped(codes: np.ndarray) -> np.ndarray:
     return (codes << 4) | (codes >> 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("part", "ending", "change"),
     [
@@ -162,6 +164,7 @@ def test_a_large_model_is_measured_on_fewer_tokens() -> None:
     assert tokens_for(3_000_000_000) == 1024
 
 
+@pytest.mark.slow
 def test_every_row_starts_with_the_tokenizers_prefix(exported: Callable[..., Path]) -> None:
     manifest = load_decoder_manifest(exported())
     text = evaluation_text(exported(), manifest, 4_000_000)

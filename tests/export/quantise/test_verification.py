@@ -44,6 +44,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", CASES)
 def test_an_export_agrees_with_its_dequantised_weights_and_reports_the_cost_of_rounding(
     verified: Callable[[str], Path], family: str
@@ -74,6 +75,7 @@ def test_native_sampler_and_function_agree_on_a_quantised_export(verified: Calla
         assert native == model.generate([5, 9, 7], **settings).token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["portable", "onnxruntime", "static"])
 def test_every_form_of_the_sampler_reads_the_quantised_table(
     tail: str, tmp_path: Path, checkpoint: Callable[[str], Path]
@@ -95,6 +97,7 @@ def test_every_form_of_the_sampler_reads_the_quantised_table(
     assert manifest.sampler.table_form.startswith("com.microsoft.GatherBlockQuantized(bits=4,block_size=32")
 
 
+@pytest.mark.slow
 def test_wrong_zero_points_in_one_weight_fail_the_verification(
     tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +149,7 @@ def test_layers_that_the_export_keeps_in_float_are_not_rounded(
     assert same & matrices == {"model.layers.0.self_attn.o_proj.weight"}
 
 
+@pytest.mark.slow
 def test_block_sizes_that_a_table_cannot_have_are_halved(tmp_path: Path) -> None:
     """hidden_size 96, block size 64: 16 for the table (32 gives an odd number of blocks), 64 for the products."""
     config = Qwen2Config(

@@ -60,6 +60,7 @@ def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]
     assert merged.values().shape == merged.shape == (4, 32, 32)
 
 
+@pytest.mark.slow
 def test_buffers_of_a_checkpoint_are_read(tmp_path: Path) -> None:
     """Routers add such a buffer to their scores and modify the sum in place."""
     config = Glm4MoeConfig(
@@ -105,6 +106,7 @@ def test_pickled_weights_are_read_with_a_reason(tmp_path: Path) -> None:
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_untied", "gpt2", "qwen3_moe"])
 def test_unread_and_read_models_have_the_same_trace(checkpoint: Callable[[str], Path], family: str) -> None:
     graphs = [

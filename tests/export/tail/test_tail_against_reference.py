@@ -21,6 +21,7 @@ SCENARIOS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_every_form_equals_the_reference_in_kept_sets_tokens_and_certificates(scenario: Scenario) -> None:
     embeddings = embedding_table(scenario)

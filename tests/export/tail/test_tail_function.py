@@ -45,6 +45,7 @@ def all_nodes(graph: Any) -> Iterator[ir.Node]:
                 yield from all_nodes(attribute.as_graph())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", range(18, 25))
 @pytest.mark.parametrize("form", FORMS)
 def test_every_opset_passes_the_checker_and_equals_the_reference(form: str, opset: int) -> None:

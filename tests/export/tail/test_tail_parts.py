@@ -107,6 +107,7 @@ def test_the_short_scan_finds_the_base_size_of_the_reference() -> None:
         assert int(array(scan.last)[0, 0]) + 1 == wanted.base_size
 
 
+@pytest.mark.slow
 def test_no_row_is_certified_whose_base_size_exceeds_the_warm_start() -> None:
     spec = TailSpec(options=TopWOptions(metric="uniform"), vocab_size=300)
     rng = np.random.default_rng(0)

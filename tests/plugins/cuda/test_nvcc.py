@@ -22,6 +22,8 @@ from topw_deploy.sampling import TopWOptions
 
 from .tools import ARCHITECTURES, CUDA12, HERE, RuntimeCompiler, digest, home
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def toolkit() -> compile_cuda.Toolkit:

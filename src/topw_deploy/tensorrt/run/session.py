@@ -67,7 +67,8 @@ def _check_manifest(manifest: DecoderManifest) -> None:
     if not slots or len(slots[0]) != 2:
         raise ManifestError("the manifest states no input edit_ids of two dimensions; export the model again.")
     for spec in manifest.outputs:
-        sized = spec.dtype in ELEMENT_TYPES and all(isinstance(size, int) for size in spec.shape[1:])
+        whole_bytes = spec.dtype in ELEMENT_TYPES and ELEMENT_TYPES[spec.dtype].bits >= 8
+        sized = whole_bytes and all(isinstance(size, int) for size in spec.shape[1:])
         if not spec.name.startswith("present.") and not sized:
             raise ManifestError(
                 f"the manifest states the output {spec.name} as {spec.dtype} {list(spec.shape)}, which has no fixed "
