@@ -1,1 +1,1 @@
-"""Measurements that the documentation quotes; each module is one command, `python -m benchmarks` runs them all."""
+"""Measurements that the docs quote: commands, their workers (`*_worker`), and what they share (`common`, `models`)."""

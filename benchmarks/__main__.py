@@ -1,7 +1,6 @@
-"""`python -m benchmarks` runs every measurement that needs nothing but the [dev] extra, one after the other.
+"""`python -m benchmarks` runs every measurement that needs only the extra [dev], one after the other.
 
-What needs a peer's files is run by itself: `transformers_generate` and `parity_released` (the authors' processor),
-`export_cost --optimum` (an environment with optimum).
+Not among them: `transformers_generate` and `parity_released`, which need the authors' file.
 """
 
 from __future__ import annotations

@@ -1,23 +1,31 @@
-"""What the benchmarks here share with `topw bench`, and the lines that they print."""
+"""What the benchmarks share: timing and tables of `topw bench`, workers, and processes."""
 
 from __future__ import annotations
 
+import os
+import statistics
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.bench.authors import load_processor
-from topw_deploy.bench.machine import describe
+from topw_deploy.bench.measurement import Spread, interleave, ratio, seconds, this_machine
 from topw_deploy.bench.report import table
-from topw_deploy.bench.timing import Spread, interleave, ratio, seconds
+from topw_deploy.bench.sides import load_processor
 from topw_deploy.errors import BenchmarkError
 
-__all__ = ["Spread", "interleave", "machine", "ratio", "released_processor", "say", "seconds", "table"]
+__all__ = ["UNCOUNTED", "Spread", "interleave", "machine", "ratio", "released_processor", "say", "seconds", "table"]
+
+
+UNCOUNTED = 2  # steps at the beginning of a turn
 
 
 def machine() -> str:
-    """One line on where this ran: processor, cores, Python and the versions that matter."""
-    return str(describe())
+    """One line on the machine: processor, cores, Python and versions."""
+    return str(this_machine())
 
 
 def say(text: str) -> None:
@@ -26,8 +34,51 @@ def say(text: str) -> None:
 
 
 def released_processor(path: Path) -> Any:
-    """The class in the authors' file; a file without it ends the program with a sentence."""
+    """The class in the authors' file. Exits with a message for a file without it."""
     try:
         return load_processor(path)
     except BenchmarkError as error:
         raise SystemExit(str(error)) from None
+
+
+def median_step(step: Callable[[], object], steps: int) -> float:
+    """Seconds of a step: the median of `steps`, after UNCOUNTED others."""
+    for _ in range(UNCOUNTED):
+        step()
+    return statistics.median(seconds(step) for _ in range(steps))
+
+
+def one_thread_pool(threads: int) -> None:
+    """Make one thread pool for all sessions of this process: idle threads of one session's own pool spin for a while on
+    the core that the next session needs."""
+    import onnxruntime as ort
+
+    ort.set_global_thread_pool_sizes(threads, 1)
+
+
+def importable_by_workers() -> None:
+    """Put the repository on PYTHONPATH: workers are started by path and import `benchmarks`."""
+    root = str(Path(__file__).parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+
+
+@dataclass(frozen=True)
+class Process:
+    """Wall seconds and peak resident bytes of a finished process, its children included."""
+
+    seconds: float
+    peak_bytes: int
+
+
+def run_process(command: Sequence[str]) -> Process:
+    """Run a command without its output. Raises CalledProcessError if it fails."""
+    started = time.perf_counter()
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert child.stderr is not None
+    complaint = child.stderr.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command, stderr=complaint)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Process(time.perf_counter() - started, usage.ru_maxrss * unit)

@@ -1,35 +1,31 @@
-"""A decoding step with Top-W beside the same step with ArgMax in its place, to a hundredth.
+"""A decoding step with Top-W beside the same step with ArgMax, to 1 %. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.decode [--vocab 32000 151936] [--threads 1 2] [--sampler native graph] [--sessions 4]
 
-The decoder ends in an If: an input chooses Top-W or ArgMax, so that both use the same weights, at the same place in
-memory (benchmarks/either.py). They take turns of a few steps at the same cache length (benchmarks/bursts.py). The ratio
-is taken turn by turn; what is quoted is its median with a 95 % interval, and the smallest and largest median of the
-sessions, each of which opens everything anew. ArgMax is driven with the least Python there can be, Top-W by the
-runtime's own loop. The column "control" is ArgMax beside ArgMax. A ratio of 1.01 means that Top-W and this package's
-Python together cost a hundredth of a step more than ArgMax.
+Both use the same weights at the same place in memory and take turns of a few steps (benchmarks/decode_worker.py).
+Ratios are taken turn by turn; the table has their median with a 95 % interval, and the smallest and largest median of
+the sessions, each a new process. ArgMax runs in a minimal loop, Top-W in the runtime's. The column "control" is ArgMax
+beside ArgMax.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bursts import CONTROL, UNCOUNTED
-from benchmarks.common import machine, say, table
-from benchmarks.either import write_either
+from benchmarks.common import UNCOUNTED, importable_by_workers, machine, say, table
+from benchmarks.decode_worker import CONTROL, write_either
 from benchmarks.models import exported, llama_50m
+from topw_deploy.bench.measurement import median_interval
 from topw_deploy.bench.process import Worker
-from topw_deploy.bench.timing import median_interval
 
-BURSTS = Path(__file__).with_name("bursts.py")
-Turn = dict[str, float]  # seconds of a step, by sampler and, with " argmax" after it, of the ArgMax beside it
+WORKER = Path(__file__).with_name("decode_worker.py")
+Turn = dict[str, float]  # seconds of a step, by sampler; "<sampler> argmax" is the ArgMax beside it
 
 
 def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[Turn]]:
@@ -46,7 +42,7 @@ def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[T
                 "threads": threads,
                 "seed": args.seed + number,
             }
-            with Worker("the models", BURSTS, settings, threads=threads) as worker:
+            with Worker("the models", WORKER, settings, threads=threads) as worker:
                 turns: list[Turn] = []
                 for _ in range(args.sweeps):
                     prompt = [int(token) for token in rng.integers(1, 30_000, args.prompt)]
@@ -57,7 +53,7 @@ def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[T
 
 
 def ratios(turns: list[Turn], name: str) -> list[float]:
-    """Of `name` to the ArgMax that shares its session, turn by turn."""
+    """`name` over the ArgMax of its session, turn by turn."""
     return [turn[name] / turn[f"{name} argmax"] for turn in turns]
 
 
@@ -80,17 +76,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sampler", nargs="+", default=["native", "graph"], choices=("native", "graph"))
     parser.add_argument("--tail", default="portable", choices=("portable", "onnxruntime", "static"))
-    parser.add_argument("--sessions", type=int, default=4, help="how often everything is opened anew")
-    parser.add_argument("--sweeps", type=int, default=3, help="sequences in a session")
-    parser.add_argument("--turns", type=int, default=20, help="turns of each way in a sequence")
-    parser.add_argument("--steps", type=int, default=6, help="steps that count in a turn")
+    parser.add_argument("--sessions", type=int, default=4, help="processes")
+    parser.add_argument("--sweeps", type=int, default=3, help="sequences per session")
+    parser.add_argument("--turns", type=int, default=20, help="turns of each sampler per sequence")
+    parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="all turns instead of the table")
     args = parser.parse_args()
-    # the worker imports this package too, and is started by the path of its file
-    root = str(Path(__file__).parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    importable_by_workers()
     rows, everything = [], {}
     for vocab in args.vocab:
         folder = exported(llama_50m(vocab), "--tail", args.tail)

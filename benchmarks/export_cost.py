@@ -1,9 +1,9 @@
-"""Exporting the 50 M model: wall time and peak memory of `topw-export` beside optimum's exporter.
+"""Wall time, peak memory and file sizes of exporting the 52 M model, beside optimum's exporter.
 
     python -m benchmarks.export_cost [--optimum PYTHON] [--rounds 3]
 
-PYTHON is the interpreter of an environment with the [optimum] extra (it cannot share one with [export]). Sizes of what
-each wrote are printed too: a tied embedding stored twice shows there.
+PYTHON belongs to an environment with the extra [optimum], which cannot be installed beside [export].
+Figures: docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.common import Spread, interleave, machine, table
+from benchmarks.common import Process, Spread, interleave, machine, run_process, table
 from benchmarks.models import llama_50m
-from benchmarks.startup import Process, run
 
 
 def commands(model: Path, out: Path, optimum: str | None) -> dict[str, list[str]]:
@@ -43,7 +42,7 @@ def main() -> None:
         out = Path(scratch, "out")
 
         def sample(name: str, command: list[str]) -> float:
-            process = run(command)
+            process = run_process(command)
             sizes[name] = sum(path.stat().st_size for path in out.rglob("*.onnx*"))
             shutil.rmtree(out)
             runs.setdefault(name, []).append(process)

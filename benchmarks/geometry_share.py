@@ -1,9 +1,8 @@
-"""How often geometry decides: the bundled model's own logits over held-out documentation, row by row.
+"""How often geometry decides a crop, over the bundled model's logits of held-out text, by the float64 reference.
 
     python -m benchmarks.geometry_share [--rows 400] [--temperature 0.5 0.7 1 1.5 2]
 
-For each setting: the share of rows whose certificate holds, the share whose crop differs from the one without
-distances (geom_scale 0), and how many tokens the crops keep. Computed with the float64 reference.
+Figures: docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SETTINGS = {
 
 
 def held_out_logits(rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Logits [rows, V] after random places of held-out documents, and the embedding table [V, d]."""
+    """Logits [rows, V] at random positions of held-out documents, and the embedding table [V, d]."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
     random = np.random.default_rng(0)
@@ -64,7 +63,7 @@ def main() -> None:
                 chosen = crop(row, parameters, options, geometry)
                 kept.append(len(chosen.kept))
                 certified += chosen.certified
-                # A certified crop is the same at every scale (T2), so only the others need the second run.
+                # A certified crop is the same at every scale (docs/contract/theory.md, T2).
                 changed += not chosen.certified and set(chosen.kept) != set(crop(row, flat, options, geometry).kept)
             share = [f"{count / len(logits):.1%}" for count in (certified, changed)]
             sizes = f"{np.mean(kept):.1f}", f"{np.median(kept):.0f}", max(kept)

@@ -1,10 +1,9 @@
-"""Time and memory of setting the sampler onto a decoder of several GiB that another exporter wrote.
+"""Time and memory of grafting the sampler onto another exporter's decoder of several GiB.
 
-    python benchmarks/graft_memory.py [--gib 3] [--hidden 2048] [--vocab 32000] [--hard-link] [--folder DIR]
+    python -m benchmarks.graft_memory [--gib 3] [--hidden 2048] [--vocab 32000] [--hard-link] [--folder DIR]
 
-Makes a decoder whose weights are random numbers in one external data file (the graph is valid, its text would be
-noise), grafts in a process of its own without verification, and prints wall time and peak resident memory. Pages of
-the data file that a process has mapped count as its memory, so reading the table in blocks is part of what is shown.
+The decoder has random weights in one data file; the graft runs in its own process, without verification. Mapped pages
+of the data file count as resident memory. Figures: docs/guide/export.md.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pathlib import Path
 from topw_deploy.export import export_model
 from topw_deploy.export.request import export_request
 from topw_deploy.progress import Progress
-def peak():  # of this program alone: getrusage would count what the parent held when it forked
+def peak():  # not getrusage, which starts with the parent's peak
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 started = time.perf_counter()
@@ -45,7 +44,8 @@ print(json.dumps({"seconds": time.perf_counter() - started, "imports_mib": befor
 
 
 def write_decoder(folder: Path, gib: float, hidden: int, vocab: int) -> int:
-    """A decoder of `gib` GiB of float32 weights: an embedding, a stack of square layers, a head; two cached layers."""
+    """Write a decoder of `gib` GiB of float32: an embedding, square layers, a head and one cached layer; returns bytes.
+    Write a decoder of `gib` GiB of float32: an embedding, square layers, a head and one cached layer; returns bytes."""
     folder.mkdir(parents=True)
     layers = max(1, round((gib * 2**30 - 8 * vocab * hidden) / (4 * hidden * hidden)))
     offset, data = 0, (folder / "model.onnx.data").open("wb")

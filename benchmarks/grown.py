@@ -1,12 +1,11 @@
-"""A model of 52 M parameters with trained weights: the bundled one grown to twice the width and four times the layers.
+"""Train a model of 52 M parameters by growing the bundled one: twice the width, four times the layers.
 
     python -m benchmarks.grown --output DIR [--minutes 40]
 
-Training such a model from nothing takes hours on a CPU. Grown, it starts from the bundled model's perplexity and every
-weight is its own: a row of the bundled model is shared out between two inputs at random, new layers start as the
-identity, and training goes on over the bundled model's text.
-The folder holds the latest state at any time (every --every steps); `training_log.json` has the curve. Two runs differ,
-because the schedule follows the clock.
+Training it from scratch takes hours on a CPU. Grown, it starts at the bundled model's perplexity: each weight is split
+at random between two copies of its input, and new layers start as the identity. Every --every steps the folder is
+written, with the curve in `training_log.json`. The schedule follows the clock, so two runs differ. Used by
+docs/guide/quantisation.md.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ RECIPE = Recipe(
     hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2
 )
 _PLACES = (0, 5, 10, 15)  # of the bundled model's layers
-_UNEVEN = 0.35  # deviation of the share of a weight that its first copy gets
+_UNEVEN = 0.35  # deviation of the share of a weight's first copy
 
 
 def grown(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
-    """A model of `recipe`'s shape with (nearly: the table gets some noise) the same logits as `source`."""
+    """A model of the shape of `recipe` with nearly the logits of `source`; its table gets some noise."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(**{**source.config.to_dict(), **_sizes(recipe)})
     model = LlamaForCausalLM(config)
@@ -75,8 +74,10 @@ def _sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def _widen(weight: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy `weight` twice along its outputs and share it out between two copies of its inputs; outputs and inputs of
-    `target` beyond that keep their initial values."""
+    """Copy `weight` into `target`: twice along the outputs, split between two copies of the inputs.
+
+    The rest of `target` keeps its initial values.
+    """
     if weight.dim() == 1:
         target.copy_(weight.repeat(2))
         return
@@ -90,7 +91,7 @@ def _widen(weight: torch.Tensor, target: torch.Tensor) -> None:
 def train(
     model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, folder: Path, minutes: float, every: int
 ) -> None:
-    """Train for so many minutes of the clock, writing `folder` every `every` steps."""
+    """Train for `minutes`, writing `folder` every `every` steps."""
     optimizer = optimizer_for(model, RECIPE)
     source = batches(pack(corpus.train, tokenizer), RECIPE)
     some = corpus.held_out[::8]

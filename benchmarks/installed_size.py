@@ -1,9 +1,9 @@
-"""What an installation takes on disk: every package that topw-deploy needs, its size, and who asks for it.
+"""The size on disk of topw-deploy and every package it needs. The table of docs/guide/install.md.
 
-    python benchmarks/installed_size.py        (with the Python of the environment to measure; nothing else is needed)
+    python benchmarks/installed_size.py        (with the Python of the environment to measure)
 
-Sizes are of the files that pip recorded, compiled modules included. An editable installation leaves this package's own
-files in the clone: install a wheel to measure those too.
+Counts the files that pip recorded, compiled modules included. An editable installation has this package's own files in
+the clone: install a wheel to count those too.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Packages = Mapping[str, metadata.Distribution]
 
 
 def normal(name: str) -> str:
-    """A distribution's name as the index spells it: huggingface_hub is huggingface-hub."""
+    """The normalised name of a distribution: huggingface-hub for huggingface_hub."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needs(package: metadata.Distribution, extras: frozenset[str] = frozenset()) -> dict[str, frozenset[str]]:
-    """The names that a package asks for, with the extras that it asks of them. extras: those asked of itself."""
+    """The requirements of a package with `extras`: name -> the extras it requires of it."""
     found: dict[str, frozenset[str]] = {}
     for wanted in package.requires or ():
         text, _, marker = wanted.partition(";")
@@ -40,7 +40,7 @@ def needs(package: metadata.Distribution, extras: frozenset[str] = frozenset()) 
 
 
 def reached(packages: Packages, start: Mapping[str, frozenset[str]], leave: frozenset[str] = frozenset()) -> set[str]:
-    """The installed packages that `start` needs, itself included, without going through those of `leave`."""
+    """The installed packages that `start` needs, itself included, not following those in `leave`."""
     seen: set[str] = set()
     open_ = list(start.items())
     while open_:
@@ -58,7 +58,7 @@ def size(package: metadata.Distribution) -> int:
 
 
 def report(packages: Packages) -> list[str]:
-    """Tables in Markdown: all packages, largest first; those that only tokenizers brings; the sum."""
+    """A Markdown table of all packages, largest first, marking those that only tokenizers needs; and the sum."""
     runtime = frozenset({"cpu"}) if "onnxruntime" in packages else frozenset({"gpu"})
     every = reached(packages, {ROOT: runtime})
     brought = every - reached(packages, {ROOT: runtime}, frozenset({HEAVY})) - {HEAVY}

@@ -1,15 +1,14 @@
-"""What blocks and quantisers of 4 bits cost in accuracy, time and size, beside llama.cpp on the same weights.
+"""Accuracy, speed and size of 4-bit exports, beside llama.cpp on the same weights. Figures: docs/guide/quantisation.md.
 
     python -m benchmarks.int4 --model HF_FOLDER [--llama-python PYTHON] [--part accuracy speed] [--work DIR]
         [--export NAME=FOLDER ...] [--llama Q4_0 Q4_K_M ...] [--threads 1 2]
 
-HF_FOLDER is a Llama. Each of CANDIDATES is exported once, or the exports named by --export are taken. PYTHON is the
-interpreter of an environment with llama-cpp-python and gguf; without it llama.cpp is left out, and a line says so.
+HF_FOLDER is a Llama. Each of CANDIDATES is exported once, unless --export names exports. PYTHON belongs to an
+environment with llama-cpp-python and gguf; without it llama.cpp is left out.
 
-accuracy: the bundled model's held-out text (HF_FOLDER must have its tokenizer) in rows of 512 tokens, through the
-    graphs as they are shipped and llama.cpp's files; loss beside float32's in torch, with the standard error of the
-    difference over rows.
-speed: greedy steps in turns, one model after the other in random order, after a prompt of --prompt tokens.
+accuracy: loss over the bundled model's held-out text (HF_FOLDER must have its tokenizer) in rows of 512 tokens, beside
+    float32's in torch, with the standard error of the difference over rows.
+speed: greedy steps after a prompt of --prompt tokens; the models take turns in random order.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import statistics
 import tempfile
@@ -28,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import machine, say, table
+from benchmarks.common import importable_by_workers, machine, say, table
 from benchmarks.models import exported
 from topw_deploy.bench.process import Worker
 
@@ -48,7 +46,7 @@ _BATCH = 16
 
 
 def held_out_rows(folder: Path) -> np.ndarray:
-    """int64 [rows, COLUMNS + 1]: the held-out documents laid end to end, the rest of a row left out."""
+    """int64 [rows, COLUMNS + 1]: the held-out documents, concatenated and cut into rows."""
     from tokenizers import Tokenizer
 
     from topw_deploy.demo.corpus import gather_corpus
@@ -69,7 +67,7 @@ def torch_model(folder: Path) -> Any:
 
 
 def torch_losses(model: Any, rows: np.ndarray) -> np.ndarray:
-    """[rows, COLUMNS], of a torch model."""
+    """Losses [rows, COLUMNS] of a torch model."""
     import torch
 
     found = []
@@ -81,13 +79,11 @@ def torch_losses(model: Any, rows: np.ndarray) -> np.ndarray:
 
 
 def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
-    """[rows, COLUMNS], of the export as it is shipped, token by token."""
+    """Losses [rows, COLUMNS] of the exported graph, token by token."""
     from topw_deploy.export.verification.probe import LogitsProbe
-    from topw_deploy.manifest import load_manifest
+    from topw_deploy.manifest import load_decoder_manifest
 
-    decoder = load_manifest(folder).decoder
-    assert decoder is not None
-    probe, found = LogitsProbe(folder, decoder), np.empty((len(rows), COLUMNS))
+    probe, found = LogitsProbe(folder, load_decoder_manifest(folder).decoder), np.empty((len(rows), COLUMNS))
     for start in range(0, len(rows), _BATCH):
         part = rows[start : start + _BATCH]
         probe.start(len(part))
@@ -105,7 +101,7 @@ HEADER = ("weights", "perplexity", "nats over float32", "standard error", "ratio
 
 
 def compared(name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int) -> tuple[str, ...]:
-    """A line of the table; tokens that open a document are not counted."""
+    """A row of the table; the first tokens of documents are not counted."""
     counted = rows[:, 1:] != 0
     tokens = counted.sum(axis=1)
     lost = ((losses - exact) * counted).sum(axis=1)
@@ -123,7 +119,7 @@ def weights_bytes(folder: Path) -> int:
 
 
 def llama_files(worker: Worker, model: Path, kinds: list[str], work: Path) -> dict[str, Path]:
-    """GGUF files by kind, written once, from the checkpoint's weights."""
+    """GGUF files of the checkpoint by kind, each written once."""
     files = {kind: work / f"{model.name}-{kind}.gguf" for kind in ("F32", *kinds)}
     if not files["F32"].exists():
         from safetensors.numpy import load_file
@@ -149,7 +145,7 @@ def llama_worker(args: argparse.Namespace, threads: int) -> Iterator[Worker | No
         yield None
         return
     settings = {"threads": threads}
-    side = HERE.with_name("llama_cpp_side.py")
+    side = HERE.with_name("llama_cpp_worker.py")
     with Worker("llama.cpp", side, settings, python=args.llama_python, threads=threads) as worker:
         yield worker
 
@@ -178,8 +174,8 @@ def speed(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> s
     room = args.turns * (args.steps + 2) + 8
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=next(iter(exports.values())).parent))
-        settings = {"scratch": scratch, "threads": threads}
-        ours = stack.enter_context(Worker("the exports", HERE.with_name("int4_side.py"), settings, threads=threads))
+        settings = {"task": "loops", "scratch": scratch, "threads": threads}
+        ours = stack.enter_context(Worker("the exports", HERE.with_name("kv_worker.py"), settings, threads=threads))
         places: dict[str, tuple[Worker, dict[str, Any]]] = {}
         for name, path in exports.items():
             ours.call("open", name=name, path=str(path.absolute()), length=0)
@@ -194,7 +190,7 @@ def speed(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> s
         prefills: dict[str, list[float]] = {name: [] for name in places}
         steps: dict[str, list[float]] = {name: [] for name in places}
         order = random.Random(0)
-        for _ in range(3):  # the last one's cache is what the steps go on with
+        for _ in range(3):  # the steps continue from the last one's cache
             for name in order.sample(list(places), len(places)):
                 worker, more = places[name]
                 prefills[name].append(worker.call("prefill", name=name, prompt=prompt, **more))
@@ -220,11 +216,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=6, help="steps that count in a turn")
+    parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
     args = parser.parse_args()
-    # the workers import this package too, and are started by the path of their files
-    root = str(HERE.parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    importable_by_workers()
     args.work.mkdir(parents=True, exist_ok=True)
     exports = {name: Path(folder) for name, _, folder in (one.partition("=") for one in args.export)}
     exports = exports or {name: exported(args.model, "--dtype", "int4", *how) for name, how in CANDIDATES.items()}

@@ -1,4 +1,4 @@
-"""Caches that are written in place: our graphs and loop beside onnxruntime-genai's, on the same weights.
+"""In-place caches: our graphs and loop beside onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.kv --model HF_FOLDER --genai FOLDER --genai-python PYTHON [--context 128 1024 4096]
         [--threads 1 2] [--dtype fp32] [--part graphs loop memory]
@@ -10,18 +10,17 @@ FOLDER is what genai's builder makes of HF_FOLDER, in an environment of its own:
 Without --model a random Llama-shaped decoder of 52 M parameters is made (benchmarks/models.py); without --genai only
 our own forms are compared.
 
-graphs: the decoders alone, each ending in ArgMax and driven by the same lines of Python, in turns of a few steps in one
-    process (benchmarks/kv_ways.py); ratios are taken turn by turn, and prefills are those of the same sequences.
-loop: the whole of `TopWModel`, sampling with Top-W, beside genai's own generate loop decoding greedily, run by run.
-memory: resident bytes while one sequence of --tokens tokens is generated, on a small model made on the spot.
+graphs: the decoders alone, each ending in ArgMax and driven by the same Python, in turns of a few steps in one process
+    (benchmarks/kv_worker.py); ratios are taken turn by turn.
+loop: `TopWModel` with Top-W beside genai's own loop, greedy and with top-p, run by run.
+memory: resident bytes while a small model generates one sequence of --tokens tokens.
 
-What is quoted is a median with its 95 % interval.
+The tables have medians with their 95 % intervals.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -30,22 +29,22 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import machine, say, table
+from benchmarks.common import importable_by_workers, machine, say, table
 from benchmarks.models import exported, llama_50m
+from topw_deploy.bench.decode.request import DecodeRequest
 from topw_deploy.bench.decode.run import run as bench_decode
-from topw_deploy.bench.decode.settings import DecodeSettings
+from topw_deploy.bench.measurement import median_interval, paired
 from topw_deploy.bench.process import Worker
-from topw_deploy.bench.timing import median_interval, paired
 from topw_deploy.manifest import load_manifest
 
-WAYS, MEMORY = (Path(__file__).with_name(name) for name in ("kv_ways.py", "kv_memory.py"))
+WORKER = Path(__file__).with_name("kv_worker.py")
 FORMS = {
     "static": ("--kv", "static"),
     "scatter": ("--kv", "static", "--target", "tensorrt", "--max-length", "0", "--opset", "24"),
     "concat": ("--kv", "concat"),
 }
 
-# What genai's builder does unless asked otherwise: the same weights.
+# The defaults of genai's builder, for equal weights.
 AS_GENAI = {"int4": ("--quantisation-algorithm", "default", "--block-size", "32", "--table-bits", "4")}
 
 
@@ -81,16 +80,17 @@ def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
 def _session(
     ours: dict[str, Path], threads: int, context: int, number: int, rng: np.random.Generator, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The sweeps of one process, which opens everything anew."""
+    """The sweeps of one process."""
     with tempfile.TemporaryDirectory(dir=next(iter(ours.values())).parent, prefix=".kv-") as scratch:
         settings = {
+            "task": "sweeps",
             "scratch": scratch,
             "ours": {name: str(folder) for name, folder in ours.items()},
             "genai": None if args.genai is None else str(args.genai.absolute()),
             "threads": threads,
             "seed": args.seed + number,
         }
-        with Worker("the graphs", WAYS, settings, threads=threads) as worker:
+        with Worker("the graphs", WORKER, settings, threads=threads) as worker:
             prompts = [[int(token) for token in rng.integers(2, args.vocab, context)] for _ in range(args.sweeps)]
             return [worker.call("sweep", prompt=prompt, turns=args.turns, steps=args.steps) for prompt in prompts]
 
@@ -104,12 +104,12 @@ def _row(turns: Sequence[dict[str, float]], args: argparse.Namespace) -> list[st
 def loop(export: Path, args: argparse.Namespace) -> None:
     """`TopWModel` with Top-W beside genai's own loop, greedy and with top-p.
 
-    Every session opens all of them anew: where a process finds its weights in memory decides some per cent of a step.
+    Every session is new processes: where weights lie in memory changes a step by some per cent.
     """
     peers = ("topw-native", "genai-greedy", "genai-top-p")
     rows = []
     for context in args.context:
-        settings = DecodeSettings(
+        settings = DecodeRequest(
             folder=export,
             prompt_tokens=context,
             new_tokens=args.new_tokens,
@@ -135,7 +135,7 @@ def loop(export: Path, args: argparse.Namespace) -> None:
 
 
 def _loop_row(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
-    """Medians over all runs, ratios run by run; behind them the sessions' smallest and largest median."""
+    """Medians over all runs; ratios run by run, with the smallest and largest median of the sessions."""
     ours = peers[0]
     times: dict[str, list[float]] = {name: [] for name in peers}
     ratios: dict[str, list[list[float]]] = {name: [] for name in peers[1:]}
@@ -158,13 +158,13 @@ def memory(args: argparse.Namespace) -> None:
     """Resident memory over one long sequence, by form."""
     rows = []
     for form in ("static", "concat"):
-        settings = {"form": list(FORMS[form]), "tokens": args.tokens}
-        with Worker(f"a long sequence, {form}", MEMORY, settings) as worker:
+        settings = {"task": "memory", "form": list(FORMS[form]), "tokens": args.tokens}
+        with Worker(f"a long sequence, {form}", WORKER, settings) as worker:
             found = worker.call("grow")
         mib = [f"{found[name] / 2**20:.1f}" for name in ("cache", "tenth", "half", "whole")]
         rows.append((form, f"{args.tokens:,}", *mib))
     header = ("form", "tokens", "cache", "a tenth of them", "a half", "all")
-    print(f"\nPeak of resident memory over that after 1 % of the tokens, MiB\n\n{table(header, rows)}")
+    print(f"\nPeak resident memory over that after 1 % of the tokens, MiB\n\n{table(header, rows)}")
 
 
 def main() -> None:
@@ -177,18 +177,16 @@ def main() -> None:
     parser.add_argument("--form", nargs="+", default=["static", "scatter"], choices=list(FORMS))
     parser.add_argument("--context", type=int, nargs="+", default=[128, 1024, 4096])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--sessions", type=int, default=3, help="how often everything is opened anew")
-    parser.add_argument("--sweeps", type=int, default=2, help="sequences in a session")
-    parser.add_argument("--turns", type=int, default=12, help="turns of each graph in a sequence")
-    parser.add_argument("--steps", type=int, default=6, help="steps that count in a turn")
-    parser.add_argument("--rounds", type=int, default=7, help="runs of each loop in a session")
+    parser.add_argument("--sessions", type=int, default=3, help="processes")
+    parser.add_argument("--sweeps", type=int, default=2, help="sequences per session")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each graph per sequence")
+    parser.add_argument("--steps", type=int, default=6, help="counted steps per turn")
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each loop per session")
     parser.add_argument("--new-tokens", type=int, default=64, help="of a run")
     parser.add_argument("--tokens", type=int, default=10_000, help="of the long sequence")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    # the workers import this package too, and are started by the path of their files
-    root = str(Path(__file__).parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    importable_by_workers()
     model = args.model or llama_50m()
     ours = {
         name: exported(model, "--dtype", args.dtype, *AS_GENAI.get(args.dtype, ()), *FORMS[name]) for name in args.form

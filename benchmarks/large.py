@@ -1,11 +1,10 @@
-"""A model beyond 2 GB end to end: exported, grafted, verified by its first layers and run, with what each stage takes.
+"""Time and memory of every stage of exporting a model of several GB, beside the dry run's predictions.
 
     python -m benchmarks.large [--billions 3] [--dtypes fp16 int4] [--folder DIR]
 
-Makes a Llama-shaped checkpoint of random float16 weights, shard by shard, and takes it through the exporter in
-processes of their own: a dry run, the export, a graft onto the exported decoder, the verification of its first layers,
-a few tokens. Prints wall time, peak memory and what the dry run foresaw of memory and file sizes. Needs about three
-times the checkpoint's bytes on the disk of DIR (for 3 billion parameters: 18 GB).
+The checkpoint is a Llama with random float16 weights. In a process each: a dry run, the export, a graft onto the
+exported decoder, the verification of the first layers, a few tokens. Needs about three times the checkpoint's bytes in
+DIR (18 GB for 3 billion parameters). Figures: docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def shapes(layers: int, hidden: int, inner: int, kv: int, vocab: int) -> dict[st
 
 
 def write_checkpoint(folder: Path, billions: float) -> int:
-    """A Llama of about so many billion random float16 parameters, a shard in memory at a time; returns its bytes."""
+    """Write a Llama of about `billions` billion random float16 parameters, shard by shard; returns its bytes."""
     from safetensors.numpy import save_file
 
     hidden, inner, kv, vocab = 3072, 8192, 1024, 32000
@@ -86,7 +85,7 @@ def write_checkpoint(folder: Path, billions: float) -> int:
         if len(shape) == 1:
             shard[name] = np.ones(shape, np.float16)
         else:
-            # Random signs and mantissas, one exponent: 2^-6 to 2^-5 on either side, made as fast as bits are.
+            # Random signs and mantissas with one exponent: magnitudes in [2^-6, 2^-5), generated as fast as integers.
             bits = generator.integers(0, 1 << 16, shape, dtype=np.uint16)
             shard[name] = ((bits & 0x83FF) | 0x2400).view(np.float16)
         total += shard[name].nbytes
@@ -109,7 +108,7 @@ def write_checkpoint(folder: Path, billions: float) -> int:
 
 
 def child(code: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that `code` prints, run in a process of its own."""
+    """Run `code` in its own process and return the JSON it prints."""
     command = [sys.executable, "-c", code, *arguments]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(result.stdout.strip().splitlines()[-1]))
@@ -121,7 +120,7 @@ def exported(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
 
 
 def decoder_alone(folder: Path, target: Path) -> None:
-    """The decoder of an export as another exporter would have left it: logits of one position, no sampler."""
+    """Write the decoder of an export as another exporter would: with logits of one position and no sampler."""
     import onnx_ir as ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -150,7 +149,7 @@ def decoder_alone(folder: Path, target: Path) -> None:
 
 
 def stages_of(work: Path, billions: float, dtypes: list[str]) -> list[tuple[str, ...]]:
-    """A row for each stage: what, seconds, GiB of files, peak GiB, foreseen GiB."""
+    """A row per stage: name, seconds, GiB of files, peak GiB, predicted GiB."""
     started = time.perf_counter()
     size = write_checkpoint(work / "model", billions)
     rows: list[tuple[str, ...]] = []

@@ -1,14 +1,14 @@
-"""How the preset `lively` was found, and what it does: crops, texts and time, on the bundled model.
+"""The preset `lively` on the bundled model: its crops, texts and speed. Figures: docs/lab/lively.md.
 
     python -m benchmarks.lively [--part grid texts speed] [--seeds 3] [--rows 200] [--new-tokens 64] [--rounds 15]
 
-grid: crops of held-out rows over lam, beta, init_top_p, geom_scale and the temperature of the crop. Only the ratios of
-lam, beta and geom_scale matter (docs/contract/theory.md, section 2), so lam is 1. Distances are stated in units of the
-typical one: geom_scale times sqrt(2 d). "passes over" is the share of rows in which a likelier token is left out for a
-less likely one, which no rule does that looks at probabilities alone.
-texts: continuations of the prompts of examples/prompts.txt by Top-W and by other samplers, with their measures
-(benchmarks/lively_texts.py); each number is the mean over seeds, in brackets the smallest and the largest.
-speed: time per token with the native sampler, all settings in turn.
+grid: crops of held-out rows over lam, beta, init_top_p, geom_scale and selection temperature. Only the ratios of lam,
+    beta and geom_scale matter (docs/contract/theory.md, section 2), so lam is 1. Distances are in units of the typical
+    one: geom_scale times sqrt(2 d). "passes over" is the share of rows that keep a token less likely than one left out,
+    which no rule by probability alone does.
+texts: continuations of examples/prompts.txt by Top-W and other samplers (benchmarks/lively_texts.py); each number is
+    the mean over seeds, with the smallest and largest in brackets.
+speed: time per token with the native sampler.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 
 from benchmarks.common import interleave, machine, ratio, say, table
 from benchmarks.geometry_share import held_out_logits
-from benchmarks.lively_texts import PROMPTS, Author, Measures, Text, common
+from benchmarks.lively_texts import PROMPTS, Measures, Text, Writer, common
 from benchmarks.models import exported
-from topw_deploy.bench.timing import Spread
+from topw_deploy.bench.measurement import Spread
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import (
     Geometry,
@@ -63,7 +63,7 @@ Crop = Callable[[NDArray[np.float32]], tuple[NDArray[np.int64], bool]]
 
 @dataclass(frozen=True)
 class Steps:
-    """Crops counted. mass: mean share of the softmax at temperature 1."""
+    """Counts over crops. mass: mean probability kept, at temperature 1."""
 
     certified: float
     acted: float
@@ -80,7 +80,7 @@ class Steps:
 
 
 def count(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
-    """The crops of logits [rows, V] by `crop`, beside those by `plain`, which is the same without distances."""
+    """Count the crops of logits [rows, V]. plain: the same rule without distances."""
     certified = acted = over = 0
     sizes, masses = [], []
     for row in rows:
@@ -97,7 +97,7 @@ def count(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
 
 
 def top_w(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
-    """The crop, and the one without distances."""
+    """Top-W as a Crop, and the same without distances."""
     options = TopWOptions(metric=METRIC)
 
     def crop(row: NDArray[np.float32], scale: float = parameters.geom_scale) -> tuple[NDArray[np.int64], bool]:
@@ -108,7 +108,7 @@ def top_w(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
 
 
 def by_probability(top_p: float = 1.0, min_p: float = 0.0) -> Crop:
-    """The crop of top-p or min-p at temperature 1; it looks at no distance, so it counts as certified."""
+    """Top-p or min-p at temperature 1 as a Crop; without distances, it counts as certified."""
 
     def crop(row: NDArray[np.float32]) -> tuple[NDArray[np.int64], bool]:
         order = np.argsort(-row, kind="stable")
@@ -137,34 +137,34 @@ def grid(rows: int) -> None:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Mean, in brackets the smallest and the largest."""
+    """Mean (smallest-largest)."""
     return f"{statistics.fmean(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def texts(seeds: int, new_tokens: int) -> None:
-    author = Author(new_tokens)
-    geometry = Geometry.from_embeddings(author.embeddings, METRIC)
+    writer = Writer(new_tokens)
+    geometry = Geometry.from_embeddings(writer.embeddings, METRIC)
     measured, cropped = [], []
 
     def add(name: str, runs: list[list[Text]], crop: Crop | None, plain: Crop | None) -> None:
         say(name)
-        measured.append((name, *_measure_cells([author.measures(run) for run in runs], runs)))
+        measured.append((name, *_measure_cells([writer.measures(run) for run in runs], runs)))
         if crop is not None:
-            rows = np.concatenate([author.logits(text) for run in runs for text in run])
+            rows = np.concatenate([writer.logits(text) for run in runs for text in run])
             cells = count(rows, crop, plain or crop).cells()
             if plain is None:  # no rule with distances, so there is nothing to certify
                 cells[:3] = "-", "-", "-"
             cropped.append((name, str(len(rows)), *cells))
 
-    add("the documentation itself", [author.documentation()], None, None)
+    add("the documentation itself", [writer.documentation()], None, None)
     for name, arguments in OTHERS.items():
-        runs = [author.transformers(arguments, seed) for seed in range(seeds)]
+        runs = [writer.transformers(arguments, seed) for seed in range(seeds)]
         add(name, runs, by_probability(**arguments), None)
     with TopWModel.from_pretrained(exported("demo")) as model:
         for name, parameters in TOP_W.items():
-            runs = [author.top_w(model, asdict(parameters), seed) for seed in range(seeds)]
+            runs = [writer.top_w(model, asdict(parameters), seed) for seed in range(seeds)]
             add(name, runs, *top_w(parameters, geometry))
-    print(f"{machine()}; {len(author.prompts)} prompts, {seeds} seeds, at most {new_tokens} tokens\n")
+    print(f"{machine()}; {len(writer.prompts)} prompts, {seeds} seeds, at most {new_tokens} tokens\n")
     header = ("sampler", "tokens", "log-probability", "distinct pairs", "repeated", "words", "same in two seeds")
     print(table(header, measured))
     print()
@@ -186,7 +186,7 @@ def _measure_cells(measures: Sequence[Measures], runs: Sequence[list[Text]]) -> 
 
 
 def speed(rounds: int, new_tokens: int) -> None:
-    """One thread, one row; a round generates the same number of tokens under every setting from every third prompt."""
+    """One thread, one row; every round generates the same number of tokens with each setting."""
     prompts = PROMPTS.read_text("utf-8").splitlines()[::3]
     names = list(TOP_W)
     chosen = {name: asdict(TOP_W[name]) for name in (names[0], names[2], names[3])}

@@ -1,8 +1,7 @@
-"""Texts and their measures: who wrote them, how likely, how varied and how repetitive they are.
+"""The texts of `benchmarks.lively`, and how likely, varied and repetitive they are.
 
-The texts continue the prompts of `examples/prompts.txt` with the bundled model: Top-W by the exported model, the other
-samplers by transformers' own `generate`. The documents that the prompts begin are held-out text, so their true
-continuations are there as well.
+The bundled model continues the prompts of `examples/prompts.txt`: with Top-W in the exported model, with other samplers
+in transformers' `generate`. The prompts begin held-out documents, so their true continuations are known too.
 """
 
 from __future__ import annotations
@@ -39,11 +38,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Measures:
-    """Of the continuations that one sampler wrote under one seed.
+    """Measures of the continuations by one sampler with one seed.
 
-    tokens: how many. logprob: their mean log-probability under the model at temperature 1, in nats. distinct: share of
-    different pairs among all pairs of neighbouring tokens. repeated: share of the 4-grams that occurred before in the
-    same text. words: share of the words that occur in the corpus (training or held out).
+    tokens: their number.
+    logprob: mean log-probability of a token under the model at temperature 1, in nats.
+    distinct: share of different pairs among all pairs of adjacent tokens.
+    repeated: share of 4-grams that occurred before in the same text.
+    words: share of words that occur in the corpus, training and held-out text.
     """
 
     tokens: int
@@ -53,7 +54,7 @@ class Measures:
     words: float
 
 
-class Author:
+class Writer:
     """The bundled model in float32, its tokenizer, the 24 prompts and the corpus."""
 
     def __init__(self, new_tokens: int) -> None:
@@ -68,7 +69,7 @@ class Author:
         self._words = set(_WORD.findall("\n".join((*corpus.train, *corpus.held_out))))
 
     def top_w(self, model: TopWModel, parameters: Mapping[str, float], seed: int) -> list[Text]:
-        """By the exported model, one prompt at a time, as `topw generate` does."""
+        """Continuations by the exported model, one prompt at a time, as `topw generate` does."""
         texts = []
         for prompt in self.prompts:
             result = model.generate(prompt, max_new_tokens=self.new_tokens, seed=seed, **parameters)
@@ -76,7 +77,7 @@ class Author:
         return texts
 
     def transformers(self, arguments: Mapping[str, Any], seed: int) -> list[Text]:
-        """By transformers' `generate` with `arguments` such as top_p."""
+        """Continuations by transformers' `generate` with `arguments` such as top_p."""
         torch.manual_seed(seed)
         texts = []
         for prompt in self.prompts:
@@ -88,7 +89,7 @@ class Author:
         return texts
 
     def documentation(self) -> list[Text]:
-        """What really follows the prompts in the held-out documents."""
+        """The true continuations in the held-out documents."""
         texts = []
         for prompt in self.prompts:
             spaced = re.compile(r"\s+".join(map(re.escape, prompt.split())))
@@ -99,7 +100,7 @@ class Author:
         return texts
 
     def logits(self, text: Text) -> NDArray[np.float32]:
-        """The logits [tokens, V] from which each token of the continuation was drawn."""
+        """Logits [tokens, V] that the tokens of the continuation were drawn from."""
         ids = torch.tensor([[*text.prompt, *text.tokens]])
         with torch.no_grad():
             rows: NDArray[np.float32] = self.model(input_ids=ids).logits[0].numpy()
@@ -126,7 +127,7 @@ class Author:
 
 
 def common(one: Sequence[Text], other: Sequence[Text]) -> float:
-    """Share of the 4-grams of `one` that the continuation of the same prompt in `other` holds as well."""
+    """Share of the 4-grams of `one` that also occur in the continuation of the same prompt in `other`."""
     both = total = 0
     for a, b in zip(one, other, strict=True):
         theirs = set(_ngrams(b.tokens, NGRAM))

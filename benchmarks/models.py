@@ -1,4 +1,4 @@
-"""The models that are measured: random weights where only the shape matters, made on the spot and kept in a cache."""
+"""The models that are measured, made when first used and cached. Their weights are random: only shapes matter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 CACHE = Path(".cache/benchmarks")
 HIDDEN, LAYERS, INTERMEDIATE, HEADS, KV_HEADS = 512, 12, 1408, 8, 4
-LAST_NORM = 8.0  # weight of the last norm: it spreads the logits (to a deviation of 3.6) like a trained model's
+LAST_NORM = 8.0  # weight of the last norm: gives logits a deviation of 3.6, like a trained model's
 
 
 def llama_50m(vocab_size: int = 32_000) -> Path:
@@ -25,7 +25,7 @@ def llama_50m(vocab_size: int = 32_000) -> Path:
 
 
 def llama_small(context: int) -> Path:
-    """A Hugging Face folder with a decoder that takes no time, for sequences of `context` tokens."""
+    """A Hugging Face folder with a tiny random decoder, for sequences of `context` tokens."""
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -38,7 +38,7 @@ def llama_small(context: int) -> Path:
 
 
 def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
-    """Fresh weights give nearly equal logits, as no trained model does, and then no step can be certified; hence
+    """Fresh weights give nearly equal logits, unlike a trained model's, so that no step is certified: hence
     LAST_NORM."""
     if (folder / "model.safetensors").exists():
         return folder
@@ -59,7 +59,7 @@ def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
     torch.nn.init.constant_(model.model.norm.weight, LAST_NORM)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-    # Byte-level vocabulary filled up with entries that no text reaches: only ids matter here.
+    # A byte-level vocabulary filled up with unused entries: only ids matter here.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<s>", *alphabet])}
     vocabulary |= {f"<unused{i}>": i for i in range(len(vocabulary), vocab_size)}

@@ -1,10 +1,10 @@
-"""What one row costs in the native sampler, called through ctypes with everything bound, on one thread.
+"""Time of one row in the native sampler, called through ctypes on one thread. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.native_rows [--native PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
 
-Certified rows stand beside numpy.max over the same logits, ten calls in a row, caches warm. Uncertified ones (lam 1,
-init_top_p 0.5, T = 2, logits of a bell and nothing above it) stand beside the authors' released processor where its
-path is given. Embeddings are random normal. Sides take turns; medians of ratios within a turn.
+Certified rows are compared with numpy.max over the same logits, with warm caches (ten consecutive calls). Uncertified
+rows (lam 1, init_top_p 0.5, T = 2, normal logits) are compared with the authors' processor where its path is given.
+Embeddings are random normal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.common import machine, released_processor, say
 from benchmarks.tail import VOCAB, flat_logits, measure
-from topw_deploy.bench.sampler.problem import likely_logits
+from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelCall, KernelTable
 from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling import Geometry, TopWOptions
@@ -31,7 +31,7 @@ Sides = dict[str, Callable[[], Any]]
 
 
 def described(name: str, call: KernelCall) -> str:
-    """The side's name with what it does to the row: the stage, the crop's size, the distances it took."""
+    """The side's name with the stage, the crop's size and the number of distances."""
     call()
     report, samples = call.samples.reports[0], call.samples
     distances = f", {report['distances']:,} distances" if report["distances"] else ""
@@ -39,7 +39,7 @@ def described(name: str, call: KernelCall) -> str:
 
 
 def certified_rows(kernel: Kernel, rounds: int) -> str:
-    """Rows that need no distance, beside numpy.max."""
+    """Certified rows, beside numpy.max."""
     logits = likely_logits(VOCAB)
     flat = (np.random.default_rng(0).standard_normal((1, VOCAB)) * 1.6).astype(np.float32)
     options = TopWOptions(metric="uniform")
@@ -57,7 +57,7 @@ def certified_rows(kernel: Kernel, rounds: int) -> str:
 
 
 def shapes() -> dict[str, np.ndarray]:
-    """Names and float32 [1, VOCAB] logits of other shapes: bells without a head, and power laws of the rank."""
+    """Logits float32 [1, VOCAB] by name: normal without likely tokens, and power laws of the rank."""
     rng = np.random.default_rng(0)
     rank = np.arange(1, VOCAB + 1)
     found = {f"bell of deviation {width}": rng.standard_normal(VOCAB) * width for width in (1.6, 2.0, 2.5, 3.0, 4.0)}
@@ -93,7 +93,7 @@ def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
 
 
 def uncertified_rows(kernel: Kernel, processor: Any, rounds: int) -> str:
-    """Rows whose crop geometry decides, beside the authors' processor over the same table."""
+    """Uncertified rows, beside the authors' processor over the same table."""
     say(f"making a table of {GEOMETRY_VOCAB:,} x {HIDDEN:,} and its nearest neighbours")
     embeddings = np.random.default_rng(1).standard_normal((GEOMETRY_VOCAB, HIDDEN), dtype=np.float32)
     cosine = KernelTable.from_geometry(Geometry.from_embeddings(embeddings, "cosine"))

@@ -1,10 +1,9 @@
-"""Kept sets beside those of the authors' released logits processor, and a cause for every difference.
+"""Kept sets beside those of the authors' released processor, with the cause of every difference.
 
     python -m benchmarks.parity_released --processor PATH/TO/logit_processor_w1.py
 
-PATH is the file of github.com/arashgholami/top-w-decoding; nothing of it is part of this project. The tables it prints
-are those in docs/contract/theory.md: synthetic rows, then logits and embeddings of a real model (the bundled one, or
---model).
+The file is part of github.com/arashgholami/top-w-decoding, not of this project. Compares synthetic rows, then logits
+and embeddings of a real model (the bundled one, or --model). The tables of docs/contract/theory.md.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def synthetic_sources() -> list[Source]:
 
 
 def model_source(folder: Path) -> Source:
-    """A Hugging Face causal LM reading docstrings of the standard library: its logits at random positions."""
+    """A Hugging Face causal LM over docstrings of the standard library, with logits at random positions."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -94,7 +93,7 @@ def model_source(folder: Path) -> Source:
 
 
 def rows(processor: Any, sources: list[Source], choices: dict, count: int, seed: int) -> Iterator[Row]:
-    """`count` rows of a regime over all sources, each beside what the released processor keeps."""
+    """`count` rows of a regime over all sources, with what the released processor keeps."""
     rng = np.random.default_rng(seed)
     settings, per_setting = 6, max(1, count // (6 * len(sources)))
     for source in sources:
@@ -124,14 +123,14 @@ def rows(processor: Any, sources: list[Source], choices: dict, count: int, seed:
 
 @dataclass(frozen=True)
 class SinglePrecision(Geometry):
-    """The same geometry with features, their products and the statistics in float32."""
+    """The same geometry, computed in float32."""
 
     def features(self, ids: Any) -> Any:
         return super().features(ids).astype(np.float32)
 
 
 def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geometry | None = None) -> frozenset[int]:
-    """The rule with one of the released code's choices: log p floored, another warm start, another geometry."""
+    """The reference with one choice of the released code: floored log p, another warm start, another geometry."""
     P, logits = row.parameters, row.logits.astype(np.float64)
     C, _ = pool(logits, OPTIONS.top_m)
     a = (logits - logits.max()) / P.temperature
@@ -150,7 +149,7 @@ def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geo
 
 
 def rounded_warm_start(row: Row) -> int:
-    """k0 where a request for all of the mass is met as soon as float64 sums no longer grow."""
+    """k0 for init_top_p 1 if float64 sums decide: the sum stops growing before the last token."""
     logits = row.logits.astype(np.float64)
     C, _ = pool(logits, OPTIONS.top_m)
     w = np.exp((logits[C] - logits.max()) / row.parameters.temperature)
@@ -159,7 +158,7 @@ def rounded_warm_start(row: Row) -> int:
 
 
 def cause(row: Row, ties: Ties) -> str:
-    """Why the released processor keeps another set: the first explanation that reproduces it, or how near a tie was."""
+    """Why the released processor keeps another set: the first cause that reproduces it, or a tie."""
     if ties.pool_cut or ties.warm_cut:
         return "equal logits at the pool's or the warm start's cut"
     if kept_with(row, floor=SMALLEST_P) == row.theirs:
@@ -180,7 +179,7 @@ def disputed_mass(row: Row, ours: frozenset[int]) -> float:
 
 @dataclass
 class Regime:
-    """Rows compared, certified, moved by geometry, with equal sets; the others' causes and the most mass at stake."""
+    """Counts of rows; for the unequal ones, by cause, their number and the largest disputed mass."""
 
     rows: int = 0
     certified: int = 0
@@ -190,8 +189,8 @@ class Regime:
     disputed: dict[str, float] = field(default_factory=dict)
 
     def line(self, name: str) -> str:
-        told = "; ".join(f"{n} {why} ({self.disputed[why]:.1g})" for why, n in self.causes.items()) or "none"
-        return f"| {name} | {self.rows} | {self.certified} | {self.moved} | {self.equal} | {told} |"
+        causes = "; ".join(f"{n} {why} ({self.disputed[why]:.1g})" for why, n in self.causes.items()) or "none"
+        return f"| {name} | {self.rows} | {self.certified} | {self.moved} | {self.equal} | {causes} |"
 
 
 def compare(processor: Any, sources: list[Source], count: int, seed: int) -> dict[str, Regime]:

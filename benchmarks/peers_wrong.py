@@ -1,12 +1,10 @@
-"""What the graphs of other exporters answer beside torch where a batch is ragged, a prompt comes in pieces, a sequence
-outgrows a sliding window or scores are capped.
+"""Logits of other exporters' graphs beside torch's: ragged batches, chunked prompts, sliding windows, capped scores.
 
     make peers && python -m benchmarks.peers_wrong
 
-Every graph runs in onnxruntime as its maker wrote it, fed by the loop below: `attention_mask` marks the columns that
-are tokens and `position_ids` count them, as transformers does it; caches of GroupQueryAttention are one buffer, bound
-as past and present. This project's export of the same checkpoint gets the same columns. The tables are those of
-docs/guide/grafting.md.
+Every graph runs in onnxruntime unchanged. As in transformers, `attention_mask` marks the columns that are tokens and
+`position_ids` count them; a cache of GroupQueryAttention is one buffer, bound as past and present. This project's
+export of the same checkpoint gets the same columns. The tables of docs/guide/grafting.md.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import onnxruntime as ort
 from benchmarks.common import machine, say, table
 from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.verification.probe import LogitsProbe
-from topw_deploy.manifest import load_manifest
+from topw_deploy.manifest import load_decoder_manifest
 
 HEADS, DIM, CAPACITY, WINDOW = 2, 16, 64, 16  # of tests/peers/models.py; the buffer is longer than any sequence here
 LONG, LENGTHS = 40, (40, 17, 5)  # tokens; the last two of every row are decoded one at a time
@@ -51,7 +49,7 @@ Step = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Graph:
-    """A folder's graph as it came."""
+    """Another exporter's graph."""
 
     def __init__(self, folder: Path) -> None:
         options = ort.SessionOptions()
@@ -89,7 +87,7 @@ class Graph:
 
 
 def columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
-    """Rows of `lengths` tokens: prompts padded on `side` in so many pieces, then two steps of a token each."""
+    """Rows of `lengths` tokens: prompts padded on `side`, in `pieces` chunks, then two steps of a token each."""
     generator = np.random.default_rng(0)
     prompt = max(lengths) - 2
     ids, mask = np.zeros((len(lengths), prompt + 2), np.int64), np.zeros((len(lengths), prompt + 2), np.int64)
@@ -102,7 +100,7 @@ def columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
 
 
 def difference(graph: Graph | LogitsProbe, reference: Any, fed: Columns) -> str:
-    """The largest difference of a logit from torch's, over all runs and rows; or onnxruntime's refusal."""
+    """The largest absolute difference from torch's logits over all runs and rows, or onnxruntime's error."""
     graph.start(len(fed.ids))
     worst, start = 0.0, 0
     for end in fed.ends:
@@ -152,19 +150,17 @@ MODELS = {
 
 
 def rows_of(model: str, fed: dict[str, Columns], root: Path, scratch: Path) -> list[list[str]]:
-    """For each of `fed` its name and the difference of every maker's graph and of ours."""
+    """A row per entry of `fed`: its name and the difference of every exporter's graph and of ours."""
     checkpoint = root / "checkpoints" / model
     reference = torch_reference(checkpoint)
     say(f"{model}: exporting")
     ours = scratch / model
     export_model(ExportRequest(model=str(checkpoint), output=ours, verify=False))
-    decoder = load_manifest(ours).decoder
-    assert decoder is not None
     sides: list[Graph | LogitsProbe | None] = [
         Graph(folder) if (folder := root / "folders" / name.format(model)).is_dir() else None
         for name in MAKERS.values()
     ]
-    sides.append(LogitsProbe(ours, decoder))
+    sides.append(LogitsProbe(ours, load_decoder_manifest(ours).decoder))
     return [
         [name, *(difference(side, reference, batch) if side is not None else "-" for side in sides)]
         for name, batch in fed.items()

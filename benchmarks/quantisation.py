@@ -1,12 +1,11 @@
-"""What rounding to 4 and 8 bits costs: errors of weights, perplexity of the bundled model, memory of a session.
+"""The cost of rounding to 4 and 8 bits: weight errors, perplexity, memory. Figures: docs/guide/quantisation.md.
 
     python -m benchmarks.quantisation [--part errors perplexity memory] [--model DIR] [--every 1] [--folder OUT ...]
 
-errors: root mean square of what normally distributed weights lose, as a share of their deviation.
-perplexity: the bundled model (or --model, with its tokenizer) on its held-out text, every matrix rounded, everything
-    else in float32, and the standard error of the difference; --every 10 takes every tenth row of 512 tokens.
-memory: of each exported --folder, or another exporter's, what opening a session with one thread adds to the resident
-    memory of a fresh process.
+errors: root mean square error of normally distributed weights, as a share of their deviation.
+perplexity: the bundled model (or --model, with its tokenizer) on its held-out text with every matrix rounded and the
+    rest in float32, with the standard error of the difference; --every 10 takes every tenth row of 512 tokens.
+memory: resident memory that opening a session over each --folder adds, in a fresh process with one thread.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     for size in (32, 64, 128, 256)
     for bits in ((8, 4) if settings["bits"] == 4 else (8,))
 }  # fmt: skip
-# argv: a graph, and the native sampler's library or nothing. Nothing else is imported: it would be memory to reuse.
+# argv: a graph, and the native library or nothing. Imports nothing else, whose freed memory the session could reuse.
 _OPEN = """
 import os, sys, onnxruntime
 def resident():
@@ -62,7 +61,7 @@ print(resident() - before)
 
 
 def errors() -> str:
-    """Rows of blocks, columns of quantisers."""
+    """A table with a row per block size and a column per quantiser."""
     weights = torch.from_numpy(np.random.default_rng(0).standard_normal((256, 4096)).astype(np.float32))
     rows = []
     for size in (16, 32, 64, 128, 256):
@@ -85,15 +84,15 @@ def perplexity(folder: Path, every: int) -> str:
     return table(HEADER[:-1], [line[:-1] for line in found])
 
 
-def _all_rounded(model: Any, settings: Quantisation) -> Any:
+def _all_rounded(model: Any, quantisation: Quantisation) -> Any:
     changed = copy.deepcopy(model)
     ends = [changed.get_input_embeddings().weight, changed.get_output_embeddings().weight]
     with torch.no_grad():
         for weight in changed.parameters():
             if weight.dim() != 2:
                 continue
-            size = settings.table_block_size(weight.shape[1]) if weight is ends[0] else settings.block_size
-            how = settings.of_table if any(weight is end for end in ends) else settings
+            size = quantisation.table_block_size(weight.shape[1]) if weight is ends[0] else quantisation.block_size
+            how = quantisation.of_table if any(weight is end for end in ends) else quantisation
             if size is not None:
                 weight.copy_(torch.from_numpy(rounded(weight, size, how)))
     return changed

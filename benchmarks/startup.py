@@ -1,44 +1,17 @@
-"""What it costs to begin: wall time and peak memory of importing the runtime and of loading the demo.
+"""Wall time and peak memory of importing the runtime and of loading the demo, each in a fresh process.
 
     python -m benchmarks.startup [--rounds 9]
 
-Each sample is a fresh process; an empty Python process beside them shows what is Python's own.
+Figures: docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-from benchmarks.common import Spread, interleave, machine, table
+from benchmarks.common import Spread, interleave, machine, run_process, table
 from benchmarks.models import exported
-
-
-@dataclass(frozen=True)
-class Process:
-    """Wall seconds and peak resident bytes of one finished process, its children included."""
-
-    seconds: float
-    peak_bytes: int
-
-
-def run(command: Sequence[str]) -> Process:
-    """Run a command to its end; CalledProcessError if it fails. Output is thrown away."""
-    started = time.perf_counter()
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    assert child.stderr is not None
-    complaint = child.stderr.read()
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise subprocess.CalledProcessError(child.returncode, command, stderr=complaint)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return Process(time.perf_counter() - started, usage.ru_maxrss * unit)
 
 
 def main() -> None:
@@ -57,7 +30,7 @@ def main() -> None:
     peaks: dict[str, list[float]] = {name: [] for name in programs}
 
     def sample(name: str, program: str) -> float:
-        process = run([sys.executable, "-c", program])
+        process = run_process([sys.executable, "-c", program])
         peaks[name].append(process.peak_bytes)
         return process.seconds
 

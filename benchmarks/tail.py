@@ -1,9 +1,8 @@
-"""What one sampling step costs in onnxruntime, beside its own TopK and ArgMax over the same logits.
+"""Time of one sampling step in onnxruntime, beside its own TopK and ArgMax. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.tail [--rounds 400] [--steps certified|geometry|all]
 
-The logits are those of a language model in shape: a few likely tokens over a wide bell of unlikely ones. Everything
-runs on one thread, with bound inputs and outputs, in one interleaved run.
+One thread, inputs and outputs bound once, all sides in turn.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from benchmarks.common import Spread, interleave, machine, ratio, seconds, table
-from topw_deploy.bench.sampler.problem import likely_logits
+from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.export.sampler_only import sampler_model
 from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
-VOCAB, NARROW = 151_936, 16  # no certified step looks at the table, so a narrow one will do there
-GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens where it is used, so that several fit into memory
-GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # settings under which the certificate fails
+VOCAB, NARROW = 151_936, 16  # certified steps do not read the table, so it can be narrow
+GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens where the table is read, so that several fit into memory
+GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # parameters for which the certificate fails
 Feeds = dict[str, np.ndarray]
 
 
 def flat_logits(seed: int = 0) -> np.ndarray:
-    """float32 [1, GEOMETRY_VOCAB]: a bell and nothing above it. At T = 2 its crop of 93 tokens is certified, but has
-    more than the 64 candidates that the certified path looks at."""
+    """float32 [1, GEOMETRY_VOCAB], normal. At T = 2 the crop of 93 tokens is certified, but larger than the 64
+    candidates of the certified path."""
     return (np.random.default_rng(seed).standard_normal((1, GEOMETRY_VOCAB)) * 1.6).astype(np.float32)
 
 
 def feeds(logits: np.ndarray, **chosen: float) -> Feeds:
-    """Inputs of the sampler for one row, the edit inputs present and empty."""
+    """Inputs of the sampler for one row, without edits."""
     parameters = TopWParameters(**chosen)
     names = TopWParameters.__slots__
     return {
@@ -59,7 +58,7 @@ def session(model: onnx.ModelProto) -> ort.InferenceSession:
 
 
 def bound(opened: ort.InferenceSession, inputs: Feeds) -> Callable[[], None]:
-    """A call of the session with its inputs and outputs bound once."""
+    """A run of the session with inputs and outputs bound once."""
     binding = opened.io_binding()
     for value in opened.get_inputs():
         binding.bind_ortvalue_input(value.name, ort.OrtValue.ortvalue_from_numpy(inputs[value.name]))
@@ -107,7 +106,7 @@ def peer(
 
 
 def measure(sides: dict[str, Callable[[], None]], rounds: int, under: str, in_a_row: int = 1) -> str:
-    """Interleave the sides, each called `in_a_row` times at its turn; a Markdown table of microseconds a call and of
+    """Time the sides in turn, `in_a_row` calls each; a Markdown table of microseconds per call and
     ratios to `under`."""
     timed = {name: (lambda call=call: seconds(call, in_a_row)) for name, call in sides.items()}  # type: ignore[misc]
     samples = interleave(timed, rounds, warmup=max(3, rounds // 20))
@@ -119,11 +118,7 @@ def measure(sides: dict[str, Callable[[], None]], rounds: int, under: str, in_a_
 
 
 def certified_steps(rounds: int) -> str:
-    """Steps that the certificate settles, beside standard operators.
-
-    Twice: called ten times in a row, with the caches a sampler finds right after the matmul that wrote its logits;
-    and one call at a time, after six others have had the caches.
-    """
+    """Certified steps beside standard operators, with warm caches (as after the matmul) and with cold ones."""
     logits = likely_logits(VOCAB)
     alone: Feeds = {"logits": logits}
     sides = {
@@ -141,7 +136,7 @@ def certified_steps(rounds: int) -> str:
 
 
 def geometry_steps(rounds: int) -> str:
-    """Steps at T = 2 that the candidates do not settle, for each form: certified by the pool, and not at all."""
+    """Steps at T = 2 that the candidates do not settle, for each form: certified by the pool, and uncertified."""
     logits = likely_logits(GEOMETRY_VOCAB)
     rows = {"flat, certified": feeds(flat_logits(), temperature=2.0)}
     rows["not certified"] = feeds(logits, temperature=2.0, **GEOMETRY)

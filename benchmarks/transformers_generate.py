@@ -1,10 +1,9 @@
-"""The same model, sampler and machine: `TopWModel` beside transformers' `generate` with the authors' processor.
+"""`TopWModel` beside transformers' `generate` with the authors' processor, and without a processor.
 
     python -m benchmarks.transformers_generate --processor FILE [--vocab 32000] [--threads 2]
 
-FILE is the processor of the authors' repository (arashgholami/top-w-decoding), which this project does not contain.
-transformers' `generate` without any processor (plain sampling) runs beside them, to tell the sampler's cost from the
-framework's. All three decode the same number of tokens after the same prompt; whole calls are timed.
+FILE is logit_processor_w1.py of arashgholami/top-w-decoding. All decode the same number of tokens after the same
+prompt; whole calls are timed. Figures: docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def main() -> None:
         exported(source, "--preset", "released"), provider="cpu", intra_op_num_threads=args.threads
     )
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    # top_k=0: generate would otherwise cut to the 50 best before the processor's turn.
+    # top_k=0, as generate would keep only the 50 best tokens before the processor.
     theirs.generation_config = GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None, max_new_tokens=args.tokens
     )

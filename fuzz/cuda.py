@@ -2,13 +2,12 @@
 
     python -m fuzz.cuda [--rows 50000] [--seed 0]
 
-The rows of `fuzz.sampler`, over tables and logits in every type that the kernels read, with blocks of
-several sizes and in orders drawn anew for each visit. Distances are float32, so a difference is allowed only at a tie
-of docs/contract/graph.md, section 4, with the bounds for float32; equal logits across the pool's cut are no excuse.
-Prints what was compared and each difference with its explanation; exits 1 if one has none.
+The rows of `fuzz.sampler`, with tables and logits in every type that the kernels read, blocks of several sizes, and a
+random order of threads per visit. A difference is allowed only at a tie of docs/contract/graph.md, section 4, with the
+bounds for float32; equal logits across the pool's cut do not count. Prints every difference with its explanation; exits
+1 if one has none.
 
-What runs is what nvcc compiles, but not a GPU; `fuzz` takes whatever has the face of `plugins.kernel.Kernel`, so a
-device is compared by the same function.
+`fuzz` accepts anything with the interface of `plugins.kernel.Kernel`, so `benchmarks.gpu` uses it on a real GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import machine
-from benchmarks.sampler_sides import Answerer, Sampling, open_kernel
+from fuzz.implementations import Answerer, Sampling, open_kernel
 from fuzz.sampler import Bounding, Outcome, Side, compare, exported_bound, report
 from tests.support.emulated import EmulatedKernel, built
 from tests.support.sampler_cases import ALL, Size, Visit, geometry_of, visits
@@ -35,7 +34,7 @@ _BLOCK = 16  # coordinates that share a scale
 _NAME = "cuda"
 _NEARLY = TieBounds(objective=1e-3, nucleus=1e-3, draw=0.0)
 
-# Threads of a block, and blocks. Small pools on small blocks, for the tiles of distances are as wide as these.
+# (threads per block, blocks); small pools get small blocks, as tiles of distances are as wide as a block.
 _LAYOUTS = ((64, 3), (32, 1), (128, 2), (64, 5))
 _LARGE_LAYOUTS = ((256, 2), (512, 1), (256, 3), (128, 4))
 _LARGE_POOL = 200
@@ -54,7 +53,7 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def quantised(table: np.ndarray, bits: int) -> tuple[np.ndarray, KernelBlocks, np.ndarray]:
-    """A table in blocks of 16 coordinates: codes as kernels take them, their scales, the rows they stand for."""
+    """Quantise a table in blocks of 16 coordinates: bit-packed codes, their scales, and the dequantised rows."""
     tokens, hidden = table.shape
     blocks = -(-hidden // _BLOCK)
     padded = np.zeros((tokens, blocks * _BLOCK), np.float32)
@@ -70,7 +69,7 @@ def quantised(table: np.ndarray, bits: int) -> tuple[np.ndarray, KernelBlocks, n
 
 
 def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None], KernelTable | None]]:
-    """The visit with its table rounded to `kind`, and what makes of neighbour bounds the table that a kernel reads."""
+    """The visit with its table rounded to `kind`, and a function from neighbour bounds to the kernel's table."""
     if visit.scenario.options.metric == "uniform":
         return visit, lambda bound: None
     codes, blocks, rows = visit.table, None, visit.table
@@ -90,7 +89,7 @@ def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None
 
 
 def new_outcome() -> Outcome:
-    """Nothing compared yet, with the bounds that float32 distances are judged by."""
+    """An empty outcome with the tie bounds for float32 distances."""
     return Outcome({_NAME: Side(FLOAT32_TIES)}, _NEARLY)
 
 
@@ -99,9 +98,13 @@ def fuzz(
     sizes: tuple[Size, ...] = ALL, *, first: int = 0, measure: Bounding = exported_bound,
     after: Callable[[Outcome, int], object] = lambda outcome, rows: None,
 ) -> Outcome:  # fmt: skip
-    """Compare `rows` rows in `kernel`. before: called with each visit and its number; first: the number of the first,
-    which decides its types. measure: of the neighbours' bounds. after: called after each visit with the outcome and its
-    rows."""
+    """Compare `rows` rows of `kernel` with the reference.
+
+    before: called with each visit's number and the visit.
+    after: called after each visit with the outcome and its number of rows.
+    first: the first visit's number, which determines types.
+    measure: computes the neighbour bounds.
+    """
     outcome, done = new_outcome(), 0
     for number, drawn in enumerate(visits(seed, sizes), first):
         if before is not None:
@@ -130,7 +133,7 @@ def unexplained_of(outcome: Outcome) -> list[str]:
 
 
 def _logits_types(number: int) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
-    """How a visit's logits are stored, and the float32 numbers that leaves: every tenth visit each short type."""
+    """How logits are stored, and their float32 values then: every tenth visit float16, every tenth bfloat16."""
     if number % 10 == 3:
         return as_bfloat16, lambda row: from_bfloat16(as_bfloat16(row))
     if number % 10 == 7:

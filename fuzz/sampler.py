@@ -2,10 +2,10 @@
 
     python -m fuzz.sampler [--rows 250000] [--seed 0] [--implementation fast torch native]
 
-The reference answers each row once, any number of implementations beside it. All of them decide in double, so a
-difference is allowed only at a tie of docs/contract/graph.md, section 4, with the bounds for float64; equal logits
-across the pool's cut are no excuse, since ids order them. Every other visit has bounds of the nearest neighbours, as an
-export may store them. Prints what was compared and each difference with its explanation; exits 1 if one has none.
+Each row is answered by the reference and by each implementation. All decide in double, so they may differ only at a tie
+for float64 (docs/contract/graph.md, section 4), and not at equal logits across the pool's cut, which ids order. Every
+other visit has neighbour bounds, as an export may store them. Prints what was compared, and each difference with its
+explanation; exits 1 if one has none.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.common import machine, table
-from benchmarks.rows import LOGPROB_BOUND, Case, explanation, reference
-from benchmarks.sampler_sides import ADAPTERS, Absent, Answer, Answerer
+from fuzz.implementations import ADAPTERS, Absent, Answer, Answerer
+from tests.support.rows import LOGPROB_BOUND, Case, explanation, reference
 from tests.support.sampler_cases import ALL, Size, Visit, visits
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TieBounds
 
 _MASS_BOUND = 1e-6  # relative: summed in double, answered in float32
-_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a repulsive crop may weigh less than float32 can say
+_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a repulsive crop may weigh less than float32's smallest number
 _BATCH_VALUES = 1 << 20  # logits per call of an implementation that takes batches
-_LARGEST_BOUNDED = 1100  # tokens: the bounds take all pairs
+_LARGEST_BOUNDED = 1100  # tokens; the bounds need all pairs
 _NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
 _STAGES = ("candidates", "pool", "geometry", "literal", "greedy", "invalid")
 
@@ -36,7 +36,7 @@ Bounding = Callable[[Geometry, int], np.ndarray]
 
 
 def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
-    """The bound of the nearest neighbours as an export stores it; the exporter is imported when it is asked for."""
+    """The neighbour bound as an export stores it. Imports the exporter."""
     from topw_deploy.export.graft.neighbour_bound import neighbour_bound
 
     return neighbour_bound(geometry, tokens)
@@ -44,7 +44,7 @@ def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
 
 @dataclass
 class Side:
-    """What one implementation answered, by regime. bounds: of the ties that excuse it."""
+    """The results of one implementation, by regime. bounds: of the ties that excuse a difference."""
 
     bounds: TieBounds = FLOAT64_TIES
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -54,7 +54,7 @@ class Side:
     unexplained: list[str] = field(default_factory=list)
 
     def add(self, case: Case, wanted: Row, found: Answer, label: str) -> None:
-        """Compare one row and file the result."""
+        """Compare one row."""
         regime = _regime(case)
         self.stages[regime, found.stage] += 1
         self.distances[regime] += found.distances
@@ -86,7 +86,7 @@ def differences(wanted: Row, found: Answer) -> Iterator[str]:
 
 @dataclass
 class Outcome:
-    """The reference's side of a run, and each implementation's. near: bounds of rows that are nearly tied."""
+    """The results of a run. near: bounds of rows counted as nearly tied."""
 
     sides: dict[str, Side]
     near: TieBounds = _NEARLY
@@ -118,9 +118,10 @@ def compare(
     visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener] = ADAPTERS,
     measure: Bounding = exported_bound,
 ) -> None:  # fmt: skip
-    """One visit's rows in every implementation of the outcome, as `openers` open them.
+    """Compare the rows of one visit in every implementation of the outcome.
 
-    bounded: pass the nearest neighbours' bound, as `measure` measures it, where the vocabulary is small enough."""
+    bounded: pass the neighbour bound computed by `measure`, where the vocabulary is small enough.
+    """
     wanted = [reference(visit.scenario, visit.geometry, case) for case in cases]
     for case, row in zip(cases, wanted, strict=True):
         outcome.rows[_regime(case)] += 1
@@ -148,7 +149,7 @@ def _regime(case: Case) -> str:
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """Those of the implementations that are installed; says why of each of the others."""
+    """The installed implementations; prints why the others are left out."""
     found = []
     for name in names:
         try:
@@ -160,7 +161,7 @@ def available(names: Sequence[str]) -> list[str]:
 
 
 def report(outcome: Outcome) -> str:
-    """Markdown tables: what each implementation did by regime, and differences by explanation."""
+    """Markdown tables: stages by regime, and differences by explanation."""
     parts = [_regimes(name, side, outcome) for name, side in outcome.sides.items()]
     reasons = sorted({reason for side in outcome.sides.values() for reason in side.explained})
     lines: list[tuple[object, ...]] = [(r, *(side.explained[r] for side in outcome.sides.values())) for r in reasons]

@@ -1,7 +1,6 @@
-"""`make fuzz`: random rows through all forms of the sampler's graph and the native operator where it was built,
-compared with the reference.
+"""`make fuzz`: compare random rows between all forms of the sampler's graph, the native operator and the reference.
 
-Prints a table of rows, certified share and differences with their explanations; exits 1 if one has none.
+Prints tables of rows and differences; exits 1 if a difference has no explanation.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from topw_deploy.plugins.shared_library import library_path, why_absent
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
-# (vocabulary, pool size, rows per batch, batches per visit): small ones carry the numbers, large ones the sizes.
+# (vocabulary, pool size, rows per batch, batches per scenario)
 _SIZES = (
     (50, 1200, 64, 10), (53, 7, 64, 10), (97, 40, 64, 10), (1000, 1, 64, 3), (1000, 64, 64, 10), (257, 100, 64, 8),
     (1021, 200, 48, 8), (5000, 90, 64, 8), (1000, 1200, 8, 1), (32000, 200, 32, 3), (151936, 120, 16, 2),
@@ -40,7 +39,7 @@ _POTENTIALS = (("nearest", 4), ("knn", 4), ("nearest", 4), ("knn", 2))
 
 
 def scenarios(seed: int) -> Iterator[tuple[Scenario, int, int]]:
-    """Endless (scenario, rows per batch, batches): every metric, potential, preset, size and kind of table in turn."""
+    """Endless (scenario, rows per batch, batches)."""
     rng = np.random.default_rng(seed)
     for number in itertools.count():
         vocab, top_m, batch, batches = _SIZES[number % len(_SIZES)]
@@ -54,7 +53,7 @@ def scenarios(seed: int) -> Iterator[tuple[Scenario, int, int]]:
 
 
 def fuzz(rows: int, seed: int, forms: tuple[str, ...]) -> dict[str, Tally]:
-    """Compare at least `rows` random rows in each of `forms`."""
+    """Compare at least `rows` rows in each form."""
     tallies = {form: Tally() for form in forms}
     done = 0
     with tqdm(total=rows, unit="row", file=sys.stderr) as bar:
@@ -80,7 +79,7 @@ def fuzz(rows: int, seed: int, forms: tuple[str, ...]) -> dict[str, Tally]:
 
 
 def report(tallies: dict[str, Tally]) -> str:
-    """Markdown tables: rows and certified share by regime, and differences by explanation."""
+    """Markdown tables: certified share by regime, differences by explanation."""
     first = next(iter(tallies.values()))
     regimes = [(name, count, f"{first.certified[name] / count:.1%}") for name, count in sorted(first.rows.items())]
     total = sum(first.rows.values())
@@ -104,7 +103,7 @@ def main() -> int:
     given = parser.parse_args()
     forms = tuple(given.form) if given.form else (*FORMS, NATIVE) if library_path() else FORMS
     if NATIVE in forms and not library_path():
-        parser.error(f"there is no native sampler: {why_absent()}")
+        parser.error(f"no native sampler: {why_absent()}")
     tallies = fuzz(given.rows, given.seed, forms)
     print(report(tallies))
     unexplained = [line for tally in tallies.values() for line in tally.unexplained]

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.plugins.cuda import tools
 
 PAGE = (Path(__file__).parents[1] / "docs" / "guide" / "edge.md").read_text(encoding="utf-8")
@@ -46,11 +48,13 @@ def test_trtexec_is_told_to_ask_the_library_for_its_plugin() -> None:
     assert "--staticPlugins" not in PAGE
 
 
+@pytest.mark.long
 def test_the_commands_for_a_cpu_work(tmp_path: Path) -> None:
     for command in commands(""):
         run(command, tmp_path)
 
 
+@pytest.mark.long
 def test_the_kernels_are_compiled_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     home = tools.home()
     for command in commands(", needs nvcc"):

@@ -89,7 +89,7 @@ def test_pip_is_the_one_of_this_interpreter(monkeypatch: pytest.MonkeyPatch, tmp
     assert install.pip("install") == "pip install"
     monkeypatch.setattr(install.shutil, "which", lambda name: {"pip": str(other), "uv": str(uv)}.get(name))
     assert install.pip("uninstall") == f"{sys.executable} -m pip uninstall"
-    monkeypatch.setattr(install, "_importable", lambda module: False)
+    monkeypatch.setattr(install, "importable", lambda module: False)
     assert install.pip("install") == f"uv pip install --python {sys.executable}"
 
 
@@ -98,7 +98,7 @@ def test_the_extras_are_those_of_the_project_file() -> None:
     for extra, modules in install.MODULES.items():
         named = {re.split(r"[\[<>=]", wanted)[0] for wanted in extras[extra]}
         assert set(modules) == named - {"topw-deploy"}
-        assert all(map(install._importable, modules.values()))
+        assert all(map(install.importable, modules.values()))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_extras_are_those_of_the_project_file() -> None:
 def test_everything_that_is_missing_is_named_after_what_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, absent: list[str], names: str
 ) -> None:
-    monkeypatch.setattr(install, "_importable", lambda module: module not in absent)
+    monkeypatch.setattr(install, "importable", lambda module: module not in absent)
     with pytest.raises(MissingPackageError) as raised:
         install.require("exporting", "export")
     assert str(raised.value) == f"exporting needs {names} not installed; run: {install.how_to('export')}"
@@ -125,7 +125,7 @@ def test_an_older_python_is_told_what_to_do_instead(monkeypatch: pytest.MonkeyPa
 
 
 def test_exporting_beside_onnxruntime_gpu_is_sent_to_another_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "_importable", lambda module: module != "torch")
+    monkeypatch.setattr(install, "importable", lambda module: module != "torch")
     monkeypatch.setattr(install, "_installed", lambda name: name == "onnxruntime-gpu")
     found, command = install.advice("exporting", "export")
     assert "activate another environment first" in found

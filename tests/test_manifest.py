@@ -40,7 +40,12 @@ def a_manifest(**changes: object) -> m.DecoderManifest:
             context_length=512,
             left_padding=True,
         ),
-        verification=m.Verification(status="passed", checks=(m.Check("prefill", True, 1e-6, 1e-4),)),
+        verification=m.Verification(
+            status="partial",
+            checks=(m.Check("prefill", True, 1e-6, 1e-4),),
+            not_compared=(m.NotCompared("generation", "the source is not here"),),
+            notes=(m.Note("kept sets", "24 of 32 equal"),),
+        ),
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -156,6 +161,14 @@ def test_a_symbolic_link_is_refused_even_when_its_target_has_the_right_size(fold
         ({"inputs": [{"name": "x"}]}, "missing"),
         ({"verification__status": 5}, "status is 5"),
         ({"verification__checks": [{"name": "x", "passed": True, "difference": "y", "bound": 0}]}, "wrong type"),
+        ({"verification__not_compared": None}, "not_compared is None, not a list"),
+        (
+            {"verification__not_compared": [{"name": "x", "text": "y"}]},
+            r"not_compared\[0\] has the unknown field 'text'",
+        ),
+        ({"verification__notes": [{"name": "x", "text": 5}]}, r"notes\[0\].text is 5"),
+        ({"verification__notes": [{"name": "x"}]}, "'text' of verification.notes.* is missing"),
+        ({"verification__note": []}, "verification has the unknown field 'note'"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(folder: Path, changes: dict[str, object], reason: str) -> None:

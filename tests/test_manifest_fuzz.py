@@ -39,6 +39,7 @@ def test_whatever_a_field_says_a_manifest_is_read_or_refused_with_a_manifest_err
     assert read > 100  # so that it is not all refused for one reason
 
 
+@pytest.mark.slow
 def test_inspect_shows_whatever_manifest_is_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "model.onnx").write_bytes(b"graph")
     manifest = replace(whole_manifest(), files=describe_files(tmp_path, ["model.onnx"]))

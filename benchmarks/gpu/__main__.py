@@ -1,13 +1,13 @@
-"""Everything that needs an NVIDIA GPU, in one command that needs no network and no installation:
+"""Checks and measurements on an NVIDIA GPU, in one command without network or installation:
 
     python3 -m benchmarks.gpu [--pack ARCHIVE ...] [--budget SECONDS] [--only PART ...] [--out DIR]
 
-Run it from a checkout, with the Python that has torch. It builds the kernels, checks them against the reference, runs
-them under compute-sanitizer, captures them into CUDA graphs, measures them, and runs whole models. Results are in DIR,
-`results.json` and `results.md`, after every step. The same command again goes on where the last one stopped; a finished
-step is repeated only if the kernels, torch or the GPU changed, or with --again.
+Run it from a checkout, with a Python that has torch. It builds the kernels, compares them with the reference, runs them
+under compute-sanitizer and in CUDA graphs, times them, and runs whole models. After every step, results are in DIR as
+`results.json` and `results.md`. Run it again to continue; a finished step is repeated only if the kernels, torch or the
+GPU changed, or with --again.
 
-Exit code: 0 if every step passed, 1 if one failed or there is no GPU, 3 if none failed but some wait for more time.
+Exit code: 0 if every step passed, 1 if one failed or there is no GPU, 3 if some steps are still to be run.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python3 -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="results; default: out/gpu of the checkout, out/rehearsal to rehearse")
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="when to stop")
+    parser.add_argument(
+        "--out", type=Path, help="folder of results; default: out/gpu of the checkout, or out/rehearsal"
+    )
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="stop after this time")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--again", action="store_true", help="repeat finished steps")
     parser.add_argument(
-        "--library", dest="kernels", type=Path, help="kernels that are built; default: built here, for this GPU"
+        "--library", dest="kernels", type=Path, help="compiled kernels; default: compile them for this GPU"
     )
     parser.add_argument(
         "--pack",
@@ -50,18 +52,18 @@ def arguments() -> argparse.ArgumentParser:
         type=Path,
         default=[],
         metavar="ARCHIVE",
-        help="archives that `benchmarks.gpu pack` made",
+        help="archives of `benchmarks.gpu pack`",
     )
     parser.add_argument("--folder", nargs="+", type=Path, default=[], help="exported models; default: the packed ones")
-    parser.add_argument("--rows", type=int, default=100_000, help="random rows to check; default: 100,000")
+    parser.add_argument("--rows", type=int, default=100_000, help="random rows to compare; default: 100,000")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=50, help="of every measurement; default: 50")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, with stand-ins and small sizes")
+    parser.add_argument("--rehearse", action="store_true", help="run on a CPU, emulated and with small sizes")
     return parser
 
 
 def digest_of_kernels(library: Path | None) -> str:
-    """Of the library given, else of the sources."""
+    """A digest of the given library, else of the sources."""
     written = (file for folder in ("cuda", "native") for file in (_PLUGINS / folder).iterdir())
     sources = [library] if library is not None else sorted(file for file in written if file.suffix in _CODE)
     digest = hashlib.sha256()
@@ -77,7 +79,7 @@ def main() -> int:
         return command.main(sys.argv[2:])
     given = arguments().parse_args()
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the children are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children are ended
     if given.kernels is not None and not given.kernels.is_file():
         raise SystemExit(f"{given.kernels} is no file; name a library with --library, or leave it out.")
     out = (given.out or ROOT / "out" / ("rehearsal" if given.rehearse else "gpu")).absolute()
@@ -113,7 +115,7 @@ def main() -> int:
 
 
 def conclude(record: Record, parts: list[str], out: Path) -> int:
-    """Print the tables and what is left to do; the exit code."""
+    """Print the tables and what is left to do; returns the exit code."""
     print((out / TABLES).read_text(encoding="utf-8"))
     mine = {key: entry for key, entry in record.steps.items() if key.split("/")[0] in parts}
     failed = [key for key, entry in mine.items() if entry.get("failed")]

@@ -1,4 +1,4 @@
-"""Whether the kernels answer the same rows the same: again, in another batch, and bit for bit."""
+"""Bitwise comparison of the kernels' answers: repeated launches, and rows alone and in a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPEN_DEVIATION, _PEAK = 1.6, 8.0  # of the logits of rows that need geometry, a
 
 
 def same(first: KernelSamples, second: KernelSamples) -> bool:
-    """Whether two calls answered alike, bit for bit; which stage answered a row counts, not how many distances."""
+    """Whether two calls gave the same answers and stages, bit for bit; numbers of distances may differ."""
     for field in fields(KernelSamples):
         a, b = getattr(first, field.name), getattr(second, field.name)
         if field.name == "reports" and a is not None:
@@ -29,7 +29,7 @@ def same(first: KernelSamples, second: KernelSamples) -> bool:
 
 
 def mixed_rows(batch: int, seed: int, vocab: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Rows of which some are certified, some need geometry, some are greedy, repelled or invalid."""
+    """A mix of certified, uncertified, greedy, repelled (negative geom_scale) and invalid rows."""
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((batch, vocab)) * _OPEN_DEVIATION).astype(np.float32)
     logits[::3, :20] += _PEAK
@@ -59,7 +59,7 @@ def step_of(kernel: DeviceKernel, batch: int, seed: int, table: DeviceTable) -> 
 
 
 def load(step: Step, seed: int) -> None:
-    """Put other rows into the step."""
+    """Copy other rows into the step's tensors."""
     logits, columns = mixed_rows(len(step.logits), seed, step.logits.shape[1])
     step.logits.copy_(torch.from_numpy(logits))
     for name, values in columns.items():
@@ -67,7 +67,7 @@ def load(step: Step, seed: int) -> None:
 
 
 def unequal_repeats(kernel: DeviceKernel, table: DeviceTable, batch: int, times: int) -> list[int]:
-    """Which of `times` launches of the same rows answered otherwise than the first."""
+    """Those of `times` launches of the same rows whose answers differ from the first."""
     step = step_of(kernel, batch, 1, table)
     step.launch()
     first = step.samples()
@@ -80,7 +80,7 @@ def unequal_repeats(kernel: DeviceKernel, table: DeviceTable, batch: int, times:
 
 
 def unequal_alone(kernel: DeviceKernel, table: DeviceTable, batch: int) -> list[int]:
-    """Which rows of a batch answer otherwise alone."""
+    """The rows of a batch whose answers differ from the same row launched alone."""
     together = step_of(kernel, batch, 2, table)
     together.launch()
     wanted = together.samples()

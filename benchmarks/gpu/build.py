@@ -1,4 +1,4 @@
-"""The part `build`: the kernels compiled for the GPU at hand, and what each takes of a multiprocessor."""
+"""The part `build`: compile the kernels for this GPU, and list the resources each uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.common import table
 from benchmarks.gpu.job import Job, Result, Step
 
-_REHEARSED = 90  # sm_90, an H200's, where there is no GPU to ask
+_REHEARSED = 90  # sm_90, the H200's, in a rehearsal without a GPU
 _LIMIT = 120  # seconds for a tool that reads the library
 
 
@@ -24,12 +24,12 @@ def steps(job: Job) -> list[Step]:
 
 
 def for_the_gpu(job: Job) -> Path:
-    """The library that nvcc made; in a rehearsal the one that the steps run is another."""
+    """nvcc's library; a rehearsal runs another, the emulated one."""
     return job.out / "libtopw_nvcc.so" if job.rehearse else job.kernel_file
 
 
 def kernels(job: Job) -> Result:
-    """nvcc builds the library for this GPU; where a rehearsal has no nvcc, it says so."""
+    """Build the library with nvcc for this GPU. Absent in a rehearsal without nvcc."""
     from topw_deploy.errors import PluginError
     from topw_deploy.plugins import compile_cuda
 
@@ -48,7 +48,7 @@ def kernels(job: Job) -> Result:
 
 
 def emulated(job: Job) -> Result:
-    """The same sources compiled for the CPU, which a rehearsal runs."""
+    """Compile the same sources for the CPU, for a rehearsal."""
     from tests.support.emulated import built
 
     started = time.perf_counter()
@@ -60,7 +60,7 @@ def emulated(job: Job) -> Result:
 
 
 def resources(job: Job) -> Result:
-    """Registers, stack and shared memory of each kernel, by cuobjdump, and spills, by ptxas from the library's PTX."""
+    """Registers, stack and shared memory of each kernel (cuobjdump), and spills (ptxas, from the library's PTX)."""
     library = for_the_gpu(job)
     if not library.is_file():
         return Result(absent=(f"there is no library that nvcc made at {library.name}",))
@@ -81,7 +81,7 @@ def resources(job: Job) -> Result:
 
 
 def usage(said: str) -> dict[str, dict[str, int | None]]:
-    """Registers, stack and shared memory by kernel, as `cuobjdump --dump-resource-usage` prints them."""
+    """Registers, stack and shared memory by kernel, from the output of `cuobjdump --dump-resource-usage`."""
     pattern = re.compile(r"Function (\S+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
     return {
         plain_name(name): {"registers": int(registers), "stack": int(stack), "shared": int(shared)}
@@ -90,7 +90,7 @@ def usage(said: str) -> dict[str, dict[str, int | None]]:
 
 
 def spills(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], str]:
-    """(bytes of spill stores, of spill loads) by kernel, and why they are not known; one of both is empty."""
+    """(bytes of spill stores, of spill loads) by kernel, or the reason why they are unknown; the other is empty."""
     ptxas = tool("ptxas")
     if ptxas is None:
         return {}, "ptxas is not here: spills are not known"
@@ -106,7 +106,7 @@ def spills(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], s
 
 
 def spill_lines(said: str) -> list[tuple[str, int, int]]:
-    """(mangled name, bytes of spill stores, of spill loads) from what `ptxas -v` prints."""
+    """(mangled name, bytes of spill stores, of spill loads) from the output of `ptxas -v`."""
     pattern = re.compile(
         r"Function properties for (\S+)\s+(?:ptxas info\s*:)?\s*\d+ bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads"
@@ -115,7 +115,7 @@ def spill_lines(said: str) -> list[tuple[str, int, int]]:
 
 
 def plain_name(mangled: str) -> str:
-    """`certify<float>` of `_ZN4topw7certifyIfEEvNS_4CallE`; a name that is not so is left as it is."""
+    """`certify<float>` for `_ZN4topw7certifyIfEEvNS_4CallE`; other names are returned unchanged."""
     match = re.match(r"_ZN4topw\d+([a-z_]+?)(?:I(\w+?)EE)?(?:EN|Ev|vN|$)", mangled)
     if match is None:
         return mangled
@@ -124,7 +124,7 @@ def plain_name(mangled: str) -> str:
 
 
 def tool(name: str) -> str | None:
-    """A program of the CUDA toolkit: beside nvcc, on PATH, or the one that Triton's package brings."""
+    """A program of the CUDA toolkit: beside nvcc, on PATH, or in Triton's package; None if there is none."""
     from topw_deploy.errors import PluginError
     from topw_deploy.plugins import compile_cuda
 
@@ -146,7 +146,7 @@ def tool(name: str) -> str | None:
 
 
 def ask(command: list[str], folder: Path | None = None) -> str:
-    """What the program prints. Raises RuntimeError with its words where it fails."""
+    """The program's output. Raises RuntimeError with it if the program fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_LIMIT)
     if done.returncode != 0:
         raise RuntimeError(f"{Path(command[0]).name} failed: {(done.stderr or done.stdout).strip()[-500:]}")

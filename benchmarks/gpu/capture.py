@@ -1,4 +1,4 @@
-"""The part `capture`: steps in CUDA graphs, in every mode of capture, beside other work and on two streams at once."""
+"""The part `capture`: steps in CUDA graphs, in every capture mode, after a matrix product, and on two streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _opened(job: Job) -> tuple[DeviceKernel, DeviceTable]:
 
 
 def modes(job: Job) -> Result:
-    """A step captured in each mode, replayed over other rows, answers as a launch over those rows does."""
+    """Capture a step in each mode and replay it over other rows: answers must equal those of launches."""
     from benchmarks.gpu.agreement import load, same, step_of
     from benchmarks.gpu.graphs import captured
 
@@ -55,7 +55,7 @@ def modes(job: Job) -> Result:
 
 
 def behind_a_product(job: Job) -> Result:
-    """The matrix product that makes the logits and the step after it, captured together."""
+    """Capture the matrix product that computes the logits together with the step after it."""
     import torch
 
     from benchmarks.gpu.agreement import same, step_of
@@ -87,7 +87,7 @@ def behind_a_product(job: Job) -> Result:
 
 
 def two_streams(job: Job) -> Result:
-    """Two steps with memory of their own, in flight at once, answer as each does alone."""
+    """Run two steps with separate memory concurrently: answers must equal those of each alone."""
     import contextlib
 
     import torch
@@ -118,7 +118,7 @@ def two_streams(job: Job) -> Result:
 
 
 def replays(job: Job) -> Result:
-    """One graph of certified and open rows, replayed many times, gives the same bits."""
+    """Replay one graph of certified and open rows many times: answers must not change."""
     from benchmarks.gpu.agreement import same, step_of
     from benchmarks.gpu.graphs import captured
 

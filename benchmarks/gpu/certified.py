@@ -1,4 +1,4 @@
-"""What certified rows cost, which are nearly all steps of a language model: in every type of logits, warm and cold."""
+"""Sides of `speed` over certified rows, in every type of logits, with warm and cold caches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.gpu.device import DeviceKernel, Edits, Step
 from benchmarks.gpu.graphs import Side
 from benchmarks.gpu.measure import Timed, rotating, zeroing
 from benchmarks.gpu.sizes import Sizes
-from topw_deploy.bench.sampler.problem import likely_logits
+from topw_deploy.bench.sampler.inputs import likely_logits
 from topw_deploy.plugins.cuda_kernel import CERTIFY, GEOMETRY
 from topw_deploy.sampling.parameters import TopWOptions
 
 GOALS = {1: 8.0, 64: 20.0}
-"""Microseconds of a step of certified float32 rows on an H200, by batch."""
+"""Goal for a step of certified float32 rows on an H200, in microseconds, by batch."""
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _OPTIONS = TopWOptions(metric="uniform")
@@ -26,16 +26,16 @@ _COLUMNS = {"uniform": 0.37}
 
 
 class NotCertifiedError(Exception):
-    """The rows are not what is to be measured; one sentence."""
+    """Some rows are not certified, so the measurement would mean something else."""
 
 
 def logits_on(device: torch.device, batch: int, vocab: int) -> torch.Tensor:
-    """float32 [batch, vocab]: a language model's in shape, another one in each row."""
+    """float32 [batch, vocab]: `likely_logits`, different in each row."""
     return torch.from_numpy(np.concatenate([likely_logits(vocab, seed=row) for row in range(batch)])).to(device)
 
 
 def top_w_sides(kernel: DeviceKernel, logits: torch.Tensor, sizes: Sizes) -> dict[str, Timed]:
-    """Top-W over the rows in each type of logits, its two launches one by one, and with more inputs and outputs."""
+    """Top-W in each type of logits, its two launches separately, and with more inputs and outputs."""
     batch = len(logits)
     sides: dict[str, Timed] = {}
     for dtype in _TYPES:
@@ -70,7 +70,7 @@ def certified_step(
     kernel: DeviceKernel, logits: torch.Tensor, edits: Edits | None = None, *, mass: bool = False,
     keep_mask: bool = False, memory: Step | None = None,
 ) -> Step:  # fmt: skip
-    """A step of these rows. Raises NotCertifiedError where a row is not certified."""
+    """A step over these rows. Raises NotCertifiedError if a row is not certified."""
     step = Step(kernel, logits, _COLUMNS, _OPTIONS, None, edits, mass=mass, keep_mask=keep_mask, reports=False,
                 memory=memory)  # fmt: skip
     step.launch()
@@ -81,14 +81,14 @@ def certified_step(
 
 
 def cold_side(kernel: DeviceKernel, step: Step, cold: int) -> tuple[Side, int]:
-    """The step over so many copies of its logits in turn that none is in the cache when its turn comes; how many."""
+    """The step over enough copies of its logits in turn that none stays in the cache; and their number."""
     copies = max(2, math.ceil(cold / step.logits.nbytes))
     others = [certified_step(kernel, step.logits.clone(), memory=step) for _ in range(copies)]
     return rotating([other.launch for other in others]), copies
 
 
 def edits_of(logits: torch.Tensor) -> Edits:
-    """Penalties and biases of the likeliest tokens, which leave the rows certified."""
+    """Penalties and biases of the likeliest tokens; the rows stay certified."""
     ids = logits.topk(_EDITS, 1).indices.cpu().numpy().astype(np.int64)
     penalty, bias = np.full(ids.shape, 1.05, np.float32), np.zeros(ids.shape, np.float32)
     bias[:, ::2] = 0.1
@@ -96,7 +96,7 @@ def edits_of(logits: torch.Tensor) -> Edits:
 
 
 def torch_sides(logits: torch.Tensor, top_k: int) -> dict[str, Timed]:
-    """torch's own passes over the same rows."""
+    """torch operations over the same rows."""
     operations: dict[str, Callable[[], object]] = {
         "torch.max": lambda: logits.amax(1),
         "torch.argmax": lambda: logits.argmax(1),

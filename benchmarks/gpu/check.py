@@ -1,4 +1,4 @@
-"""The part `check`: whether the kernels answer as the reference does, and the same every time."""
+"""The part `check`: the kernels' answers beside the reference's, and their repeatability."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from benchmarks.gpu.sizes import sizes_of
 if TYPE_CHECKING:
     from fuzz.sampler import Outcome
 
-_CHUNK = 2_000  # random rows that are recorded together
-_SHOWN = 20  # unexplained differences that the record quotes
+_CHUNK = 2_000  # random rows per record
+_SHOWN = 20  # unexplained differences in the record
 _TYPES = {"float32": "cosine", "float16": "mahalanobis", "bfloat16": "cosine"}  # of logits -> metric of the table
 _COUNTERS = ("distances", "avoided", "explained")
 
@@ -23,7 +23,7 @@ def steps(job: Job) -> list[Step]:
     shipped = [
         Step(f"rows of {vocab:,} tokens, {dtype}", partial(shipped_rows, dtype=dtype), 60, 300) for dtype in _TYPES
     ]
-    return [  # the random rows last: they use what time is left, and go on with the next run
+    return [  # the random rows last: they use the time left and continue in the next run
         Step("repeats and batches", repeats, 20, 180),
         *shipped,
         Step("random rows", random_rows, 60, 450, (str(job.rows), str(job.seed))),
@@ -31,7 +31,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def repeats(job: Job) -> Result:
-    """The same rows launched again, and every row of a batch alone."""
+    """Launch the same rows again, and every row of a batch alone."""
     from benchmarks.gpu import agreement
     from benchmarks.gpu.device import opened
 
@@ -50,7 +50,7 @@ def repeats(job: Job) -> Result:
 
 
 def shipped_rows(job: Job, dtype: str) -> Result:
-    """The shape that ships, beside the CPU's kernel and the reference."""
+    """Compare rows of the shipped shape with the CPU's kernel and the reference."""
     from benchmarks.common import table
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.shipped_rows import compare, cpu_library
@@ -79,7 +79,7 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
 
 def random_rows(job: Job) -> Result:
-    """Random and adversarial rows beside the reference, in chunks; it goes on from the chunks that are recorded."""
+    """Compare random and adversarial rows with the reference, in chunks; continues after the recorded ones."""
     from benchmarks.gpu.device import opened
     from fuzz.cuda import fuzz, new_outcome, unexplained_of
     from fuzz.sampler import report
@@ -97,7 +97,7 @@ def random_rows(job: Job) -> Result:
         add(outcome, plain(found))
         done, chunk = done + size, chunk + 1
         job.keep({"rows": done, "chunks": chunk, "outcome": plain(outcome)})
-        if job.left() < 0:  # a chunk is done at least, so that every run comes nearer to the end
+        if job.left() < 0:  # after at least one chunk, so that every run makes progress
             break
     unexplained = unexplained_of(outcome)
     failed = f"{len(unexplained)} differences are not at a tie: {unexplained[0][:800]}" if unexplained else ""
@@ -106,7 +106,7 @@ def random_rows(job: Job) -> Result:
 
 
 def plain(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as JSON types, of which `add` makes an outcome again."""
+    """The outcome as plain JSON types; `add` reads them."""
     side = next(iter(outcome.sides.values()))
     return {
         "rows": dict(outcome.rows), "certified": dict(outcome.certified), "tied": outcome.tied,
@@ -117,7 +117,7 @@ def plain(outcome: Outcome) -> dict[str, Any]:
 
 
 def add(outcome: Outcome, found: dict[str, Any]) -> None:
-    """Add what was found to the outcome."""
+    """Add counts from `plain` to the outcome."""
     side = next(iter(outcome.sides.values()))
     outcome.rows.update(found["rows"])
     outcome.certified.update(found["certified"])

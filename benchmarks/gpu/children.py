@@ -1,4 +1,4 @@
-"""Child processes with a limit: what they say is passed on, and a child that hangs is killed with all it started."""
+"""Child processes with a time limit: their output is passed on, and one that hangs is killed with all its children."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.worker import EVENTS
 
 ROOT = Path(__file__).parents[2]
-_LAST_WORDS = 6  # lines of a child's output that go into the record when it dies
+_LAST_WORDS = 6  # lines of a child's output to record when it dies
 
 
 class ChildEndedError(Exception):
-    """The child was killed at its limit, or ended by itself before it answered; one sentence."""
+    """The child was killed at its limit or ended without an answer."""
 
 
 def environment() -> dict[str, str]:
-    """Of children: this checkout goes before anything installed."""
+    """The environment of children: this checkout comes before installed packages."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 class Child:
-    """A worker for one part. `ask` runs a step in it. `close` ends it, and kills what is left of it."""
+    """A process that runs the steps of one part."""
 
     def __init__(self, part: str, job: Job) -> None:
         reading, writing = os.pipe()
@@ -57,9 +57,14 @@ class Child:
 
     def ask(self, step: str, earlier: dict[str, Any], end: float, limit: float,
             kept: Callable[[dict[str, Any]], None]) -> dict[str, Any]:  # fmt: skip
-        """Run a step: its event with `result` and `seconds`. kept: gets data that the step wants kept meanwhile.
+        """Run a step and return its event, with `result` and `seconds`.
 
-        end: of the step's own time, limit: seconds after which the child is killed. Raises ChildEndedError."""
+        kept: called with intermediate data that the step saves.
+        end: when the step should end, on time.monotonic's clock.
+        limit: seconds after which the child is killed.
+
+        Raises ChildEndedError.
+        """
         assert self._process.stdin is not None
         killed_at = time.monotonic() + limit
         line = json.dumps({"step": step, "earlier": earlier, "end": end}) + "\n"
@@ -75,7 +80,7 @@ class Child:
             kept(event["kept"])
 
     def close(self, wait: bool = True) -> None:
-        """End the child and everything it started. wait: give it the time to end by itself."""
+        """End the child and everything it started. wait: let it end by itself first."""
         assert self._process.stdin is not None
         if wait and self._process.poll() is None and not self._process.stdin.closed:
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):
@@ -115,7 +120,7 @@ class Child:
         return f"; its last lines: {words[-1500:]}" if words else ""
 
     def _kill(self) -> None:
-        """A process that a driver holds does not die even so; it is left behind, for waiting would hang the parent."""
+        """A process blocked in the driver survives SIGKILL; it is left behind, as waiting would hang the parent."""
         if self._process.poll() is None:
             self._process.kill()  # first, so that it starts no others meanwhile
         for process in _session(self._process.pid):
@@ -133,7 +138,7 @@ class Child:
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of the leader's session, those in process groups of their own included."""
+    """The processes of the leader's session, in whatever process group."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile

@@ -1,4 +1,4 @@
-"""What Top-W adds to a decode step: the matrices of a decoder of 3 B parameters in float16 (Llama-3.2-3B's sizes)."""
+"""A decode step of a decoder with Llama-3.2-3B's sizes in float16, to which `speed` adds Top-W."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALE = 0.01
 
 @dataclass(frozen=True)
 class Decoder:
-    """One token's matrix products, whose last writes `logits` [1, V]. layers: as many as fit, of `wanted`."""
+    """The matrix products of one token; the last writes `logits` [1, V]. layers: those that fit, of `wanted`."""
 
     step: Side
     logits: torch.Tensor
@@ -29,9 +29,9 @@ class Decoder:
 
 
 def decoder(device: torch.device, sizes: tuple[int, int, int, int, int]) -> Decoder:
-    """sizes: hidden, inner and key-value sizes, layers, vocabulary.
+    """Allocate a decoder. sizes: hidden, inner and key-value sizes, layers, vocabulary.
 
-    The head is made for its input: their product is a certified row, as a language model's is.
+    The head is computed so that the logits are a certified row, as a language model's nearly always are.
     """
     hidden, inner, kv, wanted, vocab = sizes
     shapes = [(hidden, hidden + 2 * kv), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
@@ -59,6 +59,6 @@ def decoder(device: torch.device, sizes: tuple[int, int, int, int, int]) -> Deco
 
 
 def sampler(kernel: DeviceKernel, logits: torch.Tensor, hidden: int) -> Step:
-    """Top-W over the decoder's logits with a table of its embeddings' size."""
+    """Top-W over the decoder's logits, with a table of the size of its embeddings."""
     table = table_of(random_rows(logits.shape[1], hidden, logits.device), _OPTIONS.metric)
     return Step(kernel, logits, {"uniform": 0.37}, _OPTIONS, table, reports=False)

@@ -1,6 +1,6 @@
-"""The CUDA kernels on a GPU, with torch's memory: the face of `plugins.kernel.Kernel`, and calls that stay bound.
+"""The CUDA kernels over torch tensors: with the interface of `plugins.kernel.Kernel`, and as bound, repeatable calls.
 
-A device of torch's may be the CPU, for the build of the kernels that emulates a GPU.
+The torch device can be the CPU, for the emulated kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ assert list(_OUTPUTS) == [name for name, _ in Outputs._fields_]
 
 
 class DeviceTable:
-    """A table [V, d] with its statistics in the GPU's memory. table: as `Kernel` takes it."""
+    """A table [V, d] with its statistics in device memory. table: as for `Kernel`."""
 
     def __init__(self, table: KernelTable, device: torch.device) -> None:
         def put(array: Any) -> torch.Tensor | None:
@@ -60,7 +60,7 @@ class DeviceTable:
     def of_tensors(
         cls, rows: torch.Tensor, mean: torch.Tensor, inverse_std: torch.Tensor, bound: torch.Tensor | None = None
     ) -> Self:
-        """The table of rows [V, d] that are on the device already, with float32 statistics [d] and bound [V]."""
+        """The table of rows [V, d] already on the device, with float32 statistics [d] and bound [V]."""
         table = cls.__new__(cls)
         table._kept = [rows, mean, inverse_std, bound]
         table._describe(*rows.shape, _TYPES[rows.dtype], Blocks())
@@ -80,11 +80,10 @@ class DeviceTable:
 
 
 class Step:
-    """One call with everything in the GPU's memory: `launch` enqueues it on torch's current stream, as often as one
-    likes; what was written into `logits` and `columns` meanwhile counts.
+    """A call of the kernels with all tensors on the device; every `launch` reads `logits` and `columns` anew.
 
-    logits: float32, float16 or bfloat16 [B, V] on the device. memory: another step of the same shape, on the same
-    stream, whose control and scratch memory this one uses.
+    logits: float32, float16 or bfloat16 [B, V] on the device.
+    memory: a step of the same shape on the same stream whose control and scratch memory to share.
     """
 
     def __init__(
@@ -129,12 +128,13 @@ class Step:
         self._outputs = Outputs(*(address(self.outputs.get(name)) for name in _OUTPUTS))
 
     def launch(self, parts: int = EVERY_PART) -> None:
+        """Enqueue the call on torch's current stream."""
         stream = torch.cuda.current_stream().cuda_stream if self.logits.is_cuda else 0
         memory = address(self.control) or 0, address(self.workspace) or 0
         self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, *memory, stream, parts)
 
     def samples(self) -> KernelSamples:
-        """What the last launch answered, on the host; the control bytes are zero again, or AssertionError."""
+        """The answers of the last launch, on the host. Asserts that the control bytes are zero again."""
         if self.logits.is_cuda:
             torch.cuda.synchronize()
         assert not bool(self.control.any()), "control bytes are not zero after the launch"
@@ -147,9 +147,10 @@ class Step:
 
 
 def opened(job: Job) -> DeviceKernel:
-    """The job's kernels on the GPU, or on the CPU for a rehearsal.
+    """The job's kernels, on the GPU or, for a rehearsal, on the CPU.
 
-    Raises MissingError without a library or a GPU, PluginError for a library that does not open."""
+    Raises MissingError without a library or a GPU, PluginError for a library that does not open.
+    """
     if job.rehearse:
         return DeviceKernel(job.kernels(), torch.device("cpu"))
     if not torch.cuda.is_available():
@@ -159,7 +160,7 @@ def opened(job: Job) -> DeviceKernel:
 
 
 class DeviceKernel(CudaKernel):
-    """The library, with the face of `Kernel`: numpy in, numpy out, the GPU between."""
+    """The library with the interface of `Kernel`: numpy arrays in and out."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         super().__init__(path)

@@ -1,7 +1,6 @@
-"""The part `engines`: TensorRT engines of exported models, built and run, token by token beside the CPU.
+"""The part `engines`: build TensorRT engines of exported models, and compare their tokens with the CPU's.
 
-Needs TensorRT, or the packed TensorRT-RTX in its place, and folders exported for TensorRT. Engines are built in copies
-of them. Each of build and tokens, with the plugin and without, is a step.
+Needs TensorRT or the packed TensorRT-RTX, and folders exported for TensorRT; engines are built in copies of them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from benchmarks.gpu.job import Job, MissingError, Result, Step
 
 MODULES = ("tensorrt", "tensorrt_bindings")
 PLUGINS = {"plugin": ("python", "plugin"), "the file's function": ("none", "graph")}
-"""By what answers the sampler's node: the plugin to build with, and what the opened engine must say of its sampler."""
+"""By what runs the sampler's node: (EngineRequest.plugin, the sampler that the opened model must report)."""
 
 _BATCH, _SEQUENCE = 4, 64
 _BUILD, _RUN = (150, 470), (40, 240)  # expected seconds and the most
@@ -43,7 +42,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def nothing(why: str, job: Job) -> Result:
-    """Say what is missing, and why it was not packed where that is known."""
+    """Report what is missing and, if known, why it was not packed."""
     known = unpack.why_missing(job.packed, "tensorrt")
     return Result(absent=(why, known) if known else (why,))
 
@@ -62,7 +61,7 @@ def _no_folders(job: Job) -> str:
 
 
 def _no_gpu_to_rehearse(job: Job) -> str:
-    """Why a rehearsal has no GPU to build an engine for; empty otherwise."""
+    """Why a rehearsal cannot build an engine; empty if it can."""
     from topw_deploy.plugins import driver
 
     why = driver.look().why_none if job.rehearse else ""
@@ -70,7 +69,7 @@ def _no_gpu_to_rehearse(job: Job) -> str:
 
 
 def build(folder: Path, name: str, job: Job) -> Result:
-    """An engine for a batch of four, in a copy of the folder."""
+    """Build an engine for a batch of four, in a copy of the folder."""
     from topw_deploy.errors import TopWError
     from topw_deploy.plugins.tensorrt import tensorrt_module
     from topw_deploy.progress import Progress
@@ -94,7 +93,7 @@ def build(folder: Path, name: str, job: Job) -> Result:
 
 
 def tokens(folder: Path, name: str, job: Job) -> Result:
-    """What the engine draws, beside the CPU."""
+    """Compare the engine's tokens with the CPU's."""
     from benchmarks.gpu.tokens import beside
     from benchmarks.gpu.ways import Way, run
 
@@ -108,7 +107,7 @@ def tokens(folder: Path, name: str, job: Job) -> Result:
 
 
 def use_kernels(name: str, job: Job) -> None:
-    """Have the plugin use the kernels of the part `build`. Raises MissingError where there are none."""
+    """Make the plugin use the kernels of the part `build`. Raises MissingError if there are none."""
     if name == "plugin":
         os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
 

@@ -1,4 +1,4 @@
-"""Steps captured into CUDA graphs and timed by events; on a CPU, for rehearsals, calls and a clock in their place."""
+"""CUDA graphs, timed by events; on a CPU, for rehearsals, plain calls and a clock."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WARM_UP = 3  # calls before a capture: libraries allocate and choose algorithms
 
 
 class Graph(Protocol):
-    """Work that can be enqueued as often as one likes."""
+    """Work that can be enqueued repeatedly."""
 
     def replay(self) -> None: ...
 
 
 class Calls:
-    """What stands in for a graph on a CPU, and of work that cannot be captured: it makes the calls anew."""
+    """A graph's double for a CPU and for work that cannot be captured: repeats the calls."""
 
     def __init__(self, side: Side, steps: int) -> None:
         self._side, self._steps = side, steps
@@ -33,7 +33,7 @@ class Calls:
 
 
 def captured(side: Side, steps: int, device: torch.device, mode: str = "global") -> Graph:
-    """`steps` calls of `side` in one graph. mode: of the capture; `global` is onnxruntime's."""
+    """`steps` calls of `side` in one graph. mode: the capture mode; onnxruntime uses `global`."""
     if device.type == "cpu":
         side()
         return Calls(side, steps)
@@ -57,13 +57,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def microseconds(graph: Graph, steps: int, device: torch.device) -> float:
-    """What one of the graph's steps takes."""
     if device.type == "cpu":
         started = time.perf_counter()
         graph.replay()
         return (time.perf_counter() - started) * 1e6 / steps
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START)  # so that the graph is in the queue when `begin` passes: its launch is not timed
+    torch.cuda._sleep(_HEAD_START)  # so that the graph is queued before `begin` passes: its launch is not timed
     begin.record()
     graph.replay()
     end.record()

@@ -1,8 +1,8 @@
-"""What a part of `python3 -m benchmarks.gpu` is made of: steps, what they are given, and what they answer.
+"""The interface of a part of `python3 -m benchmarks.gpu`: its steps, their input and their results.
 
-A part is a module of this folder, named as PARTS names it, with a function `steps(job) -> list[Step]`. Each part runs
-in child processes of its own, so a step may import what it needs, initialise CUDA, hang or crash. Modules of parts
-import nothing but the standard library at their top, and `steps` opens nothing.
+A part is a module of this folder, listed in PARTS, with a function `steps(job) -> list[Step]`. Each part runs in child
+processes, so a step may import what it needs, initialise CUDA, hang or crash. Modules of parts import only the standard
+library at the top, and `steps` opens nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ REHEARSAL = "REHEARSAL on a CPU with stand-ins and small sizes: no figure here s
 
 @dataclass(frozen=True)
 class Result:
-    """What a step found.
+    """The result of a step.
 
-    data: what goes into the JSON file, plain JSON types. table: Markdown for the table file.
-    failed: why the step failed, as a sentence; empty if it did not. An exception fails a step, too.
-    absent: sentences about what could not be run here and why. A step that ran nothing has neither data nor table.
-    partial: there is more to do: the next run calls the step again, with `data` as its `Job.earlier`.
+    data: plain JSON types for results.json.
+    table: Markdown for results.md.
+    failed: why the step failed, as a sentence; empty if it passed. An exception fails a step too.
+    absent: sentences on what could not be run here. A step that ran nothing has neither data nor table.
+    partial: the next run calls the step again, with `data` as its `Job.earlier`.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -43,11 +44,10 @@ class Result:
 class Step:
     """One entry of the record.
 
-    name: unique within its part. run: does the work.
-    seconds: what it is expected to take on the host; it is not begun where the budget has less left.
-    limit: after so many seconds the process is killed, and the step has failed; None for four times `seconds`, at least
-    a minute. inputs: beside the kernels, torch and the GPU, what the result depends on: if one changes, a finished step
-    is repeated.
+    name: unique within its part.
+    seconds: expected time on the host; a step is not started if the budget has less left.
+    limit: seconds until the process is killed and the step fails; None for four times `seconds`, at least a minute.
+    inputs: what the result depends on besides the kernels, torch and the GPU; if one changes, the step is repeated.
     """
 
     name: str
@@ -63,14 +63,18 @@ class Step:
 
 @dataclass
 class Job:
-    """What steps are given; it travels to the child process as JSON.
+    """The input of steps, sent to the child process as JSON.
 
-    out: the folder of results. kernel_file: the kernels, of `build` or of --library; `Job.kernels` for the path.
-    rehearse: stand-ins on the CPU and small sizes. rows, seed: of the random rows. rounds: of measurements.
-    folders: exported models to run in the place of the packed ones.
-    architecture: of the GPU, 90 is sm_90; 0 in a rehearsal without one. built: the library was given, not built here.
-    earlier: the data of this step's last run if that was partial, else {}.
-    end: when the step should have ended, on time.monotonic's clock.
+    out: the folder of results.
+    kernel_file: the library of kernels, from `build` or --library; use `Job.kernels`.
+    rehearse: run emulated kernels on the CPU, with small sizes.
+    rows, seed: of the random rows.
+    rounds: of measurements.
+    folders: exported models to run instead of the packed ones.
+    architecture: of the GPU, 90 for sm_90; 0 in a rehearsal without one.
+    built: the library was given, not built here.
+    earlier: data of this step's last run if it was partial, else {}.
+    end: when the step should end, on time.monotonic's clock.
     """
 
     out: Path
@@ -85,25 +89,23 @@ class Job:
     earlier: dict[str, Any] = field(default_factory=dict)
     end: float = float("inf")
     keep: Callable[[dict[str, Any]], None] = lambda data: None
-    """`job.keep(data)` records the data of an unfinished step, which stays if the process dies."""
+    """`job.keep(data)` records the data of an unfinished step, in case the process dies."""
 
     def left(self) -> float:
-        """Seconds until the step should have ended."""
         return self.end - time.monotonic()
 
     @property
     def packed(self) -> Path:
-        """Where archives are unpacked."""
         return self.out / "packed"
 
     def folder(self, name: str) -> Path:
-        """A folder for a part's files, kept from run to run."""
+        """A folder for a part's files, kept between runs."""
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def kernels(self) -> Path:
-        """The library with the kernels. Raises MissingError where there is none."""
+        """The library of kernels. Raises MissingError if there is none."""
         if not self.kernel_file.is_file():
             raise MissingError(f"there is no library of kernels at {self.kernel_file}; the part `build` makes it.")
         return self.kernel_file
@@ -120,11 +122,11 @@ class Job:
 
 
 class MissingError(Exception):
-    """What a step needs is not here; the step has failed with this sentence."""
+    """Something that a step needs is missing; the step fails with this message."""
 
 
 def steps_of(part: str, job: Job) -> list[Step]:
-    """The steps of the part, in their order. part: a module of this folder, or a dotted name of one elsewhere."""
+    """The steps of the part, in order. part: a module of this folder, or the dotted name of another."""
     steps: list[Step] = import_module(part if "." in part else f"benchmarks.gpu.{part}").steps(job)
     return steps
 

@@ -1,4 +1,4 @@
-"""What this machine is, asked by a process of its own: `python -m benchmarks.gpu.machine` prints JSON."""
+"""The machine's GPU and packages. `python -m benchmarks.gpu.machine` asks the driver and prints JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ PACKAGES = (
     "torch", "numpy", "triton", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu",
     "tensorrt", "cuda-bindings", "cupy-cuda13x", "safetensors", "tokenizers", "flashinfer-python",
 )  # fmt: skip
-_LIMIT = 60  # seconds: a driver that does not answer must not hold the command
+_LIMIT = 60  # seconds, as a driver may not answer
 
 
 @dataclass(frozen=True)
 class Machine:
-    """gpu: its name, empty where there is none. architecture: 90 is sm_90. why_none: why there is no GPU, as a clause.
-    cuda: the newest that the driver runs. versions: of PACKAGES, those that are installed."""
+    """The machine.
+
+    gpu: its name; empty without one.
+    architecture: 90 for sm_90.
+    why_none: why there is no GPU, as a clause.
+    cuda: the newest version that the driver supports.
+    versions: of the installed PACKAGES.
+    """
 
     gpu: str
     architecture: int
@@ -42,7 +48,7 @@ class Machine:
 
 
 def look() -> Machine:
-    """This machine; the driver is asked by a child, which is killed if it hangs."""
+    """This machine. A child asks the driver, and is killed if it hangs."""
     versions = {name: found for name in PACKAGES if (found := _version(name))}
     command = [sys.executable, "-m", "benchmarks.gpu.machine"]
     try:

@@ -1,7 +1,6 @@
-"""Times of steps in CUDA graphs: sides take turns, and a table says what each moves and how far from memory's speed.
+"""Times of steps in CUDA graphs, taken in turn, and a table of them beside the memory's bandwidth.
 
-A side's step is captured many times into one graph, and a replay is timed by events, so neither Python nor the host's
-launches count.
+A side's step is captured many times into one graph, and replays are timed by events, so host time does not count.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ _SMALLEST_READ = 1 << 22
 
 @dataclass(frozen=True)
 class Timed:
-    """What is measured under one name.
+    """One side of a measurement.
 
-    side: enqueues one step; or the names of two sides, whose difference in the same round is meant.
-    moved: bytes that a step cannot avoid to read or write, 0 where that means nothing.
-    copies: of its logits, which its calls walk over in turn; a graph holds a multiple of them. goal: microseconds.
-    launched: call by call, since it cannot be captured.
+    side: enqueues one step; or the names of two sides, for their difference round by round.
+    moved: bytes that a step must read or write; 0 if meaningless.
+    copies: of its logits, which calls use in turn; a graph has a multiple of them.
+    goal: microseconds.
+    launched: launched call by call, as it cannot be captured.
     """
 
     side: Side | tuple[str, str]
@@ -43,7 +43,7 @@ class Timed:
 
 @dataclass
 class Times:
-    """Microseconds of a step, of every round, by name."""
+    """Microseconds per step, by name and round."""
 
     sides: dict[str, Timed]
     microseconds: dict[str, list[float]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Times:
         }  # fmt: skip
 
     def table(self, rate: float) -> str:
-        """Markdown. rate: bytes a second that reading the memory reaches."""
+        """A Markdown table. rate: measured read bandwidth, bytes per second."""
         rows = []
         for name, timed in self.sides.items():
             spread, floor = self.spread(name), timed.moved / rate * 1e6
@@ -76,7 +76,7 @@ class Times:
 
 
 def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.device) -> Times:
-    """Every side in turn, `rounds` times. steps: of one graph, at least."""
+    """Time every side in turn, `rounds` times. steps: least number per graph."""
     graphs: dict[str, tuple[Graph, int]] = {}
     for name, timed in sides.items():
         if not isinstance(timed.side, tuple):
@@ -96,7 +96,7 @@ def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.dev
 
 
 def rotating(launches: Sequence[Side]) -> Side:
-    """Enqueues the next of `launches` each time, so that a capture walks over all of their logits."""
+    """A side that enqueues the next of `launches` at each call."""
     state = {"next": 0}
 
     def one() -> None:
@@ -107,7 +107,7 @@ def rotating(launches: Sequence[Side]) -> Side:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that reading a gigabyte reaches; less of it on a CPU."""
+    """Read bandwidth in bytes per second, from 1 GiB; from less on a CPU."""
     block = torch.rand((_SMALLEST_READ if device.type == "cpu" else _READ) // 4, device=device)
     graph = captured(block.sum, 5, device)
     best = min(microseconds(graph, 5, device) for _ in range(10))
@@ -115,14 +115,14 @@ def bandwidth(device: torch.device) -> float:
 
 
 def zeroing(block: torch.Tensor) -> Side:
-    """A memset of the block alone: the driver's, for torch's own `zero_` may launch a kernel."""
+    """A memset of the block by the driver, as torch's `zero_` may launch a kernel."""
     if not block.is_cuda:
         return block.zero_
     return lambda: memset(block.data_ptr(), block.nbytes, torch.cuda.current_stream().cuda_stream)
 
 
 def memset(address: int, size: int, stream: int) -> None:
-    """Enqueue zeroing so many bytes of the device. Raises RuntimeError where the driver refuses."""
+    """Enqueue zeroing `size` bytes of device memory. Raises RuntimeError with the driver's error."""
     code = ctypes.CDLL(driver.LIBRARY).cuMemsetD8Async(
         ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream)
     )

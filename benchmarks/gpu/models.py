@@ -1,7 +1,7 @@
-"""The part `models`: exported models on onnxruntime's CUDA provider, token by token beside the CPU.
+"""The part `models`: exported models on onnxruntime's CUDA provider, their tokens compared with the CPU's.
 
-Each way to run each folder is a step. Needs onnxruntime-gpu, which `python -m benchmarks.gpu pack` brings to a host
-without a package index, and folders, which it brings as well. A rehearsal runs the same steps on the CPU provider.
+Each way to run each folder is a step. Needs onnxruntime-gpu and exported folders; `python -m benchmarks.gpu pack` packs
+both. A rehearsal runs the same steps on the CPU provider.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.ways import Way
 
 CUDA = "CUDAExecutionProvider"
-_LENGTH, _BATCH = 512, 4  # of a captured step's cache, which is set aside at once
+_LENGTH, _BATCH = 512, 4  # of a captured step's cache, which is allocated at once
 _SECONDS, _LIMIT = 40, 240
 
 
@@ -37,7 +37,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def ways_of(folder: Path) -> dict[str, Way]:
-    """By name; a captured step has a cache that no longer grows."""
+    """The ways by name; a captured step needs a cache of fixed size."""
     from benchmarks.gpu.ways import Way
     from topw_deploy.manifest import load_manifest
 
@@ -54,7 +54,7 @@ def ways_of(folder: Path) -> dict[str, Way]:
 
 
 def folders(job: Job) -> list[Path]:
-    """The exported folders to run: those that were named, else the packed ones, if their last archive is there."""
+    """The exported folders to run: those named, else the packed ones if they are complete."""
     if job.folders:
         return [Path(folder) for folder in job.folders]
     if "folders" not in unpack.components(job.packed):
@@ -63,7 +63,7 @@ def folders(job: Job) -> list[Path]:
 
 
 def digest(folder: Path) -> str:
-    """Of the folder's manifest, which has the hashes of its files, and of the recorded tokens."""
+    """A digest of the folder's manifest, which has the hashes of its files, and of the recorded tokens."""
     from benchmarks.gpu.tokens import beside
 
     found = hashlib.sha256()
@@ -73,7 +73,7 @@ def digest(folder: Path) -> str:
 
 
 def package(name: str) -> str:
-    """The file that `import name` would run and a digest of it, which has the version; nothing is imported."""
+    """The file that `import name` would run and its digest; imports nothing."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return f"no {name}"
@@ -91,7 +91,7 @@ def no_folders(job: Job) -> Result:
 
 
 def one_way(folder: Path, way: Way, job: Job) -> Result:
-    """The tokens and the time of one folder opened one way."""
+    """Tokens and time of one folder, opened one way."""
     from benchmarks.gpu import ways
 
     if way.options["provider"] == "cuda":
@@ -108,18 +108,18 @@ def one_way(folder: Path, way: Way, job: Job) -> Result:
     if found.data:
         import onnxruntime
 
-        # Which one it was: the packed one must not be mistaken for the host's own.
+        # Tells the packed one from the host's own.
         found.data["onnxruntime"] = f"{onnxruntime.__version__}, {Path(onnxruntime.__file__).parent}"
     return found
 
 
 def stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The CPU provider's options for those of CUDA: it captures nothing."""
+    """The options for the CPU provider, which captures nothing."""
     return {**{name: value for name, value in options.items() if name != "provider_options"}, "provider": "cpu"}
 
 
 def why_no_cuda() -> str:
-    """Why onnxruntime cannot run on CUDA here, as a sentence; empty where it has that provider."""
+    """Why onnxruntime cannot run on CUDA here, as a sentence; empty if it can."""
     try:
         import onnxruntime
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What rows cost whose crop geometry decides, at the size that ships: V = 151,936, d = 2,048, a table in float16."""
+"""Sides of `speed` over rows that geometry decides, at V = 151,936 and d = 2,048 with a float16 table."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from benchmarks.gpu.agreement import UNCERTIFIED
 from benchmarks.gpu.device import DeviceKernel, Step
 from benchmarks.gpu.measure import Timed
 from benchmarks.gpu.tables import table_of
-from topw_deploy.bench.sampler.problem import bell_logits
+from topw_deploy.bench.sampler.inputs import bell_logits
 from topw_deploy.plugins.kernel import STAGES, KernelSamples
 from topw_deploy.sampling.parameters import TopWOptions
 
 GOALS = {1: 60.0}
-"""Microseconds of a step of open rows on an H200, by batch."""
+"""Goal for a step of open rows on an H200, in microseconds, by batch."""
 
 
 class NotOpenError(Exception):
-    """The rows are not what is to be measured; one sentence."""
+    """Some rows need no distances, so the measurement would mean something else."""
 
 
 def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, top_m: int) -> dict[str, Timed]:
-    """Top-W over open rows with and without a bound of the nearest neighbours. table: float16 [V, d] on the device."""
+    """Top-W over open rows, with and without neighbour bounds. table: float16 [V, d] on the device."""
     options = TopWOptions(metric=metric, top_m=top_m)
     vocab = len(table)
     logits = torch.from_numpy(np.concatenate([bell_logits(vocab, 1, seed) for seed in range(batch)])).to(table.device)
@@ -39,7 +39,7 @@ def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, to
 
 
 def describe(samples: KernelSamples) -> str:
-    """What the rows took. Raises NotOpenError where a row needed no distances."""
+    """The work that the rows took. Raises NotOpenError if a row needed no distances."""
     reports = samples.reports
     stages = {STAGES[int(stage)] for stage in reports["stage"]}
     if stages != {"geometry"}:

@@ -1,4 +1,4 @@
-"""The results of the GPU command: a JSON file and a file of tables, both written in one piece after every step."""
+"""The results of the GPU command: a JSON file and a Markdown file, both replaced after every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ JSON, TABLES = "results.json", "results.md"
 _FORMAT = 1
 
 DONE, FAILED, PARTIAL, ABSENT, WAITING = "done", "failed", "partial", "absent", "waiting"
-"""States of a step. absent: it could not be run here. waiting: it was not begun, for the budget had too little left."""
+"""States of a step. absent: it cannot run here. waiting: not started, as too little of the budget was left."""
 
 _WORDS = {
     DONE: "done",
@@ -25,11 +25,11 @@ _WORDS = {
 
 
 class RecordError(Exception):
-    """The folder holds results that these must not be mixed with; one sentence."""
+    """The folder holds results of another kind or format."""
 
 
 class Record:
-    """What is known so far, in `folder`. Raises RecordError for a folder of the other kind or of another format."""
+    """The results so far, in `folder`. Raises RecordError for results of another kind or format."""
 
     def __init__(self, folder: Path, rehearse: bool) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Record:
 
     @property
     def steps(self) -> dict[str, dict[str, Any]]:
-        """What is known of each step, by `part/step`."""
+        """The entry of each step, by `part/step`."""
         found: dict[str, dict[str, Any]] = self._all["steps"]
         return found
 
@@ -58,12 +58,10 @@ class Record:
         self.write()
 
     def put(self, key: str, entry: dict[str, Any]) -> None:
-        """File a step's entry and write both files."""
         self.steps[key] = entry
         self.write()
 
     def drop(self, key: str) -> None:
-        """Forget a step's entry."""
         del self.steps[key]
         self.write()
 
@@ -72,7 +70,7 @@ class Record:
         put(self.folder / TABLES, self.tables())
 
     def tables(self) -> str:
-        """Markdown: what could not be run and what failed first, then a section for every part."""
+        """Markdown: failures and absences first, then a section per part."""
         lines = ["# On a GPU", ""]
         if self._all["rehearsal"]:
             lines += [f"**{REHEARSAL}**", ""]
@@ -90,7 +88,7 @@ class Record:
         return [f"{key}: {entry['failed']}" for key, entry in self.steps.items() if entry.get("failed")]
 
     def absences(self) -> list[str]:
-        """Each sentence once, with the steps that said it."""
+        """Each reason once, with its steps."""
         sentences: dict[str, list[str]] = {}
         for key, entry in self.steps.items():
             for sentence in entry.get("absent", ()):
@@ -123,7 +121,6 @@ def _section(name: str, entry: dict[str, Any]) -> list[str]:
 
 
 def put(path: Path, text: str) -> None:
-    """Write the file in one piece: whoever reads it, or is killed while writing it, finds the old one or the new."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as stream:
         stream.write(text)

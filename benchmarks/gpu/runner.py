@@ -1,7 +1,7 @@
-"""The parent process of the GPU command: which steps run, in which order, and what is recorded of them.
+"""The parent process of the GPU command: chooses the steps, runs them in children and records their results.
 
-It never initialises CUDA: what could hang runs in a child. Steps that were never tried come before steps that failed in
-an earlier run, so that a step that hangs costs its time once until everything else is known.
+It never initialises CUDA, so it cannot hang. Steps that failed in an earlier run come last: a step that hangs must not
+delay the others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from benchmarks.gpu.children import Child, ChildEndedError
 from benchmarks.gpu.job import PART_LIMIT, Job
 from benchmarks.gpu.record import ABSENT, DONE, FAILED, PARTIAL, WAITING, Record
 
-_PLAN_LIMIT = 120.0  # seconds for a child to import its part and to list its steps
-_GRACE = 5.0  # seconds of the budget kept for ending a child and writing the record
-_SHORTEST = 20.0  # seconds that a partly done step is worth beginning with
+_PLAN_LIMIT = 120.0  # seconds for a child to list its steps
+_GRACE = 5.0  # seconds of the budget for ending a child and writing the record
+_SHORTEST = 20.0  # least seconds for continuing a partial step
 
 Opened = Callable[[str, Job], Child]
 
@@ -31,8 +31,13 @@ def say(text: str) -> None:
 
 @dataclass
 class Run:
-    """One call of the command. base: digest of what every result depends on. end: of the budget, on time.monotonic's
-    clock. again: repeat finished steps, too. open_child: how a part's process is started."""
+    """One call of the command.
+
+    base: digest of what every result depends on.
+    end: of the budget, on time.monotonic's clock.
+    again: repeat finished steps too.
+    open_child: starts a part's process.
+    """
 
     record: Record
     job: Job
@@ -43,7 +48,7 @@ class Run:
     tried: set[str] = field(default_factory=set)
 
     def parts(self, names: Sequence[str]) -> None:
-        """Run the parts: first what was never tried with these inputs, then what failed in an earlier run."""
+        """Run the parts: first steps never tried with these inputs, then those that failed in an earlier run."""
         failed_before = {key for key, entry in self.record.steps.items() if entry["state"] == FAILED}
         for name in names:
             self._part(name, lambda key: key not in failed_before or self._changed(key))
@@ -52,7 +57,7 @@ class Run:
                 self._part(name, lambda key: True)
 
     def _part(self, name: str, chosen: Callable[[str], bool]) -> None:
-        """The chosen steps of a part. After a step that failed the next one gets a new process: CUDA's errors stay."""
+        """Run the chosen steps of a part. A failed step ends its process, as CUDA errors persist."""
         part_end = min(self.end - _GRACE, time.monotonic() + PART_LIMIT)
         child: Child | None = None
         try:
@@ -76,18 +81,18 @@ class Run:
                     child = None
         except ChildEndedError as reason:
             self._file(f"{name}/steps", "", {"state": FAILED, "failed": str(reason)})
-        finally:  # also where the command is interrupted: then there is no time to wait for the child's own end
+        finally:  # if the command is interrupted, without waiting for the child
             if child is not None:
                 child.close(wait=sys.exception() is None)
 
     def _forget(self, name: str, planned: set[str]) -> None:
-        """Drop failures of steps that the part no longer has, such as a failure to list them. Results stay."""
+        """Drop failures of steps that are not planned, such as a failure to list them; keep results."""
         for key in [key for key in self.record.steps if key.startswith(f"{name}/") and key not in planned]:
             if self.record.steps[key]["state"] in (FAILED, WAITING):
                 self.record.drop(key)
 
     def _step(self, child: Child, key: str, digest: str, limit: float) -> bool:
-        """Run one step and record it. Whether the process may go on."""
+        """Run and record one step; returns whether the process can be used again."""
         say(f"{key} ...")
         before = self.record.steps.get(key, {})
         goes_on = before.get("partial") and before.get("inputs") == digest and not self.again
@@ -99,7 +104,7 @@ class Run:
             kept["data"] = data
             self._file(key, digest, {"state": PARTIAL, "data": data, "partial": True})
 
-        soft = started + max(0.7 * limit, limit - 60)  # a loop that looks at its time ends before it is killed
+        soft = started + max(0.7 * limit, limit - 60)  # before the kill, for loops that check the time
         try:
             event = child.ask(key.split("/", 1)[1], earlier, soft, limit, keep)
         except ChildEndedError as reason:
@@ -112,7 +117,7 @@ class Run:
         return not result["failed"]
 
     def _file(self, key: str, digest: str, entry: dict[str, Any]) -> None:
-        """Record the entry; what is known from before stays beside a step that waits."""
+        """Record the entry; a waiting step keeps its earlier results."""
         if entry["state"] == WAITING:
             known = self.record.steps.get(key, {})
             entry = known if known.get("state") in (DONE, PARTIAL, FAILED) else entry
@@ -136,7 +141,7 @@ class Run:
         return self.record.steps[key].get("base") != self.base
 
     def _mark(self, key: str, digest: str) -> None:
-        """Say of an entry that it was measured with other inputs, until it is repeated."""
+        """Mark an entry that was measured with other inputs as stale."""
         entry = self.record.steps.get(key)
         if entry is not None:
             entry["stale"] = entry.get("inputs") != digest

@@ -1,6 +1,6 @@
 """The part `sanitize`: rows of every kind under compute-sanitizer's four tools.
 
-A tool that does not work on this machine (some virtual machines refuse it) has not passed: its words are recorded.
+A tool that does not work here (some virtual machines forbid it) has not passed; its output is recorded.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def steps(job: Job) -> list[Step]:
 
 
 def command(job: Job) -> list[str]:
-    """The program that is watched."""
+    """The program under test."""
     words = [sys.executable, "-m", "benchmarks.gpu.small_rows", str(job.kernels())]
     return [*words, "--emulated"] if job.rehearse else words
 
 
 def without_a_tool(job: Job) -> Result:
-    """Whether the program answers rightly by itself."""
+    """Run the program without a tool: its answers must be right."""
     code, said = run(command(job))
     if code != 0 or ANSWERED not in said:
         return Result(failed=f"the rows ended with {_code(code)} before any tool watched: {_last(said)}")
@@ -45,7 +45,7 @@ def without_a_tool(job: Job) -> Result:
 
 
 def under(job: Job, name: str) -> Result:
-    """The program under one tool."""
+    """Run the program under one tool."""
     program = sanitizer(job)
     if program is None:
         return Result(absent=(f"compute-sanitizer is not on this machine: {name} was not run",))
@@ -64,12 +64,12 @@ def sanitizer(job: Job) -> list[str] | None:
 
 
 def verdict(name: str, code: int | None, said: str) -> Result:
-    """What the tool's exit code and words mean. code: None where it was killed at its limit."""
+    """The result that a tool's exit code and output mean. code: None if it was killed at its limit."""
     counts = [int(count) for count in _SUMMARY.findall(said)]
     lines = said.splitlines()
-    if READY not in lines:  # not even memory and a copy: the tool or the driver refuses
-        told = [line.strip("= ") for line in lines if line.startswith("=====")]
-        return Result(absent=(f"{name} could not run: {' / '.join([*told[1:5], _last(said)])}",))
+    if READY not in lines:  # no memory allocated and copied: the tool or the driver refuses
+        messages = [line.strip("= ") for line in lines if line.startswith("=====")]
+        return Result(absent=(f"{name} could not run: {' / '.join([*messages[1:5], _last(said)])}",))
     if code is None:
         return Result(failed=f"{name} did not end within {_LONGEST:.0f} s: {_last(said)}")
     data = {"exit code": code, "errors": sum(counts), "said": lines[-_QUOTED:]}
@@ -83,14 +83,14 @@ def verdict(name: str, code: int | None, said: str) -> Result:
 
 
 def _first_errors(lines: list[str]) -> str:
-    """The tool's first complaint, with where it was."""
-    told = [line.strip("= ").strip() for line in lines if line.startswith("=====")]
-    return " / ".join(line for line in told[1 : 1 + _QUOTED] if line)[:1500]
+    """The tool's first error, with its location."""
+    messages = [line.strip("= ").strip() for line in lines if line.startswith("=====")]
+    return " / ".join(line for line in messages[1 : 1 + _QUOTED] if line)[:1500]
 
 
 def _last(said: str) -> str:
-    told = [line.strip("= ").strip() for line in said.splitlines() if line.strip("= ").strip()]
-    return " / ".join(told[-2:])[-800:] or "it said nothing"
+    messages = [line.strip("= ").strip() for line in said.splitlines() if line.strip("= ").strip()]
+    return " / ".join(messages[-2:])[-800:] or "it said nothing"
 
 
 def _code(code: int | None) -> str:
@@ -100,7 +100,7 @@ def _code(code: int | None) -> str:
 
 
 def run(words: list[str]) -> tuple[int | None, str]:
-    """(exit code, or None where the limit passed; all that was printed). All that was started is killed then."""
+    """(exit code, output); at the limit the process group is killed and the code is None."""
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0
     )

@@ -1,4 +1,4 @@
-"""Stands in for compute-sanitizer in a rehearsal: it takes the same options, runs the program and finds no errors."""
+"""A double of compute-sanitizer for rehearsals: accepts its options, runs the program, reports no errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of the shape that ships (V = 151,936, d = 2,048), judged beside the CPU's kernel and the reference."""
+"""Rows of the shipped shape (V = 151,936, d = 2,048), compared with the CPU's kernel and the reference."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from benchmarks.gpu.agreement import UNCERTIFIED
 from benchmarks.gpu.device import DeviceKernel, DeviceTable, Step
 from benchmarks.gpu.tables import table_of
-from benchmarks.rows import explanation
-from benchmarks.sampler_sides import Answer
 from fuzz.cuda import as_bfloat16, from_bfloat16
+from fuzz.implementations import Answer
 from fuzz.sampler import differences
-from topw_deploy.bench.sampler.problem import bell_logits, likely_logits
+from tests.support.rows import explanation
+from topw_deploy.bench.sampler.inputs import bell_logits, likely_logits
 from topw_deploy.errors import ProviderError
 from topw_deploy.plugins.kernel import STAGES, Kernel, KernelSamples, KernelTable
 from topw_deploy.plugins.shared_library import library_path
@@ -25,12 +25,12 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWPa
 
 KINDS = ("certified", "open", "edited", "invalid")
 _EDITS = 8
-_JUDGED = 8  # rows of each batch that the reference answers even if the CPU's kernel agrees
+_JUDGED = 8  # rows per batch that are compared with the reference even if the CPU's kernel agrees
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of rows, each of one of KINDS: logits float32 [B, V] that the type can hold, parameters, edits."""
+    """A batch of rows of KINDS: logits float32 [B, V] representable in the tested type, parameters, edits."""
 
     logits: np.ndarray
     columns: dict[str, np.ndarray]
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass
 class Verdict:
-    """rows: compared, by kind. stages: of the kernels, by kind. explained: differences at ties. wrong: the others."""
+    """Counts by kind of rows and of stages; differences, explained by ties or wrong."""
 
     rows: Counter[str] = field(default_factory=Counter)
     stages: Counter[str] = field(default_factory=Counter)
@@ -50,14 +50,14 @@ class Verdict:
 
 
 def rounded(logits: np.ndarray, dtype: str) -> np.ndarray:
-    """The float32 numbers that `dtype` makes of the logits."""
+    """The logits rounded to `dtype`, as float32."""
     if dtype == "bfloat16":
         return from_bfloat16(as_bfloat16(logits))
     return logits.astype(dtype).astype(np.float32)
 
 
 def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
-    """One row of each of the kinds; edits repel, favour and ban likely tokens of the edited rows."""
+    """One row per kind; edits penalise, favour and ban likely tokens of the edited rows."""
     rng = np.random.default_rng(seed)
     batch = len(kinds)
     logits = np.concatenate([(bell_logits if k == "open" else likely_logits)(vocab, 1, seed * 1000 + i)
@@ -82,7 +82,7 @@ def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
 
 
 class Judge:
-    """The answers to compare with. cpu: a library with the CPU's kernel, None where there is none."""
+    """Compares answers. cpu: a library with the CPU's kernel, or None."""
 
     def __init__(self, options: TopWOptions, geometry: Geometry, cpu: Path | None) -> None:
         self._options, self._geometry = options, geometry
@@ -90,7 +90,7 @@ class Judge:
         self._kernel = None if cpu is None else Kernel(cpu)
 
     def judge(self, rows: Rows, found: KernelSamples, verdict: Verdict) -> None:
-        """Compare every row with the CPU's kernel, and with the reference those that differ and the first few."""
+        """Compare every row with the CPU's kernel, and the first few and those that differ with the reference."""
         beside = None
         if self._kernel is not None:
             beside = self._kernel.sample(
@@ -135,7 +135,7 @@ def _agree(first: KernelSamples, second: KernelSamples, row: int) -> bool:
 
 
 def cpu_library(kernels: Path) -> Path | None:
-    """A library with the CPU's kernel: the CUDA library holds it, too, and so does this package where it was built."""
+    """A library with the CPU's kernel: the CUDA library or this package's native one; None without."""
     for path in (kernels, library_path()):
         try:
             if path is not None:
@@ -149,7 +149,7 @@ def cpu_library(kernels: Path) -> Path | None:
 def compare(
     kernel: DeviceKernel, table: torch.Tensor, metric: str, dtype: str, batches: tuple[int, ...], cpu: Path | None
 ) -> Verdict:
-    """Compare batches of rows of every kind with the expected answers; the smallest batch runs once for each kind.
+    """Compare batches of rows of every kind; a batch of one runs once per kind.
 
     table: float16 [V, d] on the device.
     """

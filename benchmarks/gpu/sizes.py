@@ -1,4 +1,4 @@
-"""How large the problems of each part are: on the host, and in a rehearsal, where a CPU emulates every thread."""
+"""Problem sizes of the parts, on the host and in a rehearsal, where a CPU emulates every thread."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from benchmarks.gpu.job import Job
 
 @dataclass(frozen=True)
 class Sizes:
-    """vocab, hidden: of the shape that ships. checked: batches that are compared with the reference.
-    rows: random rows, at most. small_vocab, small_hidden: of rows under compute-sanitizer, and of repeats and captures.
-    certified, open_batches: batches that are measured. captured: (batch, number of other batches) of captured steps.
-    replays: of one of them. steps: in a measured graph.
-    rounds: of a measurement, at most. cold: bytes that no cache holds. decoder: (hidden, inner, kv, layers, vocab) of
-    the decoder step. top_m: of the pool."""
+    """Sizes of the parts.
+
+    vocab, hidden: of the shipped shape.
+    checked: batches that are compared with the reference.
+    rows: most random rows.
+    small_vocab, small_hidden: of repeats and captures.
+    certified, open_batches: batches that are timed.
+    captured: (batch, number of other batches) of captured steps.
+    replays: of one captured step.
+    steps: per timed graph.
+    rounds: most rounds of a measurement.
+    cold: bytes that exceed every cache.
+    decoder: (hidden, inner, kv, layers, vocab) of the decode step.
+    top_m: of the pool.
+    """
 
     vocab: int = 151_936
     hidden: int = 2_048

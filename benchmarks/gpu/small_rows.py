@@ -1,10 +1,10 @@
 """Rows of every kind over a small vocabulary, for compute-sanitizer: `python -m benchmarks.gpu.small_rows LIBRARY`.
 
-It imports neither torch nor transformers, so that a tool that slows every instruction down has little to slow. Every
-block of device memory is exactly as large as what it holds, and scratch memory is uninitialised, so that accesses
-beyond an end and reads of what nobody wrote show. The answers are compared with the reference.
+Imports neither torch nor transformers, which would take long under the tools. Blocks of device memory have exactly the
+needed size and scratch memory is uninitialised, so that the tools see accesses beyond the end and uninitialised reads.
+The answers are compared with the reference.
 
-Prints READY when the device has given memory and taken a copy, and ANSWERED at the end; exits 1 for a wrong answer.
+Prints READY after the first allocation and copy, and ANSWERED at the end; exits 1 for a wrong answer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.rows import explanation
-from benchmarks.sampler_sides import Answer
 from fuzz.cuda import as_bfloat16, from_bfloat16
+from fuzz.implementations import Answer
 from fuzz.sampler import differences
+from tests.support.rows import explanation
 from topw_deploy.errors import PluginError
 from topw_deploy.plugins import driver
 from topw_deploy.plugins.cuda_kernel import CudaKernel, CudaShape
@@ -40,7 +40,7 @@ _OPTIONS = TopWOptions(metric="cosine", top_m=200, alt_iters=9)
 
 
 class DeviceMemory:
-    """The memory of the current device, through the driver: allocations of exact size, not initialised."""
+    """Device memory through the driver: allocations of exact size, uninitialised."""
 
     def __init__(self) -> None:
         try:
@@ -67,7 +67,7 @@ class DeviceMemory:
 
 
 class HostMemory:
-    """The memory of this process, in which the emulated kernels run."""
+    """Memory of this process, for the emulated kernels."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
@@ -90,7 +90,8 @@ Memory = DeviceMemory | HostMemory
 def rows(seed: int, scale: float) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[np.ndarray, ...]]:
     """Logits, parameters and edits of BATCH rows.
 
-    In turn: certified, open, edited, edited and open, invalid, greedy, repelled by geometry, flat."""
+    In order: certified, open, edited, edited and open, invalid, greedy, repelled by geometry, flat.
+    """
     rng = np.random.default_rng(seed)
     logits = (rng.standard_normal((BATCH, VOCAB)) * scale).astype(np.float32)
     logits[[0, 2, 5], 7:12] += 12
@@ -134,7 +135,7 @@ def launched(
     )  # fmt: skip
     control = kernel.allocate(kernel.control_bytes(shape))
     workspace = memory.allocate(kernel.workspace_bytes(shape))
-    for _ in range(2):  # the second launch finds what the first left
+    for _ in range(2):  # the second launch reuses the first's memory
         kernel.launch(shape, table, inputs, Outputs(*places.values()), control, workspace)
     for name, place in places.items():
         memory.read(place, getattr(samples, name))
@@ -146,7 +147,7 @@ def wrong_rows(
     samples: KernelSamples, logits: np.ndarray, columns: dict[str, np.ndarray], edits: tuple[np.ndarray, ...],
     geometry: Geometry,
 ) -> list[str]:  # fmt: skip
-    """What differs from the reference, and is not at a tie."""
+    """Differences from the reference that no tie explains."""
     wrong = []
     assert samples.mass is not None
     assert samples.keep_mask is not None
@@ -173,7 +174,7 @@ def main() -> int:
     parser.add_argument("--emulated", action="store_true", help="the library emulates a GPU in this process's memory")
     given = parser.parse_args()
     kernel = CudaKernel(given.library)
-    kernel.release(kernel.allocate(256))  # makes the device's context this thread's
+    kernel.release(kernel.allocate(256))  # makes the device's context current
     memory = HostMemory() if given.emulated else DeviceMemory()
     embeddings = np.random.default_rng(3).standard_normal((VOCAB, HIDDEN)).astype(np.float16)
     geometry = Geometry.from_embeddings(embeddings, _OPTIONS.metric)

@@ -1,4 +1,4 @@
-"""The part `speed`: what a step costs inside a CUDA graph, beside torch's and FlashInfer's over the same logits."""
+"""The part `speed`: times of a step in a CUDA graph, beside torch's and FlashInfer's over the same logits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def certified_rows(job: Job, batch: int) -> Result:
-    """Certified rows: types, warm and cold, the launches one by one, and other samplers."""
+    """Time certified rows: types of logits, warm and cold, separate launches, torch operations."""
     from benchmarks.gpu import certified
     from benchmarks.gpu.device import opened
 
@@ -52,7 +52,7 @@ def certified_rows(job: Job, batch: int) -> Result:
 
 
 def flashinfer(job: Job, batch: int) -> Result:
-    """FlashInfer's samplers beside Top-W; a step of its own, for what it compiles or refuses must not cost the rest."""
+    """Time FlashInfer's samplers beside Top-W, in a separate step, as FlashInfer may compile or fail."""
     from benchmarks.gpu import certified, flashinfer_samplers
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.measure import Timed
@@ -68,7 +68,7 @@ def flashinfer(job: Job, batch: int) -> Result:
 
 
 def open_rows(job: Job, metric: str, batch: int) -> Result:
-    """Rows that need geometry, at the size that ships."""
+    """Time rows that need geometry, at the shipped size."""
     from benchmarks.gpu import open_rows as rows
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.tables import random_rows
@@ -84,7 +84,7 @@ def open_rows(job: Job, metric: str, batch: int) -> Result:
 
 
 def decode_step(job: Job) -> Result:
-    """A captured decode step with Top-W, less the same step without, round by round."""
+    """Time a captured decode step with Top-W, minus the same step without, round by round."""
     from benchmarks.common import Spread
     from benchmarks.gpu.decoder import decoder, sampler
     from benchmarks.gpu.device import opened

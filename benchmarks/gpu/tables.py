@@ -1,4 +1,4 @@
-"""Random embeddings in the GPU's memory, large ones too, with the statistics and bounds that the kernels take."""
+"""Random embedding tables in device memory, with the statistics and bounds that the kernels read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from benchmarks.gpu.device import DeviceTable
 from topw_deploy.sampling.geometry import VARIANCE_ADDED, VARIANCE_FLOOR
 
-_BLOCK = 8_192  # rows looked at at once
-_SLACK = 1e-3  # of a distance: far more than float32 can lose on random points
+_BLOCK = 8_192  # rows per pass
+_SLACK = 1e-3  # of a distance: far more than float32 loses on random points
 
 
 def random_rows(vocab: int, hidden: int, device: torch.device) -> torch.Tensor:
-    """float16 [vocab, hidden], normally distributed, the same every time."""
+    """float16 [vocab, hidden], normal, from a fixed seed."""
     generator = torch.Generator(device).manual_seed(1)
     rows = torch.empty((vocab, hidden), dtype=torch.float16, device=device)
     for start in range(0, vocab, _BLOCK):
@@ -39,7 +39,7 @@ def _blocks(rows: torch.Tensor, metric: str) -> Iterator[torch.Tensor]:
 
 
 def table_of(rows: torch.Tensor, metric: str, bounded: torch.Tensor | None = None) -> DeviceTable:
-    """The table with its statistics. bounded: ids of tokens whose nearest neighbour is to be bounded."""
+    """The table with its statistics. bounded: ids of tokens to compute neighbour bounds for."""
     mean, inverse_std = statistics(rows, metric)
     bound = None if bounded is None else nearest_bound(rows, metric, mean, inverse_std, bounded)
     return DeviceTable.of_tensors(rows, mean, inverse_std, bound)

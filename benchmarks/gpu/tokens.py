@@ -1,7 +1,7 @@
-"""The tokens that an exported model draws for given prompts, seeds and settings, and how two lists of them differ.
+"""The tokens that an exported model draws for fixed requests, and how two lists of them differ.
 
-They are recorded where a folder is packed, on a CPU, so that a host can compare what its GPU draws even where its own
-CPU runtime is another version or cannot open the folder.
+They are recorded on a CPU when a folder is packed, so that a host can compare its GPU's tokens even if its own CPU
+runtime has another version or cannot open the folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from topw_deploy.runtime import TopWModel
 
 SUFFIX = ".tokens.json"
-"""Behind a folder's name: the file beside it with what the CPU drew."""
+"""After a folder's name: the file beside it with the CPU's tokens."""
 
 FORMAT = 1
 PROMPTS = ["def parse(", "class Path", "Return the", "import os"]
@@ -35,9 +35,11 @@ Sequences = list[list[int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """Two lists of sequences. first: the earliest step at which a sequence differs, None where all are equal.
+    """How two lists of sequences differ.
 
-    steps: of every sequence that differs, the step at which it begins to."""
+    steps: of every differing sequence, the first step that differs.
+    first: the smallest of them; None if all are equal.
+    """
 
     sequences: int
     steps: tuple[int, ...]
@@ -56,7 +58,7 @@ class Difference:
 
 
 def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Arguments of `generate`: every choice and seed, for each prompt alone and for all of them as a batch."""
+    """Arguments of `generate`: every choice and seed, for each prompt alone and all as a batch."""
     prompts: list[Any] = [*PROMPTS, PROMPTS]
     return [
         {"prompt": prompt, "seed": seed, "max_new_tokens": tokens, **choice}
@@ -67,7 +69,7 @@ def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
 
 
 def draw(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
-    """The tokens of every sequence, a batch's one after another."""
+    """The tokens of every sequence, those of a batch in order."""
     drawn: Sequences = []
     for request in asked:
         answer = model.generate(**request)
@@ -76,7 +78,7 @@ def draw(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
 
 
 def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> Difference:
-    """Raises BenchmarkError where the lists are not of the same length."""
+    """Compare two lists. Raises BenchmarkError for different lengths."""
     if len(found) != len(wanted):
         raise BenchmarkError(f"{len(found)} sequences were drawn, but {len(wanted)} are recorded; pack again.")
     steps = []
@@ -89,7 +91,7 @@ def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> 
 
 
 def record(folder: Path, asked: Sequence[dict[str, Any]]) -> None:
-    """Draw with `folder` on this CPU and write what it drew beside it. Raises TopWError where it does not open."""
+    """Draw with `folder` on this CPU and write the tokens beside it. Raises TopWError if it does not open."""
     import onnxruntime
 
     from topw_deploy.runtime import TopWModel
@@ -107,7 +109,7 @@ def beside(folder: Path) -> Path:
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
-    """What `record` wrote for the folder; None where it was not packed. Raises BenchmarkError for another format."""
+    """What `record` wrote for the folder; None without. Raises BenchmarkError for another format."""
     path = beside(folder)
     if not path.is_file():
         return None

@@ -1,8 +1,8 @@
-"""The archives of `python -m benchmarks.gpu pack`, unpacked on a GPU host, and the environment to use them in.
+"""Unpacks the archives of `python -m benchmarks.gpu pack` on a GPU host, and makes the environment to use them in.
 
-`pack.json`, which the packing machine wrote beside the archives, names each with its SHA-256; an archive that differs,
-or a member that would be written anywhere but below the folder, is refused. Archives may come one after another: each
-is unpacked once, and a component counts when its last one is there. Only the standard library is needed.
+`pack.json`, written beside the archives, has their SHA-256. An archive that differs, or with a member outside the
+folder, is refused. Archives can arrive one by one: each is unpacked once, and a component is usable when all its
+archives are there. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _DONE = "unpacked.json"
 def unpack(archives: Sequence[Path], into: Path) -> list[str]:
     """Unpack those of `archives` that are not unpacked yet into the folder `into`.
 
-    Returns what is not usable, one sentence each: a component whose other archives are still to come, and one that the
-    packing machine could not pack.
-    Raises BenchmarkError for an archive without index, one that differs from its index, or one with a member that is
-    refused; archives before it stay unpacked.
+    Returns a sentence for every unusable component: incomplete, or not packed.
+    Raises BenchmarkError for an archive without index, one that differs from its index, or one with a refused member;
+    archives before it stay unpacked.
     """
     for archive in archives:
         index = _index_beside(archive)
@@ -47,7 +46,7 @@ def unpack(archives: Sequence[Path], into: Path) -> list[str]:
 
 
 def missing(folder: Path) -> list[str]:
-    """Components that cannot be used from `folder`, each with the reason as a sentence."""
+    """A sentence for every component that cannot be used from `folder`."""
     index = _index(folder / INDEX)
     done = _done(folder)
     found = [f"{name} was not packed: {why}" for name, why in index["absent"].items()]
@@ -59,13 +58,13 @@ def missing(folder: Path) -> list[str]:
 
 
 def why_missing(folder: Path, component: str) -> str:
-    """The index's reason why the component is missing from `folder`; empty without an index or a reason."""
+    """Why the component is missing from `folder`, as a sentence; empty without an index or a reason."""
     known = missing(folder) if (folder / INDEX).is_file() else []
     return next((sentence for sentence in known if sentence.split(" ", 1)[0] == component), "")
 
 
 def components(folder: Path) -> dict[str, dict[str, Any]]:
-    """What the index says of each component that is complete in `folder`; none where nothing was unpacked."""
+    """The index entries of the components that are complete in `folder`."""
     if not (folder / INDEX).is_file():
         return {}
     done = _done(folder)
@@ -76,9 +75,8 @@ def components(folder: Path) -> dict[str, dict[str, Any]]:
 def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     """`base` with the complete components of `folder` before everything installed.
 
-    PYTHONPATH and LD_LIBRARY_PATH; caches that packages would write to the home directory go to `folder`, too.
-    onnxruntime looks for CUDA's libraries beside its own folder, where there are none, and then where the loader does:
-    so those of PyTorch's packages are put there.
+    Sets PYTHONPATH, LD_LIBRARY_PATH and the components' variables, such as folders of caches. onnxruntime finds CUDA's
+    libraries through the loader, so the folders of PyTorch's packages are added.
     """
     found = dict(base)
     for entry in components(folder).values():
@@ -118,7 +116,7 @@ def _index(path: Path) -> dict[str, Any]:
 
 
 def _same_pack(index: Mapping[str, Any], into: Path) -> None:
-    """Have `into` hold this pack's index. Raises BenchmarkError where it holds another."""
+    """Write this pack's index into `into`. Raises BenchmarkError if it holds another."""
     path = into / INDEX
     if not path.is_file():
         into.mkdir(parents=True, exist_ok=True)
@@ -128,7 +126,7 @@ def _same_pack(index: Mapping[str, Any], into: Path) -> None:
 
 
 def _entry(index: Mapping[str, Any], archive: Path) -> dict[str, Any]:
-    """The index's entry of an archive that is what it says. Raises BenchmarkError."""
+    """The archive's entry in the index. Raises BenchmarkError if the archive does not match it."""
     entries: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in index["archives"]}
     if archive.name not in entries:
         raise BenchmarkError(f"{archive.name} is not in {INDEX} beside it, which lists {', '.join(entries) or 'none'}.")
@@ -145,7 +143,7 @@ def _entry(index: Mapping[str, Any], archive: Path) -> dict[str, Any]:
 
 
 def _extract(archive: Path, index: Mapping[str, Any], into: Path) -> None:
-    """Write the archive's members below `into`; the first one that is refused ends it."""
+    """Write the archive's members below `into`. Raises BenchmarkError at the first refused member."""
     allowed = {name: entry["bytes"] for name, entry in index["components"].items() if archive.name in entry["archives"]}
     left = sum(allowed.values())
     try:
@@ -161,9 +159,9 @@ def _extract(archive: Path, index: Mapping[str, Any], into: Path) -> None:
 
 
 def _checked(member: tarfile.TarInfo, archive: Path, folders: Sequence[str]) -> PurePosixPath:
-    """The member's path. Raises BenchmarkError unless it is a file or link that stays within one of `folders`.
+    """The member's path. Raises BenchmarkError unless it is a file or link within one of `folders`.
 
-    A link may only name a file of its own folder, so no link leads out of it, and none leads through another.
+    A link may only name a file of its own folder, so that none leads outside.
     """
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts or len(path.parts) < 2 or path.parts[0] not in folders:
@@ -177,7 +175,7 @@ def _checked(member: tarfile.TarInfo, archive: Path, folders: Sequence[str]) -> 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, into: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    if not target.parent.resolve().is_relative_to(into.resolve()):  # a link of an earlier run or somebody else's
+    if not target.parent.resolve().is_relative_to(into.resolve()):  # through a link that was there before
         raise BenchmarkError(f"{target.parent} leads out of {into}; delete {into} and unpack again.")
     target.unlink(missing_ok=True)
     if member.issym():
@@ -191,7 +189,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, into: Pa
 
 
 def _join(index: Mapping[str, Any], into: Path) -> None:
-    """Put files together whose slices are all there. Raises BenchmarkError where the result is not what was packed."""
+    """Join the slices of complete files. Raises BenchmarkError if the result differs from what was packed."""
     for name, whole in index["slices"].items():
         target = into / name
         parts = [into / part for part in whole["slices"]]
@@ -199,7 +197,7 @@ def _join(index: Mapping[str, Any], into: Path) -> None:
             if not all(part.is_file() for part in parts):
                 continue
             _concatenate(parts, target, whole["sha256"])
-        for part in parts:  # also those of an archive that was unpacked a second time
+        for part in parts:  # also those of an archive unpacked twice
             part.unlink(missing_ok=True)
 
 
@@ -223,13 +221,13 @@ def _sha256(path: Path) -> str:
 
 
 def _done(folder: Path) -> dict[str, str]:
-    """SHA-256 by name of the archives that are unpacked."""
+    """SHA-256 of the unpacked archives, by name."""
     path = folder / _DONE
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Whole or not at all: a run may be killed while it writes."""
+    """Replace the file atomically, as a run can be killed while it writes."""
     scratch = path.with_name(path.name + ".new")
     scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     scratch.replace(path)

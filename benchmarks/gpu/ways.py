@@ -1,4 +1,4 @@
-"""One way to run an exported folder: the tokens it draws beside those recorded, and its time beside the CPU's."""
+"""One way to run an exported folder: its tokens beside the recorded ones, its time beside the CPU's."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from topw_deploy.runtime import TopWModel
 
 EARLY = 4
-"""Steps. What is wrong with a cache or an operator shows at once and nearly everywhere, rounding later and in few."""
+"""Steps. A wrong cache or operator shows at once in nearly all sequences, rounding later and in few."""
 
 MOST_EARLY = 0.25
-"""Of the sequences may differ within EARLY steps: 4-bit weights are rounded otherwise on a CPU."""
+"""Largest share of sequences that may differ within EARLY steps: CPUs round 4-bit products differently."""
 
 LEAST_EQUAL_FLOAT32 = 0.95
-"""Of the sequences are equal in float32, whose logits differ by some 1e-5: a draw or a tie turns once in thousands."""
+"""Smallest share of equal sequences in float32: logits differ by about 1e-5, which changes one draw in thousands."""
 
 _TIMED_TOKENS = 256
 _WARMUP = 2
@@ -31,8 +31,13 @@ _WARMUP = 2
 
 @dataclass(frozen=True)
 class Way:
-    """How a folder is opened. options: of TopWModel.from_pretrained. sampler: what must choose the tokens, "" for any.
-    threads: that generate at the same time over one model. stands_in: for what, in a rehearsal."""
+    """How a folder is opened.
+
+    options: of TopWModel.from_pretrained.
+    sampler: that the model must report; "" for any.
+    threads: that generate concurrently with one model.
+    stands_in: what this way replaces in a rehearsal.
+    """
 
     options: Mapping[str, Any]
     sampler: str = ""
@@ -41,7 +46,7 @@ class Way:
 
 
 def run(folder: Path, way: Way, job: Job) -> Result:
-    """Draw what is recorded for the folder, compare, and time. A way that does not open fails with its sentence."""
+    """Run the recorded requests, compare the tokens, and time. Fails if the folder does not open this way."""
     from topw_deploy.runtime import TopWModel
 
     notes: list[str] = []
@@ -62,7 +67,7 @@ def run(folder: Path, way: Way, job: Job) -> Result:
 
 
 def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], tokens.Sequences]:
-    """Requests and what the CPU draws: as recorded where the folder was packed, else with this machine's."""
+    """Requests and the CPU's tokens: recorded when the folder was packed, else drawn on this machine."""
     known = tokens.recorded(folder)
     if known is not None:
         return known["requests"], known["tokens"]
@@ -73,7 +78,7 @@ def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], 
 
 
 def drawn(model: TopWModel, asked: Sequence[dict[str, Any]], threads: int) -> tokens.Sequences:
-    """The tokens of every sequence, in order; with several threads each takes the next request as it gets ready."""
+    """The tokens of every sequence, in order; threads take the next request when free."""
     with ThreadPoolExecutor(threads) as pool:
         answers = pool.map(lambda request: tokens.draw(model, [request]), asked)
         return [sequence for answer in answers for sequence in answer]
@@ -82,8 +87,10 @@ def drawn(model: TopWModel, asked: Sequence[dict[str, Any]], threads: int) -> to
 def timed(
     model: TopWModel, cpu: TopWModel | None, threads: int, rounds: int, rehearse: bool = False
 ) -> dict[str, list[float]]:
-    """Milliseconds per token of a sequence, in turns: "this" and, where it opens, "cpu". With several threads each of
-    them generates one at the same time, and the slowest counts."""
+    """Milliseconds per token, in turn: "this" and, if it opens, "cpu".
+
+    With several threads each generates one sequence concurrently, and the slowest counts.
+    """
     from benchmarks.common import interleave
 
     length = 32 if rehearse else _TIMED_TOKENS
@@ -103,7 +110,7 @@ def timed(
 
 
 def wrong(difference: tokens.Difference, float32: bool) -> str:
-    """Why the difference is more than rounding makes, as a sentence; empty where it is not."""
+    """Why rounding cannot explain the difference, as a sentence; empty if it can."""
     early = sum(step < EARLY for step in difference.steps)
     if early > MOST_EARLY * difference.sequences:
         return (

@@ -1,7 +1,7 @@
 """The child process of one part: `python -m benchmarks.gpu.worker PART JOB`, started by `children.py`.
 
-It lists its steps, then runs those that the parent names, one line of JSON each on its standard input, and tells what
-became of them on the file descriptor named by TOPW_EVENTS. It ends with its input.
+Lists its steps, then runs those that the parent names, one line of JSON each on standard input, and writes events to
+the file descriptor in TOPW_EVENTS. Ends with its input.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def main() -> int:
 
 
 def run(step: Step, job: Job) -> Result:
-    """What the step answers; a step that raises has failed, with the error's words."""
+    """The step's result; a step that raises has failed."""
     try:
         return step.run(job)
     except MissingError as error:
         return Result(failed=str(error))
-    except Exception as error:  # noqa: BLE001 - whatever a step raises is its result, and the next one runs
+    except Exception as error:  # noqa: BLE001 - any error is the step's result
         traceback.print_exc()
         return Result(failed=f"{type(error).__name__}: {error}"[:2000])
 

@@ -1,5 +1,5 @@
-// The two forms of the key-value cache, with the inputs that go with each (docs/contract/graph.md, section 8). B: the rows of
-// the batch. S: the tokens of the longest prompt.
+// The two forms of the key-value cache and their inputs (docs/contract/graph.md, section 8). B: rows of the batch. S:
+// tokens of the longest prompt.
 #ifndef TOPW_CACHE_H
 #define TOPW_CACHE_H
 
@@ -20,16 +20,16 @@ class Cache {
   explicit Cache(std::size_t rows) : next_ids(rows, 0) {}
   virtual ~Cache() = default;
   virtual void feed_prompts() = 0;  // [B, S], in one run
-  // [B, 1]: `next_ids`. Rows that are not active have ended: they write over their last token.
+  // [B, 1]: `next_ids`. Inactive rows have ended and overwrite their last token.
   virtual void feed_tokens(const std::vector<bool> &active) = 0;
 
   Tokens next_ids;
 };
 
-// What a cache must have room for.
+// The sizes that a cache must hold.
 struct Rows {
   std::vector<Tokens> prompts;
-  Tokens budgets;  // most tokens behind each
+  Tokens budgets;  // most new tokens of each
 
   std::int64_t count() const { return std::int64_t(prompts.size()); }
   std::int64_t width() const {
@@ -45,7 +45,7 @@ struct Rows {
   }
 };
 
-// The buffers must be finite: what is masked may still be multiplied.
+// The buffers must be finite, as masked values may still be multiplied.
 inline void clear(const Session &session, void *data, std::size_t bytes) {
   if (!session.on_device) {
     std::memset(data, 0, bytes);
@@ -58,7 +58,7 @@ inline void clear(const Session &session, void *data, std::size_t bytes) {
     throw Failure("the cache cannot be cleared on the device; check NVIDIA's driver.");
 }
 
-// static: one buffer per part, bound once as past and as present. A step changes ids and indices where they lie.
+// static: one buffer per part, bound once as past and present. A step changes ids and indices in place.
 class StaticCache : public Cache {
  public:
   StaticCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
@@ -107,7 +107,7 @@ class StaticCache : public Cache {
     binding_.host_input("row_lengths", lengths_.data(), {count_});
     bind_total(room_);
   }
-  // The columns that a run may attend to, which GroupQueryAttention reads on the host, wherever it computes.
+  // The columns that a run may attend to. GroupQueryAttention reads them on the host on every device.
   void bind_total(std::int64_t tokens) {
     total_ = std::int32_t(tokens);
     if (has_total_) binding_.host_input("total_sequence_length", &total_, {1});
@@ -119,7 +119,7 @@ class StaticCache : public Cache {
     void *data = nullptr;
     check(ort->GetTensorMutableData(value.get(), &data));
     clear(session_, data, count_ * part.heads * room_ * part.head_size * cache_element_bytes(type));
-    binding_.input(part.past, value.get());  // which keeps the tensor
+    binding_.input(part.past, value.get());  // keeps the tensor
     binding_.output(part.present, value.get());
   }
 
@@ -128,14 +128,14 @@ class StaticCache : public Cache {
   const bool has_total_;
   const std::int64_t count_, width_;  // B, S
   Tokens ids_;                        // of the prompts
-  Tokens written_, lengths_;          // each row's tokens in the buffer, and those that a run adds
+  Tokens written_, lengths_;          // each row's current length, and after the run
   std::int64_t room_ = 0;             // slots of a row
   std::int32_t total_ = 0;
   bool decoding_ = false;
 };
 
-// concat: the present of a run is the past of the next one, handed over as onnxruntime's own values. Prompts are padded
-// on the left, so that the last column is every row's last token.
+// concat: the present of a run is the past of the next, passed on as onnxruntime values. Prompts are padded on the left,
+// so that the last column is every row's last token.
 class ConcatCache : public Cache {
  public:
   ConcatCache(const Session &session, const Folder &folder, Binding &binding, const Rows &rows)
@@ -172,14 +172,14 @@ class ConcatCache : public Cache {
     bind_mask();
   }
   void feed_tokens(const std::vector<bool> &active) override {
-    const std::vector<Value> presents = binding_.outputs();  // which were bound before all others
+    const std::vector<Value> presents = binding_.outputs();  // bound before all other outputs
     for (std::size_t i = 0; i < folder_.cache.size(); ++i) {
       binding_.input(folder_.cache[i].past, presents[i].get());
       binding_.fresh_output(folder_.cache[i].present);
     }
     for (std::int64_t row = 0; row < count_; ++row) {
       mask_[row * room_ + width_] = active[row];
-      last_[row] += active[row];  // the others stay: positions must not leave the context
+      last_[row] += active[row];  // only active rows, as positions must stay inside the context
     }
     ++width_;
     if (!decoding_) {
@@ -202,7 +202,7 @@ class ConcatCache : public Cache {
   const Folder &folder_;
   Binding &binding_;
   const std::int64_t count_;  // B
-  std::int64_t width_;        // columns of the past and of the coming run together
+  std::int64_t width_;        // columns of the past and of the next run
   const std::int64_t room_;   // columns of `mask_`
   Tokens ids_, positions_;    // of the prompts
   Tokens mask_, bound_mask_;

@@ -143,7 +143,7 @@ inline void add_parameters(Given &given, Takes &takes) {
   takes["--seed"] = [&](auto &option, auto &value) { given.seed = whole(option, value, ~std::uint64_t{0}); };
 }
 
-// A list that is absent until something is put into it.
+// Append to an optional list.
 template <typename List>
 List &started(std::optional<List> &list) {
   return list ? *list : list.emplace();
@@ -192,7 +192,7 @@ inline Takes options_with_values(Options &o) {
   return takes;
 }
 
-// Options that contradict each other, or that have no effect without another.
+// Refuse options that contradict each other or need another.
 inline void check_options(const Options &o) {
   if (o.folder.empty() && !o.self_test) throw UsageError("no folder is given; see --help.");
   if (int(!o.ids.empty()) + int(!o.texts.empty()) + int(o.batch) > 1)

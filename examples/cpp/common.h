@@ -1,4 +1,4 @@
-// What every part of the program uses: its errors, token ids, and the reading of numbers.
+// Errors, token ids and parsing of numbers, for all parts of the program.
 #ifndef TOPW_COMMON_H
 #define TOPW_COMMON_H
 
@@ -12,8 +12,7 @@
 
 namespace topw {
 
-// What went wrong, in one sentence: with the folder, the request, the model or a library (exit code 1), or with the
-// command line (2).
+// An error as one sentence: of the folder, request, model or a library (exit code 1), or the command line (2).
 struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -22,9 +21,9 @@ struct UsageError : std::runtime_error {
 };
 
 using Tokens = std::vector<std::int64_t>;
-constexpr std::int64_t kMost = std::int64_t{1} << 40;  // of any count that is read
+constexpr std::int64_t kMost = std::int64_t{1} << 40;  // largest count that is accepted
 
-// The whole of `text` as a number.
+// `text` as a number; nothing may follow it.
 template <typename Number>
 std::optional<Number> parse(std::string_view text) {
   Number number{};

@@ -1,5 +1,5 @@
-// Penalties, biases and bans as the sparse logit edits that the graph takes (docs/contract/graph.md, section 6): three inputs
-// [B, slots]. Every token that is edited in a row owns a slot of that row; a step writes what it changes.
+// Penalties, biases and bans as the graph's sparse logit edits (docs/contract/graph.md, section 6): three inputs
+// [B, slots]. Each edited token of a row has a slot; a step writes only what changes.
 #ifndef TOPW_EDITS_H
 #define TOPW_EDITS_H
 
@@ -19,7 +19,7 @@
 
 namespace topw {
 
-// The three inputs, as one table of rows and slots.
+// The three inputs, by row and slot.
 class EditSlots {
  public:
   EditSlots(std::int64_t rows, std::int64_t slots, bool fixed, bool changing)
@@ -39,7 +39,7 @@ class EditSlots {
   float &penalty(std::int64_t row, std::int64_t slot) { return penalty_[row * slots_ + slot]; }
   float &bias(std::int64_t row, std::int64_t slot) { return bias_[row * slots_ + slot]; }
 
-  // Have slot number `slot` in every row.
+  // Make room for slot `slot` in every row.
   void make_room(std::int64_t slot) {
     while (slot >= slots_) grow();
   }
@@ -54,7 +54,7 @@ class EditSlots {
   }
   void allocate(std::int64_t slots) {
     slots_ = slots;
-    const std::size_t size = rows_ * slots + 1;  // one more, so that there is an address
+    const std::size_t size = rows_ * slots + 1;  // one more, for a valid address
     ids_.assign(size, -1);
     penalty_.assign(size, 1);
     bias_.assign(size, 0);
@@ -84,7 +84,7 @@ class EditSlots {
   std::vector<float> penalty_, bias_;
 };
 
-// One row's edits: standing ones (penalties, biases, plain bans), and the bans of a single step over them.
+// One row's edits: permanent ones (penalties, biases, bans), and the bans of a single step.
 class RowEdits {
  public:
   RowEdits(EditSlots &slots, std::int64_t row, const RowRequest &request)
@@ -100,7 +100,7 @@ class RowEdits {
            (r.min_new_tokens > 0 && !r.ends.empty());
   }
 
-  // Put the bans of the coming step in place.
+  // Apply the bans of the next step.
   void prepare() {
     for (const auto &[slot, standing] : lifted_) slots_.bias(row_, slot) = standing;
     lifted_.clear();
@@ -111,7 +111,7 @@ class RowEdits {
     }
   }
 
-  // Take the token that was drawn into account.
+  // Update the edits for a drawn token.
   void accept(std::int64_t token) {
     history_.push_back(token);
     ++steps_;
@@ -133,7 +133,7 @@ class RowEdits {
     }
     for (const std::int64_t token : request_.suppress_tokens) ban(token);
     for (const Tokens &word : request_.bad_words_ids) {
-      // end of sequence cannot be a bad word: a text must be able to end
+      // the end of sequence cannot be a bad word, or the text could not end
       if (word.size() == 1 && !request_.ends.count(word[0])) ban(word[0]);
       if (word.size() > 1) words_.push_back(split(word));
     }
@@ -151,14 +151,14 @@ class RowEdits {
     const std::int64_t slot = slot_of(token);
     slots_.bias(row_, slot) = -INFINITY;
   }
-  // float32's largest number stands for more: the graph takes no infinity but the ban.
+  // Clamp to float32's largest number: the graph takes no infinity except the ban, -infinity.
   void add_bias(std::int64_t token, double amount) {
     const std::int64_t slot = slot_of(token);
     const double bias = double(slots_.bias(row_, slot)) + amount;
     slots_.bias(row_, slot) = float(std::clamp(bias, -double(FLT_MAX), double(FLT_MAX)));
   }
 
-  // Tokens that only the coming step must not draw.
+  // Tokens that the next step must not draw.
   std::set<std::int64_t> bans() const {
     std::set<std::int64_t> banned;
     if (steps_ < request_.min_new_tokens) banned = request_.ends;
@@ -195,13 +195,13 @@ class RowEdits {
   Tokens history_;
   std::int64_t steps_ = 0;
   std::map<std::int64_t, std::int64_t> slot_numbers_;
-  std::vector<std::pair<std::int64_t, float>> lifted_;  // slot and standing bias of this step's bans
+  std::vector<std::pair<std::int64_t, float>> lifted_;  // (slot, permanent bias) of this step's bans
   std::set<std::int64_t> generated_;
   std::vector<std::pair<Tokens, std::int64_t>> words_;  // beginnings, and the last tokens that must not follow
   std::map<Tokens, std::set<std::int64_t>> followers_;  // what followed the last n - 1 tokens
 };
 
-// The edits of one batch. Rows without any cost nothing, and a batch without any binds empty inputs once.
+// The edits of a batch. A batch without edits binds empty inputs once.
 class Edits {
  public:
   Edits(const std::vector<RowRequest> &requests, const Folder &folder)

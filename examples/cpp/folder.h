@@ -1,5 +1,5 @@
-// The folder that topw-export wrote: its manifest says what the graph takes (docs/contract/graph.md, sections 8 and 9), its
-// configuration files what the model's maker asks for.
+// An exported folder: the manifest describes the graph (docs/contract/graph.md, sections 8 and 9), the configuration files
+// the model's own parameters.
 #ifndef TOPW_FOLDER_H
 #define TOPW_FOLDER_H
 
@@ -43,14 +43,14 @@ struct Folder {
   fs::path path;
   Json files;  // of the manifest, by name
   TensorSpecs inputs, outputs;
-  bool in_place = false;  // the cache's form: static, or else concat
+  bool in_place = false;  // the cache's form: static or concat
   bool pads = true;       // whether prompts of different lengths may share a batch
   ElementType cache_type{};
   std::vector<CachePart> cache;
   std::int64_t context = 0, buffer_least = 0, vocabulary = 0;
-  Parameters exported;               // the six of Top-W that the export states
-  Given stated;                      // what generation_config.json states, and the ids that end a sequence
-  std::optional<std::int64_t> begin;  // the token that an empty prompt becomes
+  Parameters exported;               // the six of Top-W, from the export
+  Given stated;                      // from generation_config.json, with the ids that end a sequence
+  std::optional<std::int64_t> begin;  // replaces an empty prompt
 
   bool has(const std::string &name) const { return files.find(name) != nullptr; }
   Json json(const std::string &name) const {  // an empty object where there is no such file
@@ -84,7 +84,7 @@ inline TensorSpecs read_specs(const Json &list) {
   return specs;
 }
 
-// Every file that the manifest lists is a plain one of the folder, of the size that it states.
+// Require every file of the manifest to be a regular file of the stated size.
 inline void check_files(const fs::path &folder, const Json &files) {
   files.at("model.onnx");
   for (std::size_t i = 0; i < files.keys.size(); ++i) {
@@ -115,7 +115,7 @@ inline void read_decoder(const Json &decoder, Folder &folder) {
                               heads[i].as_whole(1), sizes[i].as_whole(1)});
 }
 
-// Ids that the model cannot draw are left out.
+// Ids outside the vocabulary are dropped.
 inline void keep_drawable(Given &stated, std::int64_t vocabulary) {
   const auto beyond = [&](std::int64_t id) { return id >= vocabulary; };
   for (const IdsField &ids : kIds)
@@ -126,11 +126,11 @@ inline void keep_drawable(Given &stated, std::int64_t vocabulary) {
                  words->end());
 }
 
-// What the model's maker asks for. The ends of a sequence, and its beginning, may be in the model's configuration only.
+// The model's own parameters. The tokens that begin and end a sequence may be in config.json only.
 inline void read_configurations(Folder &folder) {
   const Json generation = folder.json(kGenerationConfig), model = folder.json("config.json");
   read_fields(generation, folder.stated);
-  folder.stated.seed.reset();  // which only a request may choose
+  folder.stated.seed.reset();  // only a request may set it
   folder.stated.ignore_eos.reset();
   const Json *language_model = model.find("text_config");  // of a composite one
   for (const Json *config : {&generation, &model, language_model}) {

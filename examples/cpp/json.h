@@ -1,4 +1,4 @@
-// JSON: RFC 8259 and nothing more (no comments, no NaN, no repeated keys), read strictly, and texts written.
+// A strict JSON reader (RFC 8259: no comments, no NaN; no repeated keys), and writing of strings.
 #ifndef TOPW_JSON_H
 #define TOPW_JSON_H
 
@@ -28,8 +28,8 @@ struct Json {
   std::string text;               // of a number: its digits as written
   std::vector<std::string> keys;  // of an object: one for each of `items`
   std::vector<Json> items;
-  std::string path;             // the source and the way to this value, which errors name
-  const char *advice = "";      // what to do about a wrong value
+  std::string path;             // the source and the path to this value, for errors
+  const char *advice = "";      // the next step, for errors
 
   std::string shown() const {
     if (kind == Text) return "'" + text.substr(0, 60) + "'";
@@ -41,7 +41,7 @@ struct Json {
   void need(bool holds, const std::string &what) const {
     if (!holds) throw Failure(path + " is " + shown() + ", but must be " + what + "; " + advice + ".");
   }
-  const Json *find(std::string_view key) const {  // null where it is not there, or null
+  const Json *find(std::string_view key) const {  // null if absent or null
     const auto place = std::find(keys.begin(), keys.end(), key) - keys.begin();
     return place == std::ptrdiff_t(keys.size()) || items[place].kind == Null ? nullptr : &items[place];
   }
@@ -71,7 +71,7 @@ struct Json {
          "an integer in [" + std::to_string(least) + ", " + std::to_string(most) + "]");
     return std::int64_t(number);
   }
-  std::uint64_t as_seed() const {  // all 64 bits, which a double does not hold
+  std::uint64_t as_seed() const {  // all 64 bits, more than a double holds
     const auto seed = parse<std::uint64_t>(text);
     need(kind == Number && seed, "an integer in [0, " + std::to_string(~std::uint64_t{0}) + "]");
     return *seed;
@@ -171,7 +171,7 @@ class JsonReader {
     }
     return text;
   }
-  std::uint32_t read_escape() {  // a code point, behind the first \u
+  std::uint32_t read_escape() {  // a code point, after the first \u
     const std::uint32_t first = read_hex();
     if (first < 0xD800 || first > 0xDFFF) return first;
     const std::uint32_t second = first < 0xDC00 && take("\\u") ? read_hex() : 0;
@@ -187,7 +187,7 @@ class JsonReader {
   }
   static void append_utf8(std::string &text, std::uint32_t code) {
     if (code < 0x80) return text.push_back(char(code));
-    const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;  // bytes behind the first
+    const int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;  // bytes after the first
     text += char((0xFF00 >> (more + 1) & 0xFF) | code >> (6 * more));
     for (int i = more - 1; i >= 0; --i) text += char(0x80 | (code >> (6 * i) & 0x3F));
   }
@@ -226,7 +226,7 @@ inline Json read_json(const std::filesystem::path &path) {
   return JsonReader(read_file(path), path.filename().string()).read();
 }
 
-// `text`, which is UTF-8, as a JSON text.
+// UTF-8 `text` as a JSON string.
 inline std::string as_json_text(std::string_view text) {
   static constexpr std::string_view kEscaped = "\"\\\b\f\n\r\t", kNames = "\"\\bfnrt";
   std::ostringstream written;

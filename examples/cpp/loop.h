@@ -1,5 +1,5 @@
-// The generation loop. Decoder and Top-W are one graph, so a step is one run: it takes the last tokens, each row's
-// parameters, edits and random number, and gives the next tokens.
+// The generation loop. Decoder and Top-W are one graph, so a step is one run, from the last tokens and each row's
+// parameters, edits and random number to the next tokens.
 #ifndef TOPW_LOOP_H
 #define TOPW_LOOP_H
 
@@ -25,7 +25,7 @@ namespace topw {
 
 using Clock = std::chrono::steady_clock;
 
-// One sequence in progress. `text` is absent where there is no tokenizer.
+// One sequence. `text` is absent without a tokenizer.
 struct Row {
   Row(const RowRequest &of, std::optional<RowText> with) : request(of), text(std::move(with)) {}
 
@@ -37,13 +37,13 @@ struct Row {
   std::vector<std::int32_t> kept;
   std::vector<bool> certified;
   bool ended = false;
-  std::optional<std::int64_t> stop_token;  // what ended it; neither: its budget is used up
+  std::optional<std::int64_t> stop_token;  // what ended it; neither if the budget is used up
   std::optional<std::string> stop_string;
   Clock::time_point ended_at;
 
   bool stopped() const { return stop_token || stop_string; }
 
-  // Add a drawn token. Gives the text gained.
+  // Add a drawn token; returns the new text.
   std::string take(std::int64_t token) {
     tokens.push_back(token);
     std::string gained;
@@ -55,7 +55,7 @@ struct Row {
     }
     ended = stopped() || std::int64_t(tokens.size()) == request.budget;
     if (ended && text) {
-      gained += text->flush();  // where a stop string may come to light that was held back with half a character
+      gained += text->flush();  // may complete a stop string that was held back
       if (!stopped()) stop_string = text->found();
     }
     if (ended) ended_at = Clock::now();
@@ -64,7 +64,7 @@ struct Row {
   }
 };
 
-// What crosses between the program and the graph's sampler, where it is bound. Each [B].
+// The arrays bound to the sampler's inputs and outputs, each [B].
 class Sampler {
  public:
   Sampler(const std::vector<RowRequest> &requests, const Folder &folder, Binding &binding)
@@ -91,7 +91,7 @@ class Sampler {
   }
 
   void draw_with(std::size_t row, float uniform) { uniform_[row] = uniform; }
-  void make_greedy(std::size_t row) { parameters_["temperature"][row] = 0; }  // what costs a row that has ended least
+  void make_greedy(std::size_t row) { parameters_["temperature"][row] = 0; }  // the cheapest, for rows that have ended
   const Tokens &tokens() const { return token_; }
   void record(std::size_t index, Row &row) const {
     row.kept.push_back(kept_[index]);
@@ -109,10 +109,10 @@ class Sampler {
   bool has_logprob_ = false;
 };
 
-// The state of one batch: arrays that the graph reads and writes, bound once wherever that is possible.
+// One batch: the arrays that the graph reads and writes, bound once where possible.
 class Generation {
  public:
-  // A row that gained a token, with the text gained; it may have ended with that.
+  // Called with a row that gained a token, and its new text; the row may have ended.
   using Gained = std::function<void(std::size_t index, const Row &row, const std::string &text)>;
 
   Generation(const Session &session, const Folder &folder, const std::vector<RowRequest> &requests,
@@ -120,13 +120,13 @@ class Generation {
       : rows_(rows),
         active_(rows.size(), true),
         binding_(session),
-        cache_(open_cache(session, folder, binding_, sizes_of(requests))),  // first: its outputs are found by place
+        cache_(open_cache(session, folder, binding_, sizes_of(requests))),  // first: its outputs are found by position
         sampler_(requests, folder, binding_),
         edits_(requests, folder) {
     edits_.bind(binding_);
   }
 
-  // Run to the end. Gives when each row had its first token.
+  // Generate to the end; returns the time of the first tokens.
   Clock::time_point run(const Gained &gained) {
     for (std::size_t i = 0; i < rows_.size(); ++i)
       if (rows_[i].request.budget == 0) {
@@ -158,7 +158,7 @@ class Generation {
     return sizes;
   }
 
-  // Bind what the draw of this step needs, and run the graph.
+  // Bind the inputs of this step and run the graph.
   void sample(std::int64_t step) {
     for (std::size_t i = 0; i < rows_.size(); ++i) {
       const RowRequest &request = rows_[i].request;
@@ -168,7 +168,7 @@ class Generation {
     binding_.run();
   }
 
-  // Take the drawn tokens into their rows, and retire those that are done.
+  // Add the drawn tokens to their rows, and retire finished rows.
   void accept(std::int64_t step, const Gained &gained) {
     const Tokens &drawn = sampler_.tokens();
     edits_.accept(drawn);
@@ -185,7 +185,7 @@ class Generation {
     }
   }
 
-  // Spend no more on row `i` than the graph must, which runs it with the others.
+  // Make row `i`, which the graph still runs, as cheap as possible.
   void retire(std::size_t i) {
     active_[i] = false;
     cache_->next_ids[i] = rows_[i].request.pad;

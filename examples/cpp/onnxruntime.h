@@ -1,5 +1,4 @@
-// onnxruntime, opened when the program starts: the session, and what is bound to its inputs and outputs. A function of
-// onnxruntime that fails gives a status with words.
+// onnxruntime, loaded when the program starts: the session and its bindings.
 #ifndef TOPW_ONNXRUNTIME_H
 #define TOPW_ONNXRUNTIME_H
 
@@ -29,7 +28,7 @@ inline std::string ort_name = "onnxruntime";  // and its version
 #endif
 
 inline void open_onnxruntime(const std::string &path) {
-  setenv("ORT_DISABLE_TELEMETRY", "1", 0);  // its official builds would report to their maker, and leave a file behind
+  setenv("ORT_DISABLE_TELEMETRY", "1", 0);  // official builds send telemetry and leave a file
   void *library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   using GetBase = const OrtApiBase *();
   const auto base = library ? reinterpret_cast<GetBase *>(dlsym(library, "OrtGetApiBase")) : nullptr;
@@ -53,7 +52,7 @@ inline void check(OrtStatus *status) {
 template <typename T>
 using Owned = std::unique_ptr<T, void (*)(T *)>;
 
-// What a function of onnxruntime gives as its last argument.
+// The result that a function of onnxruntime writes to its last argument.
 template <typename T, typename Function, typename... Arguments>
 Owned<T> make(void (*release)(T *), Function function, Arguments... arguments) {
   T *made = nullptr;
@@ -64,7 +63,7 @@ Owned<T> make(void (*release)(T *), Function function, Arguments... arguments) {
 using Shape = std::vector<std::int64_t>;
 using Value = Owned<OrtValue>;
 
-// The provider for NVIDIA's GPUs. Gives the memory that the cache lives in.
+// Add the CUDA provider; returns the memory for the cache.
 inline Owned<OrtMemoryInfo> choose_cuda(OrtSessionOptions *options) {
   const std::string without =
       ort_name + " does not start CUDA; give one that does with --onnxruntime, or --provider cpu";
@@ -73,13 +72,13 @@ inline Owned<OrtMemoryInfo> choose_cuda(OrtSessionOptions *options) {
   const Owned<OrtCUDAProviderOptionsV2> cuda_options(raw, ort->ReleaseCUDAProviderOptions);
   if (OrtStatus *status = ort->SessionOptionsAppendExecutionProvider_CUDA_V2(options, cuda_options.get()))
     fail(status, without);
-  // Some versions end the process when this optimiser meets rotary embeddings in half precision (issue 28604).
+  // Some versions abort when this optimiser meets rotary embeddings in half precision (onnxruntime issue 28604).
   check(ort->AddSessionConfigEntry(options, "optimization.disable_specified_optimizers", "GroupQueryAttentionFusion"));
   return make<OrtMemoryInfo>(ort->ReleaseMemoryInfo, ort->CreateMemoryInfo, "Cuda", OrtDeviceAllocator, 0,
                              OrtMemTypeDefault);
 }
 
-// The graph, ready to run. `device` is the memory that its cache lives in, `host` the program's own.
+// The session. `device` is the memory of the cache, `host` the program's own.
 struct Session {
   Session(const Folder &folder, bool cuda, int threads, const std::string &native_library) : on_device(cuda) {
     const auto options = make<OrtSessionOptions>(ort->ReleaseSessionOptions, ort->CreateSessionOptions);
@@ -114,7 +113,7 @@ inline OrtAllocator *host_allocator() {
   return borrowed;
 }
 
-// Names and element types of the graph's inputs or outputs: those that these three functions list.
+// Names and element types of the graph's inputs or outputs, as listed by these three functions.
 template <typename Count, typename Name, typename Type>
 void list_tensors(const OrtSession *graph, Count count, Name name, Type type, std::map<std::string, int> &found) {
   std::size_t tensors = 0;
@@ -133,7 +132,7 @@ void list_tensors(const OrtSession *graph, Count count, Name name, Type type, st
   }
 }
 
-// The manifest and the graph must name the same tensors, of the same types.
+// Require the manifest and the graph to have the same tensors, with the same types.
 inline void check_graph(const Folder &folder, const OrtSession *graph) {
   std::map<std::string, int> stated, found;
   for (const TensorSpecs *specs : {&folder.inputs, &folder.outputs})
@@ -157,8 +156,8 @@ constexpr ElementType kElementType<std::int64_t> = ONNX_TENSOR_ELEMENT_DATA_TYPE
 template <>
 constexpr ElementType kElementType<bool> = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;
 
-// What the graph reads and writes. Memory of the program is bound by address and must stay where it is: each run sees
-// what it holds then. A provider with memory of its own copies it when it is bound; what changes is bound anew there.
+// The bound inputs and outputs. The program's memory is bound by address: it must not move, and each run reads its current
+// contents. A provider with its own memory copies at binding, so changed inputs are bound again.
 class Binding {
  public:
   explicit Binding(const Session &session)
@@ -168,7 +167,7 @@ class Binding {
   void output(const std::string &name, const OrtValue *value) {
     check(ort->BindOutput(io_.get(), name.c_str(), value));
   }
-  void fresh_output(const std::string &name) {  // that each run allocates
+  void fresh_output(const std::string &name) {  // allocated by each run
     check(ort->BindOutputToDevice(io_.get(), name.c_str(), session_.device.get()));
   }
   template <typename T>
@@ -190,7 +189,7 @@ class Binding {
     check(ort->RunWithBinding(session_.graph.get(), nullptr, io_.get()));
   }
 
-  // What the last run gave, in the order in which the outputs were first bound.
+  // The outputs of the last run, in the order of their first binding.
   std::vector<Value> outputs() {
     OrtValue **values = nullptr;
     std::size_t count = 0;

@@ -1,9 +1,8 @@
-// onnxruntime's C interface, as far as topw_host.cpp uses it: from the vendor's header where TOPW_VENDOR_HEADER is
-// defined, else declared here under the same names, so that nothing but the shared library is needed.
+// The part of onnxruntime's C interface that topw_host.cpp uses: from the vendor's header if TOPW_VENDOR_HEADER is defined,
+// else declared here under the same names, so that only the shared library is needed.
 //
-// onnxruntime hands out a table of function pointers that only ever grows at its end, so the positions are the
-// interface. Those below are of version 17 and hold in every later one; the assertions at the end compare them with
-// the declarations in use, the vendor's included.
+// onnxruntime returns a table of function pointers that only grows at its end. The positions below are those of version 17
+// and valid in every later one; the assertions at the end check them, against the vendor's header too.
 #ifndef TOPW_ORT_C_ABI_H
 #define TOPW_ORT_C_ABI_H
 
@@ -114,7 +113,7 @@ struct OrtApi {
 };
 
 struct OrtApiBase {
-  const OrtApi *(*GetApi)(uint32_t version);  // null where the library is older than `version`
+  const OrtApi *(*GetApi)(uint32_t version);  // null if the library is older than `version`
   const char *(*GetVersionString)();
 };
 

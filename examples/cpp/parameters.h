@@ -1,5 +1,5 @@
-// What a request, or the model's generation_config.json, may state: names, bounds, and how they are read from JSON. The
-// names are those of the Python runtime (docs/guide/runtime.md).
+// The parameters of requests and of generation_config.json: names, bounds, and reading them from JSON. The names are those
+// of the Python runtime (docs/guide/runtime.md).
 #ifndef TOPW_PARAMETERS_H
 #define TOPW_PARAMETERS_H
 
@@ -19,7 +19,7 @@ namespace topw {
 
 // A parameter of Top-W.
 struct Parameter {
-  const char *name, *alias;  // the paper's, and that of its authors' code
+  const char *name, *alias;  // the paper's name, and that in its authors' code
   const char *bound;
   bool (*holds)(double);
 };
@@ -35,7 +35,7 @@ inline constexpr std::array<Parameter, 6> kParameters{{
 using Parameters = std::map<std::string, float>;
 constexpr float kGreedyBelow = 1e-5F;  // a temperature
 
-// Everything that can be stated; nothing where it was not.
+// All parameters; empty where not given.
 struct Given {
   Parameters top_w;
   std::optional<std::int64_t> max_new_tokens, max_length, min_new_tokens, min_length, pad_token_id;
@@ -91,7 +91,7 @@ inline constexpr std::array<IdsField, 3> kIds{{{"eos_token_id", &Given::eos_toke
                                                {"stop_token_ids", &Given::stop_token_ids},
                                                {"suppress_tokens", &Given::suppress_tokens}}};
 
-// Other names for the same, beside those of `kParameters`: vLLM's, and those of OpenAI's interface.
+// Aliases besides those of `kParameters`: of vLLM and of OpenAI's interface.
 inline const std::map<std::string, std::string> kAliases{{"max_tokens", "max_new_tokens"},
                                                          {"max_completion_tokens", "max_new_tokens"},
                                                          {"min_tokens", "min_new_tokens"},
@@ -108,7 +108,7 @@ inline float to_float32(double value) {  // rounded to nearest, as numpy does
   if (std::fabs(value) > FLT_MAX) return value < 0 ? -FLT_MAX : FLT_MAX;
   return float(value);
 }
-// The graph takes float32, so a number must be in its interval as such, too.
+// A number must be in its interval as float32 too, which the graph takes.
 inline bool in_range(bool (*holds)(double), double value) { return holds(value) && holds(to_float32(value)); }
 inline bool is_bias(double value) { return value < INFINITY; }  // -infinity bans
 constexpr const char *kBiasBound = "a number below infinity";
@@ -158,7 +158,7 @@ inline std::vector<std::string> read_texts(const Json &value) {  // one, or a li
   return texts;
 }
 
-// Take `value` into the field of that own name; whether there is one.
+// Set the field of that name to `value`; returns whether it exists.
 inline bool read_field(const std::string &name, const Json &value, Given &given) {
   double number = 0;
   for (const Parameter &parameter : kParameters)
@@ -186,7 +186,7 @@ inline bool read_field(const std::string &name, const Json &value, Given &given)
   return false;
 }
 
-// What the keys of `object` state, which has names of other things, too. Gives those.
+// Read the parameters among the keys of `object`; returns the other keys.
 inline std::vector<std::string> read_fields(const Json &object, Given &given) {
   std::vector<std::string> others;
   std::set<std::string> known;
@@ -200,7 +200,7 @@ inline std::vector<std::string> read_fields(const Json &object, Given &given) {
   return others;
 }
 
-// What `first` states, and what only `second` does.
+// `first`, completed from `second`.
 inline Given merged(Given first, const Given &second) {
   first.top_w.insert(second.top_w.begin(), second.top_w.end());
   const auto take = [&](auto Given::*field) {

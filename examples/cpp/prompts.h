@@ -1,4 +1,4 @@
-// Where prompts come from: the command line, standard input, or a batch of JSON lines there.
+// Prompts from the command line, standard input, or a batch of JSON lines on standard input.
 #ifndef TOPW_PROMPTS_H
 #define TOPW_PROMPTS_H
 
@@ -17,7 +17,7 @@
 
 namespace topw {
 
-// `tokenizer` is null where there is none.
+// `tokenizer` may be null.
 class PromptReader {
  public:
   PromptReader(const Options &options, const Folder &folder, const Tokenizer *tokenizer)
@@ -33,7 +33,7 @@ class PromptReader {
   }
 
  private:
-  Prompt begun(Tokens ids, const Given &given) const {  // an empty prompt becomes the token that begins a sequence
+  Prompt begun(Tokens ids, const Given &given) const {  // an empty prompt becomes the BOS token
     if (ids.empty() && folder_.begin) ids.push_back(*folder_.begin);
     return {ids, given};
   }
@@ -51,7 +51,7 @@ class PromptReader {
     }
     return ids;
   }
-  static std::string read_text() {  // less one line break at its end
+  static std::string read_text() {  // without one trailing line break
     std::string text{std::istreambuf_iterator<char>(std::cin), {}};
     for (const char end : {'\n', '\r'})
       if (!text.empty() && text.back() == end) text.pop_back();
@@ -87,7 +87,7 @@ class PromptReader {
   }
   static Tokens ids_in(const Json &prompt) {
     Tokens ids;
-    for (const Json &id : prompt.as_list()) ids.push_back(id.as_whole(-kMost));  // checked with the vocabulary
+    for (const Json &id : prompt.as_list()) ids.push_back(id.as_whole(-kMost));  // the vocabulary is checked later
     return ids;
   }
 

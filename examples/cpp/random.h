@@ -1,4 +1,4 @@
-// The random numbers (docs/contract/random.md): a function of (seed, position, sample), whatever was drawn before.
+// The random numbers (docs/contract/random.md), a function of (seed, position, sample) alone.
 #ifndef TOPW_RANDOM_H
 #define TOPW_RANDOM_H
 
@@ -30,7 +30,7 @@ inline float uniform_for(std::uint64_t seed, std::uint64_t position, std::uint64
   return float(philox(seed, position, sample) >> 40) * 0x1p-24F;  // exact, and below 1
 }
 
-inline std::uint64_t fresh_seed() {  // below 2^53: JSON readers that hold numbers as doubles keep it
+inline std::uint64_t fresh_seed() {  // below 2^53, exact in JSON readers that use doubles
   std::random_device device;
   return (std::uint64_t{device()} << 32 | device()) >> 11;
 }

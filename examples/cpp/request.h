@@ -1,5 +1,5 @@
-// A request made definite: for every row of the batch the value of every parameter. A value comes from the request,
-// else from the model's generation_config.json, else from the export (the six of Top-W) or this program.
+// Resolves every parameter of every row: from the request, else generation_config.json, else the export (the six of Top-W)
+// or this program's default.
 #ifndef TOPW_REQUEST_H
 #define TOPW_REQUEST_H
 
@@ -16,22 +16,22 @@
 
 namespace topw {
 
-constexpr std::int64_t kMaxNewTokens = 256;  // where nobody states a number
+constexpr std::int64_t kMaxNewTokens = 256;  // default
 
-// One prompt, and what its request states.
+// One prompt and its request's parameters.
 struct Prompt {
   Tokens ids;
   Given given;
 };
 
-// Everything that one sequence is generated from.
+// The resolved request of one sequence.
 struct RowRequest {
   Tokens prompt;
   Parameters top_w;
-  std::int64_t budget = 0;          // most new tokens, from every limit together
-  std::int64_t min_new_tokens = 0;  // before so many, ends are banned and stop strings not looked for
+  std::int64_t budget = 0;          // most new tokens, by all limits
+  std::int64_t min_new_tokens = 0;  // until then, ends are banned and stop strings ignored
   std::set<std::int64_t> ends;      // drawing one ends the row
-  bool ignore_eos = false;          // why there may be no `ends`
+  bool ignore_eos = false;          // then `ends` is empty
   std::int64_t pad = 0;             // fed after the end
   std::vector<std::string> stop_strings;
   double repetition_penalty = 1, presence_penalty = 0, frequency_penalty = 0;
@@ -75,7 +75,7 @@ inline Parameters choose_top_w(const Given &request, const Given &model, const P
   return values;
 }
 
-// Most tokens that may be drawn behind `prompt` ones.
+// Most tokens that may be drawn after a prompt of `prompt` tokens.
 inline std::int64_t choose_budget(std::int64_t prompt, const Given &request, const Given &model, const Folder &folder) {
   if (request.max_new_tokens && request.max_length)
     throw Failure("max_new_tokens and max_length are both given; give one of them.");
@@ -83,7 +83,7 @@ inline std::int64_t choose_budget(std::int64_t prompt, const Given &request, con
     throw Failure("the prompt has " + std::to_string(prompt) + " tokens, but max_length is " +
                   std::to_string(*request.max_length) + "; raise it.");
   std::int64_t wanted = kMaxNewTokens;
-  for (const Given *source : {&model, &request}) {  // a model's own limit that the prompt exceeds is no limit
+  for (const Given *source : {&model, &request}) {  // ignore a model's limit that the prompt exceeds
     if (source->max_new_tokens)
       wanted = *source->max_new_tokens;
     else if (source->max_length.value_or(0) > prompt)
@@ -126,7 +126,7 @@ inline RowRequest resolve(const Prompt &prompt, const Folder &folder, std::uint6
   return row;
 }
 
-// One row per prompt and sample, the samples of a prompt side by side.
+// One row per prompt and sample; samples of a prompt are adjacent.
 inline std::vector<RowRequest> resolve_all(const std::vector<Prompt> &prompts, const Folder &folder,
                                            std::int64_t samples) {
   std::vector<RowRequest> rows;

@@ -1,4 +1,4 @@
-// From tokens to text while they arrive: whole characters only, stop strings held back and cut.
+// Streams tokens as text: whole characters, with stop strings held back and cut.
 #ifndef TOPW_TEXT_H
 #define TOPW_TEXT_H
 
@@ -15,7 +15,7 @@
 
 namespace topw {
 
-constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // what decoders put for bytes that are no character
+constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, decoders' replacement for invalid bytes
 
 inline bool is_continuation(char byte) { return (static_cast<unsigned char>(byte) & 0xC0) == 0x80; }
 
@@ -37,7 +37,7 @@ inline bool is_utf8(std::string_view text) {
   for (std::size_t at = 0; at < text.size();) {
     const auto byte = [&](std::size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0U; };
     const unsigned first = byte(at);
-    const std::size_t more = first < 0x80 ? 0 : first < 0xE0 ? 1 : first < 0xF0 ? 2 : 3;  // bytes behind the first
+    const std::size_t more = first < 0x80 ? 0 : first < 0xE0 ? 1 : first < 0xF0 ? 2 : 3;  // bytes after the first
     if ((first >= 0x80 && first < 0xC2) || first > 0xF4) return false;
     unsigned code = more == 0 ? first : first & (0x3FU >> more);
     for (std::size_t i = 1; i <= more; ++i) {
@@ -51,7 +51,7 @@ inline bool is_utf8(std::string_view text) {
   return true;
 }
 
-// Whether `bytes`, one to four of them, are a character of several bytes or its beginning.
+// Whether `bytes`, one to four, are a multi-byte character or a prefix of one.
 inline bool begins_character(std::string_view bytes) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(bytes[i]); };
   const unsigned first = byte(0);
@@ -60,16 +60,16 @@ inline bool begins_character(std::string_view bytes) {
   for (std::size_t i = 1; i < bytes.size(); ++i)
     if (!is_continuation(bytes[i])) return false;
   if (bytes.size() < 2) return true;
-  const unsigned second = byte(1);  // where overlong forms, surrogates and what is beyond U+10FFFF show
+  const unsigned second = byte(1);  // excludes overlong forms, surrogates and code points beyond U+10FFFF
   return !(first == 0xE0 && second < 0xA0) && !(first == 0xED && second > 0x9F) && !(first == 0xF0 && second < 0x90) &&
          !(first == 0xF4 && second > 0x8F);
 }
 
-// Characters of `bytes` as a decoder shows them: U+FFFD for each longest stretch that begins no valid character.
+// `bytes` as a decoder shows them: U+FFFD for each maximal invalid stretch.
 inline std::size_t count_shown(std::string_view bytes) {
   std::size_t count = 0;
   for (std::size_t at = 0; at < bytes.size(); ++count) {
-    std::size_t size = 1;  // of the longest beginning of a character here
+    std::size_t size = 1;  // of the longest prefix of a character here
     for (std::size_t longer = 2; longer <= 4 && at + longer <= bytes.size(); ++longer)
       if (begins_character(bytes.substr(at, longer))) size = longer;
     at += size;
@@ -77,7 +77,7 @@ inline std::size_t count_shown(std::string_view bytes) {
   return count;
 }
 
-// How many bytes at the end of `bytes` begin a character that more bytes can complete.
+// Number of bytes at the end of `bytes` that form an incomplete character.
 inline std::size_t count_pending(std::string_view bytes) {
   for (std::size_t size = 1; size <= std::min<std::size_t>(bytes.size(), 3); ++size) {
     const std::string_view end = bytes.substr(bytes.size() - size);
@@ -87,23 +87,22 @@ inline std::size_t count_pending(std::string_view bytes) {
 }
 
 using Decode = std::function<std::string(const Tokens &)>;
-// The bytes of a token: "" if it gives no text, nothing if it shares no character with other tokens.
+// The bytes of a token: "" if it has no text, empty if it cannot share a character with other tokens.
 using BytesOf = std::function<std::optional<std::string>(std::int64_t)>;
 
-// Turns tokens into text one by one. What a token looks like depends on those before it: a byte-level token may hold
-// part of a character, a SentencePiece one loses its leading space at the start of a text. So each token is decoded
-// together with the last ones that gave text, and what those alone give is taken off. Text that ends inside a character
-// is held back. Where the prompt ends inside a character, the text begins with that character, or with U+FFFD where the
-// answer does not complete it.
+// Decodes tokens one by one. A token's text depends on those before it: a byte-level token may hold part of a character,
+// and a SentencePiece token loses its leading space at the start of a text. So each token is decoded with the last ones
+// that gave text, whose own text is removed. Incomplete characters are held back. If the prompt ends inside a character,
+// the text begins with that character, or with U+FFFD if the answer does not complete it.
 class IncrementalDecoder {
  public:
-  // Of the prompt the last few tokens serve as context.
+  // The last few prompt tokens are context.
   IncrementalDecoder(Decode decode, const BytesOf &bytes_of, const Tokens &prompt) : decode_(std::move(decode)) {
     if (!begin_inside_character(bytes_of, prompt)) begin_behind(bytes_of, prompt);
     prompt_ = ids_.size();
   }
 
-  // The text that became certain with `token`; often none, when a character is still in parts.
+  // The text that `token` completes; may be empty.
   std::string push(std::int64_t token) {
     ids_.push_back(token);
     const std::string text = decode_(from(start_));
@@ -111,17 +110,17 @@ class IncrementalDecoder {
                             text.compare(text.size() - kReplacement.size(), kReplacement.size(), kReplacement) == 0;
     return unfinished ? "" : give_out(text);
   }
-  // What was held back; an unfinished character comes out as U+FFFD. To be called once, at the end. Without a token
-  // behind the prompt there is no text.
+  // The text held back, an incomplete character as U+FFFD. To be called once, at the end. Without generated tokens there
+  // is no text.
   std::string flush() {
     return ids_.size() == read_ || ids_.size() == prompt_ ? "" : give_out(decode_(from(start_)));
   }
 
  private:
-  static constexpr std::size_t kContext = 6;    // prompt tokens that the first generated ones are decoded with
+  static constexpr std::size_t kContext = 6;    // prompt tokens that are decoded with the first generated ones
   static constexpr std::size_t kCharacter = 4;  // most tokens that can share one character of UTF-8
 
-  // Take the tokens that hold an unfinished character at the prompt's end; false if there is no such character.
+  // Keep the tokens of an incomplete character at the prompt's end; false if there is none.
   bool begin_inside_character(const BytesOf &bytes_of, const Tokens &prompt) {
     std::string bytes;
     std::vector<std::size_t> sizes;
@@ -145,7 +144,7 @@ class IncrementalDecoder {
     known_ = count_shown(std::string_view(bytes).substr(0, bytes.size() - pending));
     return true;
   }
-  // Take the last tokens that give text, beginning with a whole character.
+  // Keep the last tokens with text, starting at a character boundary.
   void begin_behind(const BytesOf &bytes_of, const Tokens &prompt) {
     constexpr std::size_t most = kContext + kCharacter - 1;
     Tokens last;
@@ -162,7 +161,7 @@ class IncrementalDecoder {
   Tokens from(std::size_t start) const { return Tokens(ids_.begin() + std::ptrdiff_t(start), ids_.end()); }
   std::string give_out(const std::string &text) {
     const std::string gained(without_characters(text, known_));
-    if (!gained.empty()) {  // tokens without text (special ones) are no context: the window stays
+    if (!gained.empty()) {  // tokens without text (special ones) are not context
       start_ = std::exchange(read_, ids_.size());
       known_ = count_characters(decode_(from(start_)));
     }
@@ -171,19 +170,19 @@ class IncrementalDecoder {
 
   Decode decode_;
   Tokens ids_;
-  std::size_t start_ = 0;   // of the tokens that give context
-  std::size_t read_ = 0;    // of the tokens whose text was not given out yet
-  std::size_t known_ = 0;   // characters of the window that were given out before
+  std::size_t start_ = 0;   // of the context
+  std::size_t read_ = 0;    // of the tokens whose text was not returned yet
+  std::size_t known_ = 0;   // characters of the window that were returned
   std::size_t prompt_ = 0;  // tokens of the prompt among ids_
 };
 
-// Lets text through up to the first stop string, whatever pieces the text comes in. The one whose last character comes
-// first wins; of two that end together, the longer.
+// Passes text on up to the first stop string, for any split of the text. The one that ends first wins; of two that end
+// together, the longer.
 class StopStrings {
  public:
   explicit StopStrings(std::vector<std::string> stops) : stops_(std::move(stops)) {}
 
-  // The part of the text so far that can no longer belong to a stop string and was not given out before.
+  // The new part of the text that cannot belong to a stop string.
   std::string push(const std::string &piece) {
     if (found || piece.empty()) return "";
     std::string text = std::exchange(held_, "") + piece;
@@ -201,13 +200,13 @@ class StopStrings {
     held_ = text.substr(cut);
     return text.substr(0, cut);
   }
-  // What was held back, once it is sure that nothing follows.
+  // The text held back, at the end.
   std::string flush() { return std::exchange(held_, ""); }
 
   std::optional<std::string> found;
 
  private:
-  // Length of the longest end of `text` with which some stop string begins.
+  // Length of the longest suffix of `text` that is a prefix of a stop string.
   std::size_t possible_beginning(const std::string &text) const {
     std::size_t longest = 0;
     for (const std::string &stop : stops_)
@@ -220,8 +219,8 @@ class StopStrings {
   std::string held_;
 };
 
-// The text of one row, decoder and stop strings together; `push` and `flush` return what may be shown. The first
-// `guarded` tokens, those that min_new_tokens demands, cannot end the text.
+// The text of one row: decoder and stop strings; `push` and `flush` return the text to show. The first `guarded` tokens,
+// demanded by min_new_tokens, cannot end it.
 class RowText {
  public:
   RowText(IncrementalDecoder decoder, std::vector<std::string> stops, std::int64_t guarded)

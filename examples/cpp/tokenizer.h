@@ -1,5 +1,5 @@
-// The folder's tokenizer.json through the C interface of mlc-ai/tokenizers-cpp (its tokenizers_c.h), which wraps the
-// tokenizers library: the one that the Python runtime uses. The shared library is opened when the program starts.
+// tokenizer.json, read through the C interface of mlc-ai/tokenizers-cpp (tokenizers_c.h), which wraps the tokenizers
+// library that the Python runtime uses. The shared library is loaded when the program starts.
 #ifndef TOPW_TOKENIZER_H
 #define TOPW_TOKENIZER_H
 
@@ -25,12 +25,12 @@
 
 namespace topw {
 
-// The values of a JSON object's own keys, found without reading them: a vocabulary is large.
+// The values of a JSON object's keys, found without parsing them, as a vocabulary is large.
 class OwnValues {
  public:
   explicit OwnValues(std::string_view text) : text_(text) {}
 
-  // The object with null for what the keys `first` and `second` hold.
+  // The object with null for the keys `first` and `second`.
   std::string without(std::string_view first, std::string_view second) {
     std::string result;
     std::size_t copied = 0;
@@ -41,7 +41,7 @@ class OwnValues {
     });
     return result.append(text_.substr(copied));
   }
-  // The text of what `key` holds, "null" where it is not there.
+  // The text of the value of `key`, "null" if absent.
   std::string at(std::string_view wanted) {
     std::string found = "null";
     visit([&](std::string_view key, std::size_t start, std::size_t end) {
@@ -68,7 +68,7 @@ class OwnValues {
       ++at_;
     }
   }
-  std::string_view skip_text() {  // and give what is between the quotes
+  std::string_view skip_text() {  // and return what is between the quotes
     const std::size_t start = ++at_;
     while (at_ < text_.size() && text_[at_] != '"') at_ += text_[at_] == '\\' ? 2 : 1;
     const std::string_view inside = text_.substr(start, std::min(at_, text_.size()) - start);
@@ -81,7 +81,7 @@ class OwnValues {
     at_ = colon + 1;
     return true;
   }
-  void skip_value() {  // up to the comma or the brace behind it
+  void skip_value() {  // up to the comma or brace after it
     for (int depth = 0; at_ < text_.size();) {
       const char c = text_[at_];
       if (c == '"') {
@@ -98,7 +98,7 @@ class OwnValues {
   std::size_t at_ = 0;
 };
 
-// Whether some "type" in a part of a tokenizer is `wanted`.
+// Whether a component of the tokenizer, at any depth, has the type `wanted`.
 inline bool has_type(const Json &part, std::string_view wanted) {
   const Json *type = part.find("type");
   if (type && type->kind == Json::Text && type->text == wanted) return true;
@@ -118,8 +118,8 @@ inline std::vector<char32_t> code_points(std::string_view text) {
   return found;
 }
 
-// The bytes of a byte-level token, whose characters stand for one byte each (GPT-2's table: a byte that can be printed
-// stands for itself, the others for U+0100 and on); of any other text its own.
+// The bytes of a byte-level token, whose characters each represent a byte (GPT-2's table: printable bytes represent
+// themselves, the others are U+0100 and following); for any other text, its own bytes.
 inline std::string byte_level_bytes(const std::string &token) {
   static const std::map<char32_t, char> bytes = [] {
     std::map<char32_t, char> table;
@@ -153,7 +153,7 @@ class Tokenizer {
     find(free_, "tokenizers_free");
     if (!folder.has("tokenizer.json"))
       throw Failure(folder.path.string() + " has no tokenizer.json; export the model again from a folder with one.");
-    // Settings for training batches: left in, they would silently cut or pad a prompt.
+    // Remove the settings for training batches, which would silently cut or pad prompts.
     const std::string whole = read_file(folder.path / "tokenizer.json");
     const std::string json = OwnValues(whole).without("truncation", "padding");
     handle_ = {create_(json.data(), json.size()), free_};
@@ -185,7 +185,7 @@ class Tokenizer {
     return std::string(text, size);
   }
 
-  // The bytes that the decoder takes from a token, see BytesOf.
+  // The bytes of a token, see BytesOf.
   std::optional<std::string> bytes_of(std::int64_t id, bool skip_special_tokens) const {
     if (skip_special_tokens && special_.count(id)) return "";
     const char *data = nullptr;
@@ -242,7 +242,7 @@ class Tokenizer {
   std::unique_ptr<void, void (*)(void *)> handle_{nullptr, nullptr};
 };
 
-// What the model's configurations do not state of where a sequence begins and ends, the tokenizer's may.
+// Complete the tokens that begin and end a sequence from the tokenizer's configuration.
 inline void complete(Folder &folder, const Tokenizer &tokenizer) {
   if (!folder.begin) folder.begin = tokenizer.special("bos_token", folder);
   const auto end = folder.stated.eos_token_id ? std::nullopt : tokenizer.special("eos_token", folder);

@@ -1,5 +1,4 @@
-// Runs a folder that topw-export wrote, without Python. README.md lists the files, what the program does and what it
-// leaves out.
+// Runs an exported folder without Python. README.md describes the files and the features.
 #include <cstdio>
 #include <memory>
 #include <optional>
@@ -26,7 +25,7 @@ void print(const std::string &text) {
     throw Failure("standard output cannot be written.");
 }
 
-// How the numbers of a list are written.
+// Format the numbers of a list.
 template <typename Values, typename Write>
 std::string listed(const Values &values, Write write) {
   std::string list;
@@ -34,13 +33,13 @@ std::string listed(const Values &values, Write write) {
   return "[" + list + "]";
 }
 
-std::string digits_of(float value) {  // enough to read the same float32 again
+std::string digits_of(float value) {  // enough digits to restore the float32
   std::ostringstream digits;
   digits << std::setprecision(9) << value;
   return digits.str();
 }
 
-// An answer as the Python runtime's command writes it, with its row in the batch.
+// An answer in the JSON of the Python runtime's command, with its row in the batch.
 std::string as_json(std::size_t index, const Row &row) {
   const auto whole = [](std::int64_t value) { return std::to_string(value); };
   std::string stop = "null";
@@ -95,7 +94,7 @@ void print_notes(const Folder &folder, const std::vector<RowRequest> &requests, 
     }
 }
 
-// What a row gained, as it is printed: token ids or text of a single answer as they arrive, others when they end.
+// Prints results: token ids or text of a single answer as they arrive, others when they end.
 std::string shown(std::size_t index, const Row &row, const std::string &gained, bool json) {
   if (json) return row.ended ? as_json(index, row) : "";
   if (row.text) return gained + (row.ended ? "\n" : "");

@@ -1,7 +1,7 @@
-"""What each extra of the package brings, what of it is missing here, and the command that installs it.
+"""The package's extras: their distributions, which of them are missing, and the command that installs them.
 
-There is no release on a package index, so the command depends on how this copy was installed: from a clone, a wheel or
-a repository. pip records that in the package's metadata (direct_url.json).
+The package is on no index, so the command depends on where this copy came from: a clone, a wheel or a repository, as
+pip records in direct_url.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODULES = {
         "tqdm": "tqdm",
     },
 }
-"""Extra -> the distributions that it brings beside the package's own dependencies -> the module of each."""
+"""Extra -> its distributions beyond the package's own dependencies -> the module of each."""
 
 EXPORT_PYTHON = (3, 11)
 """The oldest Python that exporting is tested with."""
@@ -46,8 +46,10 @@ _SOURCES = Path(__file__).resolve().parents[1]
 
 
 def require(what: str, extra: str) -> None:
-    """Raises MissingPackageError where a package of `extra` is not installed. what: what was asked for, as the subject
-    of the sentence ("exporting")."""
+    """Raises MissingPackageError if a package of `extra` is missing.
+
+    what: subject of the sentence, like "exporting".
+    """
     if extra == "export" and sys.version_info < EXPORT_PYTHON:
         raise MissingPackageError(why_not_this_python(what))
     if missing(extra):
@@ -56,22 +58,22 @@ def require(what: str, extra: str) -> None:
 
 def missing(extra: str) -> list[str]:
     """The distributions of `extra` that cannot be imported here."""
-    return [name for name, module in MODULES[extra].items() if not _importable(module)]
+    return [name for name, module in MODULES[extra].items() if not importable(module)]
 
 
 def extra_of(module: str) -> str | None:
-    """The extra that brings `module` ("onnx.helper" counts as "onnx"), None where none does."""
+    """The extra with the top-level package of `module`; None if there is none."""
     top = module.partition(".")[0]
     return next((extra for extra, modules in MODULES.items() if top in modules.values()), None)
 
 
 def sentence(what: str, extra: str) -> str:
-    """`exporting needs torch and onnx, which are not installed; run: ...`, with everything that is missing."""
+    """`exporting needs torch and onnx, which are not installed; run: ...`, naming every missing distribution."""
     return "; run: ".join(advice(what, extra))
 
 
 def advice(what: str, extra: str) -> tuple[str, str]:
-    """What is missing, as a clause, and the command that installs it."""
+    """A clause on what is missing, and the command that installs it."""
     *some, last = missing(extra) or [f"the packages of [{extra}]"]
     names = f"{', '.join(some)} and {last}" if some else last
     found = f"{what} needs {names}, which {'are' if some else 'is'} not installed"
@@ -84,7 +86,7 @@ def advice(what: str, extra: str) -> tuple[str, str]:
 
 
 def why_not_this_python(what: str) -> str:
-    """Why this Python cannot export, and what can be done."""
+    """Why this Python cannot export, and what to do."""
     found = f"{what} needs Python {_LEAST} or newer, and this is {platform.python_version()}"
     if what == "exporting":
         return f"{found}; export on another machine and copy the folder to this one."
@@ -92,26 +94,28 @@ def why_not_this_python(what: str) -> str:
 
 
 def how_to(extra: str = "") -> str:
-    """The command that installs `extra` into this environment; without one, the package's own dependencies. For an
-    extra that needs a newer Python it is one for an environment of that Python."""
+    """The command that installs `extra`, or without one the package's own dependencies, into this environment.
+
+    For an extra that needs a newer Python, a command for an environment with that Python.
+    """
     if extra == "export" and sys.version_info < EXPORT_PYTHON:
         return f"python{_LEAST} -m pip install {requirement(extra)}"
     return f"{pip('install')} {requirement(extra)}"
 
 
 def pip(verb: str) -> str:
-    """The beginning of a command line that works on this interpreter's packages, whether or not it is on PATH."""
+    """The start of a pip command for this interpreter, whether or not it is on PATH."""
     found = shutil.which("pip")
     python = shlex.quote(sys.executable)
     if found and Path(found).parent == Path(sys.executable).parent:
         return f"pip {verb}"
-    if not _importable("pip") and shutil.which("uv"):  # environments that uv made have no pip
+    if not importable("pip") and shutil.which("uv"):  # uv's environments have no pip
         return f"uv pip {verb} --python {python}"
     return f"{python} -m pip {verb}"
 
 
 def requirement(extra: str = "") -> str:
-    """What to name after `pip install` for this copy of the package with `extra`, quoted for a shell."""
+    """The argument of `pip install` for this copy of the package with `extra`, quoted for a shell."""
     wanted = f"[{extra}]" if extra else ""
     if _SOURCES.name == "src" and (_SOURCES.parent / "pyproject.toml").is_file():
         return f"-e {shlex.quote(f'{_SOURCES.parent}{wanted}')}"
@@ -126,11 +130,11 @@ def requirement(extra: str = "") -> str:
         return shlex.quote(f"{NAME}{wanted} @ {told['vcs']}+{url}@{told['commit_id']}")
     elif url:
         return shlex.quote(f"{NAME}{wanted} @ {url}")
-    return shlex.quote(f"{NAME}{wanted}")  # it is here already, so pip reads its metadata and asks no index for it
+    return shlex.quote(f"{NAME}{wanted}")  # installed already, so pip does not look for it on an index
 
 
 def _origin() -> dict[str, Any]:
-    """direct_url.json of the installed package; empty where pip recorded none."""
+    """direct_url.json of the installed package; empty if there is none."""
     try:
         text = metadata.distribution(NAME).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -139,7 +143,7 @@ def _origin() -> dict[str, Any]:
     return found
 
 
-def _importable(module: str) -> bool:
+def importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of the package around it

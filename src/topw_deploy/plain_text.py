@@ -1,8 +1,9 @@
-"""Prompts in files and on standard input: their bytes, and how they become text."""
+"""Text of prompt files and of standard input."""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterator
 
 from topw_deploy.errors import PromptError
 
@@ -11,9 +12,9 @@ _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """The text of UTF-8 `data`, without the byte order mark that editors on Windows put before it.
+    """The text of UTF-8 `data`, without the byte order mark that some editors write.
 
-    where: the file's name, for messages. Raises PromptError for another encoding.
+    where: the file's name, for messages. Raises PromptError for another encoding and for zero bytes.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -24,3 +25,13 @@ def decode_text(data: bytes, where: str) -> str:
     if "\0" in text:
         raise PromptError(f"{where} holds a zero byte, so it is no text, or UTF-16; save it as UTF-8.")
     return text
+
+
+def numbered_lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, with their numbers from 1. Only line feeds end a line; other breaks are text.
+
+    Raises PromptError as `decode_text` does.
+    """
+    for number, line in enumerate(decode_text(data, where).split("\n"), 1):
+        if line.strip():
+            yield number, line.removesuffix("\r")

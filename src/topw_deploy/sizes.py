@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Numbers of bytes, read and written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import re
 from topw_deploy.errors import ParameterError
 
 _DECIMAL = ("bytes", "kB", "MB", "GB", "TB")
+_BINARY = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
 
 
 def parse_size(size: int | str, name: str = "the size") -> int:
-    """Bytes of `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30) and the like, or of a number. ParameterError for others.
+    """Bytes of `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30) and the like, or of a number.
 
-    name: the parameter, for the message.
+    name: the parameter, for the message. Raises ParameterError for anything else.
     """
     match = _SIZE.fullmatch(str(size).strip())
     found = 0 if match is None else round(float(match[1]) * _UNITS[match[2].upper()])
@@ -26,8 +27,16 @@ def parse_size(size: int | str, name: str = "the size") -> int:
 
 
 def decimal_size(count: float, digits: int = 1) -> str:
-    """`17 bytes`, `20.3 MB`, `1.2 GB`: the largest unit of which there is one, and so many digits behind the point."""
+    """`17 bytes`, `20.3 MB`, `1.2 GB`: in the largest unit below the count, with `digits` decimals."""
     unit = 0
     while round(count, digits) >= 1000 and unit < len(_DECIMAL) - 1:
         count, unit = count / 1000, unit + 1
     return f"{count:.{digits}f} {_DECIMAL[unit]}" if unit else f"{count:.0f} {_DECIMAL[0]}"
+
+
+def binary_size(count: float) -> str:
+    """`17 bytes`, `3.0 GiB`: in the largest unit below the count."""
+    unit = 0
+    while count >= 1024 and unit < len(_BINARY) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.1f} {_BINARY[unit]}" if unit else f"{count} {_BINARY[0]}"

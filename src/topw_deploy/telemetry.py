@@ -1,4 +1,4 @@
-"""onnxruntime's telemetry: on Linux too its official builds (1.31 does) report trace events to their maker by HTTPS."""
+"""onnxruntime's telemetry: its official builds, on Linux too (1.31), send trace events to Microsoft."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 
 
 def switch_off() -> None:
-    """Have onnxruntime send nothing, and leave no file of its own (`.ses`) in TMPDIR, unless ORT_DISABLE_TELEMETRY says
-    otherwise. It reads that variable when it is imported: nothing changes where it was imported before."""
+    """Disable it, and its `.ses` file in TMPDIR, unless ORT_DISABLE_TELEMETRY is set.
+
+    Has no effect once onnxruntime is imported, as it reads the variable then.
+    """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

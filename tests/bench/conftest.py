@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.bench.sampler.settings import SamplerSettings
+from topw_deploy.bench.sampler.request import SamplerRequest
 
 WITHOUT_A_GRAPH = ("numpy", "max")
 
 
 @pytest.fixture
 def side(tmp_path: Path) -> Path:
-    """A worker's side that adds, prints, raises and dies on request."""
+    """A worker's file whose functions add, print, raise and die."""
     path = tmp_path / "side.py"
     path.write_text(
         "import os, sys\n"
@@ -34,6 +34,6 @@ def side(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def small() -> SamplerSettings:
-    """Two cases over a small vocabulary, numpy alone."""
-    return SamplerSettings(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=WITHOUT_A_GRAPH)
+def small() -> SamplerRequest:
+    """Two cases over a small vocabulary, with numpy only."""
+    return SamplerRequest(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=WITHOUT_A_GRAPH)

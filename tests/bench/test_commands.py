@@ -1,4 +1,4 @@
-"""`topw bench` from the command line: what goes where, and what a wrong argument is told."""
+"""`topw bench` from the command line: streams, files, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def bench() -> Invoke:
     """Run `topw bench` in this process."""
 
     def run(*arguments: object) -> Result:
-        settings: dict[str, Any] = {"auto_envvar_prefix": "TOPW"}
-        return CliRunner().invoke(topw, ["bench", *map(str, arguments)], **settings)
+        extra: dict[str, Any] = {"auto_envvar_prefix": "TOPW"}
+        return CliRunner().invoke(topw, ["bench", *map(str, arguments)], **extra)
 
     return run
 
@@ -41,7 +41,7 @@ def test_the_table_goes_to_stdout_and_progress_to_stderr(bench: Invoke, tmp_path
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_quiet_says_nothing_on_stderr_and_json_alone_goes_to_stdout(bench: Invoke) -> None:
+def test_with_quiet_and_json_to_stdout_nothing_else_is_printed(bench: Invoke) -> None:
     done = bench("sampler", *SMALL, "--quiet", "--json", "-", "--temperature", "1.5")
     assert done.stderr == ""
     (case,) = json.loads(done.stdout)["cases"]
@@ -73,7 +73,7 @@ def test_a_wrong_argument_is_a_usage_error(bench: Invoke, arguments: tuple[str, 
     assert message in done.stderr
 
 
-def test_the_authors_option_wants_their_file(bench: Invoke, tmp_path: Path) -> None:
+def test_a_file_without_the_authors_class_is_refused(bench: Invoke, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Other: ...\n")
     done = bench(
         "sampler", "--vocab", 300, "--hidden", 4, "--quiet", "--peers", "authors,max", "--authors", tmp_path / "mine.py"
@@ -82,8 +82,9 @@ def test_the_authors_option_wants_their_file(bench: Invoke, tmp_path: Path) -> N
     assert str(done.exception).endswith("mine.py has no TopW_LogitsProcessor; give the authors' logit_processor_w1.py.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["import nothing_that_is_there\n", "\0"])
-def test_a_file_of_the_authors_that_does_not_load_is_named(bench: Invoke, tmp_path: Path, text: str) -> None:
+def test_an_authors_file_that_does_not_load_is_named(bench: Invoke, tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     done = bench("sampler", *SMALL[:-1], "authors", "--quiet", "--authors", tmp_path / "mine.py")
     assert done.exit_code == 1
@@ -116,7 +117,7 @@ def test_a_number_that_float32_cannot_hold_is_refused(bench: Invoke, option: str
     assert re.search(rf"is {re.escape(value)}, but must be .* in float32 too", str(done.exception))
 
 
-def test_a_group_of_commands_has_a_help_without_heavy_imports(bench: Invoke) -> None:
+def test_the_help_lists_both_commands(bench: Invoke) -> None:
     done = bench("--help")
     assert "sampler" in done.stdout
     assert "decode" in done.stdout
@@ -145,6 +146,6 @@ def test_a_duration_has_the_unit_that_fits(value: float, text: str) -> None:
     assert duration(value) == text
 
 
-def test_a_comparison_says_on_which_side_it_is() -> None:
+def test_a_comparison_names_the_faster_side() -> None:
     assert comparison({"a": 560.4, "b": 0.5, "c": 12.0}) == "560x faster than a, 12x than c, 2.0x slower than b"
     assert comparison({}) == ""

@@ -1,4 +1,4 @@
-"""`topw bench decode`: every side decodes, in its own process, and what is not there is named."""
+"""`topw bench decode`: every side decodes in its own process, and absent sides are named."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 from tests.support.toy_graph import FORMS
 from tests.support.toy_model import Toy, export
+from topw_deploy import install
 from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, with_argmax
-from topw_deploy.bench.decode.catalogue import choose
+from topw_deploy.bench.decode.request import DecodeRequest, choose
 from topw_deploy.bench.decode.run import run
-from topw_deploy.bench.decode.settings import DecodeSettings
+from topw_deploy.bench.decode.worker import start
 from topw_deploy.bench.process import Worker
-from topw_deploy.bench.workers.decode_topw import start
 from topw_deploy.errors import BenchmarkError, ManifestError, ParameterError
-from topw_deploy.manifest import load_manifest
+from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
 
 PROMPT = [5, 9, 40, 7]
@@ -37,18 +37,17 @@ def folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def settings(folder: Path) -> DecodeSettings:
-    return DecodeSettings(folder=folder, prompt_tokens=5, new_tokens=4, rounds=2, peers=("topw-graph", "argmax"))
+def asked(folder: Path) -> DecodeRequest:
+    return DecodeRequest(folder=folder, prompt_tokens=5, new_tokens=4, rounds=2, peers=("topw-graph", "argmax"))
 
 
-# The yardstick
+# The ArgMax loop
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, tmp_path: Path, form: str) -> None:
     folder = export(tmp_path / "out", toy, form=form)
-    decoder = load_manifest(folder).decoder
-    assert decoder is not None
+    decoder = load_decoder_manifest(folder).decoder
     loop = ArgMaxLoop(with_argmax(folder, tmp_path), decoder, ort.SessionOptions())
     tokens = [loop.prefill(PROMPT, 20)]
     tokens += [loop.step() for _ in range(8)]
@@ -58,9 +57,8 @@ def test_the_argmax_loop_takes_the_largest_logit_of_the_same_decoder(toy: Toy, t
         sequence.append(token)
 
 
-def test_a_second_prompt_starts_afresh(folder: Path, tmp_path: Path) -> None:
-    decoder = load_manifest(folder).decoder
-    assert decoder is not None
+def test_a_second_prompt_starts_with_an_empty_cache(folder: Path, tmp_path: Path) -> None:
+    decoder = load_decoder_manifest(folder).decoder
     loop = ArgMaxLoop(with_argmax(folder, tmp_path), decoder, ort.SessionOptions())
 
     def decode() -> list[int]:
@@ -69,7 +67,7 @@ def test_a_second_prompt_starts_afresh(folder: Path, tmp_path: Path) -> None:
     assert decode() == decode()
 
 
-def test_the_argmax_graph_leaves_the_export_as_it_was(folder: Path, tmp_path: Path) -> None:
+def test_writing_the_argmax_graph_does_not_change_the_export(folder: Path, tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with_argmax(folder, tmp_path)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -80,7 +78,7 @@ def test_the_argmax_graph_leaves_the_export_as_it_was(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("variant", ["graph", "argmax"])
-def test_the_first_token_and_the_others_share_the_time_of_a_run(folder: Path, tmp_path: Path, variant: str) -> None:
+def test_the_first_token_and_the_rest_take_no_longer_than_the_run(folder: Path, tmp_path: Path, variant: str) -> None:
     side = {"folder": str(folder), "variant": variant, "threads": 1}
     timed = start({**side, "argmax": str(with_argmax(folder, tmp_path))})["run"]
     before = time.perf_counter()
@@ -91,8 +89,8 @@ def test_the_first_token_and_the_others_share_the_time_of_a_run(folder: Path, tm
     assert found["first"] + found["rest"] <= took
 
 
-def test_a_report_has_times_and_memory_of_every_side(settings: DecodeSettings) -> None:
-    report = run(replace(settings, threads=(1, 2)))
+def test_a_report_has_times_and_memory_of_every_side(asked: DecodeRequest) -> None:
+    report = run(replace(asked, threads=(1, 2)))
     assert [found.threads for found in report.runs] == [1, 2]
     for found in report.runs:
         assert list(found.sides) == ["topw-graph", "argmax"]
@@ -105,11 +103,11 @@ def test_a_report_has_times_and_memory_of_every_side(settings: DecodeSettings) -
     text = report.text()
     assert "2 threads; the ratio is to TopWModel, graph" in text
     assert "| same graph, ArgMax" in text
-    assert not list(settings.folder.parent.glob(".topw-bench-*"))
+    assert not list(asked.folder.parent.glob(".topw-bench-*"))
 
 
-def test_a_report_is_plain_json_with_every_round(settings: DecodeSettings) -> None:
-    document = json.loads(json.dumps(run(settings).as_dict()))
+def test_a_report_is_plain_json_with_every_round(asked: DecodeRequest) -> None:
+    document = json.loads(json.dumps(run(asked).as_dict()))
     (only,) = document["runs"]
     assert (only["threads"], only["reference"]) == (1, "topw-graph")
     side = only["sides"]["argmax"]
@@ -119,16 +117,16 @@ def test_a_report_is_plain_json_with_every_round(settings: DecodeSettings) -> No
 
 
 @pytest.mark.skipif(library_path() is None, reason="no native library was built")
-def test_the_native_sampler_is_a_side_of_its_own(settings: DecodeSettings) -> None:
-    report = run(replace(settings, rounds=1, peers=("topw",)))
+def test_the_native_sampler_is_a_side_of_its_own(asked: DecodeRequest) -> None:
+    report = run(replace(asked, rounds=1, peers=("topw",)))
     assert list(report.runs[0].sides) == ["topw-native", "topw-graph"]
 
 
 # Sides
 
 
-def test_peers_without_a_folder_are_named_with_what_to_give(settings: DecodeSettings) -> None:
-    present, absent = choose(replace(settings, peers=()))
+def test_peers_without_a_folder_are_named_with_what_to_give(asked: DecodeRequest) -> None:
+    present, absent = choose(replace(asked, peers=()))
     assert {"topw-graph", "argmax"} <= {side.name for side in present}
     reasons = {side.name: side.why_not for side in absent}
     assert "--transformers MODEL_DIR" in str(reasons["transformers-greedy"])
@@ -136,33 +134,33 @@ def test_peers_without_a_folder_are_named_with_what_to_give(settings: DecodeSett
     assert "onnxruntime_genai.models.builder" in str(reasons["genai-top-p"])
 
 
-def test_a_peer_with_its_own_interpreter_needs_nothing_installed_here(settings: DecodeSettings, tmp_path: Path) -> None:
-    there = replace(settings, peers=("genai",), genai=tmp_path, genai_python=tmp_path / "python")
+def test_a_peer_with_its_own_interpreter_needs_nothing_installed_here(asked: DecodeRequest, tmp_path: Path) -> None:
+    there = replace(asked, peers=("genai",), genai=tmp_path, genai_python=tmp_path / "python")
     present, _ = choose(there)
     assert [side.name for side in present] == ["genai-greedy", "genai-top-p", "genai-top-k"]
     assert all(side.python == tmp_path / "python" for side in present)
 
 
-def test_a_named_peer_that_cannot_run_is_an_error(settings: DecodeSettings) -> None:
+def test_a_named_peer_that_cannot_run_is_an_error(asked: DecodeRequest) -> None:
     with pytest.raises(BenchmarkError, match="transformers-greedy was asked for, but is without a model: give --tran"):
-        choose(replace(settings, peers=("transformers",)))
+        choose(replace(asked, peers=("transformers",)))
 
 
 def test_a_folder_for_a_library_that_is_not_installed_is_an_error(
-    settings: DecodeSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: DecodeRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("topw_deploy.bench.decode.catalogue._installed", lambda module: not module.startswith("optim"))
+    monkeypatch.setattr(install, "importable", lambda module: not module.startswith("optim"))
     with pytest.raises(BenchmarkError, match=r"is given, but optimum-onnx is not installed: pip install optimum-onnx"):
-        choose(replace(settings, optimum=tmp_path, peers=()))
+        choose(replace(asked, optimum=tmp_path, peers=()))
 
 
-def test_an_unknown_name_lists_the_known_ones(settings: DecodeSettings) -> None:
+def test_an_unknown_name_lists_the_known_ones(asked: DecodeRequest) -> None:
     with pytest.raises(ParameterError, match="'vllm' is no side of this benchmark; choose among topw-native, topw-gr"):
-        choose(replace(settings, peers=("vllm",)))
+        choose(replace(asked, peers=("vllm",)))
 
 
-def test_both_libraries_are_told_their_top_k(settings: DecodeSettings, tmp_path: Path) -> None:
-    given = replace(settings, peers=(), genai=tmp_path, genai_python=tmp_path, transformers=tmp_path,
+def test_every_sampling_search_sets_top_k(asked: DecodeRequest, tmp_path: Path) -> None:
+    given = replace(asked, peers=(), genai=tmp_path, genai_python=tmp_path, transformers=tmp_path,
                     optimum=tmp_path, optimum_python=tmp_path, authors=tmp_path)  # fmt: skip
     present, _ = choose(given)
     searches = {side.name: side.settings["search"] for side in present if "search" in side.settings}
@@ -170,7 +168,7 @@ def test_both_libraries_are_told_their_top_k(settings: DecodeSettings, tmp_path:
     assert all("top_k" in search for search in searches.values() if search["do_sample"])
 
 
-# What does not fit
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -184,24 +182,23 @@ def test_both_libraries_are_told_their_top_k(settings: DecodeSettings, tmp_path:
         ({"authors": Path("x.py")}, "give the model's folder by --transformers"),
     ],
 )
-def test_settings_outside_their_interval_are_refused(
-    settings: DecodeSettings, changes: dict[str, object], message: str
-) -> None:
+def test_a_request_out_of_range_is_refused(asked: DecodeRequest, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
-        replace(settings, **changes)  # type: ignore[arg-type]
+        replace(asked, **changes)  # type: ignore[arg-type]
 
 
-def test_more_tokens_than_the_context_are_refused(settings: DecodeSettings) -> None:
+def test_more_tokens_than_the_context_are_refused(asked: DecodeRequest) -> None:
     with pytest.raises(ParameterError, match=r"90 \+ 10 tokens are 100, but the context has 96"):
-        run(replace(settings, prompt_tokens=90, new_tokens=10))
+        run(replace(asked, prompt_tokens=90, new_tokens=10))
 
 
-def test_a_folder_that_is_no_export_is_refused(settings: DecodeSettings, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_export_is_refused(asked: DecodeRequest, tmp_path: Path) -> None:
     with pytest.raises(ManifestError):
-        run(replace(settings, folder=tmp_path))
+        run(replace(asked, folder=tmp_path))
 
 
-def test_a_wrong_file_of_the_authors_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_wrong_authors_file_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Other: ...\n")
     (tmp_path / "mine.txt").write_text("class TopW_LogitsProcessor: ...\n")
     wanted = {
@@ -211,5 +208,5 @@ def test_a_wrong_file_of_the_authors_is_told_before_a_model_is_loaded(tmp_path: 
     for name, message in wanted.items():
         settings = {"library": "transformers", "folder": "nowhere", "processor": str(tmp_path / name), "threads": 1}
         with pytest.raises(BenchmarkError) as found:
-            Worker("transformers, authors' processor", "decode_generate.py", settings)
+            Worker("transformers, authors' processor", "generate.py", settings)
         assert str(found.value) == f"{tmp_path / name} {message}"

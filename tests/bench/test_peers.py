@@ -1,4 +1,4 @@
-"""The workers that drive other libraries: transformers as it is, onnxruntime-genai played by a small module."""
+"""The workers that drive other libraries: the real transformers, and a small double of onnxruntime-genai."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support.toy_model import VOCAB, Toy, export
+from topw_deploy.bench.decode.request import DecodeRequest
 from topw_deploy.bench.decode.run import run
-from topw_deploy.bench.decode.settings import DecodeSettings
 from topw_deploy.bench.process import Worker
 from topw_deploy.errors import BenchmarkError
 
@@ -43,7 +43,7 @@ class GeneratorParams:
 
 
 class Generator:
-    """Refuses what the real one refuses: logits that are set when none were computed."""
+    """Accepts logits only after some were computed, as the real one does."""
 
     def __init__(self, model, params):
         self.options, self.length, self.computed, self.logits = params.options, 0, False, None
@@ -71,40 +71,41 @@ class Generator:
 
 @pytest.fixture
 def genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers find the played module."""
+    """Workers import the double."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "onnxruntime_genai.py").write_text(GENAI, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
 
 
 @pytest.mark.usefixtures("genai")
-def test_genais_sampler_is_given_the_logits_of_the_case_before_every_draw(tmp_path: Path) -> None:
+def test_genai_gets_the_logits_of_the_case_before_every_draw(tmp_path: Path) -> None:
     rows = [np.eye(2, 9, k=shift, dtype=np.float32) for shift in (0, 5)]
     for index, logits in enumerate(rows):
         np.save(tmp_path / f"{index}.npy", logits)
     settings = {
+        "task": "sample",
         "model": str(tmp_path),
         "sides": {"genai-greedy": {"do_sample": False}},
         "logits": [str(tmp_path / "0.npy"), str(tmp_path / "1.npy")],
         "temperatures": [1.0, 2.0],
     }
-    with Worker("genai", "genai_sampler.py", settings) as worker:
+    with Worker("genai", "genai.py", settings) as worker:
         for case, tokens in enumerate(([0, 1], [5, 6])):
             assert worker.call("time", side="genai-greedy", case=case) > 0
             assert worker.call("tokens", side="genai-greedy", case=case) == tokens
 
 
 @pytest.mark.usefixtures("genai")
-def test_genais_loop_gives_as_many_tokens_as_are_asked_for() -> None:
-    settings = {"folder": "any", "search": {"do_sample": False}, "threads": 2}
-    with Worker("genai", "decode_genai.py", settings) as worker:
+def test_genai_decodes_as_many_tokens_as_are_asked_for() -> None:
+    settings = {"task": "decode", "folder": "any", "search": {"do_sample": False}, "threads": 2}
+    with Worker("genai", "genai.py", settings) as worker:
         found = worker.call("run", prompt=[1, 2, 3], new_tokens=7)
     assert found["tokens"] == 7
     assert found["first"] > 0
     assert found["rest"] > 0
 
 
-def test_transformers_decodes_with_our_processor_whatever_its_folder_says(tmp_path: Path) -> None:
+def test_the_folders_generation_config_does_not_change_transformers_decoding(tmp_path: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -114,7 +115,7 @@ def test_transformers_decodes_with_our_processor_whatever_its_folder_says(tmp_pa
     # each of these would end the run early
     model.generation_config.update(eos_token_id=list(range(VOCAB)), max_length=6)
     model.save_pretrained(tmp_path / "model")
-    settings = DecodeSettings(
+    asked = DecodeRequest(
         folder=export(tmp_path / "out", Toy.random(1)),
         prompt_tokens=4,
         new_tokens=6,
@@ -122,7 +123,7 @@ def test_transformers_decodes_with_our_processor_whatever_its_folder_says(tmp_pa
         transformers=tmp_path / "model",
         peers=("transformers-topw",),
     )
-    (found,) = run(settings).runs
+    (found,) = run(asked).runs
     assert found.reference == "transformers-topw"
     (side,) = found.sides.values()
     assert [turn["tokens"] for turn in side.runs] == [6]
@@ -132,4 +133,4 @@ def test_transformers_decodes_with_our_processor_whatever_its_folder_says(tmp_pa
 def test_a_folder_without_a_model_is_named_in_the_error(tmp_path: Path) -> None:
     settings = {"library": "transformers", "folder": str(tmp_path), "search": {}, "processor": None, "threads": 1}
     with pytest.raises(BenchmarkError, match=r"^transformers, greedy failed: .*Error: .*leave it out or repair it\.$"):
-        Worker("transformers, greedy", "decode_generate.py", settings)
+        Worker("transformers, greedy", "generate.py", settings)

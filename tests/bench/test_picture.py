@@ -1,4 +1,4 @@
-"""The picture is a PNG that can be looked at."""
+"""The PNG: its size, ticks and colours."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from topw_deploy.bench.measurement import Spread
 from topw_deploy.bench.picture import COLOURS, Bar, Panel, draw
-from topw_deploy.bench.timing import Spread
 from topw_deploy.errors import ParameterError
 
 
@@ -44,14 +44,14 @@ def test_one_bar_alone_can_be_drawn(tmp_path: Path) -> None:
     assert size(tmp_path / "one.png")[0] > 1000
 
 
-def test_every_tick_says_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tick_has_its_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
     seen: list[str] = []
     save = Figure.savefig
 
-    def kept(figure: Any, *arguments: Any, **settings: Any) -> None:
-        save(figure, *arguments, **settings)
+    def kept(figure: Any, *arguments: Any, **options: Any) -> None:
+        save(figure, *arguments, **options)
         (ax,) = figure.axes
         seen.extend(label.get_text() for label in ax.get_xticklabels(which="both") if label.get_text())
 
@@ -70,12 +70,12 @@ def test_ours_and_the_others_differ_in_lightness_too() -> None:
     assert lightness(COLOURS["peer"]) - lightness(COLOURS["ours"]) > 0.25
 
 
-def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="cannot be written: No such file or directory; name another file"):
         draw(tmp_path / "nowhere" / "x.png", [panel(2)], "", "")
 
 
-def test_without_matplotlib_the_picture_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def refuse(name: str, *rest: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The protocol between a measurement and its processes."""
+"""The protocol between the command and its worker processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from topw_deploy.bench.process import SIDES, Worker
+from topw_deploy.bench.process import WORKERS, Worker
 from topw_deploy.errors import BenchmarkError, ParameterError
 
 
-def test_a_worker_answers_and_keeps_what_a_library_prints_out_of_its_answers(side: Path) -> None:
+def test_output_of_libraries_does_not_mix_with_a_workers_answers(side: Path) -> None:
     with Worker("adder", side, {"name": "adder"}) as worker:
         assert worker.call("add", a=2, b=3) == 5
         assert worker.call("add", a="x", b="é") == "xé"
@@ -22,18 +22,18 @@ def test_a_worker_gets_the_thread_count_that_blas_libraries_read(side: Path) -> 
         assert worker.call("threads") == "3"
 
 
-def test_no_side_can_shadow_a_library_by_its_file_name(side: Path) -> None:
+def test_the_workers_folder_is_not_on_the_path(side: Path) -> None:
     with Worker("adder", side, {"name": "adder"}) as worker:
-        assert str(SIDES) not in worker.call("path")
+        assert str(WORKERS) not in worker.call("path")
 
 
-def test_a_file_that_is_no_side_is_refused() -> None:
+def test_a_file_without_start_is_refused() -> None:
     with pytest.raises(BenchmarkError, match="no attribute 'start'"):
-        Worker("nothing", SIDES.parent / "sampler" / "catalogue.py", {})
+        Worker("nothing", WORKERS.parent / "sides.py", {})
 
 
 def test_a_worker_reports_how_much_memory_it_took(side: Path) -> None:
-    ballast = bytearray(300 << 20)  # of this process, which a child must not be charged for
+    ballast = bytearray(300 << 20)  # of this process, which must not count as the child's
     for place in range(0, len(ballast), 1 << 12):
         ballast[place] = 1
     with Worker("adder", side, {"name": "adder"}) as worker:
@@ -65,21 +65,21 @@ def test_a_worker_that_dies_is_named_with_its_last_words(side: Path) -> None:
         worker.call("die", code=7)
 
 
-def test_a_worker_that_is_dead_already_says_so_again(side: Path) -> None:
+def test_every_call_of_a_dead_worker_reports_its_exit(side: Path) -> None:
     with Worker("adder", side, {"name": "adder"}) as worker:
         for _ in range(2):
             with pytest.raises(BenchmarkError, match="ended with exit code 7"):
                 worker.call("die", code=7)
 
 
-def test_an_interpreter_that_is_none_is_refused(side: Path, tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_refused(side: Path, tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match="name a Python interpreter"):
         Worker("adder", side, {"name": "adder"}, python=tmp_path / "python")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for the wrong program")
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell script")
 @pytest.mark.parametrize("word", ["hello", '\\"x\\"'])
-def test_a_program_that_answers_but_is_no_python_is_refused(
+def test_a_program_that_is_not_python_is_refused(
     side: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     (tmp_path / "python").write_text(f"#!/bin/sh\necho {word}\ncat > /dev/null\n")

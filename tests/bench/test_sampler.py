@@ -1,4 +1,4 @@
-"""`topw bench sampler`: what is measured, that it is right, and what is said about what is not there."""
+"""`topw bench sampler`: reports, agreement with the reference, sides and logits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from topw_deploy import install
-from topw_deploy.bench.sampler import array_sides, home
-from topw_deploy.bench.sampler.agreement import agree, sentence
-from topw_deploy.bench.sampler.catalogue import CATALOGUE, choose, select
-from topw_deploy.bench.sampler.genai_model import SEARCHES, write_model
-from topw_deploy.bench.sampler.problem import (
+from topw_deploy.bench.sampler import samplers, worker
+from topw_deploy.bench.sampler.genai_model import write_model
+from topw_deploy.bench.sampler.inputs import (
     REGIMES,
     Case,
     bell_logits,
@@ -25,8 +23,10 @@ from topw_deploy.bench.sampler.problem import (
     logits_for,
     pool_bound,
 )
+from topw_deploy.bench.sampler.request import GENAI_SEARCHES, GROUPS, SIDES, SamplerRequest, choose
 from topw_deploy.bench.sampler.run import run
-from topw_deploy.bench.sampler.settings import SamplerSettings
+from topw_deploy.bench.sampler.worker import agree, sentence
+from topw_deploy.bench.sides import select
 from topw_deploy.errors import BenchmarkError, ParameterError
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import METRICS, Geometry, TopWOptions, TopWParameters, crop
@@ -36,9 +36,9 @@ NATIVE = ("native", "native-op") if library_path() is not None else ()
 OURS = (*NATIVE, "graph", "graph-ort", "numpy", "torch")
 
 
-def as_sent(settings: SamplerSettings, folder: Path, **changes: Any) -> dict[str, Any]:
-    """What the worker of the sampler is sent."""
-    sent = {"vocab": settings.vocab, "hidden": settings.hidden, "batch": settings.batch, "seed": 0, "threads": 1,
+def as_sent(asked: SamplerRequest, folder: Path, **changes: Any) -> dict[str, Any]:
+    """The settings that the worker gets."""
+    sent = {"vocab": asked.vocab, "hidden": asked.hidden, "batch": asked.batch, "seed": 0, "threads": 1,
             "regimes": ["certified"], "temperatures": [1.0], "geom_scale": 1.0, "logits": None, "authors": None,
             "neighbour_bound": False, "options": {}, "sides": ["numpy"], "folder": str(folder)}  # fmt: skip
     return {**sent, **changes}
@@ -47,7 +47,7 @@ def as_sent(settings: SamplerSettings, folder: Path, **changes: Any) -> dict[str
 # The report
 
 
-def test_a_report_has_every_side_of_every_case(small: SamplerSettings) -> None:
+def test_a_report_has_every_side_of_every_case(small: SamplerRequest) -> None:
     report = run(small)
     assert [found.case["label"] for found in report.cases] == ["certified, T = 1", "certified, T = 2"]
     for found in report.cases:
@@ -59,7 +59,7 @@ def test_a_report_has_every_side_of_every_case(small: SamplerSettings) -> None:
     assert "the reference's set on every row: numpy" in text
 
 
-def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerSettings) -> None:
+def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerRequest) -> None:
     document = json.loads(json.dumps(run(small).as_dict()))
     assert document["benchmark"] == "sampler"
     assert document["machine"]["cores"] >= 1
@@ -77,10 +77,10 @@ def test_a_report_is_plain_json_with_all_samples_and_the_machine(small: SamplerS
 @pytest.mark.parametrize("regime", ["certified", "uncertified"])
 def test_all_our_implementations_keep_the_same_set(metric: str, regime: str, tmp_path: Path) -> None:
     sent = as_sent(
-        SamplerSettings(vocab=2000, hidden=8, batch=2), tmp_path, sides=list(OURS), regimes=[regime],
+        SamplerRequest(vocab=2000, hidden=8, batch=2), tmp_path, sides=list(OURS), regimes=[regime],
         options={"metric": metric, "top_m": 150}, temperatures=[2.0], neighbour_bound=metric != "uniform",
     )  # fmt: skip
-    found = home.start(sent)["check"](case=0)
+    found = worker.start(sent)["check"](case=0)
     assert set(found["sides"]) == set(OURS)
     assert all(side["same"] + side["ties"] == 2 for side in found["sides"].values())
     assert (found["certified"] == 2) == (regime == "certified")
@@ -94,13 +94,13 @@ def test_a_wrong_implementation_ends_the_run(monkeypatch: pytest.MonkeyPatch, tm
         answer = fast_crop(*arguments)
         return replace(answer, kept=answer.kept[:-1])
 
-    monkeypatch.setattr(array_sides, "fast_crop", one_too_few)
-    check = home.start(as_sent(SamplerSettings(vocab=2000, hidden=8), tmp_path, regimes=["flat"], temperatures=[2.0]))
+    monkeypatch.setattr(samplers, "fast_crop", one_too_few)
+    check = worker.start(as_sent(SamplerRequest(vocab=2000, hidden=8), tmp_path, regimes=["flat"], temperatures=[2.0]))
     with pytest.raises(BenchmarkError, match=r"numpy keeps \d+ tokens of row 0 where the reference keeps \d+ \(1 diff"):
         check["check"](case=0)
 
 
-def test_as_many_tokens_but_others_are_a_difference_too() -> None:
+def test_other_tokens_of_the_same_number_are_a_difference() -> None:
     row = likely_logits(100)[0]
     right = crop(row, TopWParameters(temperature=3.0), TopWOptions(metric="uniform"))
     wrong = np.append(right.kept[:-1], np.setdiff1d(np.arange(100), right.kept)[0])
@@ -123,10 +123,10 @@ def test_a_difference_at_a_tie_is_counted_and_allowed() -> None:
 
 def test_a_peer_that_is_not_installed_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "onnxruntime_genai", "transformers")
-    choice = choose([], authors=None, genai_python=None)
-    assert not any(name.startswith(("genai", "hf")) for name in choice.present)
-    reasons = dict(choice.absent)
-    assert reasons["onnxruntime-genai greedy"].startswith("not installed: pip install onnxruntime-genai")
+    present, absent = choose(SamplerRequest())
+    assert not any(side.name.startswith(("genai", "hf")) for side in present)
+    reasons = {side.label: side.why_not for side in absent}
+    assert str(reasons["onnxruntime-genai greedy"]).startswith("not installed: pip install onnxruntime-genai")
     assert reasons["transformers top-k 50"] == f"not installed: {install.how_to('export')}"
 
 
@@ -135,37 +135,41 @@ def test_a_peer_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(
         BenchmarkError, match=r"^genai-greedy was asked for, but is not installed: pip install [^.]+\.$"
     ):
-        choose(["genai-greedy"], authors=None, genai_python=None)
+        choose(SamplerRequest(peers=("genai-greedy",)))
     with pytest.raises(BenchmarkError, match="authors was asked for, but is without its file: give --authors"):
-        choose(["authors"], authors=None, genai_python=None)
+        choose(SamplerRequest(peers=("authors",)))
 
 
 def test_without_the_native_library_the_native_sides_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPW_NATIVE", "0")
-    choice = choose([], authors=None, genai_python=None)
-    assert "native" not in choice.present
-    assert dict(choice.absent)["Top-W native, C function"] == "not here: TOPW_NATIVE=0 switches it off"
+    present, absent = choose(SamplerRequest())
+    assert "native" not in {side.name for side in present}
+    assert {side.label: side.why_not for side in absent}[
+        "Top-W native, C function"
+    ] == "not here: TOPW_NATIVE=0 switches it off"
 
 
 def test_more_threads_than_any_machine_has_are_refused() -> None:
     with pytest.raises(ParameterError, match=r"threads are \[99999\], but must be integers in \[1, 1024\]"):
-        SamplerSettings(threads=99_999)
+        SamplerRequest(threads=99_999)
 
 
-def test_a_greedy_row_is_timed_like_any_other(small: SamplerSettings) -> None:
+def test_a_greedy_row_is_timed_like_any_other(small: SamplerRequest) -> None:
     (found,) = run(replace(small, temperatures=(0.0,))).cases
     assert "numpy" in found.samples
 
 
-def test_names_select_in_the_tables_order_and_groups_stand_for_all() -> None:
-    assert select(["max", "hf", "numpy"]) == ("numpy", "hf-top-p", "hf-top-k", "hf-min-p", "max")
+def test_names_and_groups_select_sides_in_the_order_of_the_table() -> None:
+    sides = list(SIDES.values())
+    found = select(sides, ["max", "hf", "numpy"], GROUPS)
+    assert [side.name for side in found] == ["numpy", "hf-top-p", "hf-top-k", "hf-min-p", "max"]
     with pytest.raises(ParameterError, match="'top-p' is no side of this benchmark; choose among native, "):
-        select(["top-p"])
+        select(sides, ["top-p"], GROUPS)
 
 
 def test_every_side_of_genai_has_its_search_options() -> None:
-    assert set(SEARCHES) == {name for name in CATALOGUE if name.startswith("genai-")}
-    assert all("top_k" in options for options in SEARCHES.values() if options["do_sample"])
+    assert set(GENAI_SEARCHES) == {name for name in SIDES if name.startswith("genai-")}
+    assert all("top_k" in options for options in GENAI_SEARCHES.values() if options["do_sample"])
 
 
 def test_the_model_for_genai_gives_logits_of_any_shape_and_counts_its_cache(tmp_path: Path) -> None:
@@ -188,7 +192,7 @@ def test_the_model_for_genai_gives_logits_of_any_shape_and_counts_its_cache(tmp_
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_a_regime_is_what_its_name_says(regime: str) -> None:
+def test_the_rows_of_a_regime_are_certified_or_not_as_it_says(regime: str) -> None:
     temperatures, changes = REGIMES[regime]
     case = Case(regime, TopWParameters(temperature=temperatures[-1], **changes))
     logits = logits_for(case, 32_000, 2, seed=3)
@@ -202,8 +206,8 @@ def test_a_regime_is_what_its_name_says(regime: str) -> None:
 
 def test_logits_come_from_a_file_if_one_is_given(tmp_path: Path) -> None:
     np.save(tmp_path / "row.npy", bell_logits(300)[0].astype(np.float16))
-    settings = SamplerSettings(logits=tmp_path / "row.npy", hidden=4, rounds=1, peers=("numpy", "max"))
-    (first, _) = run(settings).cases
+    asked = SamplerRequest(logits=tmp_path / "row.npy", hidden=4, rounds=1, peers=("numpy", "max"))
+    (first, _) = run(asked).cases
     assert (first.case["vocab"], first.case["batch"]) == (300, 1)
 
 
@@ -231,7 +235,7 @@ def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])
-def test_the_pools_bound_is_below_every_distance_and_not_idle(metric: str) -> None:
+def test_the_pools_bound_is_below_every_distance_and_close_to_it(metric: str) -> None:
     rng = np.random.default_rng(5)
     table = rng.standard_normal((400, 6)).astype(np.float32)
     table[7] = table[9]  # duplicates have no distance
@@ -246,9 +250,9 @@ def test_the_pools_bound_is_below_every_distance_and_not_idle(metric: str) -> No
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """As if these were not installed."""
+    """Make these modules look uninstalled."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "topw_deploy.bench.sampler.catalogue.importlib.util.find_spec",
+        "importlib.util.find_spec",
         lambda name, *rest: None if name in modules else find(name, *rest),
     )

@@ -1,4 +1,4 @@
-"""Turns, ratios and intervals."""
+"""Order of calls, ratios and intervals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from topw_deploy.bench.timing import Spread, calls_filling, interleave, median_interval, ratio
+from topw_deploy.bench.measurement import Spread, calls_filling, interleave, median_interval, ratio
 
 
 def turns(rounds: int, seed: int | None = None) -> list[str]:
@@ -33,11 +33,12 @@ def test_a_seed_shuffles_the_rounds_and_repeats() -> None:
     assert turns(40, seed=1) == turns(40, seed=1) != turns(40, seed=2)
 
 
-def test_warm_up_rounds_are_thrown_away_and_ticked() -> None:
-    values, ticks = iter(range(10)), []
-    samples = interleave({"only": lambda: next(values)}, 3, warmup=2, tick=lambda: ticks.append(1))
+def test_warm_up_rounds_are_discarded_but_shown_as_progress() -> None:
+    values = iter(range(10))
+    ticks: list[int] = []
+    samples = interleave({"only": lambda: next(values)}, 3, warmup=2, advance=ticks.append)
     assert samples == {"only": [2, 3, 4]}
-    assert len(ticks) == 5
+    assert ticks == [1] * 5
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:

@@ -26,6 +26,7 @@ def error(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr.splitlines()[-1].removeprefix("Error: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -68,6 +69,7 @@ def test_an_error_that_is_no_wrong_value_names_the_option_and_exits_with_1(rando
     assert "has 6 tokens, but the model was opened with --max-context 5;" in error(done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -88,6 +90,7 @@ def test_a_wrong_value_of_an_export_names_its_option(tmp_path: Path, words: list
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -15,7 +15,15 @@ import pytest
 from topw_deploy import install
 from topw_deploy.cli import doctor
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest import MANIFEST_NAME, Verification, load_manifest, save_manifest
+from topw_deploy.manifest import (
+    MANIFEST_NAME,
+    Check,
+    NotCompared,
+    Note,
+    Verification,
+    load_manifest,
+    save_manifest,
+)
 
 from .conftest import Invoke
 
@@ -89,6 +97,27 @@ def test_inspect_says_of_a_fixed_cache_how_long_it_is(invoke: Invoke, random_mod
     assert "cache grows" not in shown
 
 
+def test_inspect_tells_checks_from_what_was_not_compared_and_from_notes(
+    invoke: Invoke, random_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(random_model, folder)
+    verification = Verification(
+        status="partial",
+        checks=(Check("left-padded batch logits", False, 3.0, 1e-4, "prompts must have equal lengths"),),
+        not_compared=(NotCompared("generation (defaults)", "4 of 10 tokens"),),
+        notes=(Note("tokens beside float32's", "26 of 32 equal"),),
+    )
+    save_manifest(folder, replace(load_manifest(folder), verification=verification))
+    shown = [" ".join(line.split()) for line in invoke("inspect", folder).stdout.splitlines()]
+    place = shown.index("status partial")
+    assert shown[place + 1 : place + 4] == [
+        "left-padded batch logits FAILED, 3 (bound 0.0001) prompts must have equal lengths",
+        "generation (defaults) not compared, 4 of 10 tokens",
+        "tokens beside float32's for information, 26 of 32 equal",
+    ]
+
+
 def test_inspect_gives_the_manifest_as_json(invoke: Invoke, random_model: Path) -> None:
     found = json.loads(invoke("inspect", random_model, "--json").stdout)
     assert found == json.loads((random_model / MANIFEST_NAME).read_text())
@@ -141,8 +170,8 @@ def test_doctor_sees_two_wheels_that_overwrite_each_other(monkeypatch: pytest.Mo
 
 
 def test_doctor_names_what_exporting_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = install._importable
-    monkeypatch.setattr(install, "_importable", lambda name: name not in ("torch", "onnx") and real(name))
+    real = install.importable
+    monkeypatch.setattr(install, "importable", lambda name: name not in ("torch", "onnx") and real(name))
     found = doctor.diagnose()
     assert found.hints == [("exporting needs torch and onnx, which are not installed", install.how_to("export"))]
     assert not found.problems

@@ -151,6 +151,7 @@ def test_notices_are_one_line_on_stderr(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX shell closes the streams")
 @pytest.mark.parametrize(
     ("redirection", "code", "message"),

@@ -13,6 +13,8 @@ from tests.support.tiny_models import export, write_checkpoint
 
 from .conftest import Generate
 
+pytestmark = pytest.mark.long
+
 Folder = Callable[..., Path]
 PROMPTS = [[1, 5, 6, 7, 9], [1, 8]]
 REQUESTS: list[dict[str, Any]] = [

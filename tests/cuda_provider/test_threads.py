@@ -10,6 +10,8 @@ from tests.support.tiny_models import export, write_checkpoint
 
 from .conftest import Run
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -1,4 +1,4 @@
-"""Gathering the corpus takes seconds; the tests share one."""
+"""The corpus, shared by the tests as gathering it takes seconds."""
 
 from __future__ import annotations
 

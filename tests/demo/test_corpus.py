@@ -1,4 +1,4 @@
-"""The corpus: the same text every time, nothing of the held-out part in the training part."""
+"""The corpus: always the same text, with separate training and held-out parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
 
 from topw_deploy.demo.corpus import (
     LONG_PARAGRAPH,
@@ -32,6 +34,7 @@ def test_another_process_gathers_the_same_text() -> None:
     assert result.stdout.strip() == split([*topic_sections(), *core_docstrings()]).digest
 
 
+@pytest.mark.slow
 def test_the_digest_depends_on_every_document(corpus: Corpus) -> None:
     shorter = Corpus(corpus.train[:-1], corpus.held_out)
     swapped = Corpus((corpus.train[1], corpus.train[0], *corpus.train[2:]), corpus.held_out)
@@ -120,7 +123,7 @@ def test_test_suites_and_broken_files_are_left_out(tmp_path: Path) -> None:
     assert list(library_docstrings(tmp_path)) == ["pkg\n===\n\nDocumented."]
 
 
-def test_signatures_of_core_functions_carry_no_marker_of_bound_arguments() -> None:
+def test_signatures_of_core_functions_omit_the_marker_of_bound_arguments() -> None:
     openings = [line for document in core_docstrings() for line in document.split("\n")[:1]]
     assert openings
     assert not any("$" in line for line in openings)

@@ -1,4 +1,4 @@
-"""The bundled model is small, loads silently, and has learned what it says it has."""
+"""The bundled model: its size, its files and its held-out loss."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_output_layer_is_the_embedding_table(model: LlamaForCausalLM) -> Non
     assert sum(p.numel() for p in model.parameters()) == LOG["parameters"]
 
 
-def test_the_folder_serves_both_tokenizer_interfaces(tokenizer: Tokenizer) -> None:
+def test_both_tokenizer_libraries_read_the_folder(tokenizer: Tokenizer) -> None:
     served = AutoTokenizer.from_pretrained(FOLDER)
     text = 'def parse(source, filename="<unknown>"):\n    """日本"""'
     assert served(text)["input_ids"] == tokenizer.encode(text).ids
@@ -83,7 +83,7 @@ def test_held_out_text_is_far_better_predicted_than_by_token_frequencies(
     assert loss < math.log(RECIPE.vocab_size) / 2 < without_context
 
 
-def test_the_written_loss_is_that_of_the_file(model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corpus) -> None:
+def test_the_logged_loss_is_that_of_the_file(model: LlamaForCausalLM, tokenizer: Tokenizer, corpus: Corpus) -> None:
     if corpus.digest != LOG["corpus"]["sha256"]:
         pytest.skip(f"the model's corpus is that of Python {LOG['versions']['python']}")
     measured = held_out_loss(model, corpus.held_out, tokenizer, RECIPE)

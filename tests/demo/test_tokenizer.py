@@ -1,4 +1,4 @@
-"""The bundled tokenizer: whatever text goes in comes out."""
+"""The bundled tokenizer: every text round-trips."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def test_training_twice_learns_the_same_merges() -> None:
     assert first.get_vocab_size() == 300
 
 
-def test_bytes_that_were_never_seen_are_still_encoded() -> None:
+def test_bytes_not_in_the_training_text_are_encoded() -> None:
     tokenizer = train_tokenizer(["abc abc abc"], 270)
     assert tokenizer.decode(tokenizer.encode("日本 ÿ").ids) == "日本 ÿ"

@@ -95,6 +95,7 @@ def test_training_stops_when_the_minutes_are_over() -> None:
     assert curve[-1]["learning_rate"] < 0.1 * recipe.learning_rate
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss() -> None:
     recipe = dataclasses.replace(TINY, steps=60, warmup=5, evaluate_every=60, learning_rate=1e-2)
     model = build_model(recipe, TOKENIZER)

@@ -37,11 +37,11 @@ PARAMETERS: tuple[dict[str, float], ...] = (
 )
 
 Host = Callable[..., "subprocess.CompletedProcess[str]"]
-"""(folder, *arguments, stdin="") -> what the program printed, with onnxruntime's library given."""
+"""(folder, *arguments, stdin="") -> the program's output; passes onnxruntime's library."""
 
 
 def library_of(package: Path) -> Path:
-    """onnxruntime's shared library in the folder of its Python package."""
+    """onnxruntime's shared library, in its Python package."""
     names = ("libonnxruntime.so*", "libonnxruntime*.dylib")
     found = [path for name in names for path in sorted((package / "capi").glob(name))]
     if not found:
@@ -67,7 +67,7 @@ def host_of(program: Path, library: Path, **environment: str) -> Host:
 
 
 def compiled(output: Path, *flags: str, source: Path | None = None) -> Path:
-    """The program, or what `source` is, by the compiler itself."""
+    """Compile the program, or `source`."""
     try:
         compiler = compile_native.find_compiler()
     except compile_native.NotBuiltError as reason:
@@ -102,25 +102,25 @@ def answers_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 
 def lines_of(requests: Sequence[dict[str, Any]]) -> str:
-    """What --batch reads."""
+    """Input of --batch."""
     return "".join(json.dumps(request) + "\n" for request in requests)
 
 
 def expected_of(result: GenerationResult, *, text: bool = True) -> dict[str, Any]:
-    """What the program prints of an answer like that."""
+    """The program's output for such an answer."""
     names = ("token_ids", "kept", "certified", "seed", "sample", "finish_reason", "stop", "prompt_tokens")
     return {name: getattr(result, name) for name in names} | {"text": result.text if text else None}
 
 
 def same(answer: dict[str, Any], result: GenerationResult, *, text: bool = True) -> bool:
-    """Whether the program's answer is the Python runtime's; log-probabilities as float32."""
+    """Whether the program's answer equals the Python runtime's, log-probabilities as float32."""
     expected = expected_of(result, text=text)
     logprobs = np.asarray(answer["logprobs"], np.float32).tolist()
     return {name: answer[name] for name in expected} == expected and logprobs == result.logprobs
 
 
 def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    """It ended with this code, printed nothing, and said one sentence that has these words."""
+    """Assert that it exited with this code, printed nothing, and wrote one sentence with these words."""
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert done.stderr.startswith("topw_host: ")
     assert done.stderr.endswith(".\n")
@@ -130,7 +130,7 @@ def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> Non
 
 
 def compare(host: Host, model: TopWModel, folder: Path, prompts: Sequence[str], *arguments: object) -> None:
-    """Every set of parameters, and a seed of its own for each prompt."""
+    """Every set of parameters, each prompt with another seed."""
     for number, prompt in enumerate(prompts):
         for parameters in PARAMETERS:
             ids, seed = byte_ids(prompt), 2**64 - 1 - number
@@ -146,7 +146,7 @@ def rewritten(
     config: dict[str, Any] | None = None,
     **decoder: Any,
 ) -> Path:
-    """A copy of the folder with its model and its manifest changed together; `decoder`: fields of DecoderInfo."""
+    """A copy of the folder with changed model and manifest. decoder: fields of DecoderInfo."""
     shutil.copytree(source, target)
     if config is not None:
         (target / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""examples/cpp draws the tokens that TopWModel draws, of one prompt of token ids."""
+"""examples/cpp draws the same tokens as TopWModel from one prompt of token ids."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["graph", "native"])
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_are_those_of_the_python_runtime(form: str, sampler: str, host: Host, folders: dict[str, Path]) -> None:
+def test_tokens_equal_the_python_runtimes(form: str, sampler: str, host: Host, folders: dict[str, Path]) -> None:
     library = ["--native-library", native_library()] if sampler == "native" else []
     with TopWModel.from_pretrained(folders[form], provider="cpu", intra_op_num_threads=1, sampler=sampler) as model:
         compare(host, model, folders[form], ["a", "some longer prompt than that"], *library)
 
 
-def test_the_bundled_model_answers_alike_in_both_forms_of_its_cache(
+@pytest.mark.slow
+def test_the_bundled_model_draws_the_same_tokens_with_both_caches(
     host: Host, demo_export: Path, tmp_path: Path
 ) -> None:
     from topw_deploy.export import export_model
@@ -45,7 +47,7 @@ def test_the_bundled_model_answers_alike_in_both_forms_of_its_cache(
 
 
 def narrow_cache(element_type: int) -> Callable[[onnx.ModelProto], None]:
-    """Keep the cache in a type of 16 bits; the toy's features are small integers, which that changes nothing of."""
+    """Store the cache in a 16-bit type, which holds the toy's features, small integers, exactly."""
 
     def change(model: onnx.ModelProto) -> None:
         graph, nodes = model.graph, []
@@ -55,7 +57,7 @@ def narrow_cache(element_type: int) -> Callable[[onnx.ModelProto], None]:
                 value.type.tensor_type.elem_type = element_type
         for node in graph.node:
             inputs = list(node.input)
-            if names.intersection(node.output):  # the Concat: its new tokens become narrow
+            if names.intersection(node.output):  # the Concat, whose new tokens become 16-bit
                 nodes.append(helper.make_node("Cast", [inputs[1]], [f"narrow_{node.output[0]}"], to=element_type))
                 node.input[1] = f"narrow_{node.output[0]}"
             else:
@@ -70,9 +72,10 @@ def narrow_cache(element_type: int) -> Callable[[onnx.ModelProto], None]:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["concat", "scatter"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_caches_of_sixteen_bits_are_kept_as_they_are(
+def test_caches_of_sixteen_bits_are_supported(
     name: str, form: str, host: Host, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     change = narrow_cache(TensorProto.DataType.Value(name.upper()))
@@ -81,8 +84,8 @@ def test_caches_of_sixteen_bits_are_kept_as_they_are(
         compare(host, model, folder, ["sixteen bits"])
 
 
-def test_sizes_that_the_graph_fixes_are_kept_to(host: Host, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Two edits, which are filled with ones of no effect, and a cache of 40 tokens."""
+def test_fixed_sizes_of_the_graph_are_respected(host: Host, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Two edit slots, padded with edits without effect, and a cache of 40 tokens."""
 
     def change(model: onnx.ModelProto) -> None:
         for value in (*model.graph.input, *model.graph.output):
@@ -98,7 +101,7 @@ def test_sizes_that_the_graph_fixes_are_kept_to(host: Host, folders: dict[str, P
     fails(host(folder, "--max-new-tokens", 21, *range(50, 70)), 1, "41 tokens", "holds 40", "--max-new-tokens")
 
 
-# What ends an answer, and where values come from.
+# Ends of an answer, and sources of values.
 
 
 @pytest.fixture(scope="module")
@@ -115,12 +118,12 @@ def test_an_end_of_sequence_ends_the_answer_and_is_printed(host: Host, script: P
     assert ids_of(host(script, "--max-new-tokens", 0, 50)) == []
 
 
-def test_an_end_of_sequence_that_only_the_model_states_counts(host: Host, tmp_path: Path) -> None:
+def test_an_end_of_sequence_from_the_models_configuration_counts(host: Host, tmp_path: Path) -> None:
     folder = export(tmp_path / "export", Toy.script([10, EOS, 12], prompt_tokens=1))
     assert ids_of(host(folder, 50)) == [10, EOS]
 
 
-def test_an_end_of_sequence_is_found_in_the_part_of_a_composite_configuration(host: Host, tmp_path: Path) -> None:
+def test_an_end_of_sequence_is_found_in_a_composite_configuration(host: Host, tmp_path: Path) -> None:
     folder = export(tmp_path / "export", Toy.script([10, EOS, 12], prompt_tokens=1))
 
     composite = rewritten(
@@ -133,7 +136,7 @@ def test_an_end_of_sequence_is_found_in_the_part_of_a_composite_configuration(ho
     assert done.stderr == "note: the model states no end of sequence; see --eos\n"
 
 
-def test_the_models_own_parameters_go_before_the_exports(host: Host, toy: Toy, tmp_path: Path) -> None:
+def test_the_models_own_parameters_override_the_exports(host: Host, toy: Toy, tmp_path: Path) -> None:
     stated = {"temperature": 1.7, "lambda_geom": 0.4, "repetition_penalty": 1.3, "max_length": None, "logit_bias": {}}
     folder = export(tmp_path / "export", toy, generation_config=stated)
     expected = TopWModel.from_pretrained(folder, provider="cpu").generate([50, 51], seed=3, max_new_tokens=20)
@@ -161,7 +164,7 @@ def test_an_answer_ends_where_the_context_does(form: str, host: Host, folders: d
     fails(host(folders[form], *prompt, *prompt[:7]), 1, "97 tokens", "holds 96")
 
 
-def test_the_line_of_figures_has_those_of_the_python_runtime(host: Host, folders: dict[str, Path]) -> None:
+def test_the_statistics_equal_those_of_the_python_runtime(host: Host, folders: dict[str, Path]) -> None:
     given = {"lam": 1.2, "temperature": 2, "init_top_p": 0.9}
     with TopWModel.from_pretrained(folders["scatter"], provider="cpu", sampler="graph") as model:
         expected = model.generate([50, 51], seed=11, max_new_tokens=30, **given)

@@ -1,4 +1,4 @@
-"""How examples/cpp is built, and what it is built on: the C interface's declarations and onnxruntime's versions."""
+"""Building examples/cpp: the declarations of the C interface, onnxruntime's versions, sanitizers, README and CMake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.toy_model import VOCAB
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
 
-OLDEST = "1.23.2"  # the oldest onnxruntime that the package asks for
+OLDEST = "1.23.2"  # the oldest version that the package supports
 
 
 def find_cmake() -> str | None:
@@ -40,7 +40,7 @@ def find_cmake() -> str | None:
     return str(beside) if beside.is_file() else shutil.which("cmake")
 
 
-def test_its_random_numbers_are_those_that_are_published(host: Host) -> None:
+def test_its_random_numbers_equal_the_published_table(host: Host) -> None:
     page = (ROOT / "docs" / "contract" / "random.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ \| \d+ \| \d+ \| (0x[0-9a-f]{16}) \| (\d+) \|", page, re.MULTILINE)
     source = (SOURCES / "random.h").read_text(encoding="utf-8")
@@ -54,14 +54,14 @@ def test_its_random_numbers_are_those_that_are_published(host: Host) -> None:
     )
 
 
-def test_the_oldest_onnxruntime_answers_by_the_same_declarations(
+def test_the_oldest_onnxruntime_fits_the_same_declarations(
     program: Path, host: Host, folders: dict[str, Path], demo_export: Path, pytestconfig: pytest.Config
 ) -> None:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     place = Path(pytestconfig.cache.mkdir("topw-onnxruntime")) / f"{OLDEST}-{python}"
     if not (place / "ready").is_file():
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-        home = {"HOME": os.path.expanduser(f"~{os.environ.get('USER', 'root')}")}  # where pip's settings may be
+        home = {"HOME": os.path.expanduser(f"~{os.environ.get('USER', 'root')}")}  # for pip's settings
         done = subprocess.run(
             [*command, "--only-binary=:all:", "--target", str(place), f"onnxruntime=={OLDEST}"],
             capture_output=True, text=True, env={**os.environ, **home},
@@ -81,7 +81,7 @@ def test_the_oldest_onnxruntime_answers_by_the_same_declarations(
 def test_the_vendors_header_has_the_same_declarations(
     folders: dict[str, Path], host: Host, ort_library: Path, tmp_path: Path
 ) -> None:
-    """Its positions are compared by the compiler."""
+    """The compiler compares the positions."""
     header = os.environ.get("ONNXRUNTIME_INCLUDE_DIR")
     if not header:
         pytest.skip("no pip package brings onnxruntime_c_api.h; name its folder with ONNXRUNTIME_INCLUDE_DIR")
@@ -91,10 +91,11 @@ def test_the_vendors_header_has_the_same_declarations(
         assert ids_of(host_of(with_it, ort_library)(*given)) == ids_of(host(*given))
 
 
-def test_it_breaks_no_rule_of_the_language(
+@pytest.mark.slow
+def test_sanitizers_find_no_error(
     folders: dict[str, Path], host: Host, ort_library: Path, tokenizers_library: Path, tmp_path: Path
 ) -> None:
-    """The program under the sanitizers for addresses, leaks and undefined behaviour, errors included."""
+    """Run it with the sanitizers for addresses, leaks and undefined behaviour, including its error paths."""
     try:
         checked = compiled(tmp_path / "topw_host", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     except subprocess.CalledProcessError as error:
@@ -124,6 +125,7 @@ def cmake() -> str:
     return found
 
 
+@pytest.mark.slow
 def test_the_commands_of_its_readme_run_and_draw_what_the_python_runtime_draws(
     cmake: str, demo_export: Path, tmp_path: Path
 ) -> None:
@@ -154,7 +156,7 @@ def test_the_commands_of_its_readme_run_and_draw_what_the_python_runtime_draws(
     assert done.stderr.count("12 tokens after") == 1
 
 
-def test_its_readme_shows_the_help_as_it_is(host: Host) -> None:
+def test_its_readme_shows_the_current_help(host: Host) -> None:
     shown = re.findall(r"^```text\n(.*?)^```$", (SOURCES / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     assert shown == [host("--help").stdout]
 

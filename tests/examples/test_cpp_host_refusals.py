@@ -1,4 +1,4 @@
-"""What is wrong with a folder, a request or a command line, examples/cpp says in one sentence."""
+"""examples/cpp reports every wrong folder, request and command line in one sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_JSON = (
 
 @pytest.fixture
 def folder(folders: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy to modify."""
     return Path(shutil.copytree(folders["concat"], tmp_path / "export"))
 
 
@@ -37,6 +37,7 @@ def change_manifest(folder: Path, *keys: str | int, value: Any) -> None:
     (folder / MANIFEST_NAME).write_text(json.dumps(data), encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", NOT_JSON)
 def test_a_manifest_that_is_not_json_is_refused(text: str, host: Host, folder: Path) -> None:
     (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
@@ -71,7 +72,7 @@ def test_a_manifest_that_is_not_json_is_refused(text: str, host: Host, folder: P
         (["files", "absent.txt"], {"size": 1, "sha256": ""}, "absent.txt is listed"),
     ],
 )
-def test_a_manifest_that_states_what_is_not_so_is_refused(
+def test_a_manifest_that_contradicts_the_files_is_refused(
     keys: list[str | int], value: Any, words: str, host: Host, folder: Path
 ) -> None:
     change_manifest(folder, *keys, value=value)
@@ -92,7 +93,7 @@ def test_names_beyond_ascii_are_read_escaped_or_not(host: Host, folder: Path) ->
     fails(host(folder, 50), 1, "of another size")
 
 
-def test_a_folder_that_is_none_is_refused(host: Host, tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(host: Host, tmp_path: Path) -> None:
     fails(host(tmp_path / "nowhere", 5), 1, "nowhere is not a folder")
     fails(host(tmp_path, 5), 1, f"has no {MANIFEST_NAME}")
     fails(host(export_sampler(tmp_path / "sampler", Toy.random()), 5), 1, "kind is 'sampler'")
@@ -149,7 +150,7 @@ def test_links_are_refused(host: Host, folder: Path, tmp_path: Path) -> None:
         (["--eos", VOCAB, 5], 1, f"eos_token_id names the token id {VOCAB}"),
     ],
 )
-def test_a_command_line_that_cannot_be_meant_is_refused(
+def test_an_invalid_command_line_is_refused(
     arguments: list[object], code: int, words: str, host: Host, folders: dict[str, Path]
 ) -> None:
     fails(host(folders["grouped"], *arguments), code, words)
@@ -202,13 +203,13 @@ def test_a_command_line_that_cannot_be_meant_is_refused(
         ('{"prompt": [5], "suppress_tokens": [-3]}', "suppress_tokens 0 is -3, but must be an integer"),
     ],
 )
-def test_a_batch_with_a_request_that_cannot_be_meant_is_refused(
+def test_a_batch_with_an_invalid_request_is_refused(
     line: str, words: str, host: Host, folders: dict[str, Path]
 ) -> None:
     fails(host(folders["grouped"], "--batch", stdin=line), 1, words)
 
 
-def test_what_onnxruntime_says_is_passed_on(
+def test_onnxruntimes_errors_are_passed_on(
     program: Path, ort_library: Path, host: Host, folder: Path, tmp_path: Path
 ) -> None:
     fails(host_of(program, tmp_path / "none.so")(folder, 5), 1, "onnxruntime cannot be opened", "--onnxruntime")

@@ -1,4 +1,4 @@
-"""Batches and edits of examples/cpp: every row draws what TopWModel draws for its request."""
+"""Batches and edits of examples/cpp: every row draws the same tokens as TopWModel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repe
 
 
 def random_request(rng: np.random.Generator) -> dict[str, Any]:
-    """A prompt and some of the parameters, half of them each time. Edits are drawn to be felt, and ends to be met."""
+    """A prompt with about half of the parameters, chosen so that edits take effect and ends occur."""
 
     def ids(least: int, most: int) -> list[int]:
         return rng.integers(3, VOCAB, rng.integers(least, most)).tolist()
@@ -56,10 +56,9 @@ def expected(model: TopWModel, request: dict[str, Any]) -> Any:
     return model.generate(request["prompt"], **{name: value for name, value in request.items() if name != "prompt"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_random_requests_in_batches_are_answered_as_by_the_python_runtime(
-    form: str, host: Host, folders: dict[str, Path]
-) -> None:
+def test_random_requests_in_batches_equal_the_python_runtimes(form: str, host: Host, folders: dict[str, Path]) -> None:
     rng, stopped, edited = np.random.default_rng(FORMS.index(form)), 0, 0
     library = ["--native-library", native_library()] if form == "grouped" else []
     sampler = "native" if library else "graph"
@@ -74,12 +73,13 @@ def test_random_requests_in_batches_are_answered_as_by_the_python_runtime(
                 plain = {name: value for name, value in request.items() if name not in EDITS}
                 stopped += result.finish_reason == "stop"
                 edited += expected(model, plain).token_ids != result.token_ids
-    assert stopped >= 5  # of 50, which must not all be of one kind
+    assert stopped >= 5  # of 50, so that both kinds occur
     assert edited >= 25
 
 
-def test_a_batch_draws_what_the_python_runtime_draws_in_the_same_batch(host: Host, demo_export: Path) -> None:
-    """Of the bundled model, whose matmuls may round otherwise at another batch size."""
+@pytest.mark.slow
+def test_a_batch_draws_the_tokens_of_the_python_runtimes_batch(host: Host, demo_export: Path) -> None:
+    """With the bundled model, whose matmuls may round differently at another batch size."""
     texts = ["class Path", "import os\n", "def parse(text):\n    return", "#"]
     with TopWModel.from_pretrained(demo_export, provider="cpu", intra_op_num_threads=1) as model:
         prompts = [model.tokenizer.encode(text) for text in texts]
@@ -95,8 +95,9 @@ def test_a_batch_draws_what_the_python_runtime_draws_in_the_same_batch(host: Hos
     assert [answer["token_ids"] for answer in answers_of(done)] == [result.token_ids for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_options_edit_a_single_answer_as_the_names_of_the_python_runtime_do(
+def test_options_edit_a_single_answer_like_the_python_runtimes_parameters(
     form: str, host: Host, folders: dict[str, Path]
 ) -> None:
     options = ["--repetition-penalty", 1.7, "--presence-penalty", 2, "--frequency-penalty", "0.5", "--min-new-tokens",
@@ -136,7 +137,7 @@ def test_rows_of_a_batch_without_a_seed_get_one_each(host: Host, folders: dict[s
     assert len({answer["seed"] for answer in first + second}) == 6
 
 
-def test_a_row_ends_where_the_context_does_and_others_go_on(host: Host, folders: dict[str, Path]) -> None:
+def test_a_row_ends_with_the_context_and_others_continue(host: Host, folders: dict[str, Path]) -> None:
     full = [50 + i for i in range(96)]
     requests = [{"prompt": full, "seed": 1}, {"prompt": full[:90], "seed": 2}, {"prompt": [60], "seed": 3}]
     for form in FORMS:
@@ -147,7 +148,7 @@ def test_a_row_ends_where_the_context_does_and_others_go_on(host: Host, folders:
                 assert same(answer, expected(model, request), text=False)
 
 
-def test_the_models_own_edits_and_limits_are_kept_to(host: Host, toy: Toy, tmp_path: Path) -> None:
+def test_the_models_own_edits_and_limits_apply(host: Host, toy: Toy, tmp_path: Path) -> None:
     stated = {
         "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [60, 61, VOCAB + 5],
         "bad_words_ids": [[70], [80, VOCAB]], "logit_bias": {"75": 3.5}, "min_length": 9, "max_length": 31,
@@ -170,7 +171,7 @@ def test_the_models_own_edits_and_limits_are_kept_to(host: Host, toy: Toy, tmp_p
     assert len(answer["token_ids"]) == 18
 
 
-def test_the_names_of_other_interfaces_are_taken(host: Host, folders: dict[str, Path]) -> None:
+def test_parameter_names_of_other_interfaces_are_accepted(host: Host, folders: dict[str, Path]) -> None:
     request = {"prompt": [50], "seed": 1, "max_tokens": 7, "min_tokens": 3, "lambda_geom": 0.4, "warm_p": 0.7,
                "stop_token_ids": [*range(3, 200)], "temperature": 3}  # fmt: skip
     with TopWModel.from_pretrained(folders["concat"], provider="cpu", sampler="graph") as model:
@@ -188,7 +189,7 @@ def test_an_empty_prompt_begins_with_the_models_token_for_it(host: Host, toy: To
     assert ids_of(host(folder, "--seed", 1, "--max-new-tokens", 8)) == result.token_ids
 
 
-def test_edits_keep_to_the_slots_that_the_graph_fixes(host: Host, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_edits_fit_the_fixed_slots_of_the_graph(host: Host, folders: dict[str, Path], tmp_path: Path) -> None:
     def change(model: Any) -> None:
         for value in model.graph.input:
             if value.name.startswith("edit_"):
@@ -210,12 +211,12 @@ def test_prompts_of_different_lengths_are_refused_where_the_decoder_cannot_pad(
     fails(done, 1, "this decoder cannot pad", "group those of equal length")
 
 
-def test_logits_that_the_edits_leave_none_of_are_an_error(host: Host, folders: dict[str, Path]) -> None:
+def test_edits_that_ban_every_token_are_an_error(host: Host, folders: dict[str, Path]) -> None:
     everything = ",".join(map(str, range(VOCAB)))
     fails(host(folders["concat"], "--suppress-tokens", everything, 50), 1, "row 0 at step 0", "penalties and bans")
 
 
-def test_the_figures_of_every_row_are_a_line(host: Host, folders: dict[str, Path]) -> None:
+def test_the_statistics_of_every_row_are_a_line(host: Host, folders: dict[str, Path]) -> None:
     requests = [{"prompt": [50] * size, "seed": size, "max_new_tokens": 2 * size} for size in (1, 3, 5)]
     lines = host(folders["concat"], "--batch", "--stats", stdin=lines_of(requests)).stderr.splitlines()
     assert [line.split(" (")[0] for line in lines] == ["2 tokens after 1", "6 tokens after 3", "10 tokens after 5"]

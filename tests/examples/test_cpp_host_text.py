@@ -1,4 +1,4 @@
-"""Text in examples/cpp: the program opens a tokenizers library, here one that asks the Python package."""
+"""Text in examples/cpp, with a tokenizers library that calls the Python package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def library(tokenizers_library: Path) -> list[object]:
 
 
 def words_tokenizer() -> Tokenizer:
-    """Words that lose the space before them at the start of a text, as SentencePiece's do, and bytes for the rest."""
+    """Words that lose their leading space at the start of a text, as in SentencePiece, and bytes."""
     letters = [a + b for a in "abcdefghijkl" for b in "aeiou"]
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {token: i for i, token in enumerate([*SPECIAL, *[f"▁{letter}" for letter in letters], *names])}
@@ -41,6 +41,7 @@ def words_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.slow
 def test_a_prompt_is_tokenised_and_its_answer_is_text(
     host: Host, demo_export: Path, library: list[object], tmp_path: Path
 ) -> None:
@@ -79,7 +80,7 @@ def test_random_requests_with_stop_strings_give_the_text_of_the_python_runtime(
     assert broken >= 5
 
 
-def test_texts_of_every_kind_have_the_ids_of_the_python_runtime(
+def test_every_text_has_the_ids_of_the_python_runtime(
     host: Host, toy: Toy, library: list[object], tmp_path: Path
 ) -> None:
     folder = export(tmp_path / "export", toy, tokenizer=byte_tokenizer(bos=True))
@@ -146,9 +147,7 @@ def change_json(source: Path, target: Path, name: str, data: Any) -> Path:
     return target
 
 
-def test_ends_and_beginnings_that_only_the_tokenizer_states_count(
-    host: Host, library: list[object], tmp_path: Path
-) -> None:
+def test_bos_and_eos_of_the_tokenizers_configuration_count(host: Host, library: list[object], tmp_path: Path) -> None:
     toy = Toy.script([*byte_ids("ab"), EOS, *byte_ids("c")], prompt_tokens=1)
     silent = rewritten(export(tmp_path / "export", toy), tmp_path / "silent", lambda _: None, config={})
     for number, config in enumerate(
@@ -175,7 +174,7 @@ def test_stop_strings_of_the_model_need_a_tokenizer(host: Host, library: list[ob
         "--tokenizer-library\n"  # fmt: skip
 
 
-def test_a_library_that_does_not_tokenise_is_refused(
+def test_a_library_without_the_interface_is_refused(
     host: Host, ort_library: Path, folders: dict[str, Path], library: list[object], tmp_path: Path
 ) -> None:
     fails(host(folders["concat"], "--tokenizer-library", "/nowhere.so", 50), 1, "/nowhere.so")

@@ -1,4 +1,4 @@
-"""The other end of tokenizers_stand_in.cpp: answers its calls with the tokenizers package."""
+"""Answers the calls of tokenizers_stand_in.cpp with the tokenizers package."""
 
 from __future__ import annotations
 

@@ -1,42 +1,36 @@
-"""Every family in every lowering agrees with torch for any chunks, batches and padding."""
+"""Every family, in every lowering, agrees with torch for all chunks, batches and paddings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 import torch
 
+from tests.support.lowerings import CONTEXT, LOWERINGS, copy_of, driver_of, lowered
 from tests.support.tiny_models import FAMILIES, WINDOW, make_model
-from topw_deploy.export.graft.last_token import last_logits
-from topw_deploy.export.lowering import Lowered, lower
-from topw_deploy.export.trace.trace import TracedDecoder, marker_nodes, trace
+from topw_deploy.export.lowering import lower
+from topw_deploy.export.trace.marker import marker_nodes
+from topw_deploy.export.trace.trace import TracedDecoder, trace
 from topw_deploy.export.verification import worker
-from topw_deploy.export.verification.cache_drivers import CacheDriver, cache_driver
-from topw_deploy.manifest import Check, DecoderInfo, load_manifest
+from topw_deploy.export.verification.cache_drivers import CacheDriver
+from topw_deploy.manifest import Check, load_decoder_manifest
 
-FLOAT32 = 1e-4  # the guaranteed bound; measured differences are below 3e-6
-LENGTHS = (7, 90, 1, 40)  # the longest is ten sliding windows
-CONTEXT = 256
-LOWERINGS = {
-    "concat": {"kv": "concat", "target": "onnxruntime"},
-    "group_query": {"kv": "static", "target": "onnxruntime"},
-    "scatter": {"kv": "static", "target": "tensorrt", "max_length": 0},
-}
-# Families whose queries and keys GroupQueryAttention rotates; the others have heads of 8 numbers.
-TURNED_INSIDE = {"llama_untied", "qwen2", "qwen3", "phi3", "mistral"}
-PACKED = {"llama_untied", "qwen2", "phi3", "mistral", "gpt2"}
+FLOAT32 = 1e-4  # what an export promises; measured differences are below 3e-6
+LENGTHS = (7, 90, 1, 40)  # the longest passes the sliding window ten times over
+# Families that GroupQueryAttention rotates itself; the others have heads of 8 numbers.
+ROTATED_INSIDE = {"llama_untied", "qwen2", "qwen3", "phi3", "mistral"}
+FUSED = {"llama_untied", "qwen2", "phi3", "mistral", "gpt2"}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Sequences of token ids, and torch's logits [tokens, vocab] of each."""
+    """sequences: token ids. logits: torch's [tokens, vocab] for each alone."""
 
     sequences: Sequence[np.ndarray]
     logits: Sequence[np.ndarray]
@@ -56,32 +50,6 @@ def traced(family: str) -> TracedDecoder:
     return trace(make_model(family))
 
 
-def lowered(family: str, lowering: str) -> tuple[TracedDecoder, Lowered]:
-    """A lowered copy of the trace."""
-    decoder = replace(traced(family), model=traced(family).model.clone())
-    return decoder, lower(decoder, context_length=CONTEXT, **LOWERINGS[lowering])
-
-
-def driver_of(decoder: TracedDecoder, form: Lowered) -> CacheDriver:
-    graph = decoder.model.graph
-    last = last_logits(graph)
-    last.name = "last"
-    graph.outputs.append(last)
-    info = DecoderInfo(
-        model_type="tiny",
-        kv_form=form.kv_form,
-        num_layers=len(decoder.head_dim),
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        kv_dtype="float",
-        context_length=CONTEXT,
-        left_padding=True,
-        ragged_chunks=form.ragged_chunks,
-    )
-    model = ir.to_proto(decoder.model).SerializeToString()
-    return cache_driver(ort.InferenceSession(model, providers=["CPUExecutionProvider"]), info, "last")
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -94,7 +62,7 @@ def lowering(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def driver(family: str, lowering: str) -> CacheDriver:
-    return driver_of(*lowered(family, lowering))
+    return driver_of(*lowered(traced(family), lowering))
 
 
 def padded(sequences: Sequence[np.ndarray], side: str) -> tuple[np.ndarray, np.ndarray]:
@@ -106,8 +74,9 @@ def padded(sequences: Sequence[np.ndarray], side: str) -> tuple[np.ndarray, np.n
     return ids, mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [[90], [1] * 90, [30, 20, 39, 1]], ids=["prefill", "decode", "chunks"])
-def test_one_sequence_agrees_with_torch_however_it_is_cut(driver: CacheDriver, family: str, chunks: list[int]) -> None:
+def test_one_sequence_agrees_with_torch_for_all_chunks(driver: CacheDriver, family: str, chunks: list[int]) -> None:
     ids, wanted = wanted_of(family).sequences[1], wanted_of(family).logits[1]
     driver.start(1)
     end = 0
@@ -147,11 +116,11 @@ def test_rows_padded_on_the_right_continue_after_a_gap(driver: CacheDriver, fami
             np.testing.assert_allclose(found[row], rows[-1], atol=FLOAT32)
 
 
-def test_the_form_is_what_was_asked_for(family: str, lowering: str) -> None:
-    decoder, form = lowered(family, lowering)
+def test_inputs_and_operators_are_those_of_the_lowering(family: str, lowering: str) -> None:
+    decoder, form = lowered(traced(family), lowering)
     kinds = [node.op_type for node in decoder.model.graph]
     inputs = {value.name for value in decoder.model.graph.inputs if not (value.name or "").startswith("past")}
-    assert (form.notice is None) == (lowering != "scatter")  # the notice names what NVIDIA's parser needs
+    assert (form.notice is None) == (lowering != "scatter")  # whose notice says what NVIDIA's parser needs
     if lowering == "concat":
         assert (form.kv_form, form.ragged_chunks, form.buffer_step) == ("concat", True, 0)
         assert inputs - {"position_ids"} == {"input_ids", "attention_mask"}
@@ -163,12 +132,11 @@ def test_the_form_is_what_was_asked_for(family: str, lowering: str) -> None:
     if lowering == "group_query":
         assert (form.attention, form.ragged_chunks, form.buffer_step) == ("GroupQueryAttention", False, 0)
         assert kinds.count("GroupQueryAttention") == layers
-        assert kinds.count("RotaryEmbedding") == (0 if family in TURNED_INSIDE | {"gpt2"} else 2 * layers)
-        packed = [n for n in decoder.model.graph if n.op_type == "GroupQueryAttention" and n.inputs[1] is None]
-        assert len(packed) == (layers if family in PACKED else 0)
-        assert sum(kind.startswith("Skip") for kind in kinds) == 2 * layers + (
-            family == "gpt2"
-        )  # its positions are added, too
+        assert kinds.count("RotaryEmbedding") == (0 if family in ROTATED_INSIDE | {"gpt2"} else 2 * layers)
+        fused = [n for n in decoder.model.graph if n.op_type == "GroupQueryAttention" and n.inputs[1] is None]
+        assert len(fused) == (layers if family in FUSED else 0)
+        position_sum = family == "gpt2"  # adds its positions, too
+        assert sum(kind.startswith("Skip") for kind in kinds) == 2 * layers + position_sum
     else:
         assert (form.attention, form.ragged_chunks, form.buffer_step) == ("Attention", True, 64)
         assert kinds.count("TensorScatter") == 2 * layers
@@ -176,16 +144,15 @@ def test_the_form_is_what_was_asked_for(family: str, lowering: str) -> None:
         assert decoder.model.opset_imports[""] == 24
 
 
+@pytest.mark.long
 def test_every_check_of_the_verification_passes(
     family: str, exported: Callable[[str], Path], checkpoint: Callable[[str], Path]
 ) -> None:
     folder = exported(family)
     task = {"folder": str(folder), "checkpoint": str(checkpoint(family))}
     results = list(worker.run(task))
-    decoder = load_manifest(folder).decoder
-    assert decoder is not None
     assert all(isinstance(result, Check) and result.passed for result in results), results
-    assert len(results) == (11 if decoder.kv_form == "static" else 10)
+    assert len(results) == (11 if load_decoder_manifest(folder).decoder.kv_form == "static" else 10)
     assert max(r.difference for r in results if isinstance(r, Check) and r.name.endswith("logits")) <= FLOAT32
 
 
@@ -198,11 +165,11 @@ def test_each_layer_leaves_one_marker_with_its_window_and_cap() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("window", ir.AttrInt64("window", 0)), ("softcap", ir.AttrFloat32("softcap", 0.0))]
 )
-def test_a_graph_without_its_window_or_cap_would_be_noticed(lowering: str, name: str, value: ir.Attr) -> None:
+def test_losing_the_window_or_the_cap_would_fail(lowering: str, name: str, value: ir.Attr) -> None:
     """Losing either changes the logits far beyond the bound."""
     outputs = []
     for lose in (False, True):
-        decoder = replace(traced("gemma2"), model=traced("gemma2").model.clone())
+        decoder = copy_of(traced("gemma2"))
         for node in marker_nodes(decoder.model.graph):
             if lose:
                 node.attributes[name] = value

@@ -63,6 +63,7 @@ def test_wrong_statistics_are_noticed(tmp_path: Path, foreign_decoder: Path, mon
         export(foreign_decoder, tmp_path / "out", verify=True)
 
 
+@pytest.mark.slow
 def test_nan_weights_fail_the_check_of_logits(tmp_path: Path) -> None:
     model = make_model("llama_tied")
     model.model.layers[0].mlp.down_proj.weight.data[0, 0] = float("nan")

@@ -90,6 +90,7 @@ def test_a_model_without_causal_attention_is_named(tmp_path: Path, config: objec
         export(folder, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_an_architecture_that_cannot_be_traced_is_named_without_colours(tmp_path: Path) -> None:
     config = FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     folder = write_checkpoint(tmp_path / "in", config)
@@ -115,6 +116,7 @@ def test_missing_weights_are_refused(tmp_path: Path, checkpoint: Callable[[str],
         export(folder, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_table_with_too_few_rows_is_refused(tmp_path: Path) -> None:
     def shorten(model: ir.Model) -> None:
         table = next(n for n in model.graph if n.op_type == "Gather" and n.inputs[0].const_value is not None).inputs[0]

@@ -20,7 +20,7 @@ def kernel(emulated_library: Path) -> DeviceKernel:  # noqa: F811
 
 @pytest.fixture(scope="session")
 def host() -> Path:
-    """The Python of a GPU host, with its versions; nothing of this project is installed there."""
+    """A Python with the package versions of a GPU host, without this project."""
     python = ROOT / ".venv-host" / "bin" / "python"
     if not (ROOT / ".venv-host" / "ready.stamp").is_file():
         reason = f"{python.parents[1]} is not ready; `make host` makes it"

@@ -1,4 +1,4 @@
-"""ELF files with fat binaries, as small as the reader of `benchmarks.gpu.packing.fatbin` takes them."""
+"""Minimal ELF files with fat binaries, for `benchmarks.gpu.packing.fatbin`."""
 
 from __future__ import annotations
 

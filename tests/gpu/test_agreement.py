@@ -1,4 +1,4 @@
-"""The checks of the GPU command on the emulated kernels: that they pass, and that they can fail."""
+"""The checks of the GPU command pass on the emulated kernels, and fail on wrong answers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def table(kernel: DeviceKernel) -> DeviceTable:
     return agreement.table_on(kernel, VOCAB, HIDDEN)
 
 
-def test_the_mixed_rows_take_every_way(kernel: DeviceKernel, table: DeviceTable) -> None:
+@pytest.mark.slow
+def test_the_mixed_rows_reach_every_stage(kernel: DeviceKernel, table: DeviceTable) -> None:
     step = agreement.step_of(kernel, 24, 1, table)
     step.launch()
     assert {STAGES[stage] for stage in step.samples().reports["stage"]} == set(STAGES)
 
 
-def test_rows_answer_the_same_again_and_alone(kernel: DeviceKernel, table: DeviceTable) -> None:
+def test_rows_have_the_same_answers_again_and_alone(kernel: DeviceKernel, table: DeviceTable) -> None:
     assert agreement.unequal_repeats(kernel, table, 6, 2) == []
     assert agreement.unequal_alone(kernel, table, 6) == []
 
@@ -54,7 +55,7 @@ def test_a_repeat_that_differs_is_named(
 
 
 @pytest.mark.parametrize("metric", ["cosine", "mahalanobis"])
-def test_statistics_on_the_device_are_those_of_the_definition(metric: str) -> None:
+def test_statistics_on_the_device_equal_the_definition(metric: str) -> None:
     rows = random_rows(300, HIDDEN, torch.device("cpu"))
     for found, wanted in zip(statistics(rows, metric), embedding_statistics(rows.numpy(), metric), strict=True):
         np.testing.assert_allclose(found.numpy(), wanted.astype(np.float32), rtol=1e-6, atol=1e-8)
@@ -71,12 +72,13 @@ def test_the_bound_is_below_the_nearest_distance_and_close_to_it(metric: str) ->
     distances[np.arange(3), ids.numpy()] = np.inf
     nearest = distances.min(axis=1)
     assert (bound[ids.numpy()] <= nearest).all()
-    np.testing.assert_allclose(bound[ids.numpy()], nearest, rtol=2e-3)  # it gives up a thousandth
+    np.testing.assert_allclose(bound[ids.numpy()], nearest, rtol=2e-3)  # the bound is 0.1 % lower
     assert np.flatnonzero(bound).tolist() == ids.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_rows_of_the_shape_that_ships_are_judged_by_the_reference(kernel: DeviceKernel, dtype: str) -> None:
+def test_rows_of_the_shipped_shape_are_compared_with_the_reference(kernel: DeviceKernel, dtype: str) -> None:
     rows = random_rows(VOCAB, HIDDEN, kernel.device)
     verdict = shipped_rows.compare(kernel, rows, "cosine", dtype, (1, 4), None)
     assert verdict.wrong == []
@@ -84,7 +86,7 @@ def test_rows_of_the_shape_that_ships_are_judged_by_the_reference(kernel: Device
     assert set(verdict.stages) >= {"certified: candidates", "open: geometry", "invalid: invalid"}
 
 
-def test_a_wrong_answer_at_the_shape_that_ships_is_noticed(kernel: DeviceKernel) -> None:
+def test_a_wrong_answer_at_the_shipped_shape_is_noticed(kernel: DeviceKernel) -> None:
     options, rows = TopWOptions(metric="cosine"), random_rows(VOCAB, HIDDEN, kernel.device)
     drawn = shipped_rows.rows_of(["certified", "edited"], VOCAB, "float32", 1)
     table = table_of(rows, "cosine")
@@ -97,7 +99,7 @@ def test_a_wrong_answer_at_the_shape_that_ships_is_noticed(kernel: DeviceKernel)
     assert [line.split(": ")[1].split(";")[0] for line in verdict.wrong] == ["token", "token"]
 
 
-def test_random_rows_go_on_from_the_chunks_that_are_recorded(
+def test_random_rows_continue_after_the_recorded_chunks(
     emulated_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "_CHUNK", 60)
@@ -105,7 +107,7 @@ def test_random_rows_go_on_from_the_chunks_that_are_recorded(
     whole = check.random_rows(job)
     kept = []
     job.keep = kept.append
-    job.end = 0.0  # the time is over before it begins, so there is one chunk
+    job.end = 0.0  # no time left, so there is one chunk
     first = check.random_rows(job)
     assert first.partial
     assert first.data["rows"] == kept[0]["rows"] == 60

@@ -1,4 +1,4 @@
-"""What each component takes of its packages, with small wheels of the same layout in the place of the index's."""
+"""The files each component packs, from small wheels with the layout of the real ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scratch(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Have the index serve these requirements, each a wheel of these files; what else is fetched has no files."""
+    """Serve these requirements, each a wheel of these files; other wheels are empty."""
 
     def put(served: Mapping[str, Mapping[str, bytes]]) -> None:
         def fetch(requirement: str, host: Host, into: Path) -> Path:
@@ -63,7 +63,7 @@ def onnxruntime_wheel(provider: bytes) -> dict[str, bytes]:
     }
 
 
-def test_of_onnxruntime_what_sessions_load_is_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
+def test_only_what_sessions_load_of_onnxruntime_is_packed(serve: Serve, tmp_path: Path, scratch: Path) -> None:
     serve({"onnxruntime-gpu": onnxruntime_wheel(FOR_90)})
     packed = onnxruntime_gpu.stage(tmp_path / "tree", scratch, HOST)
     assert names(tmp_path / "tree") == {
@@ -155,6 +155,7 @@ def nvcc() -> None:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nvcc")
 def test_flashinfers_samplers_are_compiled_and_their_sources_left_out(
     serve: Serve, tmp_path: Path, scratch: Path
@@ -173,9 +174,7 @@ def test_flashinfers_samplers_are_compiled_and_their_sources_left_out(
 
 
 @pytest.mark.usefixtures("nvcc")
-def test_sources_that_do_not_compile_are_told_with_the_compilers_words(
-    serve: Serve, tmp_path: Path, scratch: Path
-) -> None:
+def test_a_compile_error_is_reported_with_the_compilers_message(serve: Serve, tmp_path: Path, scratch: Path) -> None:
     serve(flashinfer_wheels(b"this is no C++\n"))
     with pytest.raises(BenchmarkError, match=r"(?s)^nvcc does not compile sampling\.so: .*error"):
         flashinfer.stage(tmp_path / "tree", scratch, HOST)
@@ -187,7 +186,7 @@ def test_without_nvcc_flashinfer_is_not_packed(tmp_path: Path, scratch: Path, mo
         flashinfer.stage(tmp_path / "tree", scratch, HOST)
 
 
-def test_what_is_no_wheel_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_wheel_is_refused(tmp_path: Path) -> None:
     (tmp_path / "it-1.0-py3-none-any.whl").write_bytes(b"not a zip file")
     with pytest.raises(BenchmarkError, match=r"^it-1\.0-py3-none-any\.whl is no wheel"):
         wheels.unzip(tmp_path / "it-1.0-py3-none-any.whl", tmp_path / "out")

@@ -17,7 +17,7 @@ CALLED = ("cuMemAlloc", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8Async")
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> dict[str, str]:
-    """Where the stand-in is found as the driver."""
+    """An environment where the double is found as the driver."""
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("driver_stand_in.cpp")
     compile_native.run(
@@ -36,7 +36,7 @@ def test_the_rows_for_the_sanitizer_reach_the_device_through_the_driver(
 
 
 @pytest.mark.parametrize(("stream", "said"), [(0, "[0, 0, 7]"), (1 << 40, "[0, 0, 7]"), (3, "CUDA error 400")])
-def test_the_memset_that_is_measured_is_the_drivers(environment: dict[str, str], stream: int, said: str) -> None:
+def test_the_measured_memset_is_the_drivers(environment: dict[str, str], stream: int, said: str) -> None:
     code = (
         "import numpy as np\nfrom benchmarks.gpu.measure import memset\nblock = np.full(3, 7, np.uint8)\n"
         f"memset(block.ctypes.data, 2, {stream})\nprint(block.tolist())"

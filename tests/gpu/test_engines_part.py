@@ -37,7 +37,7 @@ def steps(job: Job) -> dict[str, Step]:
 
 @pytest.fixture
 def found_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT is importable: a double is in sys.modules without being in any folder."""
+    """Make the double of TensorRT in sys.modules look importable."""
     monkeypatch.setattr(engines, "find_spec", lambda name: name if name == "tensorrt" else None)
     monkeypatch.setattr(models, "find_spec", lambda name: None)  # it has no file
 
@@ -62,18 +62,18 @@ def test_an_engine_is_built_in_a_copy_and_draws_the_recorded_tokens(
 
 
 @pytest.mark.usefixtures("found_here", "trt")
-def test_tokens_before_a_build_say_what_is_missing(job: Job) -> None:
+def test_tokens_without_a_build_name_what_is_missing(job: Job) -> None:
     with pytest.raises(MissingError, match="the step before this one builds it"):
         steps(job)["toy, plugin, tokens"].run(job)
 
 
 @pytest.mark.usefixtures("found_here")
-def test_a_build_that_is_refused_fails_with_its_sentence(job: Job, trt: TensorRT) -> None:  # noqa: F811
+def test_a_refused_build_fails_with_its_message(job: Job, trt: TensorRT) -> None:  # noqa: F811
     trt.refuses = "no such operator"
     assert "no such operator" in steps(job)["toy, plugin, build"].run(job).failed
 
 
-def test_without_tensorrt_nothing_is_run_and_the_step_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorrt_nothing_is_run_and_the_step_reports_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     (step,) = engines.steps(job)
     result = step.run(job)
@@ -81,14 +81,14 @@ def test_without_tensorrt_nothing_is_run_and_the_step_says_so(job: Job, monkeypa
     assert "no engine was built or run; bring pack-tensorrt-*.tar.xz" in result.absent[0]
 
 
-def test_without_a_folder_for_tensorrt_the_step_says_so(tmp_path: Path) -> None:
+def test_without_a_folder_for_tensorrt_the_step_reports_it(tmp_path: Path) -> None:
     toy = export(tmp_path / "toy", Toy.random(1), form="scatter")
     job = Job(tmp_path / "out", tmp_path / "none.so", folders=[str(toy)])
     (step,) = engines.steps(job)
     assert "there is no model exported for TensorRT" in step.run(job).absent[0]
 
 
-def test_why_tensorrt_was_not_packed_is_said_where_it_is_missed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_why_tensorrt_was_not_packed_is_reported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     job.packed.mkdir(parents=True)
     index = {"format": 1, "archives": [], "components": {}, "absent": {"tensorrt": "it has no code for sm_90."}}
@@ -98,9 +98,7 @@ def test_why_tensorrt_was_not_packed_is_said_where_it_is_missed(job: Job, monkey
 
 
 @pytest.mark.usefixtures("found_here")
-def test_a_rehearsal_without_a_gpu_says_that_engines_are_not_rehearsed(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rehearsal_without_a_gpu_reports_that_no_engine_is_built(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "look", lambda: driver.Driver(None, (), "there is no NVIDIA driver"))
     (step,) = engines.steps(job)
     expected = "no engine is built in a rehearsal without a GPU: there is no NVIDIA driver"

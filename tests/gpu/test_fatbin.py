@@ -38,7 +38,7 @@ def test_code_for_other_gpus_is_zeroed_and_the_wanted_one_stays(tmp_path: Path) 
     assert after.count(WANTED) == 2
     assert not any(payload in after for payload in (OLD, NEW, TEXT))
     assert len(after) == len(before)
-    assert fat_binaries(after) == fat_binaries(before)  # headers, sizes and offsets are what they were
+    assert fat_binaries(after) == fat_binaries(before)  # headers, sizes and offsets are unchanged
     assert b"machine code of the processor" in after
     assert b"numbers" in after
 
@@ -58,7 +58,7 @@ def test_only_payloads_of_other_gpus_change(tmp_path: Path) -> None:
     assert changed <= others
 
 
-def test_looking_changes_nothing(tmp_path: Path) -> None:
+def test_a_survey_does_not_change_the_file(tmp_path: Path) -> None:
     path = library(tmp_path)
     before = path.read_bytes()
     assert survey(path, 90) == keep_only(path, 90)
@@ -88,7 +88,7 @@ def test_the_driver_would_choose_what_is_kept(sm: int, wanted: list[str]) -> Non
     assert [code.label for code in chosen(entries, sm)] == wanted
 
 
-def test_a_library_without_code_for_the_gpu_says_so(tmp_path: Path) -> None:
+def test_a_library_without_code_for_the_gpu_is_reported(tmp_path: Path) -> None:
     kept = survey(library(tmp_path), 75)
     assert (kept.kept, kept.without) == ({}, 2)
 
@@ -112,7 +112,7 @@ def test_a_library_without_gpu_code_has_none() -> None:
         (elf([(".nv_fatbin", fat_binary(entry(CUBIN, 90, WANTED)[:-8]))]), "this layout is not known"),
     ],
 )
-def test_a_broken_file_is_refused_in_a_sentence_and_left_alone(tmp_path: Path, content: bytes, reason: str) -> None:
+def test_a_broken_file_is_refused_and_not_changed(tmp_path: Path, content: bytes, reason: str) -> None:
     path = tmp_path / "libbroken.so"
     path.write_bytes(content)
     with pytest.raises(BenchmarkError, match=rf"^libbroken\.so: .*{reason}"):
@@ -141,7 +141,7 @@ def test_a_library_of_nvcc_keeps_the_code_of_one_gpu(tmp_path: Path) -> None:
 
 
 def payloads(path: Path) -> dict[str, bytes]:
-    """The payloads by architecture, one behind the other: nvcc's linking step makes a fat binary of its own."""
+    """The concatenated payloads by architecture: nvcc's linking step adds a fat binary."""
     data, found = path.read_bytes(), dict[str, bytes]()
     for entries in fat_binaries(data):
         for code in entries:

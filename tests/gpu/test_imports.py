@@ -35,7 +35,7 @@ def test_the_parent_imports_the_standard_library_alone() -> None:
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if find_spec(f"benchmarks.gpu.{part}")])
-def test_a_part_lists_its_steps_without_importing_anything(part: str) -> None:
+def test_a_part_lists_its_steps_with_the_standard_library_alone(part: str) -> None:
     listing = (
         "from pathlib import Path\nfrom benchmarks.gpu.job import Job, steps_of\n"
         f"assert steps_of({part!r}, Job(Path('out'), Path('out/library.so')))"
@@ -44,6 +44,7 @@ def test_a_part_lists_its_steps_without_importing_anything(part: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_steps_on_the_kernels_need_numpy_and_torch_alone() -> None:
     modules = ", ".join(f"benchmarks.gpu.{module}" for module in MODULES_OF_STEPS)
     done = import_without((*EXPORTERS, *NOT_ON_THE_HOST), f"import {modules}, fuzz.cuda")

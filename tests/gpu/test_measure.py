@@ -1,4 +1,4 @@
-"""How steps are measured: which sides are what they say, and differences within a round."""
+"""Timing of steps: sides measure what they claim, and differences are taken within a round."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_a_difference_is_taken_round_by_round() -> None:
     assert "| added | " in " ".join(times.table(1e9).split())
 
 
-def test_a_graph_walks_over_all_copies() -> None:
+def test_a_graph_uses_all_copies_in_turn() -> None:
     walked: list[int] = []
     side = rotating([lambda number=number: walked.append(number) for number in range(3)])
     measured({"cold": Timed(side, copies=3)}, 1, 4, CPU)
     assert walked[-6:] == [walked[-6], *[(walked[-6] + i) % 3 for i in range(1, 6)]]
 
 
-def test_rows_that_are_not_certified_are_not_measured_as_such(kernel: DeviceKernel) -> None:
+def test_uncertified_rows_are_not_measured_as_certified(kernel: DeviceKernel) -> None:
     logits = logits_on(CPU, 2, 500)
     certified_step(kernel, logits)
     logits[1, 7] = torch.nan
@@ -57,7 +57,7 @@ def test_rows_that_need_no_distance_are_not_measured_as_open(kernel: DeviceKerne
         describe(step.samples())
 
 
-def test_the_sides_leave_the_control_memory_zero(kernel: DeviceKernel) -> None:
+def test_the_sides_zero_the_control_memory(kernel: DeviceKernel) -> None:
     logits = logits_on(CPU, 2, REHEARSED.vocab)
     sides = certified.top_w_sides(kernel, logits, REHEARSED)
     for timed in sides.values():
@@ -67,7 +67,7 @@ def test_the_sides_leave_the_control_memory_zero(kernel: DeviceKernel) -> None:
     assert again.samples().certified.all()
 
 
-def test_flashinfers_samplers_stand_beside_top_w_where_the_package_is(
+def test_flashinfers_samplers_are_timed_beside_top_w_if_installed(
     emulated_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: object) -> None:
@@ -88,7 +88,7 @@ def test_flashinfers_samplers_stand_beside_top_w_where_the_package_is(
     assert found.table.count("launched, not captured: operation not permitted") == 2
 
 
-def test_without_flashinfer_the_step_says_so(emulated_library: Path, tmp_path: Path) -> None:
+def test_without_flashinfer_the_step_reports_it(emulated_library: Path, tmp_path: Path) -> None:
     found = speed.flashinfer(Job(tmp_path, emulated_library, rehearse=True), 2)
     assert "FlashInfer is not here" in found.absent[0]
 
@@ -99,7 +99,7 @@ def test_zeroing_zeroes() -> None:
     assert not block.any()
 
 
-def test_open_sides_say_what_they_took(kernel: DeviceKernel) -> None:
+def test_open_sides_report_their_work(kernel: DeviceKernel) -> None:
     from benchmarks.gpu.tables import random_rows
 
     sides = open_rows.sides(kernel, random_rows(600, 16, CPU), "mahalanobis", 1, 200)

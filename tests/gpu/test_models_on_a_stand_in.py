@@ -17,6 +17,8 @@ from tests.cuda_provider.conftest import cuda_library, python, stand_in  # noqa:
 
 from .packed_demo import demo_folder, packed_demo  # noqa: F401  # fixtures
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys
@@ -42,7 +44,7 @@ def answers(
         "PATH": os.environ["PATH"],
         "LD_LIBRARY_PATH": str(stand_in),
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        "ORT_ENABLE_XQA": "0",  # asks the device what its code needs, which the stand-in has not
+        "ORT_ENABLE_XQA": "0",  # queries the device code, which the stand-in lacks
     }
     done = subprocess.run(
         [str(python), "-c", SCRIPT, str(out), str(cuda_library), str(folder)],
@@ -53,7 +55,7 @@ def answers(
     return found
 
 
-def test_the_cpu_draws_what_was_recorded(answers: dict[str, Any]) -> None:
+def test_the_cpu_draws_the_recorded_tokens(answers: dict[str, Any]) -> None:
     failed, absent, data = answers["float16-gqa, cpu"]
     assert (failed, absent) == ("", [])
     assert (data["provider"], data["equal"], data["sequences"]) == ("CPUExecutionProvider", 6, 6)
@@ -68,7 +70,7 @@ def test_a_way_on_cuda_opens_is_timed_and_its_wrong_tokens_fail(answers: dict[st
     assert [len(times) for times in data["ms_per_token"].values()] == [1, 1]
 
 
-def test_a_way_that_refuses_is_recorded_with_the_errors_sentence(answers: dict[str, Any]) -> None:
+def test_a_way_that_fails_to_open_is_recorded_with_the_error(answers: dict[str, Any]) -> None:
     failed, _, data = answers["float16-gqa, cuda, the file's function"]
-    assert "cuDNN is unavailable" in failed  # which the function's reductions need, and the stand-in lacks
+    assert "cuDNN is unavailable" in failed  # needed by the function's reductions; the stand-in has none
     assert data == {}

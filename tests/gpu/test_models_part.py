@@ -1,4 +1,4 @@
-"""The part `models`: what a rehearsal runs on the CPU, what it says where it cannot, and when tokens are wrong."""
+"""The part `models` in a rehearsal on the CPU: its steps, absences and wrong tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from topw_deploy.sampling import TopWOptions
 
 from .packed_demo import packed_demo  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.long
+
 REQUESTS = tokens.requests(seeds=1, tokens=12)
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a decoder with a cache of 128 tokens and what the CPU draws with it beside it."""
+    """A folder with a cache of 128 tokens, and the CPU's tokens recorded beside it."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
     tokens.record(folder, REQUESTS)
@@ -71,7 +73,7 @@ def test_a_step_is_repeated_when_the_folder_or_its_tokens_change(job: Job, expor
     assert changed != before == inputs()
 
 
-def test_without_an_onnxruntime_for_cuda_the_step_says_so_and_what_to_bring(job: Job) -> None:
+def test_without_an_onnxruntime_for_cuda_the_step_names_what_to_bring(job: Job) -> None:
     job.rehearse = False
     (cuda,) = [step for step in models.steps(job) if step.name == "toy, cuda"]
     result = cuda.run(job)
@@ -88,13 +90,13 @@ def test_without_kernels_the_step_fails(job: Job, monkeypatch: pytest.MonkeyPatc
         cuda.run(job)
 
 
-def test_without_folders_the_part_says_so(tmp_path: Path) -> None:
+def test_without_folders_the_part_reports_it(tmp_path: Path) -> None:
     (step,) = models.steps(Job(tmp_path, tmp_path / "none.so"))
     (sentence,) = step.run(Job(tmp_path, tmp_path / "none.so")).absent
     assert "no model was run: bring pack-folders-*.tar.xz" in sentence
 
 
-def test_packed_folders_are_run_when_their_last_archive_is_there(
+def test_packed_folders_are_run_once_all_archives_are_there(
     packed_demo: list[Path], tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     job = Job(tmp_path, tmp_path / "none.so")
@@ -104,7 +106,7 @@ def test_packed_folders_are_run_when_their_last_archive_is_there(
     assert [folder.name for folder in models.folders(job)] == ["float16-gqa"]
 
 
-def test_a_way_that_is_refused_fails_with_the_sentence_of_the_runtime(job: Job, exported: Path) -> None:
+def test_a_refused_way_fails_with_the_runtimes_message(job: Job, exported: Path) -> None:
     result = ways.run(exported, Way({"provider": "cuda"}), job)
     assert "this onnxruntime" in result.failed
     assert "was built without 'cuda'" in result.failed
@@ -162,5 +164,5 @@ def test_a_difference_is_counted_from_its_first_step() -> None:
         ((1,) * 26, False, True),
     ],
 )
-def test_rounding_is_told_from_a_wrong_model(steps: tuple[int, ...], float32: bool, fails: bool) -> None:
+def test_rounding_is_distinguished_from_a_wrong_model(steps: tuple[int, ...], float32: bool, fails: bool) -> None:
     assert bool(ways.wrong(tokens.Difference(100, steps), float32)) == fails

@@ -20,12 +20,14 @@ from topw_deploy.runtime import TopWModel
 
 from .packed_demo import packed_demo  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.long
+
 HOST = Host(90, "3.12")
 LIMIT = 200_000
 
 
 def write_tree(root: Path) -> dict[str, bytes]:
-    """Small texts, a file that no archive below LIMIT holds whole, a library with a link; their contents by name."""
+    """Write small texts, a file above LIMIT, and a library with a link; returns contents by name."""
     noise = random.Random(5)
     files = {f"part/small-{i}.txt": f"text {i}\n".encode() * 50 for i in range(30)}
     files["part/large.bin"] = noise.randbytes(700_000)
@@ -43,7 +45,7 @@ def tar_names(path: Path) -> list[str]:
     return subprocess.run(["tar", "-tJf", path], check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def test_no_archive_is_above_the_limit_and_each_is_what_the_index_says(tmp_path: Path) -> None:
+def test_no_archive_exceeds_the_limit_and_each_matches_the_index(tmp_path: Path) -> None:
     write_tree(tmp_path / "tree")
     written = archives.write(tmp_path / "tree", tmp_path, "pack-part", LIMIT)
     assert len(written.archives) >= 5
@@ -65,7 +67,7 @@ def test_only_a_file_above_the_limit_is_sliced(tmp_path: Path) -> None:
     assert sorted(names) == sorted(expected)
 
 
-def test_archives_are_the_same_for_the_same_files(tmp_path: Path) -> None:
+def test_the_same_files_give_the_same_archives(tmp_path: Path) -> None:
     write_tree(tmp_path / "tree")
     first = archives.write(tmp_path / "tree", tmp_path, "first", LIMIT)
     for path in (tmp_path / "tree").rglob("*.txt"):
@@ -74,7 +76,7 @@ def test_archives_are_the_same_for_the_same_files(tmp_path: Path) -> None:
     assert [a["sha256"] for a in first.archives] == [a["sha256"] for a in second.archives]
 
 
-def test_a_limit_that_holds_no_frame_is_refused(tmp_path: Path) -> None:
+def test_too_small_a_limit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match=r"^the limit is 1000 bytes, but must be at least 65536"):
         archives.write(tmp_path, tmp_path, "pack", 1000)
 
@@ -91,12 +93,12 @@ def refuse(tree: Path, scratch: Path, host: Host) -> Packed:
 
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Components that need no network: one of the files above, one that cannot be packed."""
+    """Replace the components: one has the files above, one cannot be packed."""
     monkeypatch.setattr(command, "_PACKAGES", {"onnxruntime": stage_tree, "tensorrt": refuse})
 
 
 @pytest.mark.usefixtures("staged")
-def test_the_index_names_what_was_packed_and_what_was_not_and_why(tmp_path: Path) -> None:
+def test_the_index_lists_packed_and_absent_components(tmp_path: Path) -> None:
     assert command.pack(tmp_path, ["tensorrt", "onnxruntime"], LIMIT, HOST) == 1
     index = json.loads((tmp_path / INDEX).read_text(encoding="utf-8"))
     assert index["absent"] == {"tensorrt": "libthing.so has code for sm_120, none for sm_90."}
@@ -123,12 +125,12 @@ def test_a_folder_with_other_files_is_not_cleared(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").is_file()
 
 
-def test_a_size_that_is_none_is_a_sentence(tmp_path: Path) -> None:
+def test_an_invalid_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"^the size is 'much'"):
         command.main(["--limit", "much", "--into", str(tmp_path / "pack")])
 
 
-def test_a_package_that_the_index_lacks_is_told_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_pips_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pip(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert "--no-deps" in words
         assert words[words.index("--python-version") + 1] == "3.12"

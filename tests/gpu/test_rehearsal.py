@@ -14,6 +14,8 @@ from tests.plugins.cuda import tools
 
 from .packed_demo import packed_demo  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -60,7 +62,7 @@ def test_the_kernels_were_compiled_by_nvcc(rehearsed: tuple[Path, subprocess.Com
     assert found["build/resources"]["data"]["kernels"]["geometry"]["registers"] > 0
 
 
-def test_no_figure_can_be_taken_for_a_gpus(rehearsed: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_every_figure_is_marked_as_a_rehearsals(rehearsed: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, done = rehearsed
     assert "REHEARSAL" in json.loads((out / "results.json").read_text())["rehearsal"]
     tables = (out / "results.md").read_text()
@@ -70,13 +72,13 @@ def test_no_figure_can_be_taken_for_a_gpus(rehearsed: tuple[Path, subprocess.Com
     assert "REHEARSAL" in done.stderr
 
 
-def test_what_is_not_there_is_said_loudly(rehearsed: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_absences_are_reported_first(rehearsed: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out, done = rehearsed
     for said in (done.stderr, done.stdout, (out / "results.md").read_text()):
         assert "FlashInfer is not here" in said
 
 
-def test_the_same_command_again_repeats_nothing_that_is_done(
+def test_the_same_command_again_repeats_no_finished_step(
     host: Path, rehearsed: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
     out = rehearsed[0]
@@ -86,7 +88,7 @@ def test_the_same_command_again_repeats_nothing_that_is_done(
     assert {key: steps(out)[key]["when"] for key in before} == before
 
 
-def test_without_a_gpu_the_command_runs_nothing_and_says_so(host: Path, tmp_path: Path) -> None:
+def test_without_a_gpu_the_command_runs_nothing_and_reports_it(host: Path, tmp_path: Path) -> None:
     done = command(host, "--out", str(tmp_path))
     assert done.returncode == 1
     assert "NOTHING WAS RUN: there is no CUDA GPU here" in done.stderr

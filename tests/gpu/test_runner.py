@@ -28,13 +28,13 @@ def run(out: Path, *steps: str, base: str = "kernels", budget: float = float("in
 
 
 def entry(out: Path, step: str) -> dict[str, Any]:
-    """What is in the file, not in memory."""
+    """The record's file."""
     found: dict[str, Any] = json.loads((out / JSON).read_text())["steps"][f"{PART}/{step}"]
     return found
 
 
 def has_ended(process: int) -> bool:
-    """Whether the process has gone, or goes within a few seconds: a signal takes its time on a busy machine."""
+    """Whether the process ends within a few seconds: signals are slow on a busy machine."""
     stat = Path(f"/proc/{process}/stat")
     for _ in range(100):
         try:
@@ -71,7 +71,7 @@ def test_a_finished_step_is_repeated_when_the_kernels_changed(tmp_path: Path) ->
     assert ran(tmp_path) == ["passes", "passes"]
 
 
-def test_a_result_of_other_kernels_stays_marked_until_it_is_repeated(tmp_path: Path) -> None:
+def test_a_result_of_other_kernels_is_marked_until_it_is_repeated(tmp_path: Path) -> None:
     run(tmp_path, "passes")
     record = run(tmp_path, "passes", base="other kernels", budget=0)
     assert entry(tmp_path, "passes")["stale"]
@@ -79,7 +79,7 @@ def test_a_result_of_other_kernels_stays_marked_until_it_is_repeated(tmp_path: P
 
 
 def test_a_step_that_does_not_fit_the_budget_waits(tmp_path: Path) -> None:
-    run(tmp_path, "passes", budget=EXPECTED)  # of which the parent keeps a part for itself
+    run(tmp_path, "passes", budget=EXPECTED)  # the parent reserves some of it
     assert entry(tmp_path, "passes")["state"] == "waiting"
     assert ran(tmp_path) == []
     run(tmp_path, "passes", budget=EXPECTED + 60)
@@ -94,7 +94,7 @@ def test_steps_share_a_process_until_one_fails(tmp_path: Path) -> None:
     assert entry(other, "passes")["data"] != entry(other, "also_passes")["data"]
 
 
-def test_a_step_that_raises_fails_with_its_words_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_a_step_that_raises_fails_with_its_message_and_the_next_one_runs(tmp_path: Path) -> None:
     run(tmp_path, "raises", "passes")
     assert entry(tmp_path, "raises")["failed"] == "ValueError: this cannot be"
     assert entry(tmp_path, "passes")["state"] == "done"
@@ -115,7 +115,7 @@ def test_a_step_that_crashes_is_recorded_with_its_signal_and_last_words(tmp_path
     assert entry(tmp_path, "passes")["state"] == "done"
 
 
-def test_a_step_that_looks_at_its_time_ends_within_the_budget(tmp_path: Path) -> None:
+def test_a_step_that_checks_the_time_ends_within_the_budget(tmp_path: Path) -> None:
     started = time.monotonic()
     run(tmp_path, "loops", budget=9)
     assert entry(tmp_path, "loops")["state"] == "partial"
@@ -139,7 +139,7 @@ def test_an_interrupted_command_kills_what_it_started_at_once(tmp_path: Path) ->
     assert has_ended(int((tmp_path / "sleeper").read_text()))
 
 
-def test_a_partly_done_step_goes_on_from_its_data(tmp_path: Path) -> None:
+def test_a_partial_step_continues_from_its_data(tmp_path: Path) -> None:
     states = []
     for _ in range(3):
         run(tmp_path, "counts")
@@ -147,13 +147,13 @@ def test_a_partly_done_step_goes_on_from_its_data(tmp_path: Path) -> None:
     assert states == [("partial", 2), ("partial", 4), ("done", 6)]
 
 
-def test_a_partly_done_step_starts_anew_when_the_kernels_changed(tmp_path: Path) -> None:
+def test_a_partial_step_starts_again_when_the_kernels_changed(tmp_path: Path) -> None:
     run(tmp_path, "counts")
     run(tmp_path, "counts", base="other kernels")
     assert entry(tmp_path, "counts")["data"]["count"] == 2
 
 
-def test_what_a_killed_step_kept_is_where_it_goes_on(tmp_path: Path) -> None:
+def test_a_killed_step_continues_from_the_data_it_kept(tmp_path: Path) -> None:
     run(tmp_path, "counts_and_hangs")
     assert entry(tmp_path, "counts_and_hangs")["state"] == "failed"
     run(tmp_path, "counts_and_hangs")
@@ -161,7 +161,7 @@ def test_what_a_killed_step_kept_is_where_it_goes_on(tmp_path: Path) -> None:
     assert (found["state"], found["data"]) == ("done", {"count": 2})
 
 
-def test_what_failed_before_comes_after_what_was_never_tried(tmp_path: Path) -> None:
+def test_steps_that_failed_before_come_after_untried_ones(tmp_path: Path) -> None:
     run(tmp_path, "raises")
     run(tmp_path, "raises", "passes")
     assert ran(tmp_path) == ["raises", "passes", "raises"]
@@ -174,14 +174,12 @@ def test_a_part_that_cannot_list_its_steps_is_recorded_as_failed(tmp_path: Path)
     assert f"{PART}/steps" not in Record(tmp_path, rehearse=False).steps
 
 
-def test_a_failure_of_a_step_that_the_part_no_longer_has_is_forgotten_and_a_result_is_not(tmp_path: Path) -> None:
+def test_an_unplanned_steps_failure_is_dropped_and_its_result_kept(tmp_path: Path) -> None:
     run(tmp_path, "raises", "passes")
     assert set(run(tmp_path, "also_passes").steps) == {f"{PART}/passes", f"{PART}/also_passes"}
 
 
-def test_what_is_absent_is_said_in_the_tables_and_tried_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_absence_is_in_the_tables_and_tried_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, "absent")
     assert entry(tmp_path, "absent")["state"] == "absent"
     assert "FlashInfer is not here" in (tmp_path / TABLES).read_text()
@@ -190,7 +188,7 @@ def test_what_is_absent_is_said_in_the_tables_and_tried_again(
     assert ran(tmp_path) == ["absent", "absent"]
 
 
-def test_a_file_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "file", "old")
 
     def full(_descriptor: int) -> None:

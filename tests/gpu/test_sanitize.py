@@ -1,4 +1,4 @@
-"""What the words and exit codes of compute-sanitizer mean."""
+"""Verdicts from the output and exit codes of compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_no_errors_and_all_answers_pass() -> None:
     assert "ANSWERED candidates 6" in found.table
 
 
-def test_an_error_fails_with_the_tools_words() -> None:
+def test_an_error_fails_with_the_tools_message() -> None:
     said = (
         f"{HEAD}READY\n========= Invalid __global__ read of size 4 bytes\n"
         "=========     at topw::certify\n========= ERROR SUMMARY: 2 errors\n"
@@ -43,7 +43,7 @@ def test_a_hazard_fails_even_with_the_rows_exit_code() -> None:
         f"{HEAD}========= Error: Device not supported\n========= ERROR SUMMARY: 1 error\n",
     ],
 )
-def test_a_tool_that_refuses_the_device_has_not_passed_and_not_failed(said: str) -> None:
+def test_a_tool_that_refuses_the_device_has_neither_passed_nor_failed(said: str) -> None:
     found = sanitize.verdict("initcheck", 1, said)
     assert not found.failed
     assert not found.table
@@ -67,16 +67,14 @@ def test_a_tool_that_does_not_end_fails_and_is_killed(monkeypatch: pytest.Monkey
     assert "did not end within" in sanitize.verdict("racecheck", code, said).failed
 
 
-def test_a_machine_without_the_tool_says_so(
-    tmp_path: Path, emulated_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tool_is_reported(tmp_path: Path, emulated_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sanitize, "tool", lambda name: None)
     monkeypatch.setattr(sanitize, "_USUAL", tmp_path / "none")
     found = sanitize.under(Job(tmp_path, emulated_library), "memcheck")
     assert found.absent == ("compute-sanitizer is not on this machine: memcheck was not run",)
 
 
-def test_the_rows_take_every_way_and_answer_rightly(emulated_library: Path) -> None:
+def test_the_rows_reach_every_stage_and_are_right(emulated_library: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.gpu.small_rows", str(emulated_library), "--emulated"]
     done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,8 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return sorted((tmp_path / "pack").glob("*.tar.xz"))
 
 
-def test_what_was_packed_comes_back(pack: list[Path], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_unpacking_restores_the_packed_files(pack: list[Path], tmp_path: Path) -> None:
     assert unpack(pack, tmp_path / "host") == [
         "tensorrt was not packed: libthing.so has code for sm_120, none for sm_90."
     ]
@@ -42,7 +43,8 @@ def test_what_was_packed_comes_back(pack: list[Path], tmp_path: Path) -> None:
     assert not list(found.rglob("*.slice-*"))
 
 
-def test_archives_may_come_one_by_one_in_any_order(pack: list[Path], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_archives_can_arrive_one_by_one_in_any_order(pack: list[Path], tmp_path: Path) -> None:
     host = tmp_path / "host"
     for archive in reversed(pack[1:]):
         assert f"onnxruntime is not complete: unpack {pack[0].name}" in unpack([archive], host)[-1]
@@ -52,6 +54,7 @@ def test_archives_may_come_one_by_one_in_any_order(pack: list[Path], tmp_path: P
     assert (host / "onnxruntime" / "large.bin").stat().st_size == 700_000
 
 
+@pytest.mark.slow
 def test_an_archive_is_unpacked_once(pack: list[Path], tmp_path: Path) -> None:
     host = tmp_path / "host"
     unpack(pack, host)
@@ -60,7 +63,8 @@ def test_an_archive_is_unpacked_once(pack: list[Path], tmp_path: Path) -> None:
     assert not (host / "onnxruntime" / "small-1.txt").exists()
 
 
-def test_an_interrupted_unpacking_is_taken_up_again(pack: list[Path], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_interrupted_unpacking_is_resumed(pack: list[Path], tmp_path: Path) -> None:
     host = tmp_path / "host"
     unpack(pack, host)
     done = json.loads((host / "unpacked.json").read_text(encoding="utf-8"))
@@ -72,7 +76,8 @@ def test_an_interrupted_unpacking_is_taken_up_again(pack: list[Path], tmp_path: 
     assert not list(host.rglob("*.slice-*"))
 
 
-def test_packages_and_libraries_go_before_what_is_installed(pack: list[Path], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_packed_packages_come_before_installed_ones(pack: list[Path], tmp_path: Path) -> None:
     host = tmp_path / "host"
     assert environment(host, {"PATH": "/bin"}) == {"PATH": "/bin"}
     unpack(pack, host)
@@ -99,7 +104,7 @@ def test_an_archive_that_differs_from_its_index_is_refused(pack: list[Path], tmp
     assert components(tmp_path / "host") == {}
 
 
-def test_another_pack_is_not_mixed_in(pack: list[Path], tmp_path: Path) -> None:
+def test_archives_of_another_pack_are_refused(pack: list[Path], tmp_path: Path) -> None:
     unpack(pack, tmp_path / "host")
     command.pack(tmp_path / "pack", ["onnxruntime"], 2 * LIMIT, HOST)
     with pytest.raises(BenchmarkError, match="holds what was unpacked of another pack"):
@@ -115,7 +120,7 @@ def member(name: str, content: bytes = b"", **settings: Any) -> tuple[tarfile.Ta
 
 
 def crafted(folder: Path, *members: tuple[tarfile.TarInfo, bytes], size: int = 1 << 20) -> Path:
-    """An archive of these members with an index that vouches for it."""
+    """An archive of these members, with a matching index."""
     folder.mkdir(exist_ok=True)
     path = folder / "pack-onnxruntime-1.tar.xz"
     with lzma.open(path, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:
@@ -158,7 +163,7 @@ def test_a_member_that_leads_out_of_the_folder_is_refused(tmp_path: Path, bad: t
     assert components(tmp_path / "host") == {}
 
 
-def test_a_link_that_lies_there_already_is_not_followed(tmp_path: Path) -> None:
+def test_an_existing_link_is_not_followed(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "host").mkdir()
@@ -185,7 +190,7 @@ def test_an_archive_that_unpacks_to_more_than_it_should_is_refused(tmp_path: Pat
     assert not (tmp_path / "host" / "onnxruntime" / "bomb").exists()
 
 
-def test_what_is_no_archive_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     archive = crafted(tmp_path / "pack", member("onnxruntime/good", b"good"))
     archive.write_bytes(b"plain text")
     index = json.loads((tmp_path / "pack" / INDEX).read_text(encoding="utf-8"))
@@ -196,7 +201,7 @@ def test_what_is_no_archive_is_refused_in_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}'])
-def test_an_index_that_is_none_or_of_another_format_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_index_is_refused(tmp_path: Path, text: str) -> None:
     archive = crafted(tmp_path / "pack", member("onnxruntime/good", b"good"))
     (tmp_path / "pack" / INDEX).write_text(text, encoding="utf-8")
     with pytest.raises(BenchmarkError, match="pack again"):

@@ -23,7 +23,7 @@ def log_of(out: Path) -> Path:
 
 
 def ran(out: Path) -> list[str]:
-    """The steps that were begun, in their order."""
+    """The started steps, in order."""
     return log_of(out).read_text().split() if log_of(out).is_file() else []
 
 
@@ -53,7 +53,7 @@ def absent(job: Job) -> Result:
 
 
 def hangs(job: Job) -> Result:
-    """Hangs with a child in a process group of its own."""
+    """Hangs, with a child in another process group."""
     log(job, "hangs")
     sleeper = subprocess.Popen(["sleep", "600"], process_group=0)
     (job.out / "sleeper").write_text(str(sleeper.pid))
@@ -85,7 +85,7 @@ def counts_and_hangs(job: Job) -> Result:
 
 
 def loops(job: Job) -> Result:
-    """Works for as long as it may."""
+    """Works until its time is over."""
     log(job, "loops")
     while job.left() > 0:
         time.sleep(0.05)

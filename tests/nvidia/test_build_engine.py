@@ -15,6 +15,8 @@ from tests.support.tiny_models import export
 from .conftest import HERE, ROOT, emulated_library  # noqa: F401  # a fixture
 from .make_environment import environment
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,6 +10,8 @@ from tests.support.tiny_models import export, write_checkpoint
 
 from .conftest import Ask
 
+pytestmark = pytest.mark.long
+
 REFUSED = {
     "for-onnxruntime": {},
     "quantised": {"dtype": "int4"},

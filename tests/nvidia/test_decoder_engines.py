@@ -8,24 +8,26 @@ from typing import Any
 import pytest
 from transformers import GemmaConfig, GlmConfig, LlamaConfig
 
-from tests.support.tiny_models import _COMMON, export, write_checkpoint
+from tests.support.tiny_models import COMMON, export, write_checkpoint
 
 from .conftest import Ask, assert_built
+
+pytestmark = pytest.mark.long
 
 SLOTS, PROMPT = 64, 16
 BATCHES = [[1, 16]]
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": ("llama_tied", {}),
     "llama-static": ("llama_untied", {"tail": "static"}),
-    "llama-half": (LlamaConfig(**_COMMON, head_dim=16), {"dtype": "fp16"}),
-    "llama-narrow-half": (LlamaConfig(**_COMMON, head_dim=8), {"dtype": "bf16"}),
+    "llama-half": (LlamaConfig(**COMMON, head_dim=16), {"dtype": "fp16"}),
+    "llama-narrow-half": (LlamaConfig(**COMMON, head_dim=8), {"dtype": "bf16"}),
     "llama-copied-cache": ("llama_tied", {"kv": "concat", "max_length": None}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "phi3": ("phi3", {}),
-    "gemma": (GemmaConfig(**_COMMON, head_dim=8), {}),
-    "gemma-half": (GemmaConfig(**_COMMON, head_dim=16), {"dtype": "fp16"}),
-    "glm": (GlmConfig(**_COMMON, head_dim=32), {}),  # turns neighbours, and half of each head
+    "gemma": (GemmaConfig(**COMMON, head_dim=8), {}),
+    "gemma-half": (GemmaConfig(**COMMON, head_dim=16), {"dtype": "fp16"}),
+    "glm": (GlmConfig(**COMMON, head_dim=32), {}),  # turns neighbours, and half of each head
     "demo": ("demo", {"max_length": 256}),
     "demo-default-length": ("demo", {"max_length": None}),
 }

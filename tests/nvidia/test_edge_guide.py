@@ -7,11 +7,15 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.test_edge_guide import PAGE, commands, run
 from topw_deploy.cli.build_engine import command
 
 from .conftest import HERE, ROOT
 from .make_environment import environment
+
+pytestmark = pytest.mark.long
 
 
 def test_the_page_s_export_is_built_by_the_page_s_command(tmp_path: Path) -> None:

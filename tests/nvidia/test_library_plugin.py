@@ -13,6 +13,8 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 from .conftest import Ask, assert_built
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:

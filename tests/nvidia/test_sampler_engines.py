@@ -14,6 +14,8 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 from .conftest import Ask, assert_built
 
+pytestmark = pytest.mark.long
+
 VOCAB, HIDDEN = 8192, 32  # complete blocks, enough for the branch that does not copy the logits
 BATCHES = [[1, 1], [8, 8], [1, 16]]
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -15,6 +15,8 @@ from topw_deploy.runtime import TopWModel
 
 from .models import CONTEXT, PEERS, WINDOW
 
+pytestmark = pytest.mark.long
+
 PROMPT = [5, 9, 30, 44, 61]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 # Right beside torch for as long as a sequence goes: the rest leave something of their model out, or are quantised.

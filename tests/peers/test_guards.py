@@ -11,6 +11,8 @@ from topw_deploy.runtime import TopWModel
 
 from .models import CONTEXT, WINDOW
 
+pytestmark = pytest.mark.long
+
 IN_PLACE = ("genai-llama-tied", "genai-int4-llama-untied", "genai-gemma2", "mobius-cpu-mistral")
 
 

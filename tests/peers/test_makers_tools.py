@@ -11,6 +11,8 @@ import pytest
 
 from .models import DIM, HEADS, WINDOW
 
+pytestmark = pytest.mark.long
+
 PROMPTS = [[5, 9, 30, 44], [200, 6, 61, 7]]
 GENAI = (
     "genai-llama-tied",

@@ -17,6 +17,8 @@ from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import Geometry
 
+pytestmark = pytest.mark.long
+
 
 def dequantised(graph: ir.Graph) -> np.ndarray:
     """The table [vocab, hidden] of a GatherBlockQuantized with 4-bit weights, by the operator's definition, in NumPy.

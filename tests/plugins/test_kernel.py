@@ -61,6 +61,7 @@ def scenarios() -> list[Scenario]:
     return made
 
 
+@pytest.mark.slow
 def test_random_rows_are_answered_as_by_the_reference(each_kernel: Kernel) -> None:
     stages: set[str] = set()
     for scenario in scenarios():

@@ -10,6 +10,8 @@ import pytest
 
 from fuzz import native as fuzz
 
+pytestmark = pytest.mark.long
+
 SECONDS = 4
 
 

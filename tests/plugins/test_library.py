@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def need_setuptools() -> None:
-    """Skip if setuptools is older than setup.py needs. It cannot be imported here: the demo's corpus imports the standard
+    """Skip if setuptools is older than setup.py needs. Not imported: the demo's corpus imports the standard
     library's distutils, which prevents that."""
     try:
         version = metadata.version("setuptools")
@@ -67,6 +67,7 @@ def needs_a_compiler() -> None:
         pytest.skip(str(reason))
 
 
+@pytest.mark.slow
 def test_a_compiler_gives_a_library_that_needs_no_other_than_the_systems(tmp_path: Path) -> None:
     needs_a_compiler()
     compile_native.compile_native(tmp_path / compile_native.LIBRARY_NAME)
@@ -132,6 +133,7 @@ def wheel_of(tree: Path) -> tuple[str, list[str]]:
     return wheel.name.split("-", 2)[2].removesuffix(".whl"), names
 
 
+@pytest.mark.long
 def test_a_wheel_with_the_library_is_for_one_platform_and_one_without_for_all(
     source_tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

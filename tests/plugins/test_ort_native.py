@@ -27,6 +27,7 @@ SCENARIOS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_crops_tokens_and_certificates_equal_the_reference_on_every_row(
     native_library: Path, scenario: Scenario
@@ -44,6 +45,7 @@ def test_crops_tokens_and_certificates_equal_the_reference_on_every_row(
     assert sum(tallies[NATIVE].rows.values()) == 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("form", ["portable", "onnxruntime", "static"])
 @pytest.mark.parametrize(("mass", "keep_mask"), [(False, False), (True, False), (False, True), (True, True)])

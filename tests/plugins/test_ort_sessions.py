@@ -28,8 +28,10 @@ from topw_deploy.manifest import (
     save_manifest,
 )
 from topw_deploy.plugins import shared_library as library
-from topw_deploy.runtime import TopWModel, TopWSampler, native, session
+from topw_deploy.runtime import TopWModel, TopWSampler
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.ort import native_sampler, session
+from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling import TopWOptions
 
 TOY = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
@@ -153,7 +155,7 @@ def test_a_node_that_the_operator_refuses_is_opened_again_with_the_function(
 ) -> None:
     folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
     change_graph(folder, lambda model: set_attribute(model, "table_form", "com.example.Lookup(bits=3)"))
-    opened = session.GraphSession(ModelFolder(folder, DecoderManifest), provider="cpu")
+    opened = session.GraphSession(ModelFolder(folder, DecoderManifest), SessionOptions(provider="cpu"))
     assert opened.sampler == "graph"
     assert "the table form 'com.example.Lookup(bits=3)' is not known" in opened.why_graph
     assert tokens(load(folder)) == tokens(load(toy_folder, sampler="graph"))
@@ -162,13 +164,13 @@ def test_a_node_that_the_operator_refuses_is_opened_again_with_the_function(
 
 
 def test_a_form_that_the_manifest_names_as_unknown_is_not_even_tried(native_library: Path) -> None:
-    found, why = native.operator_library("CPUExecutionProvider", "com.microsoft.GatherBlockQuantized(bits=2)")
+    found, why = native_sampler.operator_library("CPUExecutionProvider", "com.microsoft.GatherBlockQuantized(bits=2)")
     assert found is None
     assert why == "the native sampler does not read tables by com.microsoft.GatherBlockQuantized(bits=2)"
 
 
 def test_other_providers_run_the_function(native_library: Path) -> None:
-    found, why = native.operator_library("CoreMLExecutionProvider", "")
+    found, why = native_sampler.operator_library("CoreMLExecutionProvider", "")
     assert (found, why) == (None, "the native sampler is for cpu and cuda, and the provider is coreml")
 
 

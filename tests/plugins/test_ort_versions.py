@@ -17,6 +17,8 @@ from tests.support.sampler_models import Wanted, clear_rows, open_model, run
 from tests.support.tail_cases import feeds, random_case
 from topw_deploy.sampling.parameters import TopWOptions
 
+pytestmark = pytest.mark.long
+
 OLDEST = (1, 17)  # of the interface that the operator is written for
 CASES = {
     "cosine": Wanted(keep_mask=True),

@@ -83,6 +83,7 @@ def operator_model(quantised: Quantised) -> onnx.ModelProto:
     return ir.to_proto(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_the_operator_takes_the_nodes_own_tensors_and_answers_as_the_function(native_library: Path, form: Form) -> None:
     quantised = quantised_table(form, VOCAB, 6)

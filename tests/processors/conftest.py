@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""Fixtures of this folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """The models are tiny: more threads only wait for each other."""
+    """For tiny models more threads are slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

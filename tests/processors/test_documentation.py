@@ -1,4 +1,4 @@
-"""docs/guide/transformers.md shows what runs, and names everything that the processor takes."""
+"""The examples of docs/guide/transformers.md run, and it names every argument of the processor."""
 
 import re
 import sys

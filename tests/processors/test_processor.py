@@ -1,4 +1,4 @@
-"""`TopWLogitsProcessor` keeps what the definition keeps, and says what it cannot do."""
+"""`TopWLogitsProcessor` keeps what the reference keeps, and refuses what it cannot do."""
 
 import gc
 import subprocess
@@ -11,7 +11,7 @@ from torch import nn
 
 from topw_deploy.errors import GenerationError, ParameterError
 from topw_deploy.processors import TopWLogitsProcessor
-from topw_deploy.processors import geometry as module
+from topw_deploy.processors import processor as module
 from topw_deploy.sampling import TopWOptions, TopWParameters, as_float32, preset_parameters
 from topw_deploy.sampling.torch import Stage, TensorGeometry
 

@@ -1,4 +1,4 @@
-"""A tiny random Llama whose crops are neither one token nor all, and a processor that remembers what it saw."""
+"""A tiny random Llama with crops of some tokens, and a processor that records its scores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 class Seen(LogitsProcessor):
-    """Keeps the scores that pass by, and changes nothing."""
+    """Records the scores and changes nothing."""
 
     def __init__(self) -> None:
         self.scores: list[torch.Tensor] = []
@@ -42,7 +42,7 @@ class Seen(LogitsProcessor):
 
 
 def reference_sets(processor: TopWLogitsProcessor, scores: torch.Tensor, table: torch.Tensor) -> list[list[int]]:
-    """What the definition keeps of each row."""
+    """The tokens that the reference keeps, per row."""
     metric = processor.options.metric
     geometry = Geometry.uniform() if metric == "uniform" else Geometry.from_embeddings(table.detach().numpy(), metric)
     rows = np.asarray(scores.float())

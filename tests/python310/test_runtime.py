@@ -14,6 +14,8 @@ from topw_deploy.export.sampler_only import SamplerRequest, export_sampler
 from . import worker
 from .conftest import Ask, Command
 
+pytestmark = pytest.mark.long
+
 SAME: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama_tied", {}),
     "llama-half": ("llama_tied", {"dtype": "fp16"}),

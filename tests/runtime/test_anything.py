@@ -13,7 +13,7 @@ from tests.support.toy_model import VOCAB
 from topw_deploy.errors import ParameterError, PromptError, TokenizerError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.chat import ChatTemplate
-from topw_deploy.runtime.defaults import model_defaults
+from topw_deploy.runtime.generation_config import model_defaults
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS
 from topw_deploy.runtime.request import Limits, RowRequest, resolve, split
 from topw_deploy.runtime.tokenizer import Tokenizer

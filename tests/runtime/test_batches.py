@@ -77,14 +77,14 @@ def test_draws_depend_on_real_tokens_not_on_padding(model: TopWModel, monkeypatc
     from topw_deploy.runtime import loop
 
     seen: list[np.ndarray] = []
-    original = loop.sample
+    original = loop.run_step
 
     def watched(generation: loop.Generation) -> list[int]:
         tokens = original(generation)
         seen.append(generation.uniform.copy())
         return tokens
 
-    monkeypatch.setattr(loop, "sample", watched)
+    monkeypatch.setattr(loop, "run_step", watched)
     model.generate(PROMPTS, max_new_tokens=2, seed=77, ignore_eos=True)
     lengths = [len(byte_ids(p)) for p in PROMPTS]
     for step in range(2):

@@ -1,4 +1,4 @@
-"""The block of memory behind in-place caches: cut, grown and lent."""
+"""The memory of in-place caches: split, grown and lent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime import memory
-from topw_deploy.runtime.cache.buffers import BufferPool, Buffers
+from topw_deploy.runtime.cache.buffers import Buffers, MemoryPool
 from topw_deploy.runtime.memory import HostMemory
 
 HEADS, DIMS = (2, 1), (4, 3)
@@ -20,7 +20,7 @@ class Host:
     memory = HostMemory
 
 
-def pool(step: int = 0, least: int = 0, **sizes: int) -> BufferPool:
+def pool(step: int = 0, least: int = 0, **sizes: int) -> MemoryPool:
     decoder = DecoderInfo(
         model_type="test",
         kv_form="static",
@@ -33,7 +33,7 @@ def pool(step: int = 0, least: int = 0, **sizes: int) -> BufferPool:
         buffer_step=step,
         buffer_least=least,
     )
-    return BufferPool(Host(), decoder, **sizes)  # type: ignore[arg-type]
+    return MemoryPool(Host(), decoder, **sizes)  # type: ignore[arg-type]
 
 
 def tensors(buffers: Buffers) -> list[np.ndarray]:
@@ -78,7 +78,7 @@ def test_a_buffer_that_grows_is_zeroed_before_it_is_lent_again() -> None:
     assert not any(tensor.any() for tensor in tensors(again))
 
 
-def test_tensors_do_not_overlap_and_begin_where_vector_instructions_like_it() -> None:
+def test_tensors_do_not_overlap_and_are_aligned() -> None:
     buffers = pool().borrow(3, 70, 70)
     for index, tensor in enumerate(tensors(buffers)):
         assert tensor.ctypes.data % 64 == 0
@@ -117,13 +117,13 @@ def test_one_block_is_lent_at_a_time_and_the_larger_one_is_kept() -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 55, 1 << 63, 1 << 70])
-def test_memory_that_no_machine_has_is_refused_in_a_sentence(size: int) -> None:
+def test_impossible_memory_is_refused_in_a_sentence(size: int) -> None:
     with pytest.raises(GenerationError, match=r"the cache would take \d+\.\d TB.*smaller max_length or"):
         HostMemory(size)
 
 
 @pytest.mark.parametrize("shape", [(1 << 55, 21), (1 << 63, 1), (1 << 80, 21)])
-def test_a_record_that_no_machine_holds_is_refused_in_a_sentence(shape: tuple[int, int]) -> None:
+def test_an_impossible_record_is_refused_in_a_sentence(shape: tuple[int, int]) -> None:
     with pytest.raises(
         GenerationError, match=r"the record of the steps would take \d+\.\d TB.*\(max_new_tokens\) at a time"
     ):

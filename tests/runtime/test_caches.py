@@ -16,7 +16,7 @@ from tests.support.toy_model import BOS, CONTEXT, PAD, Toy, byte_ids, export
 from topw_deploy.errors import GenerationError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.runtime.cache.buffers import Buffers
-from topw_deploy.runtime.session import Binding
+from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.sampling import TopWOptions, TopWParameters
 
 IN_PLACE = FORMS[1:]
@@ -63,7 +63,7 @@ def test_every_token_equals_the_reference_in_whatever_pieces_the_prompt_goes_in(
 
 @pytest.mark.parametrize("chunk", [None, 1, 4, 40])  # 40: the two rows in the middle share a run
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_of_different_lengths_are_what_they_are_alone(opened: Open, form: str, chunk: int | None) -> None:
+def test_rows_of_different_lengths_equal_those_run_alone(opened: Open, form: str, chunk: int | None) -> None:
     model = opened(form, prefill_chunk=chunk)
     columns: dict[str, list[Any]] = {
         "max_new_tokens": [30, 3, 17, 50, 2],  # they end one after the other
@@ -77,25 +77,25 @@ def test_rows_of_different_lengths_are_what_they_are_alone(opened: Open, form: s
 
 
 @pytest.mark.parametrize(("chunk", "pieces"), [(None, [16]), (6, [6, 12, 16])])
-def test_a_prompts_pieces_say_how_far_they_reach_and_steps_how_long_the_buffer_is(
+def test_total_sequence_length_is_that_of_the_prompt_then_of_the_buffer(
     opened: Open, monkeypatch: pytest.MonkeyPatch, chunk: int | None, pieces: list[int]
 ) -> None:
     told: list[int] = []
 
-    def bind_on_host(self: Binding, name: str, array: np.ndarray) -> None:
+    def bind_on_host(self: HostBinding, name: str, array: np.ndarray) -> None:
         assert name == "total_sequence_length"
         assert (array.dtype, array.shape) == (np.int32, (1,))
         told.append(int(array[0]))
         self.bind_array(name, array)
 
-    monkeypatch.setattr(Binding, "bind_on_host", bind_on_host)
+    monkeypatch.setattr(HostBinding, "bind_on_host", bind_on_host)
     tokens(opened("grouped", prefill_chunk=chunk, max_length=48), "sixteen letters!")
     assert told == [*pieces, 48]  # which is bound once for all steps
 
 
 @pytest.mark.parametrize("padding", [True, False])
 @pytest.mark.parametrize("chunk", [None, 4, 20])
-def test_rows_of_equal_lengths_are_what_they_are_alone_in_a_foreign_graph(
+def test_rows_of_equal_lengths_equal_those_run_alone_in_a_foreign_graph(
     toy: Toy, tmp_path: Path, chunk: int | None, padding: bool
 ) -> None:
     folder = export(tmp_path / "out", toy, form="shared", padding=padding)
@@ -144,18 +144,18 @@ def test_nan_in_the_cache_of_a_request_does_not_reach_the_next(toy: Toy, tmp_pat
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_piece_that_draws_nothing_knows_nothing_of_its_rows_parameters(
+def test_chunks_before_the_last_run_greedy_without_the_rows_parameters(
     opened: Open, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, list[float], tuple[int, ...]]] = []
-    original = Binding.run
+    original = HostBinding.run
 
-    def watched(self: Binding, step: int | None = None) -> None:
+    def watched(self: HostBinding, step: int | None = None) -> None:
         arrays = self._arrays
         seen.append((step is None, arrays["temperature"].tolist(), arrays["edit_ids"].shape))
         original(self, step)
 
-    monkeypatch.setattr(Binding, "run", watched)
+    monkeypatch.setattr(HostBinding, "run", watched)
     opened(form, prefill_chunk=4).generate("ten letter", max_new_tokens=2, temperature=2.0, logit_bias={7: -np.inf})
     pieces = [(temperature, shape) for undrawn, temperature, shape in seen if undrawn]
     assert pieces == [([0.0], (1, 0))] * 2
@@ -166,22 +166,22 @@ def test_a_piece_that_draws_nothing_knows_nothing_of_its_rows_parameters(
 def test_a_step_binds_nothing(opened: Open, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past, present and every small input stay where they were bound; scatter binds again when its buffer grows."""
     runs, bound = [0], []
-    original = Binding.run
+    original = HostBinding.run
 
-    def counted(self: Binding, step: int | None = None) -> None:
+    def counted(self: HostBinding, step: int | None = None) -> None:
         runs[0] += 1
         original(self, step)
 
-    monkeypatch.setattr(Binding, "run", counted)
+    monkeypatch.setattr(HostBinding, "run", counted)
 
     def watch(name: str) -> None:
-        method = getattr(Binding, name)
+        method = getattr(HostBinding, name)
 
-        def watched(self: Binding, *arguments: Any) -> Any:
+        def watched(self: HostBinding, *arguments: Any) -> Any:
             bound.append(runs[0])
             return method(self, *arguments)
 
-        monkeypatch.setattr(Binding, name, watched)
+        monkeypatch.setattr(HostBinding, name, watched)
 
     for name in ("bind_array", "bind_memory", "bind_result", "bind_fresh_again"):
         watch(name)
@@ -255,7 +255,7 @@ def test_max_length_beyond_the_context_is_an_error(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("form", ["scatter", "grouped"])
-def test_memory_is_set_aside_once_for_the_sizes_that_the_model_was_opened_for(opened: Open, form: str) -> None:
+def test_memory_for_the_sizes_of_opening_is_allocated_once(opened: Open, form: str) -> None:
     model = opened(form, max_length=80, max_batch=3)
     per_token = 4 * 2 * sum({"scatter": (4, 3), "grouped": (8, 16)}[form])
     assert model.cache_bytes >= 3 * 80 * per_token
@@ -267,7 +267,7 @@ def test_memory_is_set_aside_once_for_the_sizes_that_the_model_was_opened_for(op
 
 
 @pytest.mark.parametrize("form", IN_PLACE)
-def test_without_sizes_the_memory_follows_the_largest_request(opened: Open, form: str) -> None:
+def test_without_sizes_memory_follows_the_largest_request(opened: Open, form: str) -> None:
     model = opened(form)
     assert model.cache_bytes == 0
     sizes = []
@@ -317,7 +317,7 @@ def test_a_stream_holds_its_buffers_until_it_ends_or_is_given_up(opened: Open, f
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_closed_model_has_let_go_of_session_and_memory(opened: Open, form: str) -> None:
+def test_a_closed_model_has_freed_session_and_memory(opened: Open, form: str) -> None:
     model = opened(form)
     tokens(model, "a")
     session = weakref.ref(model._session)
@@ -327,7 +327,7 @@ def test_a_closed_model_has_let_go_of_session_and_memory(opened: Open, form: str
 
 
 @pytest.mark.parametrize("form", IN_PLACE)
-def test_a_request_that_fails_gives_its_buffers_back(opened: Open, form: str) -> None:
+def test_a_failed_request_returns_its_buffers(opened: Open, form: str) -> None:
     model = opened(form)
     tokens(model, "a")
     kept = model.cache_bytes

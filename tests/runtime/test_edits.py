@@ -1,4 +1,4 @@
-"""Penalties, biases and bans: what the graph is told equals the definitions people know, computed from scratch."""
+"""Penalties, biases and bans: the graph's edits equal the usual definitions, computed from scratch."""
 
 from __future__ import annotations
 

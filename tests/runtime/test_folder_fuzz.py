@@ -18,6 +18,8 @@ from topw_deploy.manifest import DecoderManifest, describe_files
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.long
+
 WORKER = Path(__file__).with_name("fuzz_worker.py")
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 EVERY_PARAMETER = {

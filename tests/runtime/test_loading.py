@@ -20,7 +20,8 @@ from onnx import TensorProto, helper
 from tests.support.toy_model import Toy, export, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, ProviderError, TokenizerError, TopWError
 from topw_deploy.manifest import MANIFEST_NAME, describe_files
-from topw_deploy.runtime import TopWModel, TopWSampler, providers, session
+from topw_deploy.runtime import TopWModel, TopWSampler
+from topw_deploy.runtime.ort import providers, session
 
 
 @pytest.fixture

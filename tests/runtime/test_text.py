@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.toy_model import BYTES, EOS, SPECIAL, Load, Toy, byte_ids, byte_tokenizer
 from topw_deploy.runtime.text import IncrementalDecoder, RowText, StopStrings
-from topw_deploy.runtime.token_bytes import TokenBytes
+from topw_deploy.runtime.tokenizer import TokenBytes
 
 BYTE_LEVEL = byte_tokenizer()
 WORDS = ["▁the", "▁sun", "shine", "▁", "s", "."]

@@ -1,4 +1,4 @@
-"""What the tests compare with: the rule written a second time, slowly, and all that small cases can enumerate."""
+"""A second, slow implementation of the rule, and enumeration of small cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRUE_METRICS = ("mahalanobis", "unit", "uniform")  # `cosine` breaks the triangl
 
 
 class Points(Geometry):
-    """Euclidean geometry with the tokens at given points, one row each, for cases built by hand."""
+    """Euclidean geometry with the tokens at the given points, one row each."""
 
     def __new__(cls, points):
         return super().__new__(cls)
@@ -52,7 +52,7 @@ class Case:
 
 
 def random_cases(seed: int, count: int, **fixed) -> Iterator[Case]:
-    """Small rows of every kind: peaked, flat, heavy-tailed, tied; scattered, clustered and duplicated embeddings.
+    """Small rows: peaked, flat, heavy-tailed, tied; scattered, clustered and duplicated embeddings.
 
     `fixed` parameters and options hold for all of them; the others vary, geom_scale over >= 0.
     """
@@ -153,7 +153,7 @@ def trace(case: Case, iterations: int | None = None) -> Trace:
 
 
 def direct_distances(geometry: Geometry, ids) -> np.ndarray:
-    """All distances among `ids`, each from its definition, in extended precision."""
+    """All distances among `ids`, by definition, in extended precision."""
     x = geometry.features(ids).astype(np.longdouble)
     if geometry.metric == "uniform":
         return (x != x.T).astype(np.float64)
@@ -170,7 +170,7 @@ def potential(distance, S, options: TopWOptions, scale: float) -> np.ndarray:
 
 
 def objective_of(S, p, phi, c) -> float:
-    """J of any set: the mean of phi under p over S, plus c times the log of its mass."""
+    """J of any set S: the mean of phi under p, plus c times the log of its mass."""
     S = list(S)
     mass = math.fsum(p[S])
     return math.fsum(p[S] * phi[S]) / mass + c * math.log(mass)

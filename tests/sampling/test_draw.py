@@ -1,4 +1,4 @@
-"""The draw takes the token that u points at, and u is a function of seed, position and sample alone."""
+"""The draw takes the token whose interval holds u; u depends on seed, position and sample only."""
 
 import math
 import re
@@ -76,7 +76,7 @@ def test_a_draw_from_nothing_or_out_of_range_is_refused(kept, temperature, unifo
 
 
 def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
-    """One block of Salmon et al. 2011, written from its definition."""
+    """One block, from the definition in Salmon et al. 2011."""
     mask = (1 << 64) - 1
     x, k = list(counter), list(key)
     for _ in range(10):
@@ -87,7 +87,7 @@ def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
 
 
 def plain_uniform(seed: int, position: int, sample: int) -> float:
-    """docs/contract/random.md, followed literally."""
+    """As docs/contract/random.md defines it."""
     counter = position + (sample << 64) + 1
     words = [(counter >> (64 * i)) & ((1 << 64) - 1) for i in range(4)]
     return (philox_4x64_10(words, [seed, 0])[0] >> 40) / 2**24

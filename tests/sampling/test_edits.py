@@ -1,4 +1,4 @@
-"""Edits are float32 arithmetic in a fixed order, touch their tokens only, and refuse what cannot be meant."""
+"""Edits are float32 arithmetic in a fixed order, change their tokens only, and refuse invalid ids."""
 
 import math
 

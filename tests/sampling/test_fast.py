@@ -1,4 +1,4 @@
-"""The fast crop keeps what the definition keeps, refuses what it refuses, and says how it found out."""
+"""The fast crop keeps and refuses what the reference does, and reports its stage."""
 
 import math
 
@@ -30,7 +30,7 @@ def fast(case: Case, dtype=np.float64, bound=None):
 
 
 def check(found, wanted):
-    """Equal, or a float64 tie; the order of equal logits is no excuse. Returns whether the row could be compared."""
+    """Equal, or a float64 tie other than equal logits. Returns whether the row was compared."""
     ties, bounds = wanted.ties, FLOAT64_TIES
     if ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus or ties.certificate <= bounds.objective:
         return False
@@ -169,7 +169,7 @@ def test_the_logits_are_not_changed():
     fast_crop(row, TopWParameters(init_top_p=0.3, lam=0.1), UNIFORM)
 
 
-# What the stages are, by rows made for them
+# Each stage, by rows made for it
 
 
 @pytest.mark.parametrize(

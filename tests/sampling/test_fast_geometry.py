@@ -1,4 +1,4 @@
-"""Where geometry decides, the fast crop computes few distances, none twice, and stops when nothing can change."""
+"""Where geometry decides, the fast crop computes few distances, none twice, and stops in time."""
 
 from dataclasses import replace
 
@@ -7,14 +7,13 @@ import pytest
 
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, TopWOptions, TopWParameters, crop, fast_crop
-from topw_deploy.sampling.fast.alternation import loss_of_share
-from topw_deploy.sampling.fast.distances import SetDistances
+from topw_deploy.sampling.fast.alternation import SetDistances, loss_of_share
 
 from .brute_force import Case, Points, direct_distances, random_cases, trace
 
 
 class Watched(Points):
-    """Points that remember which tokens were asked for and which pairs were measured."""
+    """A geometry that records the tokens and pairs measured."""
 
     def __init__(self, points):
         super().__init__(points)
@@ -31,7 +30,7 @@ class Watched(Points):
 
 
 def uncertified(seed, count, **fixed):
-    """Random rows, with points that are watched, that the certificate does not settle and no tie blurs."""
+    """Random rows over recorded points, neither certified nor tied."""
     for case in random_cases(seed, count, metric="mahalanobis", **fixed):
         watched = replace(case, geometry=Watched(case.geometry.features(np.arange(len(case.logits)))))
         wanted = crop(case.logits, case.parameters, case.options, Points(watched.geometry.table))
@@ -106,7 +105,7 @@ def test_a_distance_that_is_known_beforehand_is_not_computed(scale):
 
 
 def shrinking(seed, count, **fixed):
-    """A head and equals further down, far apart: a warm start of the head and a few of them falls back to the head."""
+    """A head and equal, distant others: a warm start with some of these shrinks to the head."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         others = int(rng.integers(8, 14))

@@ -1,4 +1,4 @@
-"""Distances are those of the definition, to twelve digits, for every metric and any table."""
+"""Distances follow the definition to twelve digits, for every metric and any table."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The step's optimum is a prefix, a singleton, monotone and invariant: against all subsets of small rows."""
+"""The step's optimum against all subsets of small rows: prefix, singleton, monotonicity, invariance."""
 
 import math
 from dataclasses import replace

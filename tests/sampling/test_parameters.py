@@ -1,4 +1,4 @@
-"""Parameters say what they are, where they end and what they were mistaken for."""
+"""Parameters check their ranges and suggest names."""
 
 import math
 

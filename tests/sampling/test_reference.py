@@ -1,4 +1,4 @@
-"""The reference keeps what the rule says: against the rule written a second time, and against cases done by hand."""
+"""The reference against a second implementation of the rule, and against cases computed by hand."""
 
 import math
 

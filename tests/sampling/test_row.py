@@ -1,4 +1,4 @@
-"""One row from logits to token: the graph's inputs are float32, and a row without an answer says so quietly."""
+"""One row from logits to token: float32 inputs, and invalid rows without an error."""
 
 import math
 import re

@@ -61,6 +61,7 @@ def test_with_fewer_members_than_knn_k_a_nested_step_need_not_be_final():
 # T2: the certificate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine", "uniform"])
 @pytest.mark.parametrize("potential", ["nearest", "knn"])
 def test_a_certified_crop_is_the_top_k_of_the_base_scan(metric, potential):

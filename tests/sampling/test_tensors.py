@@ -1,4 +1,4 @@
-"""The torch form of the sampler keeps what the definition keeps."""
+"""The torch sampler keeps what the reference keeps."""
 
 from collections import Counter
 from dataclasses import fields
@@ -59,6 +59,7 @@ def check_row(result, row, wanted):
     return tied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_the_kept_sets_are_the_definitions_for_every_metric_potential_and_regime(seed):
     rng = np.random.default_rng(seed)
@@ -139,7 +140,7 @@ def test_numbers_and_columns_of_the_same_numbers_give_the_same():
     assert shared.kept.min() > 1
 
 
-# What a row may be
+# Kinds of rows
 
 
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.0}, {"lam": 0.0}, {"geom_scale": -1.0}])
@@ -189,7 +190,7 @@ def test_the_masked_logits_are_the_kept_ones_and_minus_infinity():
     assert masked.tolist() == [[-torch.inf, 5.0, PEAKED[0, 2].item(), -torch.inf, -torch.inf]]
 
 
-# What it costs
+# Cost
 
 
 def test_certified_rows_wait_for_the_device_once_and_for_one_truth_value():
@@ -213,7 +214,7 @@ def test_certified_rows_wait_for_the_device_once_and_for_one_truth_value():
 
 
 class Counting(Geometry):
-    """A geometry that counts the pairs asked for."""
+    """A geometry that counts the pairs measured."""
 
     pairs = 0
 
@@ -258,7 +259,7 @@ def test_a_neighbour_bound_saves_distances_and_changes_nothing_else():
     assert with_bound < 0.6 * without
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

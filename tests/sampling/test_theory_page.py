@@ -1,4 +1,4 @@
-"""docs/contract/theory.md names a test for every statement, and every theorem's test is named there."""
+"""docs/contract/theory.md names a test for every statement, and names every theorem's test."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One step: crops that can be computed by hand, and the crop without distances beside them."""
+"""One step, with crops computed by hand."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from scipy.special import softmax as scipy_softmax
 from scipy.stats import entropy as scipy_entropy
 
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.stats.analyse import Lens, entropy, softmax
+from topw_deploy.stats.analyse import Analyser, entropy, softmax
 
 # Tokens 0 and 2 at one point, token 1 at distance sqrt 2 from both.
 CORNER = Geometry.from_embeddings(
     np.array([[1, 0], [0, 1], [3, 0]], np.float32), "mahalanobis", (np.zeros(2), np.ones(2))
 )
-LENS = Lens(TopWOptions(), CORNER)
+ANALYSER = Analyser(TopWOptions(), CORNER)
 
 
 def logits(*weights: float) -> np.ndarray:
@@ -27,7 +27,7 @@ def test_a_far_token_is_dropped_and_a_near_one_kept() -> None:
     """Weights 1, 3/4, 3/4, c = 2: base J is 0, 0.996, 1.66, so without distances all three are kept. The warm start is
     {0}; with f = (0, -14.1, 0) J of {0, 2} is 0.996 and of all three -2.6."""
     parameters = TopWParameters(lam=1.0, beta=3.0, init_top_p=0.3, geom_scale=10.0)
-    step = LENS.look(logits(1, 0.75, 0.75), parameters)
+    step = ANALYSER.analyse(logits(1, 0.75, 0.75), parameters)
     assert (step.kept, step.certified, step.added, step.dropped) == (2, False, (), (1,))
     assert step.changed
     assert step.mass == pytest.approx(0.7)
@@ -39,37 +39,37 @@ def test_a_far_token_is_dropped_and_a_near_one_kept() -> None:
 def test_repulsion_brings_a_token_in_and_another_out() -> None:
     """Weights 1, 1/2, 1/2 at the default lam and beta keep {0} without distances. With f = +10 d the sets are {0},
     {1}, {0}, {1}: each time the tokens across have phi above 12."""
-    step = LENS.look(logits(1, 0.5, 0.5), TopWParameters(init_top_p=0.3, geom_scale=-10.0))
+    step = ANALYSER.analyse(logits(1, 0.5, 0.5), TopWParameters(init_top_p=0.3, geom_scale=-10.0))
     assert (step.kept, step.added, step.dropped, step.stage) == (1, (1,), (0,), "literal")
 
 
 def test_a_certified_step_is_never_changed() -> None:
-    step = LENS.look(logits(1, 0.5, 0.5), TopWParameters())
+    step = ANALYSER.analyse(logits(1, 0.5, 0.5), TopWParameters())
     assert (step.kept, step.certified, step.changed, step.distances) == (1, True, False, 0)
 
 
 def test_an_uncertified_step_may_keep_its_crop() -> None:
     parameters = TopWParameters(lam=1.0, beta=3.0, init_top_p=0.3, geom_scale=1e-4)
-    step = LENS.look(logits(1, 0.75, 0.75), parameters)
+    step = ANALYSER.analyse(logits(1, 0.75, 0.75), parameters)
     assert (step.kept, step.certified, step.changed) == (3, False, False)
 
 
 def test_a_greedy_step_has_all_mass_on_one_token() -> None:
-    step = LENS.look(logits(1, 0.9, 0.9), TopWParameters(temperature=0.0))
+    step = ANALYSER.analyse(logits(1, 0.9, 0.9), TopWParameters(temperature=0.0))
     assert (step.kept, step.mass, step.entropy, step.crop_entropy, step.stage) == (1, 1.0, 0.0, 0.0, "greedy")
 
 
 def test_mass_is_taken_at_the_selection_temperature_and_entropy_at_that_of_the_draw() -> None:
     row = np.random.default_rng(0).normal(0, 2, 50).astype(np.float32)
-    lens = Lens(TopWOptions(metric="uniform"), Geometry.uniform())
-    step = lens.look(row, TopWParameters(temperature=0.7, selection_temperature=1.5, lam=1.0))
+    analyser = Analyser(TopWOptions(metric="uniform"), Geometry.uniform())
+    step = analyser.analyse(row, TopWParameters(temperature=0.7, selection_temperature=1.5, lam=1.0))
     kept = np.argsort(-row)[: step.kept]
     assert step.mass == pytest.approx(scipy_softmax(row / 1.5)[kept].sum(), rel=1e-6)
     assert step.entropy == pytest.approx(scipy_entropy(scipy_softmax(row / 0.7)), rel=1e-6)
     assert step.crop_entropy == pytest.approx(scipy_entropy(scipy_softmax(row[kept] / 0.7)), rel=1e-6)
 
 
-def test_steps_are_what_the_reference_says_of_both_crops() -> None:
+def test_steps_agree_with_the_reference_with_and_without_distances() -> None:
     random = np.random.default_rng(1)
     geometry = Geometry.from_embeddings(random.standard_normal((120, 6)), "unit")
     options = TopWOptions(top_m=60, metric="unit")
@@ -78,7 +78,7 @@ def test_steps_are_what_the_reference_says_of_both_crops() -> None:
         row = random.normal(0, 2, 120).astype(np.float32)
         scale = float(random.choice([-0.5, 0.0, 0.5, 2.0]))
         parameters = TopWParameters(lam=0.8, beta=3.0, init_top_p=float(random.uniform(0.1, 0.9)), geom_scale=scale)
-        step = Lens(options, geometry).look(row, parameters)
+        step = Analyser(options, geometry).analyse(row, parameters)
         wanted = crop(row, parameters, options, geometry)
         plain = crop(row, replace(parameters, geom_scale=0.0), options, geometry)
         assert (step.kept, step.certified) == (len(wanted.kept), wanted.certified)

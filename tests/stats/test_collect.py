@@ -1,4 +1,4 @@
-"""Whole runs: the tokens of `generate`, and at every step what the reference says of the logits computed by hand."""
+"""Whole runs: the tokens of `generate`, and every step compared with the reference over logits computed by hand."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import describe_files, load_manifest, save_manifest
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
-from topw_deploy.stats.collect import Collected, collect, lens_of
-from topw_deploy.stats.prompts import Prompt
-from topw_deploy.stats.settings import Setting
+from topw_deploy.stats.collect import Collected, analyser_of, collect
+from topw_deploy.stats.request import Prompt, Setting
 from topw_deploy.stats.summary import summarise
 
 from .conftest import GEOMETRY, Invoke
@@ -35,20 +34,20 @@ def collected(folder: Path, *texts: str, batch_size: int = 1, **parameters: floa
 
 def test_the_tokens_are_those_of_topw_generate(folder: Path, invoke: Invoke) -> None:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in GEOMETRY.items()]
-    for text, seen in zip(TEXTS, collected(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
+    for text, found in zip(TEXTS, collected(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
         line = invoke("generate", folder, text, "--json", "--seed", 5, "--max-new-tokens", 12, *options).stdout
-        assert seen.generated.result.token_ids == json.loads(line)["token_ids"]
+        assert found.generated.result.token_ids == json.loads(line)["token_ids"]
 
 
-def test_every_step_is_what_the_reference_says_of_logits_computed_by_hand(folder: Path, toy: Toy) -> None:
+def test_every_step_agrees_with_the_reference_over_logits_computed_by_hand(folder: Path, toy: Toy) -> None:
     geometry = Geometry.from_embeddings(toy.embeddings, "mahalanobis")
     parameters = TopWParameters(**{name: float(np.float32(value)) for name, value in GEOMETRY.items()})
     changed = certified = 0
-    for text, seen in zip(TEXTS, collected(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
+    for text, found in zip(TEXTS, collected(folder, *TEXTS, **GEOMETRY).runs[0][1], strict=True):
         tokens = byte_ids(text)
-        assert len(seen.steps) == len(seen.generated.result.token_ids) == seen.agreed
+        assert len(found.steps) == len(found.generated.result.token_ids) == found.agreed
         for step, token, mass in zip(
-            seen.steps, seen.generated.result.token_ids, seen.generated.result.mass or [], strict=True
+            found.steps, found.generated.result.token_ids, found.generated.result.mass or [], strict=True
         ):
             row = toy.logits(tokens)
             wanted = crop(row, parameters, toy.options, geometry)
@@ -67,10 +66,10 @@ def test_every_step_is_what_the_reference_says_of_logits_computed_by_hand(folder
     assert certified < 36
 
 
-def test_a_batch_of_prompts_of_other_lengths_gives_the_steps_of_each_alone(folder: Path) -> None:
+def test_a_batch_of_prompts_of_different_lengths_has_the_steps_of_each_alone(folder: Path) -> None:
     alone, together = (collected(folder, *TEXTS, batch_size=size, **GEOMETRY).runs[0][1] for size in (1, 3))
-    assert [seen.steps for seen in together] == [seen.steps for seen in alone]
-    assert [seen.agreed for seen in together] == [12, 12, 12]
+    assert [found.steps for found in together] == [found.steps for found in alone]
+    assert [found.agreed for found in together] == [12, 12, 12]
 
 
 def test_rows_that_end_early_have_only_their_own_steps(tmp_path: Path) -> None:
@@ -81,32 +80,32 @@ def test_rows_that_end_early_have_only_their_own_steps(tmp_path: Path) -> None:
     assert len(second.steps) == second.agreed == len(second.generated.result.token_ids)
 
 
-def test_the_models_own_penalties_are_part_of_what_is_looked_at(tmp_path: Path, toy: Toy) -> None:
+def test_the_models_own_penalties_are_applied_before_the_analysis(tmp_path: Path, toy: Toy) -> None:
     config = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_new_tokens": 3}
     folder = export(tmp_path / "out", toy, with_mass=True, generation_config=config)
-    for seen in collected(folder, *TEXTS, lam=1.0).runs[0][1]:
-        assert seen.agreed == len(seen.steps) == 12
-        masses = seen.generated.result.mass or []
-        assert [step.mass for step in seen.steps] == pytest.approx(masses, rel=1e-5)
+    for found in collected(folder, *TEXTS, lam=1.0).runs[0][1]:
+        assert found.agreed == len(found.steps) == 12
+        masses = found.generated.result.mass or []
+        assert [step.mass for step in found.steps] == pytest.approx(masses, rel=1e-5)
 
 
 def test_a_model_with_the_uniform_metric_has_no_geometry_to_act(tmp_path: Path) -> None:
     folder = export(tmp_path / "out", Toy.random(2))
-    assert lens_of(folder, TopWModel.from_pretrained(folder).manifest).geometry.metric == "uniform"
+    assert analyser_of(folder, TopWModel.from_pretrained(folder).manifest).geometry.metric == "uniform"
     (summary,) = summarise(collected(folder, "abc"))
     assert summary.steps == summary.agreed == 12
 
 
 def test_the_geometry_is_the_sampler_nodes_own(folder: Path, toy: Toy) -> None:
-    lens = lens_of(folder, TopWModel.from_pretrained(folder).manifest)
+    analyser = analyser_of(folder, TopWModel.from_pretrained(folder).manifest)
     ids = np.array([5, 9, 200])
     wanted = Geometry.from_embeddings(toy.embeddings, "mahalanobis").distances(ids, ids)
-    assert lens.geometry.distances(ids, ids) == pytest.approx(wanted, rel=1e-6)
-    assert lens.neighbour_bound is None
+    assert analyser.geometry.distances(ids, ids) == pytest.approx(wanted, rel=1e-6)
+    assert analyser.neighbour_bound is None
 
 
 def with_bound(folder: Path, copy: Path, toy: Toy) -> Path:
-    """A copy of the toy's folder with the neighbour bound in its node's place for it."""
+    """A copy of the toy's folder with a stored neighbour bound."""
     shutil.copytree(folder, copy)
     model = onnx.load(copy / "model.onnx")
     bound = neighbour_bound(Geometry.from_embeddings(toy.embeddings, "mahalanobis"), VOCAB)
@@ -148,6 +147,6 @@ def test_settings_stand_side_by_side(folder: Path) -> None:
 
 
 def test_options_that_the_export_baked_are_the_ones_used(folder: Path) -> None:
-    assert lens_of(folder, TopWModel.from_pretrained(folder).manifest).options == TopWOptions(
+    assert analyser_of(folder, TopWModel.from_pretrained(folder).manifest).options == TopWOptions(
         top_m=40, metric="mahalanobis"
     )

@@ -1,4 +1,4 @@
-"""`topw stats`: where prompts come from, what is printed, and one sentence for everything that can be wrong."""
+"""`topw stats` from the command line: prompts, sweeps, output and refusals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tests.support.toy_model import Toy, export_sampler
 from topw_deploy.errors import ManifestError, ParameterError, PromptError
 from topw_deploy.runtime import TopWModel
 from topw_deploy.sampling import preset_parameters
-from topw_deploy.stats.prompts import prompts_of_json_lines, prompts_of_lines
-from topw_deploy.stats.settings import Setting, settings_of
+from topw_deploy.stats.request import Setting, prompts_of_json_lines, prompts_of_lines, settings_of
 
 from .conftest import GEOMETRY, Invoke
 
@@ -54,7 +53,7 @@ def test_json_holds_every_number_and_replaces_the_table_on_stdout(folder: Path, 
     assert sum(token["steps"] for token in setting["dropped"]) == setting["dropped_total"]
 
 
-def test_a_preset_states_the_parameters_that_are_not_given(folder: Path, invoke: Invoke) -> None:
+def test_a_preset_sets_the_parameters_that_are_not_given(folder: Path, invoke: Invoke) -> None:
     words = ("stats", folder, "abc", *SHORT, "-q", "--json", "-", "--preset", "lively")
     report = json.loads(invoke(*words, "--beta", 3, "--sweep", "temperature=0.5,2").stdout)
     geometry = TopWModel.from_pretrained(folder, provider="cpu").manifest.sampler.geometry
@@ -91,7 +90,7 @@ def test_sweeps_multiply() -> None:
         ("lam=1", "given as an option and swept"),
     ],
 )
-def test_a_wrong_sweep_is_refused_in_one_sentence(sweep: str, message: str) -> None:
+def test_a_wrong_sweep_is_refused(sweep: str, message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         settings_of({"lam": 1.0}, [sweep])
     with pytest.raises(ParameterError, match="swept twice"):
@@ -113,7 +112,7 @@ def test_a_value_out_of_range_is_refused_by_its_name(folder: Path, invoke: Invok
         ("ab\n".encode("utf-16"), r"a.txt is not UTF-8 text \(byte 0\); it looks like UTF-16, save it as UTF-8"),
     ],
 )
-def test_a_file_without_prompts_is_refused_in_one_sentence(data: bytes, message: str) -> None:
+def test_a_file_without_prompts_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         prompts_of_lines(data, "a.txt")
 

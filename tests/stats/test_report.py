@@ -1,4 +1,4 @@
-"""Counting steps and showing them: numbers from lists small enough to count by hand."""
+"""The summary, the table and the picture, from steps that can be counted by hand."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWParameters
 from topw_deploy.stats import plot
 from topw_deploy.stats.analyse import Step
-from topw_deploy.stats.collect import Collected, Seen
-from topw_deploy.stats.settings import Setting
+from topw_deploy.stats.collect import Analysed, Collected
+from topw_deploy.stats.request import Setting
 from topw_deploy.stats.summary import MovedToken, Summary, ranges, summarise, windows
 from topw_deploy.stats.table import lines, token_text, verdict
 
@@ -39,8 +39,8 @@ def moved(kept: int, added: tuple[int, ...] = (), dropped: tuple[int, ...] = ())
 
 def summaries(*sequences: list[Step], label: str = "") -> list[Summary]:
     generated: Any = SimpleNamespace(request=SimpleNamespace(top_w=TopWParameters()))
-    seen = [Seen(generated, steps, len(steps)) for steps in sequences]
-    return summarise(Collected([(Setting(label, {}), seen)], TEXTS))
+    found = [Analysed(generated, steps, len(steps)) for steps in sequences]
+    return summarise(Collected([(Setting(label, {}), found)], TEXTS))
 
 
 def acting() -> list[Summary]:
@@ -92,7 +92,7 @@ def test_long_lists_of_tokens_are_cut_and_say_so() -> None:
     assert r"'\n\t' 2, and 1 more" in text
 
 
-def test_the_report_says_plainly_that_geometry_never_acted() -> None:
+def test_the_report_states_that_geometry_never_acted() -> None:
     (certified,) = summaries([step(), step()])
     assert verdict(certified).startswith("Geometry never acted: all 2 steps were certified")
     (unchanged,) = summaries([step(), moved(3)])
@@ -124,12 +124,12 @@ def words(figure: Any) -> str:
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, found: list[Summary], path: Path) -> str:
-    """The words on the picture that `save_plot` writes."""
+    """The text in the picture that `save_plot` writes."""
     seen: list[str] = []
     save = Figure.savefig
 
-    def kept(figure: Any, *arguments: Any, **settings: Any) -> None:
-        save(figure, *arguments, **settings)
+    def kept(figure: Any, *arguments: Any, **options: Any) -> None:
+        save(figure, *arguments, **options)
         seen.append(words(figure))
 
     monkeypatch.setattr(Figure, "savefig", kept)
@@ -174,8 +174,8 @@ def test_long_and_many_settings_stay_inside_the_picture_and_apart(
     figures: list[Any] = []
     save = Figure.savefig
 
-    def kept(figure: Any, *arguments: Any, **settings: Any) -> None:
-        save(figure, *arguments, **settings)
+    def kept(figure: Any, *arguments: Any, **options: Any) -> None:
+        save(figure, *arguments, **options)
         figures.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", kept)

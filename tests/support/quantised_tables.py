@@ -1,4 +1,4 @@
-"""Tables in every form that onnxruntime's GatherBlockQuantized has, and the rows that onnxruntime reads from them."""
+"""Tables in every form of onnxruntime's GatherBlockQuantized, and the rows it reads from them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
+from topw_deploy.dtypes import ELEMENT_TYPES
 from topw_deploy.plugins.kernel import KernelBlocks
-
-_TYPES = {"uint8": onnx.TensorProto.UINT8, "uint4": onnx.TensorProto.UINT4, "int4": onnx.TensorProto.INT4}
 
 
 @dataclass(frozen=True)
 class Form:
-    """Element type and bits of the codes, type of the scales, with or without zero points, block size, row width."""
+    """Type and bits of the codes, type of the scales, zero points, block size, row width."""
 
     element: str = "uint8"
     bits: int = 4
     zero_points: bool = False
     scales: str = "float32"
     block_size: int = 16
-    hidden: int = 48  # three blocks of 16: an odd number, so that rows of zero points begin within or between bytes
+    hidden: int = 48  # an odd number of blocks: rows of zero points start inside a byte
 
     @property
     def name(self) -> str:
@@ -42,8 +41,7 @@ FORMS = [
 
 @dataclass(frozen=True)
 class Quantised:
-    """A table of random codes: `codes` [tokens, bytes] and `blocks` as the kernel takes them, `tensors` as a graph
-    does (codes, scales, zero points)."""
+    """A table of random codes [tokens, bytes]: `blocks` for the kernel, `tensors` for a graph."""
 
     form: Form
     codes: np.ndarray
@@ -51,7 +49,7 @@ class Quantised:
     tensors: list[onnx.TensorProto]
 
     def rows(self) -> np.ndarray:
-        """float32 [tokens, hidden] as onnxruntime's own operator answers."""
+        """float32 [tokens, hidden], read by onnxruntime."""
         ids = onnx.helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, [None])
         node = onnx.helper.make_node(
             "GatherBlockQuantized", ["codes", "ids", *[t.name for t in self.tensors[1:]]], ["rows"],
@@ -69,7 +67,7 @@ class Quantised:
 def quantised_table(form: Form, tokens: int, seed: int) -> Quantised:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256, (tokens, form.hidden * form.bits // 8), dtype=np.uint8)
-    codes[1], codes[3] = codes[0], codes[2]  # duplicates, as real tables have them
+    codes[1], codes[3] = codes[0], codes[2]  # duplicates, as in real tables
     blocks = -(-form.hidden // form.block_size)
     scales = rng.choice([0.0, 0.01, 0.013, 0.2, 1e-4], (tokens, blocks)).astype(form.scales)
     scales[1], scales[3] = scales[0], scales[2]
@@ -77,7 +75,7 @@ def quantised_table(form: Form, tokens: int, seed: int) -> Quantised:
     if form.zero_points:
         size = (tokens, -(-blocks * form.bits // 8)) if form.element == "uint8" else (-(-tokens * blocks // 2),)
         zeros = rng.integers(0, 256, size, dtype=np.uint8)
-    kind = _TYPES[form.element]
+    kind = ELEMENT_TYPES[form.element].number
     wide = codes.shape if form.element == "uint8" else (tokens, form.hidden)
     tensors = [
         onnx.helper.make_tensor("codes", kind, wide, codes.tobytes(), raw=True),

@@ -1,7 +1,4 @@
-"""Rows on which a shortcut of the sampler could go wrong: the random ones of `rows`, and ones built on a tie.
-
-Shared by `fuzz.sampler` and the tests of the fast implementations.
-"""
+"""Rows on which a shortcut of the sampler could go wrong: random ones, and ones built on a tie."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.rows import Case, Scenario, embedding_table, random_case
+from tests.support.rows import Case, Scenario, embedding_table, random_case
 from topw_deploy.sampling import Geometry, TopWParameters, as_float32, crop, fast_crop
 from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 
 @dataclass(frozen=True)
 class Size:
-    """One entry of the mix: what its visits choose from, how many rows each has, and the share of all rows."""
+    """One entry of the mix: its choices, rows per visit, and share of all rows."""
 
     vocabularies: tuple[int, ...]
     pools: tuple[int, ...]
@@ -26,8 +23,7 @@ class Size:
     share: float
 
 
-# The literal rule needs up to 60 ms for a pool of 1,200 tokens, so those are few; sizes that are no multiple of
-# anything are many.
+# The literal rule needs up to 60 ms for a pool of 1,200 tokens, so there are few of those, and many odd sizes.
 SMALL = (
     Size((1, 2, 3), (1, 2, 1200), (1, 3), 60, 0.04),
     Size((4, 7, 12, 25), (1, 3, 8, 1200), (2, 4), 300, 0.25),
@@ -44,12 +40,12 @@ ALL = (
 )
 _TABLES = ("plain", "duplicates", "near-duplicates", "clusters", "zeros")
 _POTENTIALS = (("nearest", 4), ("nearest", 4), ("knn", 1), ("knn", 2), ("knn", 4), ("knn", 9))
-_BUILT = 0.3  # share of rows that are not merely random
+_BUILT_SHARE = 0.3  # share of built rows
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One scenario with its table [V, d] and geometry (statistics as a graph carries them), and its rows."""
+    """A scenario's rows, with its table [V, d] and geometry (statistics as in a graph)."""
 
     scenario: Scenario
     table: np.ndarray
@@ -58,18 +54,16 @@ class Visit:
 
 
 def geometry_of(scenario: Scenario, table: np.ndarray) -> Geometry:
-    """The scenario's geometry, with statistics rounded to the float32 numbers that a graph or a kernel is given."""
+    """The scenario's geometry, with statistics rounded to float32 as in a graph."""
     if scenario.options.metric == "uniform":
         return Geometry.uniform()
     exact = Geometry.from_embeddings(table, scenario.options.metric)
-    assert exact.mean is not None
-    assert exact.inverse_std is not None
-    statistics = exact.mean.astype(np.float32), exact.inverse_std.astype(np.float32)
+    statistics = np.asarray(exact.mean, np.float32), np.asarray(exact.inverse_std, np.float32)
     return Geometry.from_embeddings(table, scenario.options.metric, statistics)
 
 
 def nearest_distances(geometry: Geometry, tokens: int) -> np.ndarray:
-    """float32 [tokens]: a lower bound of each token's distance to its nearest other, from all pairs in double."""
+    """A lower bound of each token's distance to its nearest neighbour, from all pairs: float32 [tokens]."""
     ids = np.arange(tokens)
     found = geometry.distances(ids, ids)
     np.fill_diagonal(found, np.inf)
@@ -78,7 +72,7 @@ def nearest_distances(geometry: Geometry, tokens: int) -> np.ndarray:
 
 
 def visits(seed: int, sizes: Sequence[Size] = ALL) -> Iterator[Visit]:
-    """Endless visits: every metric, potential and kind of table, and the sizes in their shares."""
+    """Endless visits over all metrics, potentials, tables and sizes."""
     rng = np.random.default_rng(seed)
     shares = np.array([size.share / size.rows for size in sizes])
     while True:
@@ -108,9 +102,9 @@ def visits(seed: int, sizes: Sequence[Size] = ALL) -> Iterator[Visit]:
 
 
 def some_rows(rng: np.random.Generator, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """One random row, or one or two that were built; `regime` says how."""
+    """One random row, or one or two built ones; `regime` says how."""
     case = random_case(rng, scenario.vocab_size)
-    if rng.random() >= _BUILT:
+    if rng.random() >= _BUILT_SHARE:
         return [case]
     builder = _BUILDERS[int(rng.integers(len(_BUILDERS)))]
     name = builder.__name__.strip("_").replace("_", " ")
@@ -127,31 +121,31 @@ def _order(case: Case) -> np.ndarray:
     return order[np.isfinite(case.logits[order])]
 
 
-def _judgement(case: Case, scenario: Scenario, geometry: Geometry) -> tuple[object, ...]:
+def _result(case: Case, scenario: Scenario, geometry: Geometry) -> tuple[object, ...]:
     found = fast_crop(case.logits, as_float32(case.parameters), scenario.options, geometry)
     return found.certified, *np.sort(found.kept).tolist()
 
 
-def _turning_point(
+def _threshold(
     scenario: Scenario, geometry: Geometry, at: Callable[[np.float32], Case], ends: tuple[np.float32, np.float32]
 ) -> list[Case]:
-    """The rows at the two neighbouring float32 numbers where the answer changes; at the end where it does not."""
+    """The rows at the two adjacent float32 numbers where the result changes; at the end if it does not."""
     a, b = ends
-    first = _judgement(at(a), scenario, geometry)
-    if _judgement(at(b), scenario, geometry) == first:
+    first = _result(at(a), scenario, geometry)
+    if _result(at(b), scenario, geometry) == first:
         return [at(b)]
     while True:
         middle = np.float32((float(a) + float(b)) / 2)
         if middle in (a, b):
             return [at(a), at(b)]
-        if _judgement(at(middle), scenario, geometry) == first:
+        if _result(at(middle), scenario, geometry) == first:
             a = middle
         else:
             b = middle
 
 
-def _turning_logit(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """A logit moved to where the answer turns: J of two prefixes, or the nucleus, pushed together."""
+def _logit_at_threshold(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
+    """A logit where the result changes: two prefixes with nearly equal J, or the nucleus."""
     order = _order(case)
     token = order[int(min(len(order) - 1, rng.exponential(6.0)))]
 
@@ -161,11 +155,11 @@ def _turning_logit(rng: np.random.Generator, case: Case, scenario: Scenario, geo
         return replace(case, logits=logits)
 
     ends = case.logits[token], np.float32(case.logits[token] + rng.standard_normal() * 2.0)
-    return _turning_point(scenario, geometry, at, ends)
+    return _threshold(scenario, geometry, at, ends)
 
 
-def _turning_parameter(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """The same for a parameter: beta and lam turn J, init_top_p the nucleus, geom_scale the order."""
+def _parameter_at_threshold(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
+    """A parameter where the result changes."""
     name = str(rng.choice(["beta", "lam", "init_top_p", "geom_scale"]))
     if name == "geom_scale" and case.parameters[name] < 0:
         name = "beta"
@@ -178,11 +172,11 @@ def _turning_parameter(rng: np.random.Generator, case: Case, scenario: Scenario,
         return _with(case, **{name: float(value)})
 
     ends = np.float32(case.parameters[name]), np.float32(other)
-    return _turning_point(scenario, geometry, at, ends)
+    return _threshold(scenario, geometry, at, ends)
 
 
 def _nucleus_hit(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """2^j equal tokens and a warm start of exactly k of them: G_k is the mass asked for, without rounding."""
+    """2^j equal tokens and a warm start of exactly k of them, without rounding."""
     most = min(scenario.vocab_size, scenario.options.top_m)
     count = 1 << int(rng.integers(0, most.bit_length()))
     logits = np.full(scenario.vocab_size, -np.inf, np.float32)
@@ -191,7 +185,7 @@ def _nucleus_hit(rng: np.random.Generator, case: Case, scenario: Scenario, _: Ge
 
 
 def _pool_cut_tied(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """Equal logits on both sides of the pool's cut."""
+    """Equal logits on both sides of the pool's end."""
     order, logits = _order(case), case.logits.copy()
     cut = min(scenario.options.top_m, len(order))
     logits[order[max(0, cut - int(rng.integers(1, 4))) : cut + int(rng.integers(1, 4))]] = logits[order[cut - 1]]
@@ -199,7 +193,7 @@ def _pool_cut_tied(rng: np.random.Generator, case: Case, scenario: Scenario, _: 
 
 
 def _warm_cut_tied(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """Equal logits around the warm start's cut."""
+    """Equal logits on both sides of the warm start's end."""
     order, logits = _order(case), case.logits.copy()
     parameters = TopWParameters(**case.parameters)
     a = (logits[order].astype(np.float64) - logits[order[0]]) / max(
@@ -212,15 +206,15 @@ def _warm_cut_tied(rng: np.random.Generator, case: Case, scenario: Scenario, _: 
 
 
 def _equal_phi(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """Logits, lam and geom_scale on a grid of binary fractions, so that phi of members and others is often equal."""
+    """Logits, lam and geom_scale are binary fractions, so phi is often equal."""
     logits = (-np.round(rng.exponential(2.0, scenario.vocab_size) * 2) / 2).astype(np.float32)
     grid = {"temperature": 1.0, "selection_temperature": 0.0, "lam": rng.choice([0.25, 0.5, 1.0]),
             "geom_scale": rng.choice([0.25, 0.5, 1.0]), "init_top_p": rng.choice([0.25, 0.5, 0.75])}  # fmt: skip
     return [_with(replace(case, logits=logits), **grid, beta=grid["lam"] + rng.choice([0.5, 1.0, 2.0]))]
 
 
-def _two_shelves(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """A head, a few tokens on a shelf and many on a lower one: J has two tops, and which one wins is up to geometry."""
+def _two_levels(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
+    """A head, a few tokens at one level and many lower: J has two maxima, and geometry decides."""
     ids = rng.permutation(scenario.vocab_size)
     head, shelf = int(rng.integers(1, 4)), int(rng.integers(1, 12))
     upper, lower = rng.uniform(0.0, 1.5), rng.uniform(1.5, 3.5)
@@ -237,9 +231,9 @@ def _two_shelves(rng: np.random.Generator, case: Case, scenario: Scenario, _: Ge
 
 
 def _near_block(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """A head, a far token beside it in the warm start, and a block near the head as probable as the far one.
+    """A head, a distant token in its warm start, and an equally probable block near the head.
 
-    The far token leaves at once. Under `knn` with more neighbours than members that brings the block nearer.
+    The distant token leaves first. With more k-NN neighbours than members that brings the block nearer.
     """
     ids = rng.permutation(scenario.vocab_size)[:60]
     nearest = ids[np.argsort(geometry.distances(ids[:1], ids)[0], kind="stable")]
@@ -260,14 +254,14 @@ def _near_block(rng: np.random.Generator, case: Case, scenario: Scenario, geomet
 
 
 def _many_steps(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """Of a dozen rows, the one whose alternation is longest: sets that gain and lose members in turn."""
-    rows = [case, *(_two_shelves(rng, case, scenario, geometry)[0] for _ in range(11))]
+    """Of a dozen rows, the one with the longest alternation."""
+    rows = [case, *(_two_levels(rng, case, scenario, geometry)[0] for _ in range(11))]
     most = max if scenario.options.alt_iters > 1 else min
     return [most(rows, key=lambda row: crop(row.logits, as_float32(row.parameters), scenario.options, geometry).steps)]
 
 
 def _extreme_logits(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """Denormal, huge, signed-zero and shifted logits."""
+    """Denormal, huge, signed-zero and shifted."""
     kind = int(rng.integers(5))
     row = case.logits.astype(np.float64)
     finite = np.isfinite(row)
@@ -285,7 +279,7 @@ def _extreme_logits(rng: np.random.Generator, case: Case, scenario: Scenario, _:
 
 
 def _extreme_parameters(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """Parameters at the ends of their intervals."""
+    """At the ends of their intervals."""
     chosen = {
         "lam": rng.choice([0.0, 1e-30, 1e-6, 1e4]), "beta": rng.choice([0.0, 1e-6, 1.0, 1e4]),
         "temperature": rng.choice([1.1e-5, 1e-3, 1e4]), "selection_temperature": rng.choice([0.0, 1e-4, 1e4]),
@@ -296,7 +290,6 @@ def _extreme_parameters(rng: np.random.Generator, case: Case, scenario: Scenario
 
 
 def _invalid(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """NaN or +inf somewhere, or nothing finite."""
     logits = case.logits.copy()
     if rng.random() < 0.2:
         logits[:] = -np.inf
@@ -306,16 +299,16 @@ def _invalid(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geomet
 
 
 _BUILDERS: tuple[Callable[[np.random.Generator, Case, Scenario, Geometry], list[Case]], ...] = (
-    _turning_logit,
-    _turning_logit,
-    _turning_parameter,
-    _turning_parameter,
+    _logit_at_threshold,
+    _logit_at_threshold,
+    _parameter_at_threshold,
+    _parameter_at_threshold,
     _nucleus_hit,
     _pool_cut_tied,
     _warm_cut_tied,
     _equal_phi,
     _equal_phi,
-    _two_shelves,
+    _two_levels,
     _near_block,
     _many_steps,
     _extreme_logits,

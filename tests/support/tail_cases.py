@@ -1,7 +1,4 @@
-"""Random rows through the tail's graph, and the judge that compares graph and reference.
-
-Shared by the fuzz run (`make fuzz`) and by the tests, which take a small fixed share of the same rows.
-"""
+"""Run random rows through the tail's graph and compare them with the reference, for tests and `make fuzz`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
-from benchmarks.rows import (
+from tests.support.rows import (
     LOGPROB_BOUND,
     MASS_BOUND,
     Case,
@@ -36,15 +33,15 @@ __all__ = [
 ]  # fmt: skip
 
 NATIVE = "native"
-"""Beside the FORMS of the function: the same node answered by the native operator."""
+"""A form beside FORMS: the native operator."""
 
 
 def graph(
     scenario: Scenario, form: str, table: np.ndarray, geometry: Geometry, opset: int = 23, threads: int = 1
 ) -> ort.InferenceSession:
-    """A session of the sampler-only model with all optional outputs; `form` is one of FORMS, or NATIVE.
+    """A session of the sampler-only model; `form` is one of FORMS, or NATIVE.
 
-    Without `mass` where the vocabulary is large and whole blocks: there it would hide the branch that skips edits.
+    Without `mass` for a large vocabulary of whole blocks, where it would disable the branch that skips edits.
     """
     uses_table = scenario.options.metric != "uniform"
     spec = TailSpec(
@@ -67,7 +64,7 @@ def graph(
 
 
 def feeds(cases: list[Case], edits: int = 0) -> dict[str, np.ndarray]:
-    """The graph's inputs for a batch, with `edits` padded edits per row."""
+    """The graph's inputs, with `edits` padded edits per row."""
     batch = len(cases)
     columns = {n: np.array([case.parameters[n] for case in cases], np.float32) for n in PARAMETER_NAMES}
     return {
@@ -81,14 +78,13 @@ def feeds(cases: list[Case], edits: int = 0) -> dict[str, np.ndarray]:
 
 
 def run(session: ort.InferenceSession, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Outputs by name."""
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, inputs), strict=True))
 
 
 @dataclass
 class Tally:
-    """What was compared: rows, certified ones, and differences by their explanation, each by regime."""
+    """Compared rows, certified rows and explained differences, each by regime."""
 
     rows: Counter[str] = field(default_factory=Counter)
     certified: Counter[str] = field(default_factory=Counter)
@@ -96,7 +92,7 @@ class Tally:
     unexplained: list[str] = field(default_factory=list)
 
     def add(self, label: str, case: Case, wanted: Row, found: dict[str, object]) -> None:
-        """Compare one row's outputs with the reference's and file the result."""
+        """Record the differences of one row."""
         regime = case.regime.split(",")[0]
         self.rows[regime] += 1
         self.certified[regime] += wanted.certified
@@ -110,7 +106,7 @@ class Tally:
 
 
 def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:
-    """Names of what differs: the kept set, or else the draw and its numbers; and the certificate."""
+    """What differs: the kept set, or else the draw and its numbers; and the certificate."""
     if bool(found["certified"]) != wanted.certified:
         yield "certified"
     mask = np.asarray(found["keep_mask"])
@@ -127,7 +123,7 @@ def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:
 
 def compare(scenario: Scenario, sessions: dict[str, ort.InferenceSession], geometry: Geometry, cases: list[Case],
             tallies: dict[str, Tally]) -> None:  # fmt: skip
-    """Run a batch through every form, twice, with different uniform numbers and without or with (padded) edits."""
+    """Run each batch through every form twice, with other uniform numbers and with padded edits."""
     wanted = [reference(scenario, geometry, case) for case in cases]
     second = [redrawn(row, case, 1.0 - 2.0**-24 - case.uniform) for row, case in zip(wanted, cases, strict=True)]
     for form, session in sessions.items():

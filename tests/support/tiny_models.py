@@ -1,4 +1,4 @@
-"""Tiny random models of every family, built from configuration classes: nothing is downloaded."""
+"""Tiny random models of every family, made from configurations without a download."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from topw_deploy.export.trace.trace import trace
 
 VOCAB = 320
 WINDOW = 8
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -43,23 +43,31 @@ _COMMON = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+ONE_LAYER = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
 
-# Heads of 16 numbers may be turned inside GroupQueryAttention, heads of 8 may not.
+# GroupQueryAttention can rotate heads of 16 numbers itself, but not heads of 8.
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama_tied": lambda: LlamaConfig(**_COMMON, tie_word_embeddings=True),
-    "llama_untied": lambda: LlamaConfig(**_COMMON, head_dim=16, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**_COMMON, head_dim=16),
-    "qwen3": lambda: Qwen3Config(**_COMMON, head_dim=16),
-    "phi3": lambda: Phi3Config(**_COMMON, head_dim=16),
-    "mistral": lambda: MistralConfig(**_COMMON, head_dim=16, sliding_window=WINDOW),
+    "llama_tied": lambda: LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "llama_untied": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**COMMON, head_dim=16),
+    "qwen3": lambda: Qwen3Config(**COMMON, head_dim=16),
+    "phi3": lambda: Phi3Config(**COMMON, head_dim=16),
+    "mistral": lambda: MistralConfig(**COMMON, head_dim=16, sliding_window=WINDOW),
     "gemma2": lambda: Gemma2Config(
-        **_COMMON, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0
+        **COMMON, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0
     ),
     "gemma3": lambda: Gemma3TextConfig(
-        **_COMMON, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+        **COMMON, head_dim=8, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+        **COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
@@ -97,14 +105,14 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_checkpoint(folder: Path, family: str | PreTrainedConfig) -> Path:
-    """A whole Hugging Face folder: configuration, weights, tokenizer."""
+    """A Hugging Face folder: configuration, weights, tokenizer."""
     make_model(family).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
 
 def write_decoder(folder: Path, family: str, change: Callable[[ir.Model], None] = lambda _model: None) -> Path:
-    """A folder as another exporter would leave it: a decoder with logits of all positions, weights beside it.
+    """A decoder as of another exporter: logits of all positions, weights in a file beside it.
 
     change: edits the graph before it is written.
     """
@@ -120,6 +128,6 @@ def write_decoder(folder: Path, family: str, change: Callable[[ir.Model], None] 
 
 
 def export(model: Path | str, output: Path, **settings: object) -> ExportReport:
-    """Export `model`, unverified unless `settings` (of ExportRequest) say otherwise."""
+    """Export `model`, unverified by default. settings: of export_request."""
     settings = {"verify": False, **settings}
     return export_model(export_request(model=str(model), output=output, **settings))  # type: ignore[arg-type]

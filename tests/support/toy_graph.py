@@ -1,30 +1,25 @@
-"""The graph of the toy decoder (toy_model.py), with its cache in each form that the runtime drives:
+"""The toy decoder's graph (toy_model.py), with its cache in each form that the runtime drives:
 
     concat    Concat
-    scatter   static: TensorScatter, which adds ragged pieces of a batch; what is masked is multiplied by zero
-    grouped   static: GroupQueryAttention, which behind a past adds one token per row, or several of a single row; told
-              on the host how far a run may reach
-    shared    GroupQueryAttention driven by attention_mask, as in onnxruntime-genai's graphs
+    scatter   static: TensorScatter, for ragged chunks; masked values are multiplied by zero
+    grouped   static: GroupQueryAttention, which after a prefill appends one token per row, or several to a single row
+    shared    GroupQueryAttention with attention_mask, as in onnxruntime-genai's graphs
 
-GroupQueryAttention only keeps the cache: its heads are widened with zeros, and what it attends to goes nowhere.
+GroupQueryAttention only stores the cache: its heads are padded with zeros, and its output is unused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-if TYPE_CHECKING:
-    from tests.support.toy_model import Toy
-
 FORMS = ("concat", "scatter", "grouped", "shared")
-OPSETS = {"concat": 21, "scatter": 24, "grouped": 21, "shared": 21}  # TensorScatter came with 24
+OPSETS = {"concat": 21, "scatter": 24, "grouped": 21, "shared": 21}  # TensorScatter needs 24
 HEAD_DIMS = {"concat": (4, 3), "scatter": (4, 3), "grouped": (8, 16), "shared": (8, 16)}
-"""Of layer 0, which holds the features, and of layer 1, which holds their first three columns."""
+"""Of layer 0, with the features, and of layer 1, with their first three columns."""
 
 _make = helper.make_node
 _MASK_INPUTS = [("input_ids", ["batch", "sequence"]), ("attention_mask", ["batch", "total"])]
@@ -38,16 +33,16 @@ _INPUTS: dict[str, list[tuple[str, list[str | int]]]] = {
 
 
 def decoder_graph(
-    toy: Toy, form: str, max_length: int | None = None
+    numbers: Mapping[str, np.ndarray], form: str, max_length: int | None = None
 ) -> tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto], list[onnx.ValueInfoProto], list[onnx.TensorProto]]:
-    """Nodes, inputs, outputs and constants that make `logits` [B, V]. max_length: slots of a static cache."""
+    """Nodes, inputs, outputs and constants that compute `logits` [B, V].
+
+    numbers: those of `Toy.numbers`.
+    max_length: slots of a static cache.
+    """
     widths = HEAD_DIMS[form]
     tables = {
-        "follow": toy.follow,
-        "place": toy.place,
-        "features": toy.features,
-        "mix": toy.mix,
-        "factor": np.float32(toy.factor),
+        **numbers,
         "nothing": np.float32(0),
         "head_axis": np.array([1], np.int64),
         "mask_axes": np.array([1, 3], np.int64),
@@ -101,7 +96,7 @@ def _features() -> list[onnx.NodeProto]:
 
 
 def _keep(form: str, layer: int, pasts: list[str], presents: list[str]) -> list[onnx.NodeProto]:
-    """The nodes that put the new tokens into a layer's cache."""
+    """Append new tokens to a layer's cache."""
     new, flat = f"new_{layer}", f"flat_{layer}"
     pairs = list(zip(pasts, presents, strict=True))
     if form == "concat":
@@ -122,10 +117,10 @@ def _keep(form: str, layer: int, pasts: list[str], presents: list[str]) -> list[
 
 
 def _logits(form: str) -> list[onnx.NodeProto]:
-    """Three columns of the history come from layer 1's values, the fourth from layer 0's keys."""
+    """Three columns of the history are in layer 1's values, the fourth in layer 0's keys."""
     if form in ("concat", "scatter"):
         masked = _make("Mul", ["cached", "mask"], ["seen"])
-    else:  # GroupQueryAttention reads nothing but what counts
+    else:  # unused columns may hold anything
         masked = _make("Where", ["counts_4d", "cached", "nothing"], ["seen"])
     return [
         _make("Slice", ["present.1.value", "first", "three", "feature_axis"], ["three_columns"]),
@@ -143,7 +138,7 @@ def _logits(form: str) -> list[onnx.NodeProto]:
 
 
 def _concat_places() -> list[onnx.NodeProto]:
-    """`last_id` and `last_place` [B] of each row's last token, and `mask` [B, 1, T, 1]."""
+    """`last_id` and `last_place` [B] of the last tokens, and `mask` [B, 1, T, 1]."""
     return [
         _make("Cast", ["attention_mask"], ["mask_float"], to=TensorProto.FLOAT),
         _make("Unsqueeze", ["mask_float", "mask_axes"], ["mask"]),
@@ -174,7 +169,7 @@ def _shared_places() -> list[onnx.NodeProto]:
 
 
 def _filled_places() -> list[onnx.NodeProto]:
-    """From `filled` [B], the tokens in the buffer after this run: the last one's place, and the columns that count."""
+    """The last token's place and the used columns, from `filled` [B], the row's length."""
     return [
         _make("Sub", ["filled", "one"], ["last_place"]),
         _make("Cast", ["last_place"], ["seqlens_k"], to=TensorProto.INT32),

@@ -1,11 +1,11 @@
-"""A decoder small enough to be computed by hand, exported with the real sampler: what the runtime's tests run.
+"""A decoder small enough to compute by hand, exported with the real sampler, for tests of the runtime.
 
-Its logits are integers times one factor, so they come out bit for bit the same in numpy and in any batch:
+Its logits are integers times one factor, so numpy and any batch give the same bits:
 
     logits(t_1 .. t_n) = factor * (follow[t_n] + place[n - 1] + sum over t_i of features[t_i] @ mix)
 
-`place` is read by position, like learned position embeddings: a position outside the context is an error. The sum
-goes through the key-value cache of two layers with different shapes, so a mixed-up cache gives other logits.
+`place` is read by position: one outside the context is an error. The sum goes through the key-value cache of two layers
+with different shapes, so a mixed-up cache changes the logits.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ FEATURES = 4
 CONTEXT = 96
 
 Load = Callable[..., TopWModel]
-"""The fixture `load`: (toy, **settings of `export`) -> the toy exported and opened."""
+"""The fixture `load`: (toy, **options of `export`) -> the opened export."""
 
 
 def byte_tokenizer(bos: bool = False) -> Tokenizer:
-    """One token per byte, byte-level like GPT-2's; with `bos`, every encoded text starts with <s>."""
+    """One token per byte, like GPT-2's; `bos`: every text starts with <s>."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, *BYTES])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,14 +81,14 @@ def byte_tokenizer(bos: bool = False) -> Tokenizer:
 
 
 def byte_ids(data: str | bytes) -> list[int]:
-    """Token ids of a text or of raw bytes under `byte_tokenizer`."""
+    """Token ids under `byte_tokenizer`."""
     data = data.encode() if isinstance(data, str) else data
     return [_ids_of_bytes()[byte] for byte in data]
 
 
 @cache
 def _ids_of_bytes() -> list[int]:
-    """The token of each byte, by GPT-2's printable stand-in for it."""
+    """The token of each byte, by GPT-2's printable character for it."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
@@ -97,7 +97,7 @@ def _ids_of_bytes() -> list[int]:
 
 @dataclass(frozen=True)
 class Toy:
-    """The numbers of one toy decoder; see the module's formula. `embeddings` only serve the sampler's geometry."""
+    """The numbers of one decoder; `embeddings` serve only the sampler's geometry."""
 
     follow: np.ndarray
     place: np.ndarray
@@ -117,19 +117,26 @@ class Toy:
             mix=rng.integers(-2, 3, (FEATURES, VOCAB)).astype(np.float32),
             embeddings=rng.standard_normal((VOCAB, 8)).astype(np.float32),
         )
-        toy.follow[:, [BOS, EOS, PAD]] = -200  # special tokens appear only where a test wants them
+        toy.follow[:, [BOS, EOS, PAD]] = -200  # special tokens appear only on request
         return replace(toy, **changes)
 
     @classmethod
     def script(cls, tokens: Sequence[int], prompt_tokens: int, seed: int = 0) -> Toy:
-        """A decoder that continues any prompt of that length with `tokens`, whatever is drawn."""
+        """A decoder that always continues prompts of that length with `tokens`."""
         toy = cls.random(seed)
         for step, token in enumerate(tokens):
             toy.place[prompt_tokens - 1 + step, token] = 4000
         return toy
 
+    def numbers(self) -> dict[str, np.ndarray]:
+        """The arrays in the graph."""
+        factor = np.asarray(self.factor, np.float32)
+        return {
+            "follow": self.follow, "place": self.place, "features": self.features, "mix": self.mix, "factor": factor,
+        }  # fmt: skip
+
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """float32 [V] after `tokens`."""
+        """float32 [V]"""
         total = self.features[list(tokens)].sum(axis=0) @ self.mix
         return np.float32(self.factor) * (self.follow[tokens[-1]] + self.place[len(tokens) - 1] + total)
 
@@ -142,7 +149,7 @@ class Toy:
         sample: int = 0,
         edits: Any = None,
     ) -> list[Row]:
-        """What the reference draws; `edits(tokens so far)` gives (ids, penalties, biases) or None."""
+        """The reference's draws; `edits(tokens so far)` gives (ids, penalties, biases) or None."""
         geometry = Geometry.uniform()
         if self.options.metric != "uniform":
             geometry = Geometry.from_embeddings(self.embeddings, self.options.metric)
@@ -185,10 +192,11 @@ def export(
     buffer_step: int = 0,
     max_length: int | None = None,
 ) -> Path:
-    """Write `folder` as the exporter would and return it.
+    """Write `folder` as the exporter would.
 
-    form: as in toy_graph.py. padding: whether rows of a batch may have different lengths. max_length: as --target
-    tensorrt writes it, with a cache ("scatter") of so many slots.
+    padding: whether rows of a batch may have different lengths.
+    form: as in toy_graph.py.
+    max_length: slots of a cache ("scatter"), as for --target tensorrt.
     """
     folder.mkdir(parents=True)
     spec = TailSpec(
@@ -228,7 +236,7 @@ def export(
 
 
 def export_sampler(folder: Path, toy: Toy, with_mass: bool = False, with_keep_mask: bool = False) -> Path:
-    """Write a sampler-only folder over the toy's vocabulary (uniform metric)."""
+    """Write a sampler-only folder (uniform metric)."""
     folder.mkdir(parents=True)
     spec = TailSpec(
         options=toy.options,
@@ -284,7 +292,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None) -> onnx.ModelProto:
-    nodes, inputs, outputs, constants = decoder_graph(toy, form, max_length)
+    nodes, inputs, outputs, constants = decoder_graph(toy.numbers(), form, max_length)
     if spec.has_geometry:
         mean, inverse = embedding_statistics(toy.embeddings, spec.options.metric)
         geometry = {
@@ -298,7 +306,6 @@ def _decoder_model(toy: Toy, spec: TailSpec, form: str, max_length: int | None) 
 
 
 def _finish(nodes: list, inputs: list, outputs: list, constants: list, spec: TailSpec) -> onnx.ModelProto:
-    """Add the sampler's inputs, node, function and outputs."""
     edit_types = {"edit_ids": TensorProto.INT64, "edit_penalty": TensorProto.FLOAT, "edit_bias": TensorProto.FLOAT}
     for name in tail_inputs(spec)[1:11]:
         shape = ["batch", "edits"] if name in edit_types else ["batch"]

@@ -1,6 +1,5 @@
-"""Packing what a GPU host without a network needs: `python -m benchmarks.gpu pack`, where a package index is.
+"""`python -m benchmarks.gpu pack`: archives of what a GPU host without a network needs.
 
-`command` reads the options, `components` makes one folder per component, `fatbin` zeroes GPU code of other
-architectures, `archives` writes a folder as .tar.xz files of at most the limit. `benchmarks/gpu/unpack.py` is the other
-side.
+`command` reads the options; `folders`, `onnxruntime_gpu`, `flashinfer` and `tensorrt` stage a component each; `fatbin`
+zeroes GPU code of other architectures; `archives` writes .tar.xz files. `benchmarks/gpu/unpack.py` reads them.
 """

@@ -1,9 +1,8 @@
-"""A folder as .tar.xz files, none larger than a limit, which unpack into one folder.
+"""Writes a folder as .tar.xz files, none larger than a limit.
 
-An .xz file may be several streams behind one another, and a tar file is a sequence of members. So members are
-compressed in blocks, each a stream of its own whose size is known before it is put anywhere, and an archive takes
-blocks until the next one does not fit. A block above the limit is halved, down to slices of a single file; `unpack.py`
-joins those, and any tar with xz reads the archives.
+An .xz file can have several concatenated streams, and a tar file is a sequence of members. So members are compressed in
+blocks, each a stream, and an archive takes blocks until the next does not fit. A block above the limit is halved, down
+to slices of one file, which `unpack.py` joins. Any tar with xz reads the archives.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from topw_deploy.errors import BenchmarkError
 
 SUFFIX = ".tar.xz"
 SLICE = ".slice-"
-"""Between the name of a file and the first byte of a slice of it."""
+"""Between a file's name and the offset of its slice."""
 
 SMALLEST = 64 << 10
-"""Bytes that a limit must allow at least: an archive's frame, and a slice worth having."""
+"""The smallest limit, in bytes."""
 
-_BLOCK = 16 << 20  # bytes of files in one stream: they share a dictionary
+_BLOCK = 16 << 20  # bytes of files per stream, which share a dictionary
 _DICTIONARY = 32 << 20  # a larger one saves less than 1 % of onnxruntime's CUDA library
 
 
 @dataclass(frozen=True)
 class Member:
-    """A link, or `size` bytes of a file from byte `start`. sliced: they are not all of it."""
+    """A link, or `size` bytes of a file from byte `start`. sliced: part of the file only."""
 
     name: str
     path: Path
@@ -43,17 +42,20 @@ class Member:
 
 @dataclass(frozen=True)
 class Written:
-    """What `write` made. archives: name, bytes and SHA-256 of each. slices: by file, its slices in order, with its
-    size and SHA-256."""
+    """What `write` wrote.
+
+    archives: name, bytes and SHA-256 of each.
+    slices: of each sliced file, its slices in order, size and SHA-256.
+    """
 
     archives: list[dict[str, Any]]
     slices: dict[str, dict[str, Any]]
 
 
 def write(root: Path, into: Path, name: str, limit: int) -> Written:
-    """Write the folder `root` to `into`/name-1.tar.xz, name-2.tar.xz and so on, none larger than `limit` bytes.
+    """Write the folder `root` to `into`/NAME-1.tar.xz, NAME-2.tar.xz and so on, of at most `limit` bytes.
 
-    Files and symbolic links go in by their paths below `root`, sorted; times and owners do not.
+    Files and symbolic links are stored sorted, by their paths below `root`, without times and owners.
     Raises BenchmarkError for a limit below SMALLEST.
     """
     if limit < SMALLEST:
@@ -113,7 +115,7 @@ def _fitting(block: list[Member], most: int) -> Iterator[tuple[list[Member], byt
 
 
 def _tar_bytes(member: Member) -> bytes:
-    """The member as it is in a tar file: header, content, padding."""
+    """The member's bytes in a tar file: header, content, padding."""
     info = tarfile.TarInfo(f"{member.name}{SLICE}{member.start}" if member.sliced else member.name)
     if member.path.is_symlink():
         info.type, info.linkname = tarfile.SYMTYPE, os.readlink(member.path)
@@ -131,7 +133,7 @@ def _is_library(path: Path) -> bool:
 
 
 def _compressed(content: bytes, binary: bool) -> bytes:
-    """One .xz stream. binary: x86 code, whose jumps the filter makes repeat."""
+    """One .xz stream. binary: apply the filter for x86 code."""
     filters: list[dict[str, Any]] = [{"id": lzma.FILTER_X86}] if binary else []
     filters.append({"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": _DICTIONARY})
     return lzma.compress(content, format=lzma.FORMAT_XZ, filters=filters)

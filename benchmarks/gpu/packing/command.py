@@ -1,11 +1,11 @@
-"""`python -m benchmarks.gpu pack`: archives for a GPU host without a network, on a machine with the package index.
+"""`python -m benchmarks.gpu pack`: archives for a GPU host without a network. Run it where the package index is.
 
     python -m benchmarks.gpu pack [--limit 60MiB] [--sm 90] [--python 3.12] [--into out/pack] [--only COMPONENT ...]
 
-Writes one or several .tar.xz files per component, none above the limit, and pack.json with their contents, sizes and
-SHA-256, and with what could not be packed and why. On the host: python3 -m benchmarks.gpu --pack ARCHIVE ...
+Writes .tar.xz files per component, none above the limit, and pack.json with their contents, sizes and SHA-256, and with
+the components that could not be packed. On the host: python3 -m benchmarks.gpu --pack ARCHIVE ...
 
-Exit code: 0 if every component asked for was packed, else 1; what could be packed is there either way.
+Exit code: 0 if every requested component was packed, else 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--into", type=Path, default=ROOT / "out" / "pack", help="default: out/pack of the checkout")
     parser.add_argument("--only", nargs="+", choices=COMPONENTS, default=list(COMPONENTS), metavar="COMPONENT",
                         help=", ".join(COMPONENTS))  # fmt: skip
-    parser.add_argument("--rehearse", action="store_true", help="of folders one alone, not verified: a minute in all")
+    parser.add_argument("--rehearse", action="store_true", help="one folder only, not verified: takes a minute")
     return parser
 
 
@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def pack(into: Path, names: Sequence[str], limit: int, host: Host, *, rehearse: bool = False) -> int:
-    """Write the archives and the index; the exit code. Raises BenchmarkError for a folder or limit that cannot be."""
+    """Write the archives and the index; returns the exit code. Raises BenchmarkError for a bad folder or limit."""
     _clear(into)
     index: dict[str, Any] = {
         "format": FORMAT, "sm": host.sm, "python": host.python, "limit": limit, "rehearsal": rehearse,
@@ -92,7 +92,7 @@ def _stage(name: str, tree: Path, scratch: Path, host: Host, rehearse: bool) -> 
 
 
 def _add(index: dict[str, Any], name: str, packed: Packed, tree: Path, into: Path, limit: int) -> None:
-    """Write the component's archives and enter them into the index."""
+    """Write the component's archives and add them to the index."""
     written = archives.write(tree, into, f"pack-{name}", limit)
     files = [path for path in sorted(tree.rglob("*")) if path.is_file() and not path.is_symlink()]
     index["archives"] += written.archives
@@ -107,7 +107,7 @@ def _add(index: dict[str, Any], name: str, packed: Packed, tree: Path, into: Pat
 
 
 def _clear(into: Path) -> None:
-    """Remove what an earlier call wrote. Raises BenchmarkError for a folder with anything else in it."""
+    """Remove an earlier call's files. Raises BenchmarkError if the folder holds anything else."""
     into.mkdir(parents=True, exist_ok=True)
     for path in into.iterdir():
         if path.name != INDEX and not (path.name.startswith("pack-") and path.name.endswith(archives.SUFFIX)):

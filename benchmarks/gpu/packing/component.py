@@ -1,4 +1,4 @@
-"""What a component tells the index about itself."""
+"""A component's entry in the index."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from benchmarks.gpu.packing.fatbin import Kept
 
 @dataclass(frozen=True)
 class Packed:
-    """A component that was put into its folder.
+    """A staged component.
 
-    python_path, library_path: subfolders that belong on PYTHONPATH and LD_LIBRARY_PATH, "." for the folder itself.
-    variables: environment variables that name a subfolder.
-    cuda_libraries: it loads CUDA's libraries, which PyTorch's packages have.
-    gpu_code: what was kept of the GPU code of each library.
-    notes: sentences for whoever uses it.
+    python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH; "." is the folder itself.
+    variables: environment variables, each naming a subfolder.
+    cuda_libraries: it needs CUDA's libraries, which PyTorch's packages have.
+    gpu_code: the GPU code kept of each library.
+    notes: sentences for users.
     """
 
     version: str
@@ -28,7 +28,7 @@ class Packed:
     notes: tuple[str, ...] = ()
 
     def as_json(self, name: str) -> dict[str, Any]:
-        """For the index, with paths below the folder of all components."""
+        """The index entry, with paths relative to the folder of all components."""
         found = asdict(self)
         for key in ("python_path", "library_path"):
             found[key] = [name if place == "." else f"{name}/{place}" for place in found[key]]

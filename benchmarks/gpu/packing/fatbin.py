@@ -1,8 +1,8 @@
-"""The GPU code in a shared library: which architectures it is for, and zeroing what one GPU does not need.
+"""The GPU code in a shared library: lists its architectures, and zeroes what one GPU does not need.
 
-nvcc puts fat binaries into sections of their own. Each is a header and a list of entries; an entry is machine code (a
-cubin) or PTX of one architecture, and the driver picks one entry when the module is loaded. Zeroing the payload of the
-others leaves every size and offset of the file as it was, and zeros compress to nothing.
+nvcc stores fat binaries in their own sections. Each is a header and a list of entries, machine code (a cubin) or PTX of
+one architecture, from which the driver picks one at load time. Zeroing the payload of the others keeps every size and
+offset of the file, and zeros compress well.
 
 Layout, little-endian. Fat binary: magic u32, version u16, header size u16, size of the entries u64. Entry: kind u16
 (1 PTX, 2 cubin), u16, header size u32, payload size u64, then at byte 28 the architecture u32 (90 is sm_90) and at byte
@@ -24,12 +24,12 @@ MAGIC = 0xBA55ED50
 _FAT_HEADER = struct.Struct("<IHHQ")
 _ENTRY_HEADER = struct.Struct("<HHIQ12xI8xQ")
 _PTX, _CUBIN = 1, 2
-_ONE_GPU_ONLY = 1 << 20  # code with features that no other architecture has, not even a newer one
+_ONE_GPU_ONLY = 1 << 20  # architecture-specific: runs on no other architecture, not even a newer one
 
 
 @dataclass(frozen=True)
 class Code:
-    """An entry of a fat binary. start, size: of its payload, in bytes of the file."""
+    """An entry of a fat binary. start, size: of its payload in the file, in bytes."""
 
     cubin: bool
     architecture: int
@@ -43,7 +43,7 @@ class Code:
         return f"{kind}_{self.architecture}{'a' if self.only_there else ''}"
 
     def runs_on(self, sm: int) -> bool:
-        """Machine code runs on its architecture and on later ones of the same generation, PTX on every later one."""
+        """Machine code runs on its architecture and later ones of the same generation; PTX on every later one."""
         if self.only_there:
             return self.architecture == sm
         same_generation = self.architecture // 10 == sm // 10
@@ -52,9 +52,9 @@ class Code:
 
 @dataclass(frozen=True)
 class Kept:
-    """What `keep_only` did to a library: entries by architecture before and after, and bytes of payload.
+    """What `keep_only` keeps of a library: entries by architecture before and after, and bytes of payload.
 
-    without: fat binaries that have no code for the GPU.
+    without: number of fat binaries without code for the GPU.
     """
 
     found: dict[str, int]
@@ -65,9 +65,9 @@ class Kept:
 
 
 def fat_binaries(data: bytes) -> list[list[Code]]:
-    """The entries of every fat binary in a 64-bit little-endian ELF file; none for a library without GPU code.
+    """The entries of every fat binary in a 64-bit little-endian ELF file.
 
-    Raises BenchmarkError for what is no such file, or has a header that points outside it.
+    Raises BenchmarkError for any other file, or a header that points outside it.
     """
     found = []
     try:
@@ -79,7 +79,7 @@ def fat_binaries(data: bytes) -> list[list[Code]]:
 
 
 def chosen(entries: Sequence[Code], sm: int) -> list[Code]:
-    """What a driver can load on `sm`: the machine code that fits best, else the newest PTX, else nothing."""
+    """What the driver loads on `sm`: the best fitting machine code, else the newest PTX, else nothing."""
     for cubin in (True, False):
         fitting = [code for code in entries if code.cubin == cubin and code.runs_on(sm)]
         if fitting:
@@ -94,9 +94,9 @@ def survey(path: Path, sm: int) -> Kept:
 
 
 def keep_only(path: Path, sm: int) -> Kept:
-    """Zero the payload of every entry that a GPU of architecture `sm` does not load; the file keeps its size.
+    """Zero the payload of every entry that a GPU of architecture `sm` does not load.
 
-    Raises BenchmarkError as `fat_binaries` does; the file is then as it was.
+    Raises BenchmarkError as `fat_binaries` does, and then does not change the file.
     """
     data, binaries = _read(path)
     changed = bytearray(data)
@@ -149,7 +149,7 @@ def _sections(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _fat_binaries_of(data: bytes, position: int, end: int) -> Iterator[list[Code]]:
-    """Fat binaries of a section, which are aligned to 8 bytes and may have padding between them."""
+    """The fat binaries of a section: aligned to 8 bytes, with padding between them."""
     while position + _FAT_HEADER.size <= end:
         magic, _, header, size = _FAT_HEADER.unpack_from(data, position)
         if magic != MAGIC:

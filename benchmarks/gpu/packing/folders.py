@@ -1,4 +1,4 @@
-"""The component `folders`: the bundled model, exported in the forms that run on a GPU, with the CPU's tokens."""
+"""The component `folders`: the bundled model exported in forms for GPUs, with the CPU's tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FORMS = {
     "int4-gqa": ("--dtype", "int4", "--compute-dtype", "fp16"),
     "float16-standard": ("--dtype", "fp16", "--target", "tensorrt", "--max-length", "512"),
 }
-"""By the folder's name, the options of `topw export demo`. float32 is in standard operators only, as onnxruntime has
-GroupQueryAttention for CUDA in half precision only."""
+"""Folder -> options of `topw export demo`. float32 uses standard operators, as GroupQueryAttention on CUDA takes half
+precision only."""
 
 
 def stage(tree: Path, names: Sequence[str], *, verify: bool = True, seeds: int = 3) -> Packed:
-    """Export the forms of these names into `tree`, and record what the CPU draws with each.
+    """Export the named forms into `tree`, and record the CPU's tokens of each.
 
-    verify: as every export is, against torch and the reference. Raises BenchmarkError with the exporter's words.
+    verify: verify the exports. Raises BenchmarkError with the exporter's message.
     """
     tree.mkdir(parents=True)
     for name in names:

@@ -1,4 +1,4 @@
-"""The component `onnxruntime`: onnxruntime-gpu as far as a session on the CPU or on CUDA loads it."""
+"""The component `onnxruntime`: the parts of onnxruntime-gpu that sessions on the CPU or on CUDA load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNUSED = ("transformers", "tools", "quantization", "datasets", "backend")
 
 
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
-    """Put the package into `tree`. Raises BenchmarkError where it cannot be had or has no code for the host's GPU.
+    """Put the package into `tree`. Raises BenchmarkError if it is unavailable or has no code for the host's GPU.
 
     Left out: other providers, the library for C programs, and subpackages that inference does not import.
     """

@@ -1,8 +1,8 @@
 """The component `tensorrt`: TensorRT-RTX's libraries under TensorRT's names, with TensorRT's Python bindings.
 
-TensorRT's own wheels on the package index have no libraries: they fetch them from elsewhere when they are installed.
-TensorRT-RTX comes whole, as onnxruntime's provider. The mix of the two is nobody's promise, so the versions are pinned,
-and its list of supported GPUs says nothing of several whose code it carries: what the library contains is recorded.
+TensorRT's wheels on the package index have no libraries: they download them when they are installed. TensorRT-RTX comes
+complete, as onnxruntime's provider. Nobody guarantees that the two work together, so the versions are pinned. The
+library has code for more GPUs than it officially supports, so its contents are recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PLUGINS = 'extern "C" bool initLibNvInferPlugins(void *, const char *) { return
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     """Put bindings into `tree` and libraries into its `lib`.
 
-    Raises BenchmarkError where the libraries have no code for the host's GPU, or a package cannot be had.
+    Raises BenchmarkError if the libraries have no code for the host's GPU, or a package is unavailable.
     """
     wheel = wheels.fetch(LIBRARIES, host, scratch)
     unpacked, folder = scratch / "rtx", tree / "lib"
@@ -55,7 +55,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 
 
 def _empty_plugins(path: Path) -> None:
-    """Write an empty library of TensorRT's own plugins: the bindings load one. Raises BenchmarkError."""
+    """Write an empty library of TensorRT's plugins, which the bindings load. Raises BenchmarkError."""
     try:
         command = [*compile_native.find_compiler(), "-xc++", "-", "-shared", "-fPIC", "-o", str(path)]
         subprocess.run(command, input=_PLUGINS, capture_output=True, text=True, check=True)

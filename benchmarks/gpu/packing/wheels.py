@@ -1,4 +1,4 @@
-"""Wheels of the package index for the host's Python, fetched by pip and unzipped."""
+"""Fetches wheels for the host's Python with pip, and unzips them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LIMIT = 600  # seconds for one wheel
 
 @dataclass(frozen=True)
 class Host:
-    """The machine that is packed for: sm 90 is sm_90; python "3.12"; x86-64 Linux with glibc 2.39 or newer."""
+    """The GPU host, x86-64 Linux with glibc 2.39 or newer. sm: 90 for sm_90. python: such as "3.12"."""
 
     sm: int
     python: str
 
 
 def fetch(requirement: str, host: Host, into: Path) -> Path:
-    """The wheel of `requirement` for the host, without what it depends on. Raises BenchmarkError with pip's words."""
+    """Download the wheel of `requirement`, without dependencies. Raises BenchmarkError with pip's message."""
     before = set(into.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", host.python, "-d", str(into)]
@@ -42,7 +42,7 @@ def fetch(requirement: str, host: Host, into: Path) -> Path:
 
 
 def unzip(wheel: Path, into: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """The files of the wheel whose names are wanted. Raises BenchmarkError for a file that is no wheel."""
+    """Extract the wanted files of the wheel. Raises BenchmarkError for a file that is not a wheel."""
     try:
         with zipfile.ZipFile(wheel) as file:
             file.extractall(into, [name for name in file.namelist() if wanted(name)])

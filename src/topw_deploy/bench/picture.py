@@ -1,7 +1,6 @@
-"""The picture of a measurement: bars on a logarithmic axis, ours in colour, every bar with its number.
+"""Pictures of measurements: bars on a logarithmic axis, each with its number.
 
-The colours are Okabe and Ito's, which people of every kind of colour vision can tell apart; they also differ in
-lightness, so a grey print tells them apart too.
+The colours are Okabe and Ito's, chosen for every kind of colour vision; they also differ in lightness, for grey prints.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from topw_deploy.bench.timing import Spread
+from topw_deploy.bench.measurement import Spread
 from topw_deploy.errors import ParameterError
 from topw_deploy.printable import printable
 from topw_deploy.reports import require_matplotlib
@@ -20,7 +19,7 @@ from topw_deploy.reports import require_matplotlib
 COLOURS = {"ours": "#0072B2", "peer": "#B8BEC6", "yardstick": "#E69F00"}
 NAMES = {"ours": "topw_deploy", "peer": "others", "yardstick": "yardsticks"}
 _INK, _FAINT = "#1F2933", "#6B7580"
-_WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: the figure, one bar, a panel's title, the legend
+_WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: figure, one bar, a panel's title, legend
 _DPI = 160
 _WRAP, _NOTE_WRAP = 84, 100  # characters of a line
 _NARROW = 10.0  # largest over smallest tick
@@ -28,7 +27,12 @@ _NARROW = 10.0  # largest over smallest tick
 
 @dataclass(frozen=True)
 class Bar:
-    """label: beside the bar. spread: its length and whiskers. kind: a key of COLOURS. text: what stands at its end."""
+    """One bar.
+
+    spread: its length and whiskers, in seconds.
+    kind: a key of COLOURS.
+    text: printed at its end.
+    """
 
     label: str
     spread: Spread
@@ -38,7 +42,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars that share an axis, top to bottom. subtitle: what was measured; title: what came out."""
+    """Bars that share an axis, top to bottom.
+
+    subtitle: what was measured.
+    title: the finding.
+    """
 
     subtitle: str
     title: str
@@ -46,7 +54,10 @@ class Panel:
 
 
 def draw(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
-    """Write the panels, one under the other, as a PNG. axis: what the bars' lengths are. note: small print.
+    """Write the panels, one below the other, as a PNG.
+
+    axis: label of the x axis.
+    note: small print.
 
     Raises ParameterError if matplotlib is not installed or `path` cannot be written.
     """
@@ -76,7 +87,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     middles = [bar.spread.median for bar in panel.bars]
     shortest, longest = min(middles), max(middles)
     ax.set_xscale("log")
-    # room left of the shortest bar, so that it is a bar, and right of the longest for its text
+    # room to the left, so that the shortest bar is visible, and to the right for the longest one's text
     ax.set_xlim(shortest / 2.5, longest * (longest / shortest) ** 0.22 * 2.5)
     ax.barh(places, middles, color=[COLOURS[bar.kind] for bar in panel.bars], height=0.7, zorder=2)
     below = [bar.spread.median - bar.spread.low for bar in panel.bars]
@@ -102,23 +113,23 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         label.set_fontweight("bold" if bar.kind == "ours" else "normal")
     _title(ax, panel)
     ax.xaxis.set_major_formatter(_in_units)
-    narrow = ax.get_xlim()[1] < _NARROW * ax.get_xlim()[0]  # at most one power of ten: the ticks between are named too
+    narrow = ax.get_xlim()[1] < _NARROW * ax.get_xlim()[0]  # at most one power of ten: label the minor ticks too
     ax.xaxis.set_minor_formatter(_in_units if narrow else "")
     ax.grid(axis="x", which="major", color="#E4E7EB", linewidth=0.8, zorder=0)
     ax.tick_params(axis="x", which="both", colors=_FAINT, labelsize=8, length=0)
     ax.tick_params(axis="y", length=0)
-    for side in ("top", "right", "bottom", "left"):
-        ax.spines[side].set_visible(False)
+    for edge in ("top", "right", "bottom", "left"):
+        ax.spines[edge].set_visible(False)
 
 
 def _title(ax: Any, panel: Panel) -> None:
-    """Both lines begin at the figure's edge, over the labels too."""
+    """Title and subtitle, aligned with the figure's left edge."""
     from matplotlib.transforms import blended_transform_factory
 
     corner = blended_transform_factory(ax.figure.transFigure, ax.transAxes)
-    title, settings = fill(panel.title, _WRAP), {"textcoords": "offset points", "va": "bottom", "xycoords": corner}
-    ax.annotate(panel.subtitle, (0.012, 1), xytext=(0, 5), fontsize=9, color=_FAINT, **settings)
-    ax.annotate(title, (0.012, 1), xytext=(0, 20), fontsize=12.5, color=_INK, fontweight="bold", **settings)
+    title, placed = fill(panel.title, _WRAP), {"textcoords": "offset points", "va": "bottom", "xycoords": corner}
+    ax.annotate(panel.subtitle, (0.012, 1), xytext=(0, 5), fontsize=9, color=_FAINT, **placed)
+    ax.annotate(title, (0.012, 1), xytext=(0, 20), fontsize=12.5, color=_INK, fontweight="bold", **placed)
 
 
 def _legend(figure: Any, kinds: Sequence[str]) -> None:
@@ -131,7 +142,7 @@ def _legend(figure: Any, kinds: Sequence[str]) -> None:
 
 
 def _in_units(value: float, _position: int) -> str:
-    """Ticks in the unit that fits; the axis is in seconds."""
+    """A tick label: `value` seconds in the unit that fits."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value * factor >= 0.999:
             return f"{value * factor:g} {unit}"

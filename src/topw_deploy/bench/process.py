@@ -1,6 +1,6 @@
-"""A side of a measurement in a process of its own: its own environment, thread pools and memory.
+"""Worker processes: each side runs in its own environment, with its own thread pools and memory.
 
-Times are taken inside the process; this end only says when. So sides of several environments can take turns.
+The worker takes the times; this end decides whose turn it is.
 """
 
 from __future__ import annotations
@@ -19,49 +19,53 @@ from typing import Any
 from topw_deploy import errors
 from topw_deploy.errors import BenchmarkError, ParameterError, TopWError
 
-SIDES = Path(__file__).with_name("workers")
+WORKERS = Path(__file__).with_name("workers")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _QUIET = {
-    "HF_HUB_OFFLINE": "1",  # a side measures a folder that is there; none may look for newer files
+    "HF_HUB_OFFLINE": "1",  # sides measure local folders
     "TRANSFORMERS_OFFLINE": "1",
     "ORT_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TOPW_PRINT_PARAMS": "0",  # the authors' processor
     "TOPW_PRINT_KEPT": "0",
 }
-_GRACE = 10.0  # seconds to end in
-_MOST_THREADS = 1024  # some libraries start as many as they are told
+_GRACE = 10.0  # seconds for a worker to end by itself
+_MOST_THREADS = 1024  # some libraries start as many threads as they are asked for
 
 
 def require_few_threads(threads: Sequence[int]) -> None:
-    """Raises ParameterError unless there is a count, and every one is in [1, 1024]."""
+    """Raises ParameterError unless `threads` is a non-empty list of counts in [1, 1024]."""
     if not threads or min(threads) < 1 or max(threads) > _MOST_THREADS:
         raise ParameterError(f"threads are {list(threads)}, but must be integers in [1, {_MOST_THREADS}].", "threads")
 
 
 class Worker:
-    """A running process that serves one file of `bench/workers`. A context manager; leaving it ends the process.
+    """A process that serves the functions of one file. A context manager that ends the process.
 
-    name: what errors call it. side: the file to serve. settings: plain JSON, passed to the side's `start`.
-    python: the interpreter, this one by default. threads: what OpenMP and BLAS libraries may use.
+    name: for error messages.
+    file: an absolute path, or a name in `bench/workers`; workers/serve.py states what it must define.
+    settings: plain JSON, passed to the file's `start`.
+    python: the interpreter, this one by default.
+    threads: for OpenMP and BLAS libraries.
 
-    Raises BenchmarkError if it cannot start, dies, or answers with an error; the message has the process's last words.
+    Raises BenchmarkError if the process cannot start, dies (the message quotes its last line on stderr) or answers with
+    an error; an error of topw_deploy.errors is raised as its own type.
     """
 
     def __init__(
         self,
         name: str,
-        side: Path | str,
+        file: Path | str,
         settings: Mapping[str, Any],
         *,
         python: str | Path | None = None,
         threads: int = 1,
     ) -> None:
         self.name = name
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process; a pipe could fill up
-        # With its folder, as a bare name would be looked for in PATH; not resolved: an environment's python is a link.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe that nobody reads could fill up
+        # Absolute, as Popen would search PATH for a bare name; not resolved, as an environment's python is a link.
         self._interpreter = str(Path(python).absolute()) if python else sys.executable
-        command = [self._interpreter, str(SIDES / "serve.py"), str(SIDES / side)]
+        command = [self._interpreter, str(WORKERS / "serve.py"), str(WORKERS / file)]
         environment = {**os.environ, **_QUIET, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
         try:
             self._process = subprocess.Popen(
@@ -79,16 +83,16 @@ class Worker:
             raise
 
     def call(self, do: str, **arguments: Any) -> Any:
-        """What the side's function `do` answers to `arguments`."""
+        """Call the function `do` in the worker and return its answer."""
         return self._exchange({"do": do, "with": arguments})
 
     def peak_bytes(self) -> int | None:
-        """Most memory that the process ever had resident."""
+        """Peak resident memory of the process; None where the system does not report it."""
         peak: int | None = self.call("peak_bytes")
         return peak
 
     def close(self) -> None:
-        """End the process, kindly at first."""
+        """Close the process's stdin, and kill it if it does not end."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -108,7 +112,7 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._process.kill()  # it may be in the middle of something long
+            self._process.kill()  # it may be in a long call
         self.close()
 
     def _exchange(self, request: Mapping[str, Any]) -> Any:
@@ -121,9 +125,7 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise BenchmarkError(
-                f"{self.name} ended {self._manner()}: {self._last_words()}; leave it out or repair it."
-            )
+            raise BenchmarkError(f"{self.name} ended {self._exit()}: {self._last_line()}; leave it out or repair it.")
         try:
             answer = json.loads(line)
         except ValueError:
@@ -134,20 +136,19 @@ class Worker:
             raise self._error(answer["error"])
         return answer["value"]
 
-    def _error(self, told: str) -> TopWError:
-        """One of this package's errors as it was raised; any other as a failure of this side."""
-        kind, _, message = told.partition(": ")
+    def _error(self, text: str) -> TopWError:
+        """The error that the worker reported as "Type: message"."""
+        kind, _, message = text.partition(": ")
         own = getattr(errors, kind, None)
         if isinstance(own, type) and issubclass(own, TopWError):
             return own(message)
-        return BenchmarkError(f"{self.name} failed: {told.rstrip('.')}; leave it out or repair it.")
+        return BenchmarkError(f"{self.name} failed: {text.rstrip('.')}; leave it out or repair it.")
 
-    def _manner(self) -> str:
+    def _exit(self) -> str:
         code = self._process.wait()
         return f"with exit code {code}" if code >= 0 else f"by signal {-code}"
 
-    def _last_words(self) -> str:
-        """The last line that the process wrote on stderr."""
+    def _last_line(self) -> str:
         self._stderr.seek(0)
         lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip().rstrip(".")[:300] if lines else "it said nothing"

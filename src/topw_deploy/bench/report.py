@@ -1,17 +1,17 @@
-"""What a measurement prints: a table of columns that line up (and that Markdown renders), or JSON."""
+"""What the reports of both commands share: tables, numbers and sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from topw_deploy.errors import ParameterError
-from topw_deploy.printable import json_text
+from topw_deploy.bench.measurement import Machine, Spread, median_interval
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table with padded columns, so that it can be read in a terminal too."""
+    """A Markdown table with padded columns, readable in a terminal too."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -20,7 +20,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` with so many significant digits and no exponent: 0.0123, 17.4, 1,230."""
+    """`value` rounded to `digits` significant digits, without an exponent: 0.0123, 17.4, 1,230."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")
@@ -37,7 +37,7 @@ def duration(value: float) -> str:
 
 
 def comparison(factors: Mapping[str, float]) -> str:
-    """Their time in units of ours, by name, in words: 560x faster than a, 12x than b, 1.5x slower than c."""
+    """A sentence on other sides' times in units of ours: 560x faster than a, 12x than b, 1.5x slower than c."""
     faster = [(name, factor) for name, factor in factors.items() if factor >= 1]
     slower = [(name, 1 / factor) for name, factor in factors.items() if factor < 1]
     parts = []
@@ -47,17 +47,27 @@ def comparison(factors: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def left_out(absent: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines on the sides that are not there, given as (label, why); those with one reason share a line."""
+def closing_lines(absent: Iterable[tuple[str, str]], machine: Machine) -> list[str]:
+    """The last lines of a report: the absent sides, (label, why), grouped by reason, and a note on a busy machine."""
     labels: dict[str, list[str]] = {}
     for label, why in absent:
         labels.setdefault(why, []).append(label)
-    return [""] * bool(labels) + [f"Left out: {'; '.join(same)} - {why}" for why, same in labels.items()]
+    lines = [""] * bool(labels) + [f"Left out: {'; '.join(same)} - {why}" for why, same in labels.items()]
+    if machine.busy:
+        lines.append(f"The load was {machine.load:.1f} at the start: something else was running too.")
+    return lines
 
 
-def write_json(document: Any, target: str) -> None:
-    """Write `document` to the file `target`. Raises ParameterError if it cannot be written."""
-    try:
-        Path(target).write_text(json_text(document, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ParameterError(f"{target} cannot be written: {error.strerror or error}; name another file.") from None
+def reference_side(kinds: Mapping[str, str]) -> str:
+    """The side that ratios are taken to: the first of ours, or the first of all. kinds: kind by side, in order."""
+    return next((name for name, kind in kinds.items() if kind == "ours"), next(iter(kinds)))
+
+
+def ratio_json(ratios: Sequence[float]) -> dict[str, Any]:
+    """Median, quartiles and the median's confidence interval."""
+    return {**asdict(Spread.of(ratios)), "median_interval": median_interval(ratios)}
+
+
+def request_json(request: Any) -> dict[str, Any]:
+    """The fields of a request, a dataclass, as plain JSON types."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(request).items()}

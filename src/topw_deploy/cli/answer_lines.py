@@ -1,7 +1,7 @@
-"""The file that `topw generate --prompts-jsonl` writes: JSON lines in the order of the prompts, only ever added to.
+"""The output of `topw generate --prompts-jsonl`: JSON lines in the order of the prompts, only ever appended.
 
-Whatever moment the process ends at, the lines before that moment are whole. Every line names its prompt's index, a
-digest of its request and of the model, and the seed of the run, so that a later run can tell whether it may go on.
+If the process dies, all earlier lines are whole. Each line has its prompt's index, digests of its request and the
+model, and the run's seed, so that a later run can check whether it may resume.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ _SYNC_SECONDS = 1.0  # least time between two waits for the disk
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What an interrupted run left. prompts: finished ones. failed: those of them that are errors. size: their bytes.
-    run_seed: the run's seed, None where nothing is finished."""
+class Finished:
+    """What an interrupted run left.
+
+    prompts: finished prompts. failed: those with errors. size: bytes of their lines. run_seed: None if nothing is
+        finished.
+    """
 
     prompts: int = 0
     failed: int = 0
@@ -36,7 +39,7 @@ class Kept:
 
 
 def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises ParameterError for a path that cannot be written, or must not be without `resume` or `overwrite`."""
+    """Raises ParameterError if `path` cannot or must not be written."""
     if path.is_dir() or not path.parent.is_dir():
         raise ParameterError(f"{path} is a folder, or its folder does not exist; choose another name.")
     if path.exists() and not path.is_file():
@@ -45,27 +48,27 @@ def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
         raise ParameterError(f"{path} exists; go on with it by --resume, or replace it with --overwrite.")
 
 
-def kept_of(path: Path, requests: Sequence[str], samples: Sequence[int], model: str) -> Kept:
-    """What `path` holds of an interrupted run over these requests: their digests, how many sequences each asks for.
+def read_finished(path: Path, requests: Sequence[str], samples: Sequence[int], model: str) -> Finished:
+    """What `path` holds of an interrupted run, without incomplete lines and prompts.
 
-    A last line that was not written to its end does not count, nor do the lines of a prompt that lacks some.
+    requests: digests. samples: sequences per request. model: digest.
     Raises ParameterError for lines of another input, other parameters, another model or another program.
     """
     if not path.exists():
-        return Kept()
-    kept, place, seen = Kept(), 0, 0
+        return Finished()
+    finished, place, seen = Finished(), 0, 0
     *lines, unfinished = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         found = _parsed(line)
-        _check(found, f"line {number} of {path}", kept.prompts, requests, model, kept.run_seed)
+        _check(found, f"line {number} of {path}", finished.prompts, requests, model, finished.run_seed)
         place += len(line) + 1
         seen += 1
         error = "error" in found
-        if error or seen == samples[kept.prompts]:
-            kept, seen = Kept(kept.prompts + 1, kept.failed + error, place, found["run_seed"]), 0
+        if error or seen == samples[finished.prompts]:
+            finished, seen = Finished(finished.prompts + 1, finished.failed + error, place, found["run_seed"]), 0
     if not unfinished.startswith(_START[: len(unfinished)]):
         raise ParameterError(f"the end of {path} is no line of this command; choose another --output.")
-    return kept
+    return finished
 
 
 def _parsed(line: bytes) -> Any:
@@ -90,7 +93,7 @@ def _check(found: Any, place: str, index: int, requests: Sequence[str], model: s
 
 
 class AnswerFile:
-    """Lines are added to `path` (None: standard output) behind its first `size` bytes. A context."""
+    """Appends lines to `path` (None: standard output) after its first `size` bytes. A context."""
 
     def __init__(self, path: Path | None, size: int = 0) -> None:
         self._path, self._size = path, size
@@ -110,10 +113,7 @@ class AnswerFile:
         return stream
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write whole lines, whose first name is "index", and hand them to the system.
-
-        At most once a second, wait until they are on the disk.
-        """
+        """Write lines, whose first name is "index", and flush them; to the disk at most once a second."""
         texts = [json.dumps(line, ensure_ascii=False).translate(_ESCAPED) + "\n" for line in lines]
         self._stream.write("".join(texts).encode())
         self._stream.flush()

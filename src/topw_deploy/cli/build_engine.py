@@ -13,9 +13,9 @@ import click
 
 from topw_deploy.cli.options import CONTEXT
 from topw_deploy.cli.progress import phase
-from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.progress import SILENT, Advance, Progress
+from topw_deploy.sizes import binary_size
 
 
 class _Size(click.ParamType):
@@ -93,7 +93,7 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
         say_json({"path": str(built.path), **dataclasses.asdict(built.stamp)}, indent=2)
     else:
         if not quiet:
-            tell(f"{size_text(built.stamp.size)} in {built.seconds:.0f} s")
+            tell(f"{binary_size(built.stamp.size)} in {built.seconds:.0f} s")
         say(built.path)
 
 

@@ -141,7 +141,7 @@ def _providers() -> tuple[dict[str, str], str | None, list[tuple[str, str]]]:
         import onnxruntime as ort
     except ImportError as error:
         return {}, None, [(f"onnxruntime cannot be imported ({error})", f"{install.how_to('cpu')}  # or [gpu]")]
-    from topw_deploy.runtime import providers
+    from topw_deploy.runtime.ort import providers
 
     states = {providers.short_name(name): _state(ort, name) for name in ort.get_available_providers()}
     wanted = providers.short_name(providers.resolve("auto"))
@@ -156,9 +156,9 @@ def _native() -> Native:
         import onnxruntime as ort
     except ImportError as error:
         return Native(None, None, f"onnxruntime cannot be imported ({error})")
-    from topw_deploy.runtime import native, providers
+    from topw_deploy.runtime.ort import native_sampler, providers
 
-    found, why = native.operator_library(providers.CPU, "")
+    found, why = native_sampler.operator_library(providers.CPU, "")
     if found is None:
         return Native(None, None, why)
     options = ort.SessionOptions()
@@ -189,7 +189,7 @@ def _tensorrt() -> str:
 
 
 def _state(ort: Any, name: str, options: Any = None) -> str:
-    from topw_deploy.runtime import providers
+    from topw_deploy.runtime.ort import providers
 
     options = options or ort.SessionOptions()
     options.log_severity_level = 4

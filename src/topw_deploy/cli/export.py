@@ -24,9 +24,9 @@ from topw_deploy.cli.options import (
     tail_option,
 )
 from topw_deploy.cli.progress import progress
-from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json, tell
 from topw_deploy.sampling.parameters import OPTION_NAMES, PARAMETER_NAMES
+from topw_deploy.sizes import binary_size
 
 _DTYPES = ("fp32", "fp16", "bf16", "f32", "f16", "float32", "float16", "bfloat16", "int4", "int8")
 
@@ -153,7 +153,7 @@ def _lines(report: Any) -> list[str]:
 def _amounts(amounts: dict[str, int]) -> list[str]:
     """One line per name, with its bytes rounded and exact."""
     width = max(map(len, amounts), default=0)
-    return [f"  {name.ljust(width)}  {size_text(size)} ({size:,} bytes)" for name, size in amounts.items()]
+    return [f"  {name.ljust(width)}  {binary_size(size)} ({size:,} bytes)" for name, size in amounts.items()]
 
 
 if __name__ == "__main__":

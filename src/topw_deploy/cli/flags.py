@@ -1,4 +1,4 @@
-"""What the command line calls things: errors that name Python's parameters, in the words that were typed."""
+"""Errors in terms of the command line: options instead of the names of Python parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import TopWError
 
-# Python's names of parameters whose options are called otherwise; used where a command has no option of the first name.
+# Python parameters -> options of another name, for commands without an option of the parameter's name.
 _OPTION_OF = {
     "intra_op_num_threads": "threads",
     "max_length": "max_context",
@@ -31,7 +31,7 @@ _GIVEN = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
 
 
 class RunningContext(click.Context):
-    """A context that leaves itself on the error that ends it: by then click has forgotten which command ran."""
+    """A context that attaches itself to the error that ends it, as click does not record the command."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -47,12 +47,12 @@ class RunningContext(click.Context):
 
 
 def context_of(error: TopWError) -> click.Context | None:
-    """Of the command that `error` ended, or None."""
+    """The context of the command that `error` ended, or None."""
     return cast("click.Context | None", error.__dict__.get("context"))
 
 
 def follow(command: click.Command) -> click.Command:
-    """Have `command`, and those in it, leave their context on errors."""
+    """Make `command` and its sub-commands attach their context to errors."""
     command.context_class = RunningContext
     for inner in command.commands.values() if isinstance(command, click.Group) else ():
         follow(inner)
@@ -60,7 +60,7 @@ def follow(command: click.Command) -> click.Command:
 
 
 def in_flags(error: TopWError, words: Sequence[str]) -> str:
-    """The message of `error` with the options of its command in place of Python's names. words: what was typed."""
+    """The message of `error` with options in place of Python parameters. words: the command line."""
     message, context = str(error), context_of(error)
     if context is None:
         return message
@@ -81,7 +81,7 @@ def was_given(error: TopWError) -> bool:
 
 
 def misspelt_variables(context: click.Context) -> Iterator[str]:
-    """A sentence for every environment variable that sets nothing, but is nearly one that would."""
+    """A sentence for every environment variable whose name is close to one that an option reads."""
     prefix = f"{context.auto_envvar_prefix}_"
     options = [option for option in context.command.params if isinstance(option, click.Option)]
     known = {_variable(option, context): option for option in options}
@@ -97,7 +97,7 @@ def misspelt_variables(context: click.Context) -> Iterator[str]:
 
 
 def suggestion(typed: str, known: Iterable[str]) -> str:
-    """` Did you mean 'export'?`, or nothing where no known word is near."""
+    """` Did you mean 'export'?`, or an empty string if no known word is close."""
     near = difflib.get_close_matches(typed, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -108,7 +108,7 @@ def _option(context: click.Context, name: str) -> click.Parameter | None:
 
 
 def _spelling(option: click.Parameter, context: click.Context, words: Sequence[str]) -> str:
-    """The option as it was typed, the variable that set it, or its first long name; OUT for an argument."""
+    """The option as typed, the variable that set it, or its first long name; OUT for an argument."""
     if isinstance(option, click.Argument):
         return option.human_readable_name.strip("[].")
     if context.get_parameter_source(str(option.name)) is ParameterSource.ENVIRONMENT:
@@ -124,8 +124,10 @@ def _variable(option: click.Parameter, context: click.Context) -> str:
 
 
 def _named(message: str, name: str, flag: str, flags: Sequence[str]) -> str:
-    """`message` with `flag` for `name`: in name=True and name='value', and as a word. A word of everyday English is
-    replaced once only, and not beside one of the option's own `flags`."""
+    """`message` with `flag` for `name`, as a word and in name=True and name='value'.
+
+    A name without underscore could be plain English: it is replaced once, and not if one of `flags` is in the message.
+    """
     word = rf"(?<![\w'\"./-]){re.escape(name)}(?![\w'\"/-])"
     message = re.sub(rf"{word}=True\b", lambda _: flag, message)
     message = re.sub(rf"{word}='([^']*)'", lambda found: f"{flag} {found[1]}", message)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from topw_deploy.cli.generate_many import Asked, files_of, many_options, run
+from topw_deploy.cli.generate_many import RunOptions, prompt_file_options, run, take_files
 from topw_deploy.cli.options import CONTEXT, check_order, parameter_options, preset_option
 from topw_deploy.cli.prompt_lines import user_messages
 from topw_deploy.cli.terminal import GeneratedText, say_json, tell
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Show: TypeAlias = Callable[[Iterator[Piece]], list[GenerationResult]]
 
 
-_SETTINGS = {
+_MODEL_OPTIONS = {
     "provider": "provider",
     "threads": "intra_op_num_threads",
     "allow_fallback": "allow_fallback",
@@ -38,7 +38,7 @@ _SETTINGS = {
 @click.argument("folder", metavar="OUT", type=click.Path(path_type=Path))
 @click.argument("prompt", required=False)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file (UTF-8).")
-@many_options
+@prompt_file_options
 @click.option("--chat", is_flag=True, help="Use the chat template: answer PROMPT, or converse if there is none.")
 @click.option("--system", metavar="TEXT", help="System message of a chat.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per sequence, a line each.")
@@ -113,19 +113,19 @@ def command(
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat.")
     check_order(folder, filter(None, [prompt]))
-    files, batch_size = files_of(parameters), parameters.pop("batch_size")
+    files, batch_size = take_files(parameters), parameters.pop("batch_size")
     if files is not None and (prompt is not None or prompt_file is not None):
         raise click.UsageError("give PROMPT, --prompt-file or --prompts-jsonl, not several.")
     text = _prompt(prompt, prompt_file, optional=chat) if files is None else None
-    settings = {ours: parameters.pop(name) for name, ours in _SETTINGS.items()}
+    model_options = {ours: parameters.pop(name) for name, ours in _MODEL_OPTIONS.items()}
     given = _given(parameters, logit_bias)
     if files is not None:
-        asked = Asked(
-            given=given, chat=chat, system=system, batch_size=batch_size or 1, max_context=settings["max_length"]
+        options = RunOptions(
+            given=given, chat=chat, system=system, batch_size=batch_size or 1, max_context=model_options["max_length"]
         )
-        run(lambda: _opened(folder, settings), files, asked, stats=stats)
+        run(lambda: _opened(folder, model_options), files, options, stats=stats)
         return
-    with _opened(folder, settings) as model:
+    with _opened(folder, model_options) as model:
         show: Show = _json_lines if as_json else _streamed if stream else _whole
         if not chat:
             _report(show(model.stream(text, **given)), stats)
@@ -135,11 +135,11 @@ def command(
             _converse(model, system, given, show, stats)
 
 
-def _opened(folder: Path, settings: dict[str, Any]) -> TopWModel:
+def _opened(folder: Path, model_options: dict[str, Any]) -> TopWModel:
     # imported late: `topw generate --help` must not wait for onnxruntime
     from topw_deploy.runtime import TopWModel
 
-    return TopWModel.from_pretrained(folder, **settings)
+    return TopWModel.from_pretrained(folder, **model_options)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> str | None:
@@ -150,7 +150,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> 
             return _decoded(prompt_file.read_bytes(), str(prompt_file))
         except OSError as error:
             raise PromptError(f"{prompt_file} cannot be read: {error.strerror or error}.") from None
-    has_input = sys.stdin is not None  # it is None where standard input was closed
+    has_input = sys.stdin is not None  # None: standard input is closed
     if has_input and (prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty())):
         return _decoded(sys.stdin.buffer.read(), "standard input")
     if prompt == "-" or (not has_input and prompt is None):
@@ -165,7 +165,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
-    """The parameters that were set on the command line: what was not set is left to the model's defaults."""
+    """The parameters given on the command line, not those left to the model's defaults."""
     given = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}  # 0 is a value
     if "stop_strings" in given:
         given["stop_strings"] = list(given["stop_strings"])
@@ -192,7 +192,7 @@ def _bias(item: str) -> tuple[int, float]:
 
 
 def _streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
-    """Print each sequence while it arrives; of several, the later ones when their turn has come."""
+    """Print sequences while they arrive, in order."""
     results: dict[int, GenerationResult] = {}
     waiting: dict[int, str] = {}
     shown = 0  # the sequence that is being printed
@@ -248,7 +248,7 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
 
 
 def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show: Show, stats: bool) -> None:
-    """Read a line, answer it, remember both; the end of standard input ends it, /clear forgets everything."""
+    """Converse until the end of standard input; /clear starts again."""
     history: list[dict[str, str]] = []
     model.apply_chat_template(user_messages(system, "Hello"))  # no template: say so before the first question
     if sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""`topw generate --prompts-jsonl`: many prompts, one JSON line for each, in order, as they are finished."""
+"""`topw generate --prompts-jsonl`: many prompts, one JSON line for each, in order."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from topw_deploy.cli.answer_lines import AnswerFile, Kept, check_answers, kept_of
+from topw_deploy.cli.answer_lines import AnswerFile, Finished, check_answers, read_finished
+from topw_deploy.cli.files import read_source
 from topw_deploy.cli.prompt_lines import PromptLine, prompt_lines
-from topw_deploy.cli.sources import read_source
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import LogitsError, ParameterError, PromptError, TokenizerError, TopWError
 from topw_deploy.reports import counted
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     Open = Callable[[], TopWModel]
 
 
-def many_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a run over a file of prompts."""
+def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option(
             "--prompts-jsonl",
@@ -51,7 +50,7 @@ def many_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where prompts come from and answers go to. source: - is standard input. output: None is standard output."""
+    """Prompts and answers. source: - is standard input. output: None is standard output."""
 
     source: Path
     output: Path | None
@@ -60,8 +59,8 @@ class Files:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What holds for all prompts. given: parameters, which a line's own replace; their seed is the run's."""
+class RunOptions:
+    """Options for all prompts. given: parameters; a line's own take precedence."""
 
     given: Mapping[str, Any]
     chat: bool
@@ -70,11 +69,8 @@ class Asked:
     max_context: int | None
 
 
-def files_of(options: dict[str, Any]) -> Files | None:
-    """Take the files of such a run out of the command's `options`; None where none is asked for.
-
-    Raises a usage error for options of such a run without one, and for those that exclude each other.
-    """
+def take_files(options: dict[str, Any]) -> Files | None:
+    """Remove the options of --prompts-jsonl from `options`; None without it. Raises UsageError for bad combinations."""
     source, output = options.pop("prompts_jsonl"), options.pop("output")
     resume, overwrite = options.pop("resume"), options.pop("overwrite")
     if source is None:
@@ -101,7 +97,7 @@ def files_of(options: dict[str, Any]) -> Files | None:
     return Files(source, output, resume, overwrite)
 
 
-def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
+def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> None:
     """Answer every prompt of the file, in order.
 
     Raises PromptError after the last prompt if some could not be run: their lines hold the error.
@@ -109,21 +105,25 @@ def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
     path = files.output
     if path is not None:
         check_answers(path, resume=files.resume, overwrite=files.overwrite)
-    parameters = {name: value for name, value in asked.given.items() if name != "seed"}
-    prompts = prompt_lines(*read_source(files.source), parameters, chat=asked.chat, system=asked.system)
+    parameters = {name: value for name, value in options.given.items() if name != "seed"}
+    prompts = prompt_lines(*read_source(files.source), parameters, chat=options.chat, system=options.system)
     with open_model() as model:
-        job = _Job(model, prompts, asked)
-        kept = job.resume(path) if files.resume and path is not None else Kept()
-        if kept.prompts:
-            tell(f"{kept.prompts} of {counted(len(prompts), 'prompt')} are in {path}; going on from there.")
+        job = _Job(model, prompts, options)
+        finished = job.resume(path) if files.resume and path is not None else Finished()
+        if finished.prompts:
+            tell(f"{finished.prompts} of {counted(len(prompts), 'prompt')} are in {path}; going on from there.")
         started = time.perf_counter()
-        with AnswerFile(path, kept.size) as answers, _told_of_resume(path), _bar(len(prompts), kept.prompts) as advance:
-            for batch in _batches(prompts[kept.prompts :], asked.batch_size):
+        with (
+            AnswerFile(path, finished.size) as answers,
+            _resume_hint(path),
+            _bar(len(prompts), finished.prompts) as advance,
+        ):
+            for batch in _batches(prompts[finished.prompts :], options.batch_size):
                 answers.add(job.answers(batch))
                 advance(len(batch))
         if stats:
             job.report(time.perf_counter() - started)
-    failed = kept.failed + job.failed
+    failed = finished.failed + job.failed
     if failed:
         place = "standard output" if path is None else path
         raise PromptError(
@@ -132,9 +132,7 @@ def run(open_model: Open, files: Files, asked: Asked, *, stats: bool) -> None:
 
 
 class _Job:
-    """The prompts under one model and one seed."""
-
-    def __init__(self, model: TopWModel, prompts: Sequence[PromptLine], asked: Asked) -> None:
+    def __init__(self, model: TopWModel, prompts: Sequence[PromptLine], options: RunOptions) -> None:
         from topw_deploy.manifest import MANIFEST_NAME, sha256_of
         from topw_deploy.runtime.draws import fresh_seed
         from topw_deploy.runtime.parameters import PARAMETERS
@@ -142,29 +140,29 @@ class _Job:
         self._model, self._prompts = model, prompts
         self._encoded = [_encoded(model, line) for line in prompts]
         self._model_digest = sha256_of(model.path / MANIFEST_NAME)[:32]
-        self._requests = [line.request({"max_context": asked.max_context}) for line in prompts]
-        seed = asked.given.get("seed")
+        self._requests = [line.request({"max_context": options.max_context}) for line in prompts]
+        seed = options.given.get("seed")
         self._given_seed = None if seed is None else PARAMETERS["seed"].parse("seed", seed)
         self._run_seed = fresh_seed() if self._given_seed is None else self._given_seed
         self.failed = 0
         self._sequences = self._tokens = self._certified = 0
 
-    def resume(self, path: Path) -> Kept:
-        """What an interrupted run left in `path`; its seed becomes this run's."""
-        kept = kept_of(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
-        if kept.run_seed is not None:
-            if self._given_seed not in (None, kept.run_seed):
+    def resume(self, path: Path) -> Finished:
+        """Read an interrupted run's answers and take over its seed."""
+        finished = read_finished(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
+        if finished.run_seed is not None:
+            if self._given_seed not in (None, finished.run_seed):
                 raise ParameterError(
-                    f"{path} was made with seed {kept.run_seed}, but seed is {self._given_seed}; give that seed or "
+                    f"{path} was made with seed {finished.run_seed}, but seed is {self._given_seed}; give that seed or "
                     "none, or start again with --overwrite."
                 )
-            self._run_seed = kept.run_seed
-        return kept
+            self._run_seed = finished.run_seed
+        return finished
 
     def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
-        """The lines of a batch; of its prompts one by one, if one of them cannot be run.
+        """The lines of a batch. If a prompt cannot be run, its prompts run one by one.
 
-        Raises GenerationError where the machine is at fault: no memory for the batch, a device that fails.
+        Raises GenerationError if the machine is at fault: no memory, a failing device.
         """
         try:
             found = self._generate(batch)
@@ -199,7 +197,6 @@ class _Job:
         return self._model.generate(prompts, **rows, **whole)
 
     def report(self, seconds: float) -> None:
-        """One line on stderr: this run's prompts, tokens and crops."""
         share = f"; certified {self._certified / self._tokens:.1%}" if self._tokens else ""
         tell(
             f"{counted(self._sequences, 'sequence')}, {counted(self._tokens, 'token')} in {seconds:.1f} s{share}; "
@@ -208,9 +205,9 @@ class _Job:
 
 
 def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
-    """What the model is given: a text, or token ids; or the error of a template that refuses the messages.
+    """The prompt as text or token ids, or the error of a template that refuses the messages.
 
-    Raises TokenizerError naming the line where the model has no template.
+    Raises TokenizerError naming the line if the model has no template.
     """
     if line.kind != "messages":
         prompt: str | list[int] = line.prompt
@@ -224,14 +221,13 @@ def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
 
 
 def _whole(line: PromptLine) -> dict[str, Any]:
-    """The line's parameters that hold for a whole batch."""
     from topw_deploy.runtime.parameters import REQUEST_PARAMETERS
 
     return {name: value for name, value in line.parameters.items() if name in REQUEST_PARAMETERS}
 
 
 def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLine]]:
-    """Neighbours, at most `size`, whose parameters of the batch as a whole are equal."""
+    """Up to `size` neighbours with equal parameters of the whole batch."""
     batch: list[PromptLine] = []
     for line in prompts:
         if batch and (len(batch) == size or _whole(batch[0]) != _whole(line)):
@@ -243,8 +239,8 @@ def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLi
 
 
 @contextlib.contextmanager
-def _told_of_resume(path: Path | None) -> Iterator[None]:
-    """Say what an interruption or an error leaves."""
+def _resume_hint(path: Path | None) -> Iterator[None]:
+    """Name the output and --resume after an interruption or an error."""
     try:
         yield
     except (KeyboardInterrupt, TopWError):
@@ -255,7 +251,7 @@ def _told_of_resume(path: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(total: int, done: int) -> Iterator[Callable[[int], object]]:
-    """A bar of prompts where stderr is a terminal; gives the function to call with the number of finished ones."""
+    """A progress bar if stderr is a terminal. Yields the function to advance it."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _count: None
         return

@@ -9,10 +9,10 @@ from pathlib import Path
 import click
 
 from topw_deploy.cli.options import CONTEXT
-from topw_deploy.cli.sizes import size_text
 from topw_deploy.cli.terminal import say, say_json
 from topw_deploy.errors import EngineError
-from topw_deploy.manifest import Check, DecoderInfo, DecoderManifest, Manifest, TensorSpec, load_manifest
+from topw_deploy.manifest import DecoderInfo, DecoderManifest, Manifest, TensorSpec, Verification, load_manifest
+from topw_deploy.sizes import binary_size
 from topw_deploy.tensorrt.engines import misplaced, stamps, unfinished
 from topw_deploy.tensorrt.stamp import FOLDER, read
 
@@ -59,9 +59,8 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
     yield from _section("inputs", map(_tensor, _without_layers(manifest.inputs)))
     yield from _section("outputs", map(_tensor, _without_layers(manifest.outputs)))
     yield from _engines(folder)
-    yield from _section("files", ((name, size_text(entry.size)) for name, entry in sorted(manifest.files.items())))
-    checks = map(_check, manifest.verification.checks)
-    yield from _section("verification", [("status", manifest.verification.status), *checks])
+    yield from _section("files", ((name, binary_size(entry.size)) for name, entry in sorted(manifest.files.items())))
+    yield from _section("verification", _verification(manifest.verification))
     opset = [(f"opset {domain or 'ai.onnx'}", version) for domain, version in manifest.opset.items()]
     yield from _section("written with", [*opset, *manifest.libraries.items()])
 
@@ -78,7 +77,7 @@ def _engines(folder: Path) -> Iterator[str]:
         profiles = " and ".join(profile.name for profile in stamp.profiles)
         bounds = f"{stamp.most_batch} rows, {stamp.most_sequence} tokens and {stamp.most_edits} edits of each"
         sampler = "its function" if stamp.plugin == "none" else "the plugin"
-        rows.append((stamp.engine, f"{size_text(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
+        rows.append((stamp.engine, f"{binary_size(stamp.size)}, for {profiles}: {bounds}; sampled by {sampler}"))
     rows += [(path.name, "has no stamp, as when its build was cut short: not used") for path in unfinished(folder)]
     if reason := misplaced(folder):
         rows.append((FOLDER, f"{reason}: not used"))
@@ -98,7 +97,8 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     yield "cache layout", f"{decoder.kv_dtype}, {', '.join(f'{n} x {d}' for n, d in heads)} per layer"
     yield (
         "cache size",
-        f"{size_text(token)} a token, {size_text(token * decoder.context_length)} for one sequence of the full context",
+        f"{binary_size(token)} a token, {binary_size(token * decoder.context_length)} for one sequence of the full "
+        "context",
     )
     if decoder.buffer_step and decoder.buffer_step == decoder.buffer_least:
         yield "cache length", f"{decoder.buffer_step} tokens, fixed at the export (--max-length)"
@@ -107,8 +107,8 @@ def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     if not decoder.ragged_chunks:
         yield "batches", "continue prompts of several tokens one row at a time"
     if decoder.weights:
-        total = f"{size_text(sum(decoder.weights.values()))} in all"
-        yield "weights", "; ".join([*(f"{name} {size_text(n)}" for name, n in decoder.weights.items()), total])
+        total = f"{binary_size(sum(decoder.weights.values()))} in all"
+        yield "weights", "; ".join([*(f"{name} {binary_size(n)}" for name, n in decoder.weights.items()), total])
     else:
         yield "weights", decoder.weights_dtype
     if how := decoder.quantisation:
@@ -145,6 +145,12 @@ def _tensor(spec: TensorSpec) -> tuple[str, str]:
     return spec.name, f"{spec.dtype} [{', '.join(map(str, spec.shape))}]"
 
 
-def _check(check: Check) -> tuple[str, str]:
-    verdict = "passed" if check.passed else "FAILED"
-    return check.name, f"{verdict}, {check.difference:.3g} (bound {check.bound:.3g}) {check.detail}"
+def _verification(verification: Verification) -> Iterator[tuple[str, str]]:
+    yield "status", verification.status
+    for check in verification.checks:
+        verdict = "passed" if check.passed else "FAILED"
+        yield check.name, f"{verdict}, {check.difference:.3g} (bound {check.bound:.3g}) {check.detail}"
+    for missing in verification.not_compared:
+        yield missing.name, f"not compared, {missing.reason}"
+    for note in verification.notes:
+        yield note.name, f"for information, {note.text}"

@@ -1,8 +1,7 @@
-"""`topw` and `topw-export`: find the command, run it, and turn whatever happens into a message and an exit code.
+"""`topw` and `topw-export`: run a command and turn its errors into a message and an exit code.
 
-Exit codes: 0 done, 1 failed (one sentence on stderr, none when nobody reads the output), 2 wrong usage, a wrong value
-of an option included, 130 interrupted.
-Nothing heavy is imported here, so that `topw --help` answers at once; a command is imported when it is called.
+Exit codes: 0 success; 1 failure, with one sentence on stderr (none for a closed pipe); 2 wrong usage or option value;
+130 interrupted. Commands are imported when they are called, so that `topw --help` is fast.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ COMMANDS = {
     "plugins": "Build the native libraries for GPUs, and show which there are.",
     "doctor": "Show versions, providers and what is missing.",
 }
-"""Name -> what `topw --help` says about it; the module is `topw_deploy.cli.<name>`."""
+"""Command -> its line in `topw --help`; its module is `topw_deploy.cli.<name>`."""
 
 _EXTRAS = {
     "export": "needs [export]",
@@ -48,19 +47,19 @@ _EXTRAS = {
     "verify": "more with [export]",
     "bench": "more with [export]",
 }
-"""Name -> what `topw --help` says of the extra that brings torch and onnx, where the command uses it."""
+"""Command -> its remark in `topw --help` on the extra [export], if it uses that."""
 
 _EXTRAS_NOTE = "[export] is the extra with torch and onnx; where it is missing, `topw doctor` says how to install it."
-_DOES = {"cpu": "running a model", "export": "exporting"}  # with an extra, as the subject of an error
+_DOES = {"cpu": "running a model", "export": "exporting"}  # extra -> subject of the error
 
 _INTERRUPTED = 130
 _VERSION: dict[str, Any] = {"package_name": "topw-deploy", "message": "%(prog)s %(version)s"}
-# What writing to stdout may answer.
+# Errors of writing to stdout.
 _NO_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 
 class _LazyGroup(click.Group):
-    """A group that imports a command's module only to run it (or to show that command's own help)."""
+    """A group that imports a command's module only to run it or to show its help."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -70,13 +69,13 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _marked(name, told)) for name, told in COMMANDS.items()])
+            formatter.write_dl([(name, _marked(name, text)) for name, text in COMMANDS.items()])
         formatter.write_paragraph()
         formatter.write_text(_EXTRAS_NOTE)
 
 
-def _marked(name: str, told: str) -> str:
-    return f"{told} ({_EXTRAS[name]})" if name in _EXTRAS else told
+def _marked(name: str, text: str) -> str:
+    return f"{text} ({_EXTRAS[name]})" if name in _EXTRAS else text
 
 
 def _load(name: str) -> click.Command:
@@ -107,14 +106,14 @@ def export_main(args: Sequence[str] | None = None) -> None:
 
 
 def _export_alone() -> click.Command:
-    """`topw export` as a program of its own, which says its version too."""
+    """`topw export` as a program of its own, with --version."""
     command = copy.copy(_load("export"))
     command.params = list(command.params)
     return click.version_option(prog_name="topw-export", **_VERSION)(command)
 
 
 def run(command: click.Command | None, program: str, prefix: str, args: Sequence[str] | None) -> int:
-    """Run `command` (None: export) and return the exit code; everything that went wrong is told on stderr."""
+    """Run `command` (None: export), with errors on stderr; returns the exit code."""
     telemetry.switch_off()
     warnings.showwarning = _show_note
     if not prepare():
@@ -122,8 +121,8 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
     words = list(sys.argv[1:] if args is None else args)
     try:
         command = command or _export_alone()
-        settings: dict[str, Any] = {**CONTEXT, "auto_envvar_prefix": prefix}
-        result = command.main(args=words, prog_name=program, standalone_mode=False, **settings)
+        click_options: dict[str, Any] = {**CONTEXT, "auto_envvar_prefix": prefix}
+        result = command.main(args=words, prog_name=program, standalone_mode=False, **click_options)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
@@ -153,12 +152,12 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
 
 
 def _forget_output() -> None:
-    """Keep Python from failing once more when it flushes stdout at its end."""
+    """Keep Python from failing again when it flushes stdout at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(error: click.ClickException) -> int:
-    """Show what click found wrong, as click does."""
+    """Show a click error as click does."""
     message = error.format_message()
     if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
         tell(*message.split("\n"))
@@ -172,7 +171,7 @@ def _refuse(error: click.ClickException) -> int:
 
 
 def _near_miss(error: click.UsageError) -> str:
-    """The command or the choice that may have been meant, where click does not say it: it does for options."""
+    """A suggestion for a misspelt command or choice; click itself suggests options."""
     known: Iterable[str] = ()
     if isinstance(error, click.BadParameter) and error.param is not None and isinstance(error.param.type, click.Choice):
         known = map(str, error.param.type.choices)
@@ -199,7 +198,7 @@ def _show_note(
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's own, made fit for a terminal: messages of libraries hold names from files."""
+    """Python's traceback with control characters escaped, as messages can contain names from files."""
     import traceback
 
     for part in traceback.format_exception(kind, error, trace):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 
@@ -17,7 +18,10 @@ def phase(line: str) -> None:
 
 @contextlib.contextmanager
 def bar(total: int, unit: str) -> Iterator[Advance]:
-    """A bar with its rate, where stderr is a terminal."""
+    """A bar with its rate, where stderr is a terminal; none without tqdm, which only the extra [export] installs."""
+    if importlib.util.find_spec("tqdm") is None:
+        yield lambda _parts: None
+        return
     from tqdm import tqdm
 
     with tqdm(total=total, unit=unit, unit_scale=True, file=sys.stderr, disable=None, leave=False) as shown:

@@ -1,4 +1,4 @@
-"""Prompts from JSON lines: what each line asks for, checked before any of them is run."""
+"""Prompts from JSON lines, all checked before any is run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
-from topw_deploy.stats.prompts import numbered_lines
+from topw_deploy.plain_text import numbered_lines
 
 KINDS = ("prompt", "prompt_ids", "messages")
 _ALIASES = {"token_ids": "prompt_ids"}
@@ -22,8 +22,10 @@ _FORM = 'write "text", {"prompt": "text"}, {"prompt_ids": [1, 2]} or {"messages"
 class PromptLine:
     """One prompt of the file.
 
-    index: from 0, blank lines not counted. where: the line, for messages. id: the line's own, or None. kind: one of
-    KINDS; prompt: a text, token ids or messages. parameters: checked, those of the command line included.
+    index: from 0, without blank lines.
+    where: the line, for messages.
+    kind: one of KINDS.
+    parameters: checked, with those of the command line.
     """
 
     index: int
@@ -39,7 +41,7 @@ class PromptLine:
         return int(self.parameters.get("num_return_sequences", 1))
 
     def request(self, limits: Mapping[str, Any]) -> str:
-        """A digest of all that decides the answer but the model and the run's seed. limits: of the opened model."""
+        """A digest of everything that determines the answer but model and seed."""
         asked = [self.id, self.kind, self.prompt, self.parameters, limits]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -47,11 +49,12 @@ class PromptLine:
 def prompt_lines(
     data: bytes, where: str, given: Mapping[str, Any], *, chat: bool, system: str | None
 ) -> list[PromptLine]:
-    """The prompts of a file. given: parameters for all of them, which a line's own replace.
+    """The prompts of a file.
 
+    given: parameters for all of them; a line's own take precedence.
     chat: a text is the user's message, after the system message `system`.
-    Raises ParameterError for `given`, PromptError naming the line for everything that is wrong in one, and for a file
-    without prompts.
+
+    Raises ParameterError for `given`, PromptError naming a bad line, or for a file without prompts.
     """
     checked = _checked(given)
     found: list[PromptLine] = []
@@ -73,13 +76,12 @@ def prompt_lines(
 
 
 def user_messages(system: str | None, text: str) -> list[dict[str, str]]:
-    """A chat that begins with the user's `text`."""
     start = [] if system is None else [{"role": "system", "content": system}]
     return [*start, {"role": "user", "content": text}]
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
-    """The line's JSON object; a bare text is its prompt."""
+    """Parse the line; a string is a prompt."""
     try:
         value: Any = json.loads(text, object_pairs_hook=_without_repetition)
     except PromptError as error:
@@ -107,7 +109,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _prompt(value: dict[str, Any]) -> tuple[str, Any]:
-    """The kind of the prompt and the prompt."""
     if not isinstance(value.get("id"), (str, int, type(None))) or isinstance(value.get("id"), bool):
         raise PromptError(f"id is {value['id']!r:.60}, but must be a text or an integer.")
     given = [name for name in (*KINDS, *_ALIASES) if name in value]
@@ -129,7 +130,7 @@ def _are(value: Any, kind: type) -> bool:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters under their own names with checked values, each a single value."""
+    """Parameters by their own names, checked for one row."""
     # imported late: reading and refusing a file must not wait for onnxruntime
     from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names
 

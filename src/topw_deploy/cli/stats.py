@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from topw_deploy import install
+from topw_deploy.cli.files import check_output, check_picture, read_source, write_json
 from topw_deploy.cli.options import CONTEXT, NEEDS_EXPORT, check_order, given, parameter_options, preset_option
-from topw_deploy.cli.outputs import check_output, check_picture
-from topw_deploy.cli.sources import read_source
 from topw_deploy.cli.terminal import say, say_json
-from topw_deploy.errors import ParameterError
-from topw_deploy.printable import json_text
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
 if TYPE_CHECKING:
-    from topw_deploy.stats.prompts import Prompt
+    from topw_deploy.stats.request import Prompt
     from topw_deploy.stats.summary import Summary
 
 
@@ -34,25 +31,36 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, allow_dash=True),
     help='Read prompts from JSON lines: "text" or {"prompt": "text"}.',
 )
-@click.option("--limit", type=click.IntRange(min=1), help="Take only the first so many prompts.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Most tokens each.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of each prompt's draws.")
-@click.option("--ignore-eos", is_flag=True, help="Go on after the end of sequence.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts run together.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use at most this many prompts.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Maximum number of tokens per prompt.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of each prompt's draws.")
+@click.option("--ignore-eos", is_flag=True, help="Continue after the end of sequence.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Prompts per batch.")
 @preset_option
 @parameter_options
 @click.option(
     "--sweep",
     metavar="NAME=V1,V2,...",
     multiple=True,
-    help="Compare values of a Top-W parameter, side by side. Repeatable: every combination.",
+    help="Compare these values of a Top-W parameter side by side. Repeat it for every combination.",
 )
-@click.option("--tokens", type=click.IntRange(min=0), default=10, show_default=True, help="Most tokens in each list.")
 @click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, allow_dash=True), help="Write it as JSON; - is stdout."
+    "--tokens", type=click.IntRange(min=0), default=10, show_default=True, help="Maximum number of tokens per list."
 )
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it, as .png, .svg or .pdf.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="Write the report as JSON; - is standard output.",
+)
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the report as .png, .svg or .pdf.")
+@click.option("-q", "--quiet", is_flag=True, help="Do not show progress on stderr.")
 def command(
     folder: Path,
     prompts: tuple[str, ...],
@@ -64,18 +72,18 @@ def command(
     plot: Path | None,
     **values: Any,
 ) -> None:
-    """Run prompts with the exported model in the folder OUT and show what Top-W did.
+    """Generate from prompts with the exported model in the folder OUT and report what Top-W did.
 
-    Prompts are given as PROMPT, --prompt-file or --prompts-jsonl. The report: how many steps were certified, the
-    crops' sizes, mass and entropy by position, how often token geometry changed the crop (against geom_scale 0 at the
-    same logits), and which tokens it kept or dropped. The text is the one that `topw generate` gives for the seed.
+    Give prompts as PROMPT, --prompt-file or --prompts-jsonl. The report shows how many steps were certified, the crops'
+    sizes, mass and entropy by position, how often token geometry changed the crop (compared with geom_scale 0 at the
+    same logits), and which tokens it kept or dropped. The text is what `topw generate` produces for the seed.
     """
     check_order(folder, prompts)
     install.require("`topw stats`", "export")
     asked = _prompts(prompts, prompt_file, prompts_jsonl)[:limit]
     # Imported late: --help and usage errors must not wait for onnxruntime.
-    from topw_deploy.cli.progress import bar, phase
-    from topw_deploy.stats.settings import settings_of
+    from topw_deploy.cli.progress import progress
+    from topw_deploy.stats.request import settings_of
 
     settings = settings_of(given(values, PARAMETER_NAMES), sweep)
     check_output(json_file, "json_file")
@@ -83,12 +91,12 @@ def command(
     from topw_deploy.stats.collect import collect
     from topw_deploy.stats.summary import summarise
 
-    shown: dict[str, Any] = {} if values["quiet"] else {"progress": phase, "bar": bar}
     generation = {name: values[name] for name in ("max_new_tokens", "seed", "ignore_eos")}
-    generation |= given(values, ("preset",))
-    summaries = summarise(
-        collect(folder, asked, settings, batch_size=values["batch_size"], generation=generation, **shown)
-    )
+    if values["preset"] is not None:
+        generation["preset"] = values["preset"]
+    batch_size, shown = values["batch_size"], progress(values["quiet"])
+    collected = collect(folder, asked, settings, batch_size=batch_size, generation=generation, progress=shown)
+    summaries = summarise(collected)
     _write(summaries, folder, values, json_file)
     if plot is not None:
         from topw_deploy.reports import counted
@@ -99,7 +107,7 @@ def command(
 
 
 def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None) -> list[Prompt]:
-    from topw_deploy.stats.prompts import Prompt, prompts_of_json_lines, prompts_of_lines
+    from topw_deploy.stats.request import Prompt, prompts_of_json_lines, prompts_of_lines
 
     sources = (bool(given), lines is not None, json_lines is not None)
     if sum(sources) != 1:
@@ -112,7 +120,7 @@ def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None
 
 
 def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_file: Path | None) -> None:
-    """The table on stdout, unless JSON goes there; then the file, so that a full disk does not take both."""
+    """Print the tables, or JSON for `--json -`; then write the file, so that a full disk does not lose the tables."""
     from topw_deploy.stats.table import lines
 
     if str(json_file) != "-":
@@ -122,8 +130,5 @@ def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_
         report = {"folder": str(folder), **kept, "settings": [summary.as_dict() for summary in summaries]}
         if str(json_file) == "-":
             say_json(report, indent=2)
-            return
-        try:
-            json_file.write_text(json_text(report, indent=2) + "\n", "utf-8")
-        except OSError as error:
-            raise ParameterError(f"{json_file} cannot be written ({error.strerror or error}).") from None
+        else:
+            write_json(report, json_file)

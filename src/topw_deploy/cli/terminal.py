@@ -1,5 +1,7 @@
-"""The only place that prints. `say` writes results to stdout, `tell` everything else to stderr, a line for each
-argument; what came with a model, a file or the command line cannot move the cursor, recolour or reorder a line."""
+"""The only module that prints: `say` writes results to stdout, `tell` everything else to stderr.
+
+Control characters are escaped, so that text of models, files and arguments cannot control the terminal.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,32 @@ def tell(*lines: object, end: str = "\n") -> None:
 
 
 def rewrite_line(line: str) -> None:
-    """Put `line` in place of the last line of stderr, a terminal."""
+    """Replace the last line of stderr, a terminal."""
     sys.stderr.write(f"\r{printable(line)}\033[K")
     sys.stderr.flush()
 
 
 def say_json(document: Any, *, indent: int | None = None) -> None:
-    """Print `document` as JSON, in ASCII where stdout does not take Unicode: no character is lost."""
+    """Print `document` as JSON, in ASCII if the encoding of stdout is not Unicode."""
     unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     write(json_text(document, indent=indent, ascii_only=not unicode) + "\n")
 
 
 def write(text: str) -> None:
-    """Write `text` to stdout as it is."""
+    """Write `text` to stdout unchanged."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 class GeneratedText:
-    """Writes what a model generates to stdout: unchanged to files and pipes. On a terminal characters that control it
-    are escaped, but for line feeds and tabs; a line may end with CR LF."""
+    """Writes generated text to stdout, unchanged to files and pipes.
+
+    On a terminal, control characters other than line feeds and tabs are escaped; CR LF becomes LF.
+    """
 
     def __init__(self) -> None:
         self._escapes = sys.stdout.isatty()
-        self._held = ""  # a CR, of which the next text says whether it belongs to a line's end
+        self._held = ""  # a CR that may belong to a CR LF
 
     def add(self, text: str) -> None:
         if not self._escapes:
@@ -62,10 +66,10 @@ class GeneratedText:
 
 
 def prepare() -> bool:
-    """Make the standard streams ready for `say` and `tell`. False where stdout is closed.
+    """Prepare the standard streams for `say` and `tell`. Returns False if stdout is closed.
 
-    A closed stderr becomes the null device, so that no file that is opened later takes its number and receives what
-    native libraries print.
+    A closed stderr becomes the null device; otherwise a file opened later could get descriptor 2, and the output of
+    native libraries.
     """
     if sys.stderr is None:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -74,5 +78,5 @@ def prepare() -> bool:
     if sys.stdout is None:
         return False
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows no emoji shows something else
+        sys.stdout.reconfigure(errors="replace")  # for terminals whose encoding lacks a character
     return True

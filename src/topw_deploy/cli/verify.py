@@ -37,7 +37,13 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
             raise ManifestError(f"{out} is an export whose verification never ended; export the model again.")
         check_hashes(out, manifest)
         tell(f"  -[✓] {len(manifest.files)} files have the manifest's sizes and SHA-256")
-        result: dict[str, Any] = {"folder": str(out), "files": len(manifest.files), "checks": [], "skipped": []}
+        result: dict[str, Any] = {
+            "folder": str(out),
+            "files": len(manifest.files),
+            "checks": [],
+            "skipped": [],
+            "notes": [],
+        }
         if not hashes_only:
             result |= _checks(out, manifest, source, trust_remote_code)
     except TopWError as error:
@@ -46,7 +52,7 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
     if as_json:
         say_json(result, indent=2)
     elif not failed:
-        done = f"{len(result['checks'])} checks passed, {len(result['skipped'])} skipped"
+        done = f"{len(result['checks'])} checks passed, {len(result['skipped'])} not compared"
         say(f"{out} is whole; {done}")
     if failed:
         raise click.ClickException(f"{len(failed)} checks failed (first: {failed[0]}); export the model again.")
@@ -59,7 +65,11 @@ def _checks(out: Path, manifest: Any, source: str | None, trust_remote_code: boo
         from topw_deploy.export.verification import recheck
     except MissingPackageError as error:
         reason = str(error)
-        tell(f"  -[-] the graph: not checked, {reason}")
+        tell(f"  -[-] the graph: not compared, {reason}")
         return {"skipped": [("graph", reason)]}
     outcome = recheck(out, manifest, source, trust_remote_code, Progress(tell))
-    return {"checks": [dataclasses.asdict(check) for check in outcome.checks], "skipped": list(outcome.skipped)}
+    return {
+        "checks": [dataclasses.asdict(check) for check in outcome.checks],
+        "skipped": [(each.name, each.reason) for each in outcome.not_compared],
+        "notes": [dataclasses.asdict(note) for note in outcome.notes],
+    }

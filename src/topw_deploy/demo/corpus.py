@@ -1,8 +1,8 @@
-"""The demo model's text: what every Python installation says about itself.
+"""The demo model's text: the documentation in every Python installation.
 
-Three sources, in this order: the reference manual's topics (`pydoc_data.topics`), the docstrings of the modules that
-are compiled into every interpreter, and the docstrings of the standard library, which are read from the source files
-with `ast`, so that none of them is imported. The same Python release gives the same documents everywhere.
+In order: the reference manual's topics (`pydoc_data.topics`), the docstrings of modules compiled into the interpreter,
+and those of the standard library, parsed with `ast` and not imported. One Python release always gives the same
+documents.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SKIPPED_FOLDERS = frozenset(
         "tests",
     }
 )
-# Written in C and part of the interpreter itself: importing them runs nothing and needs no platform's library.
+# Compiled into the interpreter: importing them runs nothing and works on every platform.
 CORE_MODULES = ("builtins", "_functools", "_io", "gc", "itertools", "sys", "time")
-SHORTEST_DOCUMENT = 60  # characters; less is a name and a stub of a sentence
-LONGEST_SIGNATURE = 400  # characters; longer ones are tables in disguise
-LONG_PARAGRAPH = 80  # characters; two documents that share one this long count as copies
+SHORTEST_DOCUMENT = 60  # characters
+LONGEST_SIGNATURE = 400  # characters; longer ones are mostly tables
+LONG_PARAGRAPH = 80  # characters; documents that share one count as copies
 HELD_OUT_PERCENT = 5
 
 _HEADING = re.compile(r"^(?P<title>\S[^\n]*)\n(?P<rule>([*=\-^~\"])\3{2,})[ ]*$", re.MULTILINE)
@@ -56,7 +56,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over every document: two runs with one digest saw the same text."""
+        """SHA-256 over all documents."""
         total = hashlib.sha256()
         for document in (*self.train, *self.held_out):
             total.update(hashlib.sha256(document.encode()).digest())
@@ -69,10 +69,9 @@ def gather_corpus() -> Corpus:
 
 
 def split(documents: Iterable[str]) -> Corpus:
-    """Drop stubs and exact copies; hold out what its hash chooses, unless it shares a long paragraph with any other.
+    """Drop stubs and exact copies; hold out documents by hash, unless they share a long paragraph with another.
 
-    The manual's topics overlap and the library copies docstrings between modules; a copy on the other side of the
-    split would make the held-out loss a measure of memory.
+    Topics overlap and modules copy docstrings; a copy in the training text would make the held-out loss meaningless.
     """
     kept = [d for d in dict.fromkeys(documents) if len(d) >= SHORTEST_DOCUMENT]
     uses = Counter(paragraph for document in kept for paragraph in set(long_paragraphs(document)))
@@ -96,7 +95,7 @@ def topic_sections() -> Iterator[str]:
 
 
 def split_sections(text: str) -> Iterator[str]:
-    """Cut before every underlined heading; headings get one underline style, whatever their depth was."""
+    """Split before every underlined heading; all headings get the same underline."""
     headings = list(_HEADING.finditer(text))
     starts = [heading.start() for heading in headings]
     if not starts or starts[0] > 0:
@@ -107,14 +106,14 @@ def split_sections(text: str) -> Iterator[str]:
 
 
 def core_docstrings() -> Iterator[str]:
-    """Functions and types of CORE_MODULES, written the way their source would be if it were Python."""
+    """Functions and types of CORE_MODULES, written as Python stubs."""
     for module in CORE_MODULES:
         for name, value in sorted(vars(importlib.import_module(module)).items()):
             if inspect.isclass(value) and value.__name__ == name:
                 methods = [(n, m) for n, m in sorted(vars(value).items()) if not n.startswith("_")]
                 members = [_stub(f"def {n}", m, "    ") for n, m in methods if inspect.isroutine(m)]
                 yield "\n\n".join(filter(None, [_stub(f"class {name}", value, ""), *members]))
-            elif inspect.isbuiltin(value) and not name.endswith("hook"):  # hooks are there for programs to replace
+            elif inspect.isbuiltin(value) and not name.endswith("hook"):  # programs replace hooks
                 yield _stub(f"def {name}", value, "")
 
 
@@ -124,7 +123,7 @@ def _stub(opening: str, value: Any, indent: str) -> str:
         return ""
     signature = getattr(value, "__text_signature__", None)
     if signature:
-        # CPython marks the bound argument with a dollar sign; a function's is its module, which no caller passes.
+        # CPython marks the bound argument with $; a function's is its module, which callers do not pass.
         signature = re.sub(r"\$module(, /)?(, )?", "", signature).replace("$", "")
     elif not opening.startswith("class"):
         signature = "(...)"
@@ -141,7 +140,7 @@ def library_docstrings(root: Path | None = None) -> Iterator[str]:
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):
-            continue  # templates and fixtures that are not meant to be parsed
+            continue  # templates and fixtures
         yield from _module_documents(tree, ".".join(parts).removesuffix(".py").removesuffix(".__init__"))
 
 
@@ -155,7 +154,7 @@ def _module_documents(tree: ast.Module, name: str) -> Iterator[str]:
 
 
 def _definition(node: _Definition, indent: str) -> str:
-    """Signature, docstring and, in classes, the documented members; empty where nothing is documented."""
+    """Signature, docstring and, for classes, documented members; empty if nothing is documented."""
     doc = ast.get_docstring(node)
     inner = indent + "    "
     members = []
@@ -179,14 +178,14 @@ def _quoted(doc: str, indent: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Tabs to spaces, no control characters, no trailing blanks, at most one empty line in a row."""
+    """Normalise whitespace: no tabs, control characters, trailing blanks or repeated empty lines."""
     text = _CONTROL.sub("", text.expandtabs().replace("\r\n", "\n"))
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
 
 
 def long_paragraphs(document: str) -> Iterator[str]:
-    """Paragraphs of at least LONG_PARAGRAPH characters, blanks folded, so that indentation does not hide a copy."""
+    """Paragraphs of at least LONG_PARAGRAPH characters, with whitespace folded, so that indentation hides no copy."""
     for paragraph in document.split("\n\n"):
         folded = " ".join(paragraph.split())
         if len(folded) >= LONG_PARAGRAPH:

@@ -1,4 +1,4 @@
-"""Byte-level BPE for the demo model: any bytes go in, the same bytes come out."""
+"""Byte-level BPE for the demo model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn merges from `documents`; encoding puts BOS in front, EOS is left to whoever ends a document.
+    """Learn merges from `documents`. Encoding prepends BOS and does not append EOS.
 
-    `vocab_size` counts the three special tokens and the 256 bytes; no bytes are unknown, none are normalised.
+    vocab_size: includes the three special tokens and the 256 bytes. Bytes are neither unknown nor normalised.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +38,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(context: int) -> dict[str, Any]:
-    """What tokenizer_config.json says; the class name is the one that transformers 4 and 5 both know."""
+    """The contents of tokenizer_config.json; transformers 4 and 5 both know the class name."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

@@ -33,7 +33,7 @@ from topw_deploy.demo.tokenizer import BOS, EOS, PAD, tokenizer_config, train_to
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights, beside the corpus and the library versions."""
+    """Everything that determines the weights, besides the corpus and the library versions."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -51,13 +51,13 @@ class Recipe:
     gradient_norm: float = 1.0
     evaluate_every: int = 250  # steps
     precision: str = "bfloat16"  # of the training's matrix products: "bfloat16" or "float32"
-    compiled: bool = False  # through torch.compile: half as fast again, needs a C++ compiler
+    compiled: bool = False  # with torch.compile: 1.5 times as fast, needs a C++ compiler
     seed: int = 1
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Loss on text that was kept from training, every document in it counted once."""
+    """Loss on the held-out documents."""
 
     loss: float  # nats per token, end-of-text tokens included
     bits_per_byte: float
@@ -70,7 +70,7 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer) -> list[torch.Tensor]:
 
 
 def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Without end: int64 [batch, context + 1], documents shuffled anew for each pass and laid end to end."""
+    """Endless batches, int64 [batch, context + 1], of the concatenated documents, shuffled for each epoch."""
     rng = np.random.default_rng(recipe.seed)
     rows: list[torch.Tensor] = []
     width = recipe.context + 1
@@ -79,7 +79,7 @@ def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Ten
         order = rng.permutation(len(documents))
         stream = torch.cat([stream, *(documents[i] for i in order)])
         count = len(stream) // width
-        # The rows of one pass are shuffled too: neighbours from one long document do not share a batch.
+        # Shuffles the rows too, so that parts of a long document do not share a batch.
         rows += [stream[i * width : (i + 1) * width] for i in rng.permutation(count)]
         stream = stream[count * width :]
         while len(rows) >= recipe.batch:
@@ -96,20 +96,20 @@ def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: Tokenizer, recipe: Recipe) -> HeldOut:
-    """Documents laid end to end in windows of the context, in float32; bytes are those of the documents' UTF-8."""
+    """The loss over the concatenated documents in windows of the context, in float32; bytes are UTF-8."""
     stream = torch.cat(pack(documents, tokenizer))
     bos = model.config.bos_token_id
     losses, scored = 0.0, 0
     for start in range(0, len(stream) - 1, recipe.context):
         window = stream[start : start + recipe.context + 1]
-        wanted = torch.ne(window[1:], bos)  # where a document begins is not the model's to guess
+        wanted = torch.ne(window[1:], bos)  # starts of documents are not scored
         losses += token_losses(model, window[None])[wanted].sum().item()
         scored += int(wanted.sum())
     return HeldOut(losses / scored, losses / math.log(2) / sum(len(d.encode()) for d in documents))
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """A fresh Llama, float32, with the embedding table as its output layer."""
+    """A new Llama in float32, with tied embeddings."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
@@ -128,7 +128,7 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 def optimizer_for(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW; vectors (the norms' gains) are not decayed."""
+    """AdamW without weight decay for vectors (the norms' gains)."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
@@ -146,8 +146,8 @@ def learning_rate_factor(step: int, progress: float, recipe: Recipe) -> float:
 def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, minutes: float) -> list[dict]:
     """Train in place; returns the curve: step, learning rate, training and held-out loss, seconds since the start.
 
-    The schedule follows the steps, or the clock where that would run out first: a slow machine makes fewer steps and
-    still ends on the low learning rate. A run that ends by steps can be repeated exactly.
+    The schedule follows the steps, or the clock if `minutes` end first, so a slow machine also reaches the low learning
+    rate. A run that ends by steps is reproducible.
     """
     optimizer = optimizer_for(model, recipe)
     source = batches(pack(corpus.train, tokenizer), recipe)
@@ -187,7 +187,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
 
 
 def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
-    """A Hugging Face folder with float16 weights; the tied output layer is not stored a second time."""
+    """Write a Hugging Face folder with float16 weights; the tied output layer is stored once."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {n: p.detach().to(torch.float16).contiguous() for n, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -201,7 +201,7 @@ def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, f
 
 
 def versions() -> dict[str, str]:
-    """Of everything that has a part in the weights."""
+    """Versions of everything that affects the weights."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -211,13 +211,13 @@ def versions() -> dict[str, str]:
 
 
 def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[str, Any]:
-    """Corpus to finished folder; returns what `training_log.json` holds."""
+    """Train and write the folder; returns the contents of `training_log.json`."""
     started = time.monotonic()
     tokenizer = train_tokenizer(corpus.train, recipe.vocab_size)
     model = build_model(recipe, tokenizer)
     curve = train(model, corpus, tokenizer, recipe, minutes)
     write_model(model, tokenizer, recipe, folder)
-    # The loss that counts is that of the file: weights rounded to float16, computed in float32.
+    # The loss of the file: weights rounded to float16, computed in float32.
     written = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     final = held_out_loss(written, corpus.held_out, tokenizer, recipe)
     log = {
@@ -254,7 +254,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def plot_curve(log: dict[str, Any], path: Path) -> None:
-    """Training and held-out loss over steps, as a picture; needs matplotlib."""
+    """Draw training and held-out loss over steps. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

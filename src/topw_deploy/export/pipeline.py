@@ -234,4 +234,4 @@ def _verify_first_layers(job: Job, layers: int, folder: Path) -> tuple[Verificat
         staged.commit()
     verification, may_pad = verify_in_subprocess(replace(fewer, progress=job.progress, memory=job.memory), folder)
     checks = tuple(replace(check, detail=f"{check.detail}; first {layers} layers") for check in verification.checks)
-    return Verification(status="partial", checks=checks), may_pad
+    return replace(verification, status="partial", checks=checks), may_pad

@@ -176,20 +176,21 @@ def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
 
 def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Verification:
     """Compare the written sampler with the reference on random logits. Raises VerificationError."""
-    from topw_deploy.export.verification.bound_check import bound_check
     from topw_deploy.export.verification.probe import SamplerProbe
-    from topw_deploy.export.verification.sampler_checks import sampler_checks
+    from topw_deploy.export.verification.results import Outcome
+    from topw_deploy.export.verification.sampler_checks import bound_check, sampler_checks
 
     generator = np.random.default_rng(0)
     spread = generator.uniform(0.5, 3.0, (_ROWS_VERIFIED, 1))
     logits = (generator.standard_normal((_ROWS_VERIFIED, manifest.sampler.vocab_size)) * spread).astype(np.float32)
-    checks = tuple(sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits))
+    results = [*sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits)]
     if manifest.sampler.neighbour_bound:
-        checks += (bound_check(folder, geometry, manifest.sampler.vocab_size),)
-    for check in checks:
-        if not check.passed:
-            raise VerificationError(
-                f"{check.name} differ from the reference by {check.difference:g}, allowed are {check.bound:g} "
-                f"({check.detail}); report this with the options used."
-            )
-    return Verification(status="passed", checks=checks)
+        results.append(bound_check(folder, geometry, manifest.sampler.vocab_size))
+    outcome = Outcome.of(results)
+    if outcome.failed:
+        check = outcome.failed[0]
+        raise VerificationError(
+            f"{check.name} differ from the reference by {check.difference:g}, allowed are {check.bound:g} "
+            f"({check.detail}); report this with the options used."
+        )
+    return outcome.verification()

@@ -1,16 +1,26 @@
 """`topw_manifest.json`: what an exported folder is, and the proof that it is whole.
 
-The manifest is written last, so a folder without a valid one was never finished and does not load. Reading it
-is the first thing the runtime does with a folder, hence this module needs nothing but the standard library.
+The manifest is written last, so a folder without a valid one is not a finished export and does not load. Reading it is
+the first thing the runtime does with a folder, so this package needs nothing but the standard library.
 """
 
 from topw_deploy.manifest.contents import (
     FORMAT_VERSION,
+    KV_FORMS,
     MANIFEST_NAME,
+    STATUSES,
+    TARGETS,
+    Check,
+    DecoderInfo,
     DecoderManifest,
+    FileEntry,
     Manifest,
+    NotCompared,
+    Note,
+    SamplerInfo,
     SamplerManifest,
-    manifest_from_json,
+    TensorSpec,
+    Verification,
 )
 from topw_deploy.manifest.folder import (
     check_hashes,
@@ -22,18 +32,7 @@ from topw_deploy.manifest.folder import (
     sha256_of,
     sha256_of_stream,
 )
-from topw_deploy.manifest.parse import MOST_TOKENS
-from topw_deploy.manifest.parts import (
-    KV_FORMS,
-    STATUSES,
-    TARGETS,
-    Check,
-    DecoderInfo,
-    FileEntry,
-    SamplerInfo,
-    TensorSpec,
-    Verification,
-)
+from topw_deploy.manifest.parse import MOST_TOKENS, manifest_from_json, verification_from_dict
 
 __all__ = [
     "FORMAT_VERSION",
@@ -47,6 +46,8 @@ __all__ = [
     "DecoderManifest",
     "FileEntry",
     "Manifest",
+    "NotCompared",
+    "Note",
     "SamplerInfo",
     "SamplerManifest",
     "TensorSpec",
@@ -60,4 +61,5 @@ __all__ = [
     "save_manifest",
     "sha256_of",
     "sha256_of_stream",
+    "verification_from_dict",
 ]

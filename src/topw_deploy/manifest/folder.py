@@ -1,4 +1,4 @@
-"""A manifest and the files beside it: read, compared, described, written."""
+"""Reading and writing a manifest, and comparing the files beside it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,19 @@ from typing import BinaryIO
 
 from topw_deploy.errors import ManifestError
 from topw_deploy.files import NotRegularError, open_inside, open_regular, replacing, special_files
-from topw_deploy.manifest.contents import (
-    MANIFEST_NAME,
-    DecoderManifest,
-    Manifest,
-    SamplerManifest,
-    manifest_from_json,
-)
-from topw_deploy.manifest.parts import FileEntry
+from topw_deploy.manifest.contents import MANIFEST_NAME, DecoderManifest, FileEntry, Manifest, SamplerManifest
+from topw_deploy.manifest.parse import manifest_from_json
 
 _MOST_BYTES = 16 << 20  # a manifest is a few KB; a larger file is not one, and must not fill memory
 _ENGINES = "engines"  # checked one by one where they are used (tensorrt/engines.py)
 
 
 def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
-    """Read the manifest of `folder`, which may be a link to one, and check that every file it lists is there with its
-    size.
+    """Read the manifest of `folder` (a link to a folder will do), and check that every listed file has its size.
 
-    Hashes are left to `check_hashes`: a multi-gigabyte read has no place in loading.
-    Raises ManifestError for a missing or malformed manifest, for a listed file that is missing, of another size, no
-    regular file, reached through a link or outside the folder, and for a pipe, socket or device anywhere in the folder.
+    Hashes are left to `check_hashes`, as loading must not read gigabytes.
+    Raises ManifestError for a missing or malformed manifest; for a listed file that is missing, of another size, not
+    regular, reached through a link or outside the folder; and for a pipe, socket or device anywhere in the folder.
     """
     folder = Path(folder)
     path = folder / MANIFEST_NAME
@@ -64,7 +57,7 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
 
 
 def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
-    """Like `load_manifest`, for a decoder. Raises ManifestError for a sampler alone, too."""
+    """Like `load_manifest`. Raises ManifestError for a sampler without a decoder, too."""
     manifest = load_manifest(folder)
     if not isinstance(manifest, DecoderManifest):
         raise ManifestError(f"{folder} holds a sampler without a decoder; give the folder of a whole model.")
@@ -72,9 +65,9 @@ def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
 
 
 def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
-    """Open the file `name` that the manifest of `folder` lists with `entry`; size and kind are those of what is open.
+    """Open the file `name`, which the manifest of `folder` lists as `entry`. Size and kind are those of the open file.
 
-    Raises ManifestError where it is missing, unreadable, of another size, no regular file, or reached through a link.
+    Raises ManifestError if it is missing, unreadable, of another size, not regular, or reached through a link.
     """
     try:
         stream = open_inside(folder, name)
@@ -104,7 +97,7 @@ def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
 
 
 def check_hashes(folder: str | Path, manifest: Manifest) -> None:
-    """Compare the SHA-256 of every listed file; ManifestError names the first that differs or cannot be read."""
+    """Compare the SHA-256 of every listed file. Raises ManifestError for the first that differs or cannot be read."""
     for name, entry in manifest.files.items():
         try:
             with open_listed(Path(folder), name, entry) as stream:
@@ -121,7 +114,7 @@ def check_hashes(folder: str | Path, manifest: Manifest) -> None:
 def describe_files(
     folder: str | Path, names: Iterable[str], known: dict[str, str] | None = None
 ) -> dict[str, FileEntry]:
-    """Hash and size of each named file of `folder`, for a new manifest. known: hashes that need not be taken again."""
+    """Hash and size of each named file of `folder`. known: SHA-256 by name, which need not be computed."""
     folder, known = Path(folder), known or {}
     return {
         name: FileEntry(known.get(name) or sha256_of(folder / name), (folder / name).stat().st_size)
@@ -130,19 +123,19 @@ def describe_files(
 
 
 def save_manifest(folder: str | Path, manifest: Manifest) -> None:
-    """Write the manifest by an atomic replace: a reader sees the old one, the new one or none, never half."""
+    """Write the manifest by an atomic replace, so that a reader never sees half of one."""
     with replacing(Path(folder) / MANIFEST_NAME) as stream:
         stream.write(manifest.to_json().encode("utf-8"))
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a regular file, read in blocks. Raises OSError for a link and anything else."""
+    """Hexadecimal SHA-256 of a regular file. Raises OSError for a link or anything else."""
     with open_regular(path) as stream:
         return sha256_of_stream(stream)
 
 
 def sha256_of_stream(stream: BinaryIO) -> str:
-    """Hexadecimal SHA-256 of what is left in an open file."""
+    """Hexadecimal SHA-256 of the rest of an open file."""
     digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
     while size := stream.readinto(block):  # type: ignore[attr-defined]  # hashlib.file_digest needs Python 3.11
         digest.update(block[:size])
@@ -150,8 +143,10 @@ def sha256_of_stream(stream: BinaryIO) -> str:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Raises ManifestError for a pipe, socket or device anywhere in the folder, or a link to one: a graph may name any
-    file there as its weights, and not every onnxruntime looks at what it opens."""
+    """Raises ManifestError for a pipe, socket or device anywhere in the folder, or a link to one.
+
+    A graph may name any file there as its weights, and some versions of onnxruntime open whatever it is.
+    """
     try:
         for path, kind in special_files(folder, deep=True, without=_ENGINES):
             raise ManifestError(

@@ -1,9 +1,7 @@
-"""From the JSON of a manifest to its parts: every field is checked by type and range.
+"""From the JSON of a manifest to its dataclasses; every field is checked by type and range.
 
-The bounds are far above any model. They keep what a manifest says from becoming memory or an integer that no operator
+The bounds are far above any model. They keep a manifest from causing a huge allocation or an integer that no operator
 can hold.
-
-Raises ValueError with a clause that names the field, its value and the bound; ManifestError for unsafe file names.
 """
 
 from __future__ import annotations
@@ -13,17 +11,23 @@ from dataclasses import fields
 from typing import Any
 
 from topw_deploy.errors import ManifestError
-from topw_deploy.manifest.checks import Fields, real, sha256, shown, text, whole
-from topw_deploy.manifest.parts import (
+from topw_deploy.manifest.contents import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
     STATUSES,
     TARGETS,
     Check,
     DecoderInfo,
+    DecoderManifest,
     FileEntry,
+    NotCompared,
+    Note,
     SamplerInfo,
+    SamplerManifest,
     TensorSpec,
     Verification,
 )
+from topw_deploy.manifest.fields import Fields, decoded, real, sha256, shown, text, whole
 from topw_deploy.sampling.parameters import (
     IN_FLOAT32,
     METRICS,
@@ -43,7 +47,56 @@ _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _SCALARS = (str, int, float, type(None))
 
 
-def files(data: dict[str, Any]) -> dict[str, FileEntry]:
+def manifest_from_json(content: str) -> DecoderManifest | SamplerManifest:
+    """Parse a manifest. Raises ManifestError naming the first field that is wrong."""
+    try:
+        data = decoded(content)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{MANIFEST_NAME} is not JSON ({error}); export the model again.") from None
+    if not isinstance(data, dict):
+        raise ManifestError(f"{MANIFEST_NAME} holds a {type(data).__name__}, not an object; export the model again.")
+    version = data.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:  # true and 1.0 equal 1
+        raise ManifestError(
+            f"{MANIFEST_NAME} has format version {shown(version)}, this topw_deploy reads {FORMAT_VERSION}; "
+            "export the model again or install the version that wrote it."
+        )
+    try:
+        return _manifest(Fields("", data))
+    except ValueError as error:
+        reason = str(error).rstrip(".")
+        raise ManifestError(f"{MANIFEST_NAME} is malformed ({reason}); export the model again.") from None
+
+
+def _manifest(data: Fields) -> DecoderManifest | SamplerManifest:
+    files = _files(data.mapping("files"))
+    if "model.onnx" not in files:
+        raise ManifestError(f"{MANIFEST_NAME} does not list model.onnx; export the model again.")
+    shared: dict[str, Any] = {
+        "source": _texts("source", data.mapping("source")),
+        "libraries": _texts("libraries", data.mapping("libraries")),
+        "opset": _opset(data.mapping("opset")),
+        "inputs": _tensors("inputs", data.listing("inputs")),
+        "outputs": _tensors("outputs", data.listing("outputs")),
+        "sampler": _sampler(data.inner("sampler")),
+        "defaults": _defaults(data.inner("defaults")),
+        "verification": _verification(data.inner("verification")),
+        "files": files,
+    }
+    kind = data.one_of("kind", ("decoder", "sampler"))
+    if kind == "decoder":
+        return DecoderManifest(decoder=_decoder(data.inner("decoder")), **shared)
+    if data.value("decoder", None) is not None:
+        raise ValueError("kind is 'sampler', but there is a decoder")
+    return SamplerManifest(**shared)
+
+
+def verification_from_dict(data: object) -> Verification:
+    """The inverse of `dataclasses.asdict`. Raises ValueError naming the first field that is wrong."""
+    return _verification(Fields("verification", data))
+
+
+def _files(data: dict[str, Any]) -> dict[str, FileEntry]:
     found = {}
     for name, entry in data.items():
         given = Fields(f"the entry of {_safe_name(name)}", entry)
@@ -52,22 +105,22 @@ def files(data: dict[str, Any]) -> dict[str, FileEntry]:
     return found
 
 
-def texts(name: str, data: dict[str, Any]) -> dict[str, str]:
+def _texts(name: str, data: dict[str, Any]) -> dict[str, str]:
     return {key: text(f"{name}.{key}", value) for key, value in data.items()}
 
 
-def opset(data: dict[str, Any]) -> dict[str, int]:
+def _opset(data: dict[str, Any]) -> dict[str, int]:
     return {domain: whole(f"opset {domain or 'ai.onnx'}", version, 1, _INT32) for domain, version in data.items()}
 
 
-def tensors(name: str, data: list[Any]) -> tuple[TensorSpec, ...]:
+def _tensors(name: str, data: list[Any]) -> tuple[TensorSpec, ...]:
     found = tuple(_tensor(Fields(f"{name}[{index}]", item)) for index, item in enumerate(data))
     if len({spec.name for spec in found}) != len(found):
         raise ValueError(f"{name} lists a tensor twice")
     return found
 
 
-def sampler(data: Fields) -> SamplerInfo:
+def _sampler(data: Fields) -> SamplerInfo:
     data.only(_names(SamplerInfo))
     hidden = data.value("hidden_size")
     return SamplerInfo(
@@ -81,8 +134,8 @@ def sampler(data: Fields) -> SamplerInfo:
     )
 
 
-def defaults(data: Fields) -> TopWParameters:
-    """The parameters, which the graph takes in float32: so they must hold there, too."""
+def _defaults(data: Fields) -> TopWParameters:
+    """The default parameters, which must be in range in float32 too, as the graph takes them."""
     data.only(PARAMETER_NAMES)
     given = {name: data.real(name) for name in data.given(PARAMETER_NAMES)}
     found = TopWParameters(**given)
@@ -94,7 +147,7 @@ def defaults(data: Fields) -> TopWParameters:
     return found
 
 
-def decoder(data: Fields) -> DecoderInfo:
+def _decoder(data: Fields) -> DecoderInfo:
     data.only(_names(DecoderInfo))
     layers = data.whole("num_layers", 1, MOST_LAYERS)
     heads = tuple(whole("decoder.num_kv_heads", n, 1, MOST_HEADS) for n in data.listing("num_kv_heads"))
@@ -123,10 +176,16 @@ def decoder(data: Fields) -> DecoderInfo:
     )
 
 
-def verification(data: Fields) -> Verification:
-    checks = data.listing("checks")
+def _verification(data: Fields) -> Verification:
+    data.only(_names(Verification))
     return Verification(
-        status=data.one_of("status", STATUSES), checks=tuple(_check(index, item) for index, item in enumerate(checks))
+        status=data.one_of("status", STATUSES),
+        checks=tuple(_check(index, item) for index, item in enumerate(data.listing("checks"))),
+        not_compared=tuple(
+            NotCompared(given.text("name"), given.text("reason"))
+            for given in data.objects("not_compared", _names(NotCompared))
+        ),
+        notes=tuple(Note(given.text("name"), given.text("text")) for given in data.objects("notes", _names(Note))),
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any, TypedDict, Unpack
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from topw_deploy.errors import GenerationError, ParameterError
-from topw_deploy.processors.company import caller, check_company
-from topw_deploy.processors.geometry import Source, geometry_of
+from topw_deploy.processors.warpers import caller, check_warpers
 from topw_deploy.sampling import (
     OPTION_NAMES,
     PARAMETER_NAMES,
@@ -22,11 +22,17 @@ from topw_deploy.sampling import (
     preset_parameters,
 )
 from topw_deploy.sampling.parameters import canonical_names
-from topw_deploy.sampling.torch import TensorCrop, crop_rows
+from topw_deploy.sampling.torch import TensorCrop, TensorGeometry, crop_rows
+
+Source = Any
+"""A transformers model, its embedding module, a table [V, d], a `TensorGeometry`, or None for the uniform metric."""
+
+# Embedding module -> metric -> (state of the table, its geometry), as the statistics read the whole table twice.
+_KNOWN: WeakKeyDictionary[nn.Module, dict[str, tuple[tuple[int, int], TensorGeometry]]] = WeakKeyDictionary()
 
 
 class Choices(TypedDict, total=False):
-    """Top-W's numbers, `sampling.TopWParameters` and `sampling.TopWOptions`; the authors' names are accepted too."""
+    """The fields of `sampling.TopWParameters` and `sampling.TopWOptions`; the authors' names are accepted too."""
 
     lam: float
     beta: float
@@ -47,12 +53,12 @@ class TopWLogitsProcessor(LogitsProcessor):
         topw = TopWLogitsProcessor(model, lam=1.0, temperature=0.8)
         model.generate(**inputs, **topw.generate_arguments(), max_new_tokens=64)
 
-    Rows of a batch are independent and stay on their device; see docs/guide/transformers.md for what else `generate`
-    does to the scores, before and after.
+    Rows of a batch are independent and stay on their device. See docs/guide/transformers.md for what else `generate`
+    does to the scores.
 
-    parameters, options, geometry: what it works with. The parameters are rounded to float32, as an exported graph
-    receives them. last: the `TensorCrop` of the last call (kept sizes, certificates, which stage settled a row), or
-    None before the first.
+    parameters: rounded to float32, as an exported graph receives them.
+    options, geometry: in use.
+    last: the `TensorCrop` of the last call (kept sizes, certificates, stages); None before the first.
     """
 
     def __init__(
@@ -63,14 +69,15 @@ class TopWLogitsProcessor(LogitsProcessor):
         neighbour_bound: Tensor | None = None,
         **choices: Unpack[Choices],
     ) -> None:
-        """model_or_embeddings: the model, or its input embeddings as a module, a table [V, d] or a `TensorGeometry`;
-        the uniform metric needs none. preset: "paper" (default), "released" or "lively", from which
-        `choices` depart.
-        neighbour_bound: float32 [V], see `crop_rows`.
+        """Raises ParameterError for unknown names and presets, numbers out of range and a model without embeddings.
 
-        temperature: what `generate` draws at, which must be told the same; selection_temperature: what the crop is
-        chosen at, the same temperature unless given, and then any temperature of `generate` is accepted.
-        Raises ParameterError for unknown names and presets, numbers out of range and a model without embeddings.
+        model_or_embeddings: the model, or its input embeddings as a module, a table [V, d] or a `TensorGeometry`; not
+            needed for the uniform metric.
+        preset: "paper" (default), "released" or "lively"; `choices` override its values.
+        neighbour_bound: float32 [V], see `crop_rows`.
+        temperature: of the draw; `generate` must be given the same.
+        selection_temperature: at which the crop is chosen, by default `temperature`. If given without `temperature`,
+            any temperature of `generate` is accepted.
         """
         given = canonical_names(choices, (*PARAMETER_NAMES, *OPTION_NAMES))
         name = "paper" if preset is None else preset
@@ -90,12 +97,12 @@ class TopWLogitsProcessor(LogitsProcessor):
         self.parameters = as_float32(TopWParameters(**(asdict(parameters) | own)))
         self.neighbour_bound = neighbour_bound
         self.last: TensorCrop | None = None
-        # As the caller wrote it, not rounded: it is compared with what generate was given.
+        # Not rounded: it is compared with what generate was given.
         self._temperature = float(given.get("temperature", parameters.temperature))
         self._any_temperature = "temperature" not in given and self.parameters.selection_temperature > 0
 
     def generate_arguments(self) -> dict[str, Any]:
-        """Arguments for `generate` under which the text is Top-W's: this processor, and no other warper."""
+        """Arguments for `generate` with this processor and no other warper."""
         arguments: dict[str, Any] = {
             "logits_processor": LogitsProcessorList([self]),
             "do_sample": True,
@@ -114,13 +121,13 @@ class TopWLogitsProcessor(LogitsProcessor):
         return arguments if self._any_temperature else arguments | {"temperature": self._temperature}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores [B, V], of their type and on their device, with -inf for tokens that are not kept.
+        """The scores [B, V], same type and device, with -inf for tokens that are not kept.
 
-        Raises GenerationError naming a row whose scores hold NaN or +inf or nothing finite, and ParameterError where
+        Raises GenerationError naming a row whose scores hold NaN, +inf or nothing finite, and ParameterError if
         `generate` would change the crop (docs/guide/transformers.md) or the scores are wider than the embedding table.
         """
         any_temperature = self._any_temperature or self.parameters.greedy
-        check_company(self, None if any_temperature else self._temperature, caller())
+        check_warpers(self, None if any_temperature else self._temperature, caller())
         self.last = crop_rows(scores, self.parameters, self.options, self.geometry, self.neighbour_bound)
         if self.last.any_invalid:
             row = int(self.last.invalid.int().argmax())
@@ -129,3 +136,28 @@ class TopWLogitsProcessor(LogitsProcessor):
                 f"model's output and the processors before Top-W."
             )
         return self.last.masked(scores)
+
+
+def geometry_of(source: Source, metric: str) -> TensorGeometry:
+    """The geometry of a model's input embeddings under `metric`; cached per module until its table changes.
+
+    Raises ParameterError for a source without embeddings and for a geometry of another metric.
+    """
+    if isinstance(source, TensorGeometry):
+        if source.metric != metric:
+            raise ParameterError(f"the metric is {metric}, but a {source.metric} geometry was given; pass its own.")
+        return source
+    if metric == "uniform":
+        return TensorGeometry.uniform()
+    if isinstance(source, Tensor):
+        return TensorGeometry.from_embeddings(source, metric)
+    module = source.get_input_embeddings() if hasattr(source, "get_input_embeddings") else source
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, nn.Module) or not isinstance(weight, Tensor):
+        kind = type(source).__name__
+        raise ParameterError(f"the metric {metric} needs a model or its embeddings, but was given a {kind}.")
+    state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+    known = _KNOWN.setdefault(module, {})
+    if metric not in known or known[metric][0] != state:
+        known[metric] = (state, TensorGeometry.from_embeddings(weight, metric))
+    return known[metric][1]

@@ -1,8 +1,8 @@
-"""Code of the caller's that follows a generation: a streamer, which is given the tokens, and stopping criteria, which
-end a sequence.
+"""Callbacks of the caller: a streamer, which gets the tokens, and stopping criteria, which end a sequence.
 
-A streamer has `put` and `end`, as transformers' streamers do. A criterion is called with the token ids so far; objects
-of transformers' class StoppingCriteria are called as transformers calls them. Neither library is imported.
+A streamer has `put` and `end`, like transformers' streamers. A criterion is called with the token ids so far;
+subclasses of transformers' StoppingCriteria are called as transformers does. Neither torch nor transformers is
+imported.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Streamer(Protocol):
 
 
 class Watch:
-    """One sequence as the caller's code follows it.
+    """Passes one sequence's tokens to the callbacks.
 
-    prompt: token ids. budget: most tokens that will follow. streamer: None for none.
+    prompt: token ids.
+    budget: most tokens that will follow.
     """
 
     def __init__(
@@ -45,28 +46,28 @@ class Watch:
         self._length = len(prompt)
 
     def begin(self) -> None:
-        """Give the prompt to the streamer."""
+        """Pass the prompt to the streamer."""
         if self._streamer is not None:
             self._streamer.put(self._ids[None, : self._length].copy())
 
     def take(self, token: int) -> None:
-        """Give a drawn token to the streamer."""
+        """Pass a drawn token to the streamer."""
         self._ids[self._length] = token
         self._length += 1
         if self._streamer is not None:
             self._streamer.put(np.array([token], np.int64))
 
     def ended_by(self) -> str | None:
-        """The name of the first criterion that ends the sequence here, None if it goes on.
+        """The name of the first criterion that ends the sequence here; None if none does.
 
-        Raises ParameterError where a criterion answers with anything but True or False.
+        Raises ParameterError if a criterion returns anything but True or False.
         """
         for criterion, takes_tensors in self._criteria:
-            if self._asks_to_end(criterion, takes_tensors):
+            if self._ends(criterion, takes_tensors):
                 return name_of(criterion)
         return None
 
-    def _asks_to_end(self, criterion: Any, takes_tensors: bool) -> bool:
+    def _ends(self, criterion: Any, takes_tensors: bool) -> bool:
         ids = self._ids[: self._length]
         if takes_tensors:
             answer = criterion(sys.modules["torch"].from_numpy(ids[None]), None)
@@ -84,12 +85,11 @@ class Watch:
 
 
 def name_of(criterion: object) -> str:
-    """What results call a criterion: a function's name, else its class's."""
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 def check_streamer(name: str, value: Any) -> Streamer:
-    """`value`, or ParameterError where it has no `put` and `end`."""
+    """Raises ParameterError if `value` lacks `put` or `end`."""
     _check_object(name, value)
     if not callable(getattr(value, "put", None)) or not callable(getattr(value, "end", None)):
         raise ParameterError(
@@ -100,7 +100,7 @@ def check_streamer(name: str, value: Any) -> Streamer:
 
 
 def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
-    """One criterion or a list of several, or ParameterError where one of them cannot be called with token ids."""
+    """Raises ParameterError for a criterion that cannot be called with token ids alone."""
     criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for criterion in criteria:
         _check_object(name, criterion)
@@ -118,7 +118,7 @@ def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[None]:
-    """End `streamer`, whatever it is, where the block fails: a thread that reads from it must not wait for ever."""
+    """End `streamer` if the block fails, or a thread that reads from it would wait for ever."""
     try:
         yield
     except BaseException:
@@ -142,7 +142,7 @@ def _is_transformers(criterion: object) -> bool:
 def _takes_ids_alone(criterion: Callable[..., object]) -> bool:
     try:
         inspect.signature(criterion).bind(None)
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         return True
     except TypeError:
         return False

@@ -1,8 +1,7 @@
-"""Chat templates: the Jinja2 program that turns messages into a prompt.
+"""Chat templates: Jinja2 programs that render messages to a prompt.
 
-A template comes with the model, so it is somebody else's code. It runs in Jinja's immutable sandbox, with bounds on its
-steps and on what it makes (`template.meter`), and sees plain data only: strings, numbers, lists and dictionaries
-rebuilt from what the caller gave.
+A template is untrusted code. It runs in Jinja's immutable sandbox with bounds on its steps and output
+(`template.meter`), over copies of the caller's data in plain types.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from topw_deploy.errors import PromptError, TokenizerError, TopWError
+from topw_deploy.errors import PromptError, TokenizerError, TopWError, one_line
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.template.environment import TemplateEnvironment
 from topw_deploy.runtime.template.meter import DEPTH, Meter
@@ -21,11 +20,11 @@ from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
-"""What expressions of a template raise."""
+"""What a template's expressions may raise."""
 
 
 class ChatTemplate:
-    """A compiled template. `name` is its file, for errors. Raises TokenizerError when its text is not a valid one."""
+    """A compiled template. name: its file, for errors. Raises TokenizerError for an invalid template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: str = TEMPLATE_FILE) -> None:
         self._special_tokens = dict(special_tokens)
@@ -35,7 +34,7 @@ class ChatTemplate:
         except (RecursionError, MemoryError):
             reason = "its expressions or blocks are nested too deeply"
         except (jinja2.TemplateError, SyntaxError, *_REFUSALS) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
         else:
             return
         raise TokenizerError(f"{name}: the chat template is not valid ({reason}); correct it and export again.")
@@ -43,11 +42,12 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt for `messages`, each a mapping with `role` and `content`; `variables` (`tools`,
-        `enable_thinking`, ...) reach the template by their names.
+        """The prompt for `messages`, each a mapping with `role` and `content`.
 
-        Raises PromptError for malformed messages and for what the template itself refuses, TokenizerError for a
-        template that takes more steps, or makes more or longer text, than `template.meter` allows.
+        variables: further variables of the template, such as `tools` and `enable_thinking`.
+
+        Raises PromptError for malformed messages and messages that the template refuses, TokenizerError for a template
+        that exceeds the bounds of `template.meter`.
         """
         if not messages or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
             raise PromptError("messages must be a non-empty list of mappings with a 'role' and a 'content'.")
@@ -65,14 +65,16 @@ class ChatTemplate:
             raise PromptError(
                 f"{self._name}: the chat template ran out of stack or memory on these messages."
             ) from None
-        except Exception as error:  # noqa: BLE001  # somebody else's program may fail in any way
-            reason = " ".join(str(error).split())[:1000]
-            raise PromptError(f"the chat template refused the messages: {reason}") from None
+        except Exception as error:  # noqa: BLE001  # untrusted code may fail in any way
+            raise PromptError(f"the chat template refused the messages: {one_line(error, 1000)}") from None
 
 
 def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The folder's template: `chat_template.jinja`, or `chat_template` of the tokenizer's configuration (a string,
-    or a list of named ones of which `default` is taken); None if there is none."""
+    """The folder's template; None if there is none.
+
+    It is `chat_template.jinja`, or `chat_template` in the tokenizer's configuration: a string, or a list of named ones,
+    of which `default` is used.
+    """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")
     if isinstance(source, list):
@@ -82,7 +84,7 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """`value` rebuilt from plain types, so that the template meets no methods but theirs."""
+    """A copy in plain types, so that the template can call no other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

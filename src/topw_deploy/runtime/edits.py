@@ -1,7 +1,6 @@
-"""Penalties, biases and bans as the sparse logit edits that the graph takes (docs/contract/graph.md section 6).
+"""Penalties, biases and bans as the graph's sparse logit edits (docs/contract/graph.md section 6).
 
-The graph's three edit inputs are [batch, slots]. Every token that is edited in a row owns a slot of that row; what a
-step changes is written into its slot, so a step costs as much as it changes and not as much as it remembers.
+The three edit inputs are [batch, slots]. Each edited token of a row owns a slot, so a step costs as much as it changes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.face import Binding
+from topw_deploy.runtime.protocols import Binding
 from topw_deploy.runtime.request import RowRequest
 
 NAMES = ("edit_ids", "edit_penalty", "edit_bias")
@@ -24,8 +23,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 class Edits:
     """The edit inputs of one batch: `bind` once, then per step `prepare` before the run and `accept` after it.
 
-    fixed: the number of slots where the graph was exported with a fixed one, else None. most: what they may grow to.
-    Rows without any edit cost nothing, and a batch without any binds empty inputs once.
+    fixed: the number of slots if the graph fixes it, else None.
+    most: the number of slots that an engine was built for, else None.
+    active: whether any row still has edits to make. Rows without edits cost nothing.
     """
 
     def __init__(self, rows: Sequence[RowRequest], fixed: int | None = None, most: int | None = None) -> None:
@@ -34,7 +34,7 @@ class Edits:
         self._bound: np.ndarray | None = None
         self._allocate(min(_FIRST_SLOTS, most or _FIRST_SLOTS) if fixed is None else fixed)
         self._rows = {index: _RowEdits(self, index, row) for index, row in enumerate(rows) if _wants_edits(row)}
-        self.active = bool(self._rows)  # whether any row has edits left to make
+        self.active = bool(self._rows)
         if not self.active and fixed is None:
             self._allocate(0)
 
@@ -45,7 +45,7 @@ class Edits:
         self._bound = self.ids
 
     def prepare(self, binding: Binding) -> None:
-        """Put the bans of the coming step in place."""
+        """Write the bans of the coming step."""
         for row in self._rows.values():
             row.prepare()
         if self.ids is not self._bound:
@@ -55,17 +55,15 @@ class Edits:
                 binding.refresh(name)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Take notice of the tokens drawn, one per row; those of finished rows do not matter."""
+        """Update the edits for the drawn tokens [B]."""
         for index, row in self._rows.items():
             row.accept(tokens[index])
 
     def retire(self, index: int) -> None:
-        """Row `index` is finished: leave its slots as they are and spend no more time on them."""
         self._rows.pop(index, None)
         self.active = bool(self._rows)
 
     def grow(self) -> None:
-        """Double the slots of every row, keeping what is in them."""
         if self._fixed is not None:
             raise ParameterError(
                 f"the request edits more than {self._fixed} tokens, which is what this graph was exported for; "
@@ -101,12 +99,12 @@ def _wants_edits(row: RowRequest) -> bool:
 
 
 class _RowEdits:
-    """One row's slots: standing edits (penalties, biases, plain bans) and the bans of a single step over them."""
+    """One row's slots: permanent edits, and bans for single steps."""
 
     def __init__(self, edits: Edits, index: int, row: RowRequest) -> None:
         self._edits, self._index, self._row = edits, index, row
         self._slots: dict[int, int] = {}
-        self._lifted: list[tuple[int, float]] = []  # (slot, standing bias) of this step's bans
+        self._banned: list[tuple[int, float]] = []  # (slot, permanent bias) of this step's bans
         self._history = list(row.prompt)
         self._generated: set[int] = set()
         self._steps = 0
@@ -114,11 +112,11 @@ class _RowEdits:
         if row.no_repeat_ngram_size:
             for end in range(row.no_repeat_ngram_size, len(row.prompt) + 1):
                 self._remember_ngram(end)
-        # end of sequence cannot be a bad word: a text must be able to end
+        # the end of sequence cannot be a bad word: a text must be able to end
         self._words = [w for w in row.bad_words_ids if not (len(w) == 1 and w[0] in row.eos_token_ids)]
-        self._standing()
+        self._write_permanent()
 
-    def _standing(self) -> None:
+    def _write_permanent(self) -> None:
         row, edits = self._row, self._edits
         if row.repetition_penalty != 1:
             for token in dict.fromkeys(row.prompt):
@@ -134,12 +132,12 @@ class _RowEdits:
 
     def prepare(self) -> None:
         bias = self._edits.bias
-        for slot, standing in self._lifted:
-            bias[self._index, slot] = standing
-        self._lifted.clear()
+        for slot, permanent in self._banned:
+            bias[self._index, slot] = permanent
+        self._banned.clear()
         for token in self._bans():
             slot = self._slot(token)
-            self._lifted.append((slot, float(self._edits.bias[self._index, slot])))
+            self._banned.append((slot, float(self._edits.bias[self._index, slot])))
             self._edits.bias[self._index, slot] = _BAN
 
     def accept(self, token: int) -> None:
@@ -157,7 +155,7 @@ class _RowEdits:
             self._remember_ngram(len(self._history))
 
     def _bans(self) -> Iterable[int]:
-        """Distinct tokens that only the coming step must not draw."""
+        """Tokens banned in the coming step alone."""
         row = self._row
         banned: set[int] = set()
         if self._steps < row.min_new_tokens:
@@ -178,8 +176,8 @@ class _RowEdits:
             self._followers[tuple(tail)].add(last)
 
     def _add_bias(self, token: int, amount: float) -> None:
-        slot = self._slot(token)  # never one that is banned just now: the token was drawn
-        # float32's largest number stands for more: the graph takes no infinity but the ban
+        slot = self._slot(token)  # not banned in this step: the token was drawn
+        # clamped, because the graph accepts no infinity but a ban's
         bias = float(self._edits.bias[self._index, slot]) + amount
         self._edits.bias[self._index, slot] = min(max(bias, -_LARGEST), _LARGEST)
 

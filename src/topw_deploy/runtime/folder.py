@@ -1,4 +1,4 @@
-"""An exported folder as the runtime sees it: its manifest, and the files that the manifest vouches for."""
+"""An exported folder: its manifest, and the files that the manifest lists."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ M_co = TypeVar("M_co", bound=Manifest, covariant=True)
 
 
 class ModelFolder(Generic[M_co]):
-    """`path` checked against its manifest. Only files listed there are opened, regular ones and not through links, so
-    nothing that was slipped into the folder later is read.
+    """A folder checked against its manifest.
 
-    Raises ManifestError when the folder is missing, unfinished, changed, or not of the kind `wanted`.
+    Opens only regular files that the manifest lists, not through links.
+
+    Raises ManifestError if the folder is missing, unfinished, changed, or not of the kind `wanted`.
     """
 
     def __init__(self, path: str | Path, wanted: type[M_co], *, unfinished: bool = False) -> None:
-        """unfinished: open an export that is still being verified, as only its verification may."""
+        """unfinished: also open an export under verification."""
         self.path = Path(path)
         if not self.path.exists():
             raise ManifestError(f"{self.path} does not exist; give the folder that topw-export wrote.")
@@ -46,13 +47,13 @@ class ModelFolder(Generic[M_co]):
         return name in self.manifest.files
 
     def open(self, name: str) -> BinaryIO:
-        """The listed file, open for reading; ManifestError if it is not listed, or no longer what is listed."""
+        """Raises ManifestError if the file is not listed or differs from the manifest."""
         if not self.has(name):
             raise ManifestError(f"{name} is not listed in {self.path / MANIFEST_NAME}; export the model again.")
         return open_listed(self.path, name, self.manifest.files[name])
 
     def read_text(self, name: str) -> str:
-        """The listed file as UTF-8 text; ManifestError if it is not listed or not text."""
+        """Raises ManifestError if the file is not listed or not UTF-8."""
         try:
             with TextIOWrapper(self.open(name), encoding="utf-8") as stream:
                 return stream.read()
@@ -62,7 +63,7 @@ class ModelFolder(Generic[M_co]):
             raise ManifestError(f"{self.path / name} cannot be read: {error.strerror or error}.") from None
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The listed file as a JSON object; an empty one if the folder has no such file."""
+        """The file's JSON object; {} if it is not listed."""
         if not self.has(name):
             return {}
         try:

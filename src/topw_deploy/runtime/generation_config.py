@@ -1,4 +1,7 @@
-"""Generation settings as transformers writes them: which of them can be met, and a warning that names the others."""
+"""`generation_config`, as transformers writes it: the model's file and the parameter of a request.
+
+Settings that this runtime supports become parameters; a warning names the others.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.runtime.parameters import REQUEST_ALIASES, Parameter, show, under_our_names
+from topw_deploy.manifest import Manifest
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_ALIASES, Parameter, show, under_our_names
+from topw_deploy.runtime.tokenizer import Tokenizer
 
-# Keys that say nothing about which tokens come out of this runtime.
+FILE = "generation_config.json"
+_NOT_FROM_A_FILE = ("seed", "ignore_eos", "preset")
+
+# Keys that do not change which tokens this runtime draws.
 _SILENT = frozenset({
     "transformers_version", "trust_remote_code", "top_w", "bos_token_id", "decoder_start_token_id",
     "use_cache", "cache_implementation", "cache_config", "return_legacy_cache", "prefill_chunk_size",
@@ -21,7 +30,7 @@ _SILENT = frozenset({
     "compile_config", "disable_compile", "low_memory", "early_stopping", "length_penalty", "renormalize_logits",
 })  # fmt: skip
 
-# Values that switch another method off, so that leaving it out changes nothing.
+# Values that switch a method off, so that ignoring it changes nothing.
 _OFF: dict[str, tuple[Any, ...]] = {
     "top_p": (1, 1.0),
     "top_k": (0, -1),
@@ -42,10 +51,9 @@ _HERE = str(Path(__file__).parent)
 
 
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
-    """The settings among `stated` that are `known` here, checked and under our names; None counts as not stated.
+    """The `known` settings, checked and under our names. Warns of others that would change the tokens.
 
-    Gives one warning that names everything else that would choose other tokens.
-    Raises ParameterError naming `where` when a value is out of range or a parameter is stated under two names.
+    Raises ParameterError naming `where` for a value out of range, or a parameter stated under two names.
     """
     honoured, ignored = {}, {}
     for key, value in stated.items():
@@ -72,8 +80,60 @@ def _is_off(key: str, value: Any) -> bool:
 
 
 def _callers_level() -> int:
-    """The stack level, for `warnings.warn` in the calling function, of the code that called this package."""
+    """The stack level of this package's caller, for `warnings.warn` in the calling function."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The parameters of the model's `generation_config.json`, without token ids beyond the model's logits.
+
+    If it states no end-of-sequence ids, they come from `config.json` or the tokenizer.
+    Warns of settings without effect.
+
+    Raises ParameterError naming the file for a value out of range.
+    """
+    known = {name: parameter for name, parameter in PARAMETERS.items() if name not in _NOT_FROM_A_FILE}
+    defaults = read_settings(folder.read_json(FILE), FILE, known)
+    if "eos_token_id" not in defaults:
+        defaults["eos_token_id"] = _eos_elsewhere(folder, tokenizer)
+    return _within(defaults, folder.manifest.sampler.vocab_size)
+
+
+def _within(defaults: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    for name in ("eos_token_id", "stop_token_ids", "suppress_tokens"):
+        defaults[name] = tuple(token for token in defaults.get(name, ()) if token < vocab_size)
+    words = defaults.get("bad_words_ids", ())
+    defaults["bad_words_ids"] = tuple(word for word in words if max(word) < vocab_size)
+    return defaults
+
+
+def bos_token(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> int | None:
+    """From the generation config, else the model config, else the tokenizer."""
+    for config in (folder.read_json(FILE), *_configs(folder)):
+        found = config.get("bos_token_id")
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
+    return tokenizer.bos_token_id
+
+
+def _checked(name: str, value: Any) -> Any:
+    try:
+        return PARAMETERS[name].parse(name, value)
+    except ParameterError as error:
+        raise ParameterError(f"{FILE}: {error}") from None
+
+
+def _eos_elsewhere(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> tuple[int, ...]:
+    for config in _configs(folder):
+        if config.get("eos_token_id") is not None:
+            return tuple(_checked("eos_token_id", config["eos_token_id"]))
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
+def _configs(folder: ModelFolder) -> list[dict[str, Any]]:
+    config = folder.read_json("config.json")
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]

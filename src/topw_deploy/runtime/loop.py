@@ -1,31 +1,45 @@
-"""The generation loop: `prefill`, `decode_one_token`, and `sample`, which both of them end in.
+"""The generation loop: `prefill`, then `decode_one_token` until every row has ended.
 
-The decoder and Top-W are one graph, so a step is one run: it takes the last tokens, each row's parameters, edits and
-uniform number, and gives the next tokens. Only those cross to the host; logits and the cache never do.
+The decoder and Top-W are one graph, so one run is one step: last tokens, parameters, edits and uniform numbers in, next
+tokens out. Logits and the cache never cross to the host.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from topw_deploy.errors import LogitsError
 from topw_deploy.runtime.cache import Caches
-from topw_deploy.runtime.callbacks import Watch
+from topw_deploy.runtime.callbacks import Criterion, Streamer, Watch
 from topw_deploy.runtime.draws import Draws
 from topw_deploy.runtime.edits import Edits
-from topw_deploy.runtime.face import Session
-from topw_deploy.runtime.record import Record
+from topw_deploy.runtime.memory import zeroed
+from topw_deploy.runtime.protocols import Binding, Session
 from topw_deploy.runtime.request import RowRequest
-from topw_deploy.runtime.text import RowText
+from topw_deploy.runtime.results import GenerationResult, Piece, Timings
+from topw_deploy.runtime.text import IncrementalDecoder, RowText
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
+
+# In descending order of element size, so that each array is aligned behind the one before it.
+_RECORDED: dict[str, type[Any]] = {
+    "next_token": np.int64,
+    "logprob": np.float32,
+    "mass": np.float32,
+    "kept": np.int32,
+    "certified": np.bool_,
+}
 
 
 class Row:
-    """One sequence in progress. `text` is None where nobody needs text before the end, `watch` where no code of the
-    caller follows the tokens."""
+    """One sequence in progress.
+
+    text: None if not needed before the end.
+    watch: None without callbacks.
+    """
 
     def __init__(self, index: int, request: RowRequest, text: RowText | None, watch: Watch | None = None) -> None:
         self.index, self.request, self.text, self.watch = index, request, text, watch
@@ -36,7 +50,7 @@ class Row:
         self.finished_at = 0.0  # time.perf_counter()
 
     def take(self, token: int) -> str:
-        """Add a drawn token. Returns the text gained; sets `finish_reason` and `stop` when it was the last one."""
+        """Add a drawn token. Returns the text gained."""
         self.steps += 1
         gained = ""
         if self.watch is not None:
@@ -60,10 +74,9 @@ class Row:
         return gained
 
     def _last_of(self, text: RowText) -> str:
-        """What `text` held back, once the row has ended."""
         if self.finish_reason is None:
             return ""
-        gained = text.flush()  # where a stop string may come to light that was held back with half a character
+        gained = text.flush()  # may complete a stop string that was held back with half a character
         if self.finish_reason != "stop" and text.found is not None:
             self.end("stop", text.found)
         return gained
@@ -72,17 +85,53 @@ class Row:
         self.finish_reason, self.stop, self.finished_at = reason, stop, time.perf_counter()
 
 
-class Generation:
-    """The state of one batch: arrays that the graph reads and writes, bound once wherever that is possible.
+class Record:
+    """The sampler's outputs of every step, each [B] per step.
 
-    Shapes below: B rows, S tokens of the longest prompt. To be closed when it has ended or is given up.
+    One array holds them all, so that keeping a step is one copy. It is between memoryviews: numpy's assignment runs
+    much more code, which a run has swept from the CPU's cache.
+    """
+
+    def __init__(self, outputs: Collection[str], binding: Binding, batch: int, steps: int) -> None:
+        self._columns: dict[str, slice] = {}  # bytes of each output in a step
+        end = 0
+        for name, dtype in _RECORDED.items():
+            if name in outputs:
+                self._columns[name] = slice(end, end := end + batch * np.dtype(dtype).itemsize)
+        latest = np.zeros(end, np.uint8)
+        for name, column in self._columns.items():
+            binding.bind_result(name, latest[column].view(_RECORDED[name]))
+        self._size = end
+        self._latest, self._tokens = latest.data, latest[self._columns["next_token"]].view(np.int64).data
+        self._steps = zeroed("the record of the steps", (steps, end), np.uint8)
+        self._kept = self._steps.reshape(-1).data
+
+    def keep(self, step: int) -> list[int]:
+        """Copy the last run's outputs. Returns its tokens [B]."""
+        start = step * self._size
+        self._kept[start : start + self._size] = self._latest
+        tokens: list[int] = self._tokens.tolist()
+        return tokens
+
+    def of(self, name: str, row: int, steps: int) -> list[Any]:
+        """Output `name` of the row's steps; [] if the graph lacks it."""
+        if name not in self._columns:
+            return []
+        values = np.ascontiguousarray(self._steps[:steps, self._columns[name]]).view(_RECORDED[name])  # [steps, B]
+        return list(values[:, row].tolist())
+
+
+class Generation:
+    """The state of one batch of B rows: the arrays that the graph reads and writes, bound once where possible.
+
+    Close it when it has ended or is abandoned.
     """
 
     def __init__(self, session: Session, caches: Caches, rows: Sequence[Row]) -> None:
         requests = [row.request for row in rows]
         batch, prompts, budgets = len(rows), [r.prompt for r in requests], [r.budget for r in requests]
         self.active = list(rows)
-        self.going_on = list(range(batch))  # the active rows' numbers
+        self.going_on = list(range(batch))  # the active rows' indices
         self.step = 0
         self.prefilled_at = 0.0  # time.perf_counter()
         self.edits = Edits(requests, session.fixed_edits, session.most_edits)
@@ -95,19 +144,19 @@ class Generation:
         self.edits.bind(self.binding)
         self.record = Record(session.outputs, self.binding, batch, max(budgets))
         self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)
-        self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] what the next step feeds
+        self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] tokens that the next step feeds
         for row in rows:
             if row.request.budget == 0:
                 row.end("length")
                 self.retire(row)
 
     def close(self) -> None:
-        """Let go of the cache and of the bindings."""
-        self.binding.close()  # which waits for a run that was interrupted
+        """Release the cache and the bindings."""
+        self.binding.close()  # waits for an interrupted run
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Spend no more on the ended `row` than the graph must, which runs it with the others: greedy, no edits."""
+        """Make the ended `row`, which runs on with the others, greedy and without edits."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id
@@ -125,7 +174,7 @@ class Generation:
 
 
 def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
-    """Run `generation` to its end. Yields the rows that gained text or ended, with the text, whenever there are any."""
+    """Yields the rows that gained text or ended, with the text."""
     if not generation.active:
         return
     changed = accept(generation, prefill(generation))
@@ -139,23 +188,23 @@ def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
 
 
 def prefill(generation: Generation) -> list[int]:
-    """Run the prompts, all at once or piece by piece, and draw each row's first token. [B, S] -> [B]"""
+    """Run the prompts, at once or in chunks, and draw each row's first token. [B, S] -> [B]"""
     g = generation
     g.cache.feed_prompts()
-    tokens = sample(g)
+    tokens = run_step(g)
     g.cache.begin_decoding()
     return tokens
 
 
 def decode_one_token(generation: Generation) -> list[int]:
-    """Feed every row the token it drew last and draw the next one. [B, 1] -> [B]"""
+    """Feed each row's last token and draw its next one. [B, 1] -> [B]"""
     g = generation
     g.cache.advance(g.going_on)
-    return sample(g)
+    return run_step(g)
 
 
-def sample(generation: Generation) -> list[int]:
-    """Bind what the draw of this step needs, run the graph, and keep what it gives. -> [B]"""
+def run_step(generation: Generation) -> list[int]:
+    """Draw, run the graph and record its outputs. -> [B]"""
     g = generation
     g.draws.write(g.step, g.uniform_view)
     if g.edits.active:
@@ -167,7 +216,10 @@ def sample(generation: Generation) -> list[int]:
 
 
 def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
-    """Take the drawn tokens into their rows and end those that are done. -> rows that gained text or ended"""
+    """Add the drawn tokens to their rows. Returns rows that gained text or ended, with the text.
+
+    Raises LogitsError for a row with invalid logits.
+    """
     g = generation
     if g.edits.active:
         g.edits.accept(tokens)
@@ -187,3 +239,97 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
         if row.finish_reason is not None:
             g.retire(row)
     return changed
+
+
+class RequestRun:
+    """One call of `generate` or `stream`: row requests in, pieces of text and results out.
+
+    Text is decoded token by token if `streaming` and in rows with stop strings, else once at the end.
+
+    follow: prompt's token ids -> decoder of the tokens after it.
+    load_seconds: for the results.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        caches: Caches,
+        requests: Sequence[RowRequest],
+        follow: Callable[[Sequence[int]], IncrementalDecoder],
+        load_seconds: float,
+        *,
+        streaming: bool,
+        streamer: Streamer | None = None,
+        criteria: Sequence[Criterion] = (),
+    ) -> None:
+        self._session, self._caches, self._follow = session, caches, follow
+        self._load_seconds = load_seconds
+        self._streamer = streamer
+        watched = streamer is not None or bool(criteria)
+        self._rows = [
+            Row(
+                index,
+                request,
+                self._text(request) if streaming or request.stop_strings else None,
+                Watch(request.prompt, request.budget, streamer, criteria) if watched else None,
+            )
+            for index, request in enumerate(requests)
+        ]
+
+    def pieces(self) -> Iterator[Piece]:
+        """The last piece of each row carries its result; rows without new text give no piece."""
+        self._started = time.perf_counter()
+        try:
+            self._generation = Generation(self._session, self._caches, self._rows)
+            try:
+                yield from self._steps()
+            finally:
+                self._generation.close()
+        finally:  # even after an error: a thread may wait for it
+            if self._streamer is not None:
+                self._streamer.end()
+
+    def _steps(self) -> Iterator[Piece]:
+        for row in self._rows:
+            if row.watch is not None:
+                row.watch.begin()
+            if row.finish_reason is not None:  # its prompt fills the context
+                yield Piece("", row.index, self._result(row))
+        for changed in generate(self._generation):
+            for row, text in changed:
+                yield Piece(text, row.index, None if row.finish_reason is None else self._result(row))
+
+    def _text(self, request: RowRequest) -> RowText:
+        return RowText(self._follow(request.prompt), request.stop_strings, request.min_new_tokens)
+
+    def _result(self, row: Row) -> GenerationResult:
+        def recorded(name: str) -> list[Any]:
+            return self._generation.record.of(name, row.index, row.steps)
+
+        tokens = recorded("next_token")
+        prefilled = self._generation.prefilled_at or self._started  # 0.0 if a prompt fills the context
+        return GenerationResult(
+            text="".join(row.pieces) if row.text is not None else self._whole_text(row, tokens),
+            token_ids=tokens,
+            logprobs=recorded("logprob"),
+            kept=recorded("kept"),
+            certified=recorded("certified"),
+            mass=recorded("mass") if "mass" in self._session.outputs else None,
+            seed=row.request.seed,
+            sample=row.request.sample,
+            finish_reason=str(row.finish_reason),
+            stop=row.stop,
+            prompt_tokens=len(row.request.prompt),
+            sampler=self._session.sampler,
+            timings=Timings(
+                load_seconds=self._load_seconds,
+                prefill_seconds=prefilled - self._started,
+                decode_seconds=max(0.0, row.finished_at - prefilled),
+                decode_steps=max(0, row.steps - 1),
+            ),
+        )
+
+    def _whole_text(self, row: Row, tokens: Sequence[int]) -> str:
+        text = self._text(row.request)
+        shown = tokens[:-1] if isinstance(row.stop, int) else tokens  # the end of sequence is no text
+        return "".join([text.push(token) for token in shown]) + text.flush()

@@ -1,4 +1,4 @@
-"""Memory for the caches of onnxruntime's sessions: the host's, or a device's through onnxruntime."""
+"""Zeroed memory: of the host, or of a device through onnxruntime."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from topw_deploy.errors import GenerationError
-from topw_deploy.runtime.turns import turns_of
+from topw_deploy.errors import GenerationError, one_line
+from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.sizes import decimal_size
 
 ALIGNMENT = 64  # bytes: what onnxruntime's own allocator gives vectorised kernels
@@ -23,9 +23,9 @@ _REMEDY = (
 
 
 def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
-    """Zeroed memory of the host, whose pages the operating system hands out when they are first written.
+    """Zeros whose pages the operating system provides on their first write.
 
-    Raises GenerationError that names `what` where there is no room for it.
+    Raises GenerationError naming `what` if they cannot be allocated.
     """
     try:
         return np.zeros(shape, dtype)
@@ -42,7 +42,7 @@ def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
 
 
 def machine_bytes() -> int | None:
-    """Bytes of memory that this machine has; None where the system does not say."""
+    """None if the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -50,9 +50,9 @@ def machine_bytes() -> int | None:
 
 
 class HostMemory:
-    """Zeroed bytes of the host. The operating system hands pages out when they are first written.
+    """Zeroed bytes of the host, whose pages the operating system provides on their first write.
 
-    Raises GenerationError where there is no room for so many.
+    Raises GenerationError if they cannot be allocated.
     """
 
     def __init__(self, size: int) -> None:
@@ -63,7 +63,7 @@ class HostMemory:
         self.pointer: int = self._array.ctypes.data
 
     def clear(self, size: int) -> None:
-        """Write zeros. Raises GenerationError for more than the machine has: the system would end the process."""
+        """Raises GenerationError for more than the machine has: the system would kill the process."""
         most = machine_bytes()
         if most is not None and size > most:
             raise GenerationError(
@@ -77,13 +77,13 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, which onnxruntime allocates.
+    """Zeroed bytes of a device, (kind, number) in onnxruntime's words, allocated by onnxruntime.
 
-    Raises GenerationError where there is no room for so many.
+    Raises GenerationError if they cannot be allocated.
     """
 
     def __init__(self, size: int, device: tuple[str, int]) -> None:
-        self.size, self._using = size, turns_of(device).using
+        self.size, self._using = size, device_lock(device).using
         zeros = zeroed("the cache", (size,), np.uint8)
         try:
             with self._using:
@@ -91,11 +91,12 @@ class DeviceMemory:
         except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
             raise GenerationError(
                 f"the cache would take {size / 1e9:.1f} GB of {device[0]} {device[1]}, which it does not give "
-                f"({' '.join(str(error).split())[:200]}); {_REMEDY}."
+                f"({one_line(error, 200)}); {_REMEDY}."
             ) from None
         self.pointer: int = self._value.data_ptr()
 
-    def clear(self, size: int) -> None:  # and what lies behind: onnxruntime copies a value as a whole
+    def clear(self, size: int) -> None:
+        """Zero all bytes: onnxruntime copies a value as a whole."""
         with self._using:
             self._value.update_inplace(np.zeros(self.size, np.uint8))
 

@@ -1,4 +1,4 @@
-"""`TopWModel`: an exported folder, opened, and the verbs people use on it."""
+"""`TopWModel`: an open exported model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from topw_deploy.manifest import DecoderManifest
 from topw_deploy.runtime import cache, loop
 from topw_deploy.runtime.callbacks import ending
 from topw_deploy.runtime.chat import load_template
-from topw_deploy.runtime.defaults import bos_token, model_defaults
-from topw_deploy.runtime.face import Session
 from topw_deploy.runtime.folder import ModelFolder
-from topw_deploy.runtime.opening import open_session
+from topw_deploy.runtime.generation_config import bos_token, model_defaults
+from topw_deploy.runtime.open_session import open_session
+from topw_deploy.runtime.ort.providers import short_name
 from topw_deploy.runtime.prompts import read_prompts, split_inputs
-from topw_deploy.runtime.providers import short_name
+from topw_deploy.runtime.protocols import Session
 from topw_deploy.runtime.request import Limits, RowRequest, check_length, check_text, resolve, split
 from topw_deploy.runtime.results import GenerationResult, Piece
-from topw_deploy.runtime.run import Run
+from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.runtime.text import IncrementalDecoder
 from topw_deploy.runtime.tokenizer import Tokenizer
 
@@ -32,20 +32,19 @@ Message = Mapping[str, Any]
 
 
 class TopWModel:
-    """A language model whose every token is chosen by Top-W inside its ONNX graph. Open one with `from_pretrained`.
+    """A language model that samples with Top-W inside its ONNX graph. Open one with `from_pretrained`.
 
-    Several threads may use one model at the same time: each generation has bindings of its own and a cache that nobody
-    else uses until its end.
+    Several threads may use one model at once: each generation has its own bindings and cache.
 
-    manifest: what the exporter wrote about the model. tokenizer: its tokenizer. provider: onnxruntime's name of the
-    execution provider in use, or "tensorrt" for an engine. cpu_nodes: the nodes that it left to the CPU. sampler: what
-    chooses the tokens, "native", "plugin" or "graph" (docs/guide/native.md), then `why_graph` says why. defaults: the
-    parameters that the model's `generation_config.json` states.
+    defaults: parameters from the model's `generation_config.json`.
+    provider: onnxruntime's name of the execution provider, or "tensorrt" for an engine.
+    cpu_nodes: nodes that a device's provider left to the CPU.
+    sampler: "native", "plugin" or "graph" (docs/guide/native.md); why_graph: why "graph".
     """
 
     def __init__(
         self,
-        folder: ModelFolder,
+        folder: ModelFolder[DecoderManifest],
         session: Session,
         started: float,
         *,
@@ -54,7 +53,6 @@ class TopWModel:
         prefill_chunk: int | None = None,
     ) -> None:
         decoder = folder.manifest.decoder
-        assert decoder is not None, "a folder of kind 'decoder' has one"
         cache.check_supported(decoder, session.inputs, session.outputs)
         cache.check_layout(decoder, (*folder.manifest.inputs, *folder.manifest.outputs))
         self._limits = _limits(folder.manifest, max_length, max_batch, session.most_rows)
@@ -72,7 +70,7 @@ class TopWModel:
             session, decoder, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk
         )
         self._session: Session | None = session
-        self.load_seconds = 0.0  # known at the end
+        self.load_seconds = 0.0  # set at the end
         session.settle(self._run_once)
         self.cpu_nodes = session.cpu_nodes
         self.load_seconds = time.perf_counter() - started
@@ -93,22 +91,20 @@ class TopWModel:
         max_batch: int | None = None,
         prefill_chunk: int | None = None,
     ) -> TopWModel:
-        """Open the folder that `topw-export` wrote; nothing outside it is read, nothing but its graph is executed.
+        """Open a folder that `topw-export` wrote. Reads nothing outside it, and executes nothing but its graph.
 
-        max_length: most tokens of any sequence, prompt and answer together, at most the model's context. max_batch:
-        most sequences of one call. Together they set the cache's memory aside at once; without them it follows the
-        largest call so far, and only the model's context bounds a sequence.
-        prefill_chunk: most tokens of the prompts, all rows together, that one run takes; smaller ones save memory, and
-        a row of a batch feeds one at least. None: 1,024.
-        provider: "tensorrt" is an engine that `topw build-engine` put into the folder and that fits this machine, else
-        onnxruntime's provider. The other options are those of `GraphSession`.
+        See `SessionOptions` for `provider` to `sampler`.
+
+        max_length: most tokens of a sequence, prompt included. None: the model's context.
+        max_batch: most sequences of one call. With max_length, the cache's memory is allocated at once; without it, the
+            cache grows with the calls.
+        prefill_chunk: most tokens of the prompts, all rows together, in one run; less saves memory. None: 1,024.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an option out of its bounds.
         """
         started = time.perf_counter()
         folder = ModelFolder(path, DecoderManifest)
-        session = open_session(
-            folder,
+        options = SessionOptions(
             provider=provider,
             provider_options=provider_options,
             session_options=session_options,
@@ -117,12 +113,15 @@ class TopWModel:
             allow_fallback=allow_fallback,
             sampler=sampler,
         )
+        session = open_session(folder, options)
         return cls(folder, session, started, max_length=max_length, max_batch=max_batch, prefill_chunk=prefill_chunk)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the key-value buffers that are set aside or in use; 0 where onnxruntime owns the cache ("concat").
-        Those on the host take up memory as far as sequences have written them."""
+        """Bytes of the key-value buffers; 0 if onnxruntime owns the cache ("concat").
+
+        On the host, only pages already written take memory.
+        """
         return 0 if self._caches is None else self._caches.bytes
 
     @overload
@@ -137,15 +136,13 @@ class TopWModel:
     def generate(self, prompt: Any = None, **parameters: Any) -> Any: ...
 
     def generate(self, prompt: Any = None, **parameters: Any) -> Any:
-        """Continue `prompt`: a text, token ids, a list of either (a batch), or what a tokenizer returned, also as
-        keywords (`**tokenizer(text)`). Token ids are a list, an array or a tensor; one of two dimensions is a batch.
+        """Continue `prompt`. Returns one GenerationResult, or a list for a batch or `num_return_sequences` > 1.
 
-        A GenerationResult for one prompt; a list of them for a batch or when `num_return_sequences` is given,
-        the sequences of one prompt side by side. Every parameter may be a list with one value per prompt. Their names
-        are in docs/guide/runtime.md; unknown ones raise ParameterError.
+        prompt: a text, token ids (list, array or tensor), a batch of either, or a tokenizer's output, also as keywords
+            (`**tokenizer(text)`).
+        parameters: see docs/guide/runtime.md. Each may be a list with one value per prompt.
 
-        Raises ParameterError, PromptError, or GenerationError when the model itself gives nonsense. What a streamer or
-        a stopping criterion raises comes out as it is.
+        Raises ParameterError, PromptError, GenerationError, and what a streamer or criterion raises.
         """
         with ending(parameters.get("streamer")):
             requests, whole, alone = self._requests(prompt, parameters)
@@ -154,8 +151,7 @@ class TopWModel:
         return results[0] if alone else [results[row] for row in range(len(requests))]
 
     def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
-        """Like `generate`, piece by piece. The last piece of each sequence carries its GenerationResult, and the
-        pieces of a sequence joined are its result's text. Parameters are checked at once, not at the first piece."""
+        """Like `generate`, piece by piece; a sequence's last piece carries its result. Checks parameters at once."""
         with ending(parameters.get("streamer")):
             requests, whole, _ = self._requests(prompt, parameters)
             return self._run(requests, whole, streaming=True)
@@ -163,7 +159,7 @@ class TopWModel:
     def chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> GenerationResult:
-        """The assistant's answer to `messages` (mappings with `role` and `content`), see `apply_chat_template`."""
+        """Answer `messages`, mappings with `role` and `content`. See `apply_chat_template`."""
         with ending(parameters.get("streamer")):
             prompt = self._chat_ids(messages, template_variables)
         return self.generate(prompt, **parameters)
@@ -171,7 +167,7 @@ class TopWModel:
     def stream_chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> Iterator[Piece]:
-        """`chat`, piece by piece like `stream`."""
+        """Like `chat`, piece by piece as `stream`."""
         with ending(parameters.get("streamer")):
             prompt = self._chat_ids(messages, template_variables)
         return self.stream(prompt, **parameters)
@@ -179,10 +175,11 @@ class TopWModel:
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The prompt that the model's chat template makes of `messages`; `variables` (`tools`, `enable_thinking`,
-        ...) are the template's own. It holds its special tokens already: encode it with add_special_tokens=False.
+        """Render `messages` with the model's chat template.
 
-        Raises TokenizerError when the model has no template, PromptError when the template refuses the messages.
+        Encode the result with add_special_tokens=False. variables: the template's own, such as `tools`.
+
+        Raises TokenizerError if the model has no template, PromptError if the template refuses the messages.
         """
         if self._template is None:
             raise TokenizerError(
@@ -192,7 +189,7 @@ class TopWModel:
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
     def close(self) -> None:
-        """Free the memory of session and cache; a generation that is still running keeps it until its end."""
+        """Free the session and the cache, after generations that are still running."""
         self._session = self._caches = None
 
     def __enter__(self) -> TopWModel:
@@ -207,11 +204,8 @@ class TopWModel:
         return f"TopWModel({str(self.path)!r}, {self._decoder.model_type}, {short_name(self.provider)})"
 
     def _run_once(self) -> None:
-        """Run the graph over one token, and ignore what it gives. Raises GenerationError where it does not run."""
-        assert self._session is not None
-        assert self._caches is not None
         (request,), *_ = self._requests([0], {"max_new_tokens": 1, "seed": 0})
-        generation = loop.Generation(self._session, self._caches, [loop.Row(0, request, None)])
+        generation = loop.Generation(*self._opened(), [loop.Row(0, request, None)])
         try:
             loop.prefill(generation)
         finally:
@@ -225,7 +219,7 @@ class TopWModel:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
-        """The rows to run, the values of REQUEST_PARAMETERS, and whether one result was asked for."""
+        """The rows, the values of REQUEST_PARAMETERS, and whether to return one result."""
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
         samples, config = whole["num_return_sequences"], whole["generation_config"]
@@ -245,8 +239,7 @@ class TopWModel:
         return rows, whole, alone and samples == 1
 
     def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
-        """Token ids of every prompt, and whether a single one (not a list of one) was given. What is too much is
-        refused before it is converted or tokenised."""
+        """Token ids of every prompt, and whether a single one was given. Refuses too much before tokenising it."""
 
         def check(tokens: int, which: str) -> None:
             check_length(tokens, self._limits, which)
@@ -267,15 +260,11 @@ class TopWModel:
         ], alone
 
     def _run(self, requests: Sequence[RowRequest], whole: Mapping[str, Any], *, streaming: bool) -> Iterator[Piece]:
-        if self._session is None or self._caches is None:
-            raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
-
         def follow(prompt: Sequence[int]) -> IncrementalDecoder:
             return self.tokenizer.follow(prompt, whole["skip_special_tokens"])
 
-        return Run(
-            self._session,
-            self._caches,
+        return loop.RequestRun(
+            *self._opened(),
             requests,
             follow,
             self.load_seconds,
@@ -284,9 +273,14 @@ class TopWModel:
             criteria=whole["stopping_criteria"],
         ).pieces()
 
+    def _opened(self) -> tuple[Session, cache.Caches]:
+        if self._session is None or self._caches is None:
+            raise GenerationError("the model was closed; open it again with TopWModel.from_pretrained.")
+        return self._session, self._caches
+
 
 def _limits(manifest: DecoderManifest, max_length: int | None, max_batch: int | None, built_for: int | None) -> Limits:
-    """What the model bounds and what it was opened for."""
+    """built_for: most rows of the engine."""
     context = manifest.decoder.context_length
     _check_size("max_length", max_length)
     _check_size("max_batch", max_batch)

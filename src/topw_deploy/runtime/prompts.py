@@ -1,6 +1,6 @@
-"""Prompts in the forms people hold them: texts, token ids, arrays and tensors, and what tokenizers return.
+"""Reads prompts: texts, token ids, arrays, tensors, and outputs of tokenizers.
 
-Tensors of any library are read through `tolist`, so none is imported.
+Tensors of any library are read with `tolist`, so none is imported.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _DESCRIPTIONS = frozenset({"special_tokens_mask", "offset_mapping", "length"})  
 
 
 def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """The prompt, its attention mask (None: every token counts) and the other parameters of a call, whose prompt may
-    also be the tokenizer's output as keywords: `generate(**tokenizer(text))`.
+    """The prompt, its attention mask (None: every token counts) and the other parameters of a call.
 
-    Raises PromptError where there is no prompt, or two.
+    The prompt may also be the tokenizer's output as keywords: `generate(**tokenizer(text))`.
+
+    Raises PromptError if there is no prompt, or two.
     """
     parameters = dict(given)
     inputs = {name: parameters.pop(name) for name in _INPUTS if name in parameters}
@@ -43,11 +44,12 @@ def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[
 def read_prompts(
     prompt: Any, attention_mask: Any = None, check: Check = lambda tokens, which: None
 ) -> tuple[list[Prompt], bool]:
-    """Every prompt as a text or as token ids, and whether a single one (not a list of one) was given.
+    """Every prompt as a text or token ids, and whether a single one (not a list of one) was given.
 
-    Tokens that the attention mask leaves out are removed; it may pad on either side.
-    check: given the number of ids of a prompt without a mask, before they are read, and the prompt's name.
-    Raises PromptError for anything else than texts and token ids, and for a mask that does not fit or has a hole.
+    attention_mask: its masked tokens, on either side, are removed.
+    check: called with the number of ids of a prompt without a mask, before they are read, and the prompt's name.
+
+    Raises PromptError for anything but texts and token ids, and for a mask that does not fit or has a hole.
     """
     prompt, mask = _opened(prompt, attention_mask)
     batched = getattr(prompt, "ndim", 1) > 1
@@ -74,13 +76,12 @@ def read_prompts(
 
 
 def _check_array(prompt: Any, check: Check) -> None:
-    """Count the ids of a row of an array."""
     if isinstance(prompt, np.ndarray) and prompt.dtype.kind in "iu" and prompt.ndim in (1, 2) and prompt.size:
         check(prompt.shape[-1], "the prompt" if prompt.ndim == 1 else "prompt 0")
 
 
 def plain(value: Any) -> Any:
-    """`value` as nested lists where it is an array or a tensor, on whatever device; else `value`."""
+    """Arrays and tensors as nested lists; else `value`."""
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     if hasattr(value, "__array__"):
@@ -89,7 +90,7 @@ def plain(value: Any) -> Any:
 
 
 def _opened(prompt: Any, mask: Any) -> tuple[Any, Any]:
-    """The ids and the mask in what a tokenizer returned; anything else as it is."""
+    """Unpacks ids and mask from a tokenizer's output."""
     if isinstance(prompt, Encoding):
         prompt = {"input_ids": prompt.ids, "attention_mask": prompt.attention_mask}
     if not isinstance(prompt, Mapping):
@@ -161,7 +162,7 @@ def _unmasked(ids: list[int], mask: Any, which: str) -> list[int]:
 
 
 def _check_segments(segments: Any) -> None:
-    """Zeros, which some tokenizers add, say nothing."""
+    """Some tokenizers add zeros."""
     if segments is not None and _holds_one(segments):
         raise PromptError("token_type_ids holds other values than 0, but a decoder has one segment; leave it out.")
 

@@ -1,26 +1,24 @@
-"""A request made definite: for every row of the batch the value of every parameter.
+"""Resolves a request: the value of every parameter for every row of the batch.
 
-A value comes from the request, else from its preset (the Top-W parameters), else from its `generation_config`, else
-from the model's `generation_config.json`, else from the export (the Top-W parameters in the manifest) or this tool.
+A value comes from the first source that states it: the request, its preset (Top-W parameters only), its
+`generation_config`, the model's `generation_config.json`, the export's defaults (Top-W parameters only), this package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from topw_deploy.errors import ParameterError, PromptError
 from topw_deploy.runtime.draws import fresh_seed
 from topw_deploy.runtime.generation_config import read_settings
 from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names, spread
+from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
 
-if TYPE_CHECKING:
-    from topw_deploy.runtime.tokenizer import Tokenizer
-
-_QUICK = 8  # characters for each token of the context that are tokenised without asking: it takes no time
+_QUICK = 8  # characters per token of the context: shorter texts are tokenised without a check, in no time
 CONFIG = "generation_config"
 _IN_CONFIG = {
     name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
@@ -29,12 +27,13 @@ _IN_CONFIG = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequest:
-    """Everything that one sequence is generated from.
+    """The prompt and parameters of one sequence.
 
-    prompt: token ids, at least one. budget: most new tokens, from every limit together, >= 0.
-    eos_token_ids: drawing one ends the row; with `ignore_eos` only the stop_token_ids. pad_token_id: fed after the end.
-    min_new_tokens: end of sequence is banned and stop strings are not looked for before so many tokens.
-    seed, sample: what the draws are made from.
+    prompt: token ids, at least one.
+    budget: most new tokens by all limits, >= 0.
+    eos_token_ids: end the row; with `ignore_eos`, only the stop_token_ids.
+    pad_token_id: fed after the end.
+    min_new_tokens: until then, eos_token_ids are banned and stop strings ignored.
     """
 
     prompt: tuple[int, ...]
@@ -57,8 +56,11 @@ class RowRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model itself bounds, tokens in a sequence and token ids, and what it was opened for: `max_length` tokens
-    in a sequence, `rows` sequences in a call, None for no such bound."""
+    """Bounds of the model, and those it was opened with.
+
+    context_length, max_length: most tokens of a sequence.
+    rows: most sequences of a call.
+    """
 
     context_length: int
     vocab_size: int
@@ -67,16 +69,19 @@ class Limits:
 
     @property
     def tokens(self) -> int:
-        """Most tokens of a sequence."""
         return self.context_length if self.max_length is None else min(self.max_length, self.context_length)
 
 
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checked parameters of the rows, and those of the request as a whole with their defaults filled in. Of
-    `generation_config`, what concerns the rows stays under its name."""
+    """Checked parameters of the rows, and of the whole request with defaults filled in.
+
+    The latter hold the row parameters of `generation_config` under that name.
+    """
     named = check_names(given)
-    config = REQUEST_PARAMETERS[CONFIG].parse(CONFIG, named.pop(CONFIG, {}))
-    config = read_settings(config, CONFIG, {**PARAMETERS, **_IN_CONFIG})
+    config: dict[str, Any] = {}
+    if CONFIG in named:
+        stated = REQUEST_PARAMETERS[CONFIG].parse(CONFIG, named.pop(CONFIG))
+        config = read_settings(stated, CONFIG, {**PARAMETERS, **_IN_CONFIG})
     whole = {
         name: p.parse(name, named.pop(name)) if name in named else config.pop(name, p.default)
         for name, p in REQUEST_PARAMETERS.items()
@@ -95,11 +100,13 @@ def resolve(
     config: Mapping[str, Any] | None = None,
     geometry: tuple[str, int | None] = ("uniform", None),
 ) -> list[RowRequest]:
-    """One RowRequest per prompt and sample, the samples of a prompt side by side.
+    """One RowRequest per prompt and sample; the samples of a prompt are neighbours.
 
-    given: the request's row parameters (see `split`), each one value for all prompts or a list of one per prompt.
-    config: the row parameters of its `generation_config`.
-    geometry: the model's metric and the width of its embeddings, which `preset` needs.
+    given: the row parameters from `split`, each one value for all prompts or a list with one per prompt.
+    model, exported: defaults of the model and the export.
+    config: row parameters of `generation_config`.
+    geometry: metric and width of embeddings, for `preset`.
+
     Raises ParameterError for a bad value, PromptError for a prompt that is empty, too long or has unknown ids.
     """
     columns = {name: spread(name, value, len(prompts)) for name, value in given.items()}
@@ -115,12 +122,12 @@ def resolve(
 
 
 def _with_preset(stated: Mapping[str, Any], geometry: tuple[str, int | None]) -> Mapping[str, Any]:
-    """`stated` with the Top-W parameters of its preset, if it names one, where it states none itself."""
+    """`stated`, completed by its preset."""
     return {**preset_parameters(stated["preset"], *geometry), **stated} if "preset" in stated else stated
 
 
 class _Sources:
-    """Where a row's values come from, the first that states one: the request, its generation_config, the model's."""
+    """A row's sources, by precedence: the request, its generation_config, the model's."""
 
     def __init__(self, request: Mapping[str, Any], config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         self.all = (request, config, model)
@@ -133,7 +140,7 @@ class _Sources:
         return self.get(name, PARAMETERS[name].default)
 
     def named(self, name: str, source: Mapping[str, Any]) -> str:
-        """What a message calls the parameter `name` that `source` states."""
+        """The parameter `name` of `source`, for messages."""
         return f"{CONFIG}: {name}" if source is self.config else name
 
     def check_ids(self, name: str, ids: Iterable[int], limits: Limits) -> None:
@@ -189,7 +196,7 @@ def _row(
 
 def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
     values = {name: sources.get(name, getattr(exported, name)) for name in PARAMETER_NAMES}
-    for source in sources.all:  # the first that speaks of the temperature decides how do_sample counts
+    for source in sources.all:  # the first source that states do_sample or temperature decides
         sampled = source.get("do_sample")
         if sampled is False:
             values["temperature"] = 0.0
@@ -207,7 +214,7 @@ def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
 
 
 def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
-    """Most tokens that may be drawn after `prompt` tokens: `max_new_tokens` or `max_length`, and the context."""
+    """Most tokens to draw after a prompt of `prompt` tokens."""
     if "max_new_tokens" in sources.request and "max_length" in sources.request:
         raise ParameterError("max_new_tokens and max_length are both given; give one of them.")
     wanted = PARAMETERS["max_new_tokens"].default
@@ -218,7 +225,7 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
         if source.get("max_length", 0) > prompt:
             wanted = source["max_length"] - prompt
             break
-        if "max_length" in source and source is not sources.model:  # a model's own limit is none for a longer prompt
+        if "max_length" in source and source is not sources.model:  # the model's does not apply
             raise PromptError(
                 f"the prompt has {prompt} tokens, but {sources.named('max_length', source)} is "
                 f"{source['max_length']}; raise it."
@@ -227,16 +234,13 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
 
 
 def check_length(tokens: int, limits: Limits, which: str) -> None:
-    """Raise PromptError if `tokens` are more than a sequence may have. `which`: the prompt, for the message."""
+    """which: the prompt, for the message."""
     if tokens > limits.tokens:
         raise PromptError(f"{which} has {tokens} tokens, {_too_many(tokens, limits)}", "max_length")
 
 
 def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
-    """Raise PromptError if `text` is so long that it surely has more tokens than a sequence may have.
-
-    A shorter text may still be too long: `check_length` knows when it is tokenised.
-    """
+    """Raises PromptError if `text` certainly has more tokens than a sequence may have."""
     if len(text) <= _QUICK * limits.tokens:
         return
     tokens, why = tokenizer.bound.least(text)

@@ -1,4 +1,4 @@
-"""What a generation gives back."""
+"""What a generation returns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Wall-clock seconds: opening the model, the batch's prompts with their first tokens, all later steps of the
-    batch up to this row's last token, and how many steps those were."""
+    """Wall-clock seconds.
+
+    load_seconds: opening the model.
+    prefill_seconds: the batch's prompts and first tokens.
+    decode_seconds: the batch's later steps, up to this row's last token.
+    decode_steps: how many steps those were.
+    """
 
     load_seconds: float
     prefill_seconds: float
@@ -18,7 +23,7 @@ class Timings:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of the tokens after the first; 0.0 if there were none."""
+        """For the tokens after the first; 0.0 if there are none."""
         return self.decode_seconds / self.decode_steps if self.decode_steps else 0.0
 
 
@@ -26,18 +31,17 @@ class Timings:
 class GenerationResult:
     """One generated sequence.
 
-    text: what follows the prompt, without the end-of-sequence token and cut before a stop string.
-    token_ids: every token drawn, the end-of-sequence token and those of a stop string included.
-    logprobs: per token, log-probability under the crop it was drawn from (renormalised, at `temperature`).
+    text: the text after the prompt, without the end-of-sequence token and cut before a stop string.
+    token_ids: every token drawn, with the end-of-sequence token and those of a stop string.
+    logprobs: per token, the log-probability under its crop (renormalised, at `temperature`).
     kept: per token, how many tokens the crop kept.
     certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
     mass: per token, the crop's share of the full softmax; None unless the model was exported with it.
-    seed, sample: what the draws were made from; the same pair, prompt and parameters give the same tokens.
-    finish_reason: "stop", "criterion" (see `stop`) or "length" (the token limit or the context was reached).
-    stop: what ended it: for "stop" the end-of-sequence token's id or the stop string, for "criterion" the name of the
-        stopping criterion, for "length" None.
-    prompt_tokens: how many tokens the prompt had.
-    sampler: what chose the tokens, "native", "plugin" or "graph" (docs/guide/native.md).
+    seed, sample: the same pair, prompt and parameters give the same tokens.
+    finish_reason: "stop", "criterion" (see `stop`) or "length" (the token limit or the context).
+    stop: for "stop" the end-of-sequence token's id or the stop string, for "criterion" the criterion's name, else None.
+    prompt_tokens: number of tokens of the prompt.
+    sampler: "native", "plugin" or "graph" (docs/guide/native.md).
     """
 
     text: str
@@ -56,11 +60,11 @@ class GenerationResult:
 
     @property
     def certified_share(self) -> float:
-        """Share of the tokens whose crop was certified, in [0, 1]; 1.0 when there are none."""
+        """Share of tokens whose crop was certified, in [0, 1]; 1.0 if there are no tokens."""
         return sum(self.certified) / len(self.certified) if self.certified else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON types."""
+        """All fields as JSON types."""
         return {**asdict(self), "certified_share": self.certified_share}
 
     def __repr__(self) -> str:
@@ -73,8 +77,12 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of streamed text, whole characters only. `row` counts the sequences of the request from 0; the
-    last piece of a row carries its `result` (and perhaps no text)."""
+    """A piece of streamed text.
+
+    text: whole characters; may be empty in a row's last piece.
+    row: index of the sequence in the request, from 0.
+    result: set in a row's last piece.
+    """
 
     text: str
     row: int = 0

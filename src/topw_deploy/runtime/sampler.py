@@ -1,4 +1,4 @@
-"""`TopWSampler`: a sampler-only folder, for logits that come from somewhere else."""
+"""`TopWSampler`: Top-W over logits from elsewhere."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from topw_deploy.errors import GenerationError, ParameterError
+from topw_deploy.errors import GenerationError, ParameterError, one_line
 from topw_deploy.manifest import SamplerManifest
 from topw_deploy.runtime.draws import SEED_BITS, uniforms
 from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.ort.session import GraphSession
 from topw_deploy.runtime.parameters import show
-from topw_deploy.runtime.session import GraphSession
+from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters, canonical_names
 from topw_deploy.sampling.presets import preset_parameters
 
@@ -33,10 +34,14 @@ _OUTPUTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """One draw per row. B rows, V the vocabulary.
+    """One draw per row; B rows, V tokens in the vocabulary.
 
-    next_token: int64 [B]. logprob: float32 [B], under the renormalised crop. kept: int32 [B], size of the crop.
-    certified: bool [B]. mass: float32 [B] and keep_mask: bool [B, V] where the model was exported with them.
+    next_token: int64 [B].
+    logprob: float32 [B], under the renormalised crop.
+    kept: int32 [B], size of the crop.
+    certified: bool [B].
+    mass: float32 [B], if the model was exported with it.
+    keep_mask: bool [B, V], if the model was exported with it.
     """
 
     next_token: np.ndarray
@@ -48,10 +53,11 @@ class Samples:
 
 
 class TopWSampler:
-    """Top-W over given logits, on a folder that `topw export-sampler` wrote. Open one with `from_pretrained`.
+    """Samples from logits with a folder that `topw export-sampler` wrote. Open one with `from_pretrained`.
 
-    provider: onnxruntime's name of the execution provider in use. sampler: "native" or "graph", what chooses the tokens
-    (docs/guide/native.md); why_graph: why not the native one. cpu_nodes: what a device's provider left to the CPU.
+    provider: onnxruntime's name of the execution provider.
+    sampler: "native" or "graph" (docs/guide/native.md); why_graph: why "graph".
+    cpu_nodes: nodes that a device's provider left to the CPU.
     """
 
     def __init__(self, folder: ModelFolder, session: GraphSession) -> None:
@@ -77,10 +83,12 @@ class TopWSampler:
         allow_fallback: bool = False,
         sampler: str = "auto",
     ) -> TopWSampler:
-        """Open a sampler-only folder; options as for `TopWModel`. Raises ManifestError, ProviderError."""
+        """Open a sampler-only folder. See `SessionOptions` for the options.
+
+        Raises ManifestError, ProviderError, or ParameterError for an option out of its bounds.
+        """
         folder = ModelFolder(path, SamplerManifest)
-        session = GraphSession(
-            folder,
+        options = SessionOptions(
             provider=provider,
             provider_options=provider_options,
             session_options=session_options,
@@ -89,7 +97,7 @@ class TopWSampler:
             allow_fallback=allow_fallback,
             sampler=sampler,
         )
-        return cls(folder, session)
+        return cls(folder, GraphSession(folder, options))
 
     def sample(
         self,
@@ -105,14 +113,14 @@ class TopWSampler:
         preset: str | None = None,
         **parameters: Any,
     ) -> Samples:
-        """Draw one token from each row of `logits`, float [B, V] (or [V], taken as one row).
+        """Draw one token from each row of `logits`, with either `uniform` or `seed` and `position`.
 
-        The draw is either given (`uniform`, in [0, 1), per row or for all) or made from `seed` and `position`: the
-        number of tokens before the one to draw (docs/contract/graph.md section 5); `sample` tells apart several draws
-        for one position. `edit_ids` int64 [B, N] (-1 is padding), `edit_penalty` and `edit_bias` float32 [B, N] are the
-        logit edits of docs/contract/graph.md section 6. `parameters` are the Top-W parameters, each one number or one
-        per row; those left out have the values of `preset` (docs/lab/lively.md), or the export's defaults. Logits of no
-        rows give results of no rows.
+        logits: float [B, V]; [V] is one row; B may be 0.
+        uniform: the draws, in [0, 1), one for all rows or one per row.
+        seed, position, sample: the draws' key (docs/contract/graph.md section 5); position: tokens before the draw.
+        edit_ids: int64 [B, N], -1 is padding; edit_penalty, edit_bias: float32 [B, N] (section 6).
+        preset: source of Top-W parameters not given (docs/lab/lively.md). None: the export's defaults.
+        parameters: Top-W parameters, each one number or one per row.
 
         Raises ParameterError for bad arguments, GenerationError naming the rows whose logits are invalid.
         """
@@ -126,7 +134,7 @@ class TopWSampler:
         try:
             found = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
         except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
-            raise GenerationError(f"onnxruntime failed: {' '.join(str(error).split())[:300]}") from None
+            raise GenerationError(f"onnxruntime failed: {one_line(error)}") from None
         invalid = np.flatnonzero(found["next_token"] < 0)
         if len(invalid):
             raise GenerationError(
@@ -147,7 +155,7 @@ class TopWSampler:
             given_value = named.get(name, default)
             values = _column(name, given_value, rows, np.float32)
             for value in np.unique(values if rows else np.asarray(given_value, np.float32)).tolist():
-                TopWParameters(**{name: value})  # its range check, with its message
+                TopWParameters(**{name: value})  # checks the range
             columns[name] = values
         return {name: columns[name] for name in PARAMETER_NAMES}
 
@@ -163,7 +171,7 @@ def _logits(given: Any, vocab: int) -> np.ndarray:
 
 
 def _numbers(name: str, given: Any, dtype: Any) -> np.ndarray:
-    """`given` as an array of `dtype`, which must hold real numbers, and for an integer `dtype` integers."""
+    """Raises ParameterError unless `given` holds real numbers, or integers for an integer `dtype`."""
     try:
         array = np.asarray(given)
         if array.dtype == object or array.dtype.names or array.dtype.kind in "USmMc":

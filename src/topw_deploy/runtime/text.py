@@ -1,4 +1,4 @@
-"""From tokens to text while they arrive: whole characters only, stop strings held back and cut."""
+"""Decodes tokens to text one by one, in whole characters, and cuts the text at stop strings."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "�"  # what decoders put for bytes that are no character, so also for the beginning of one
-_CONTEXT = 6  # prompt tokens that the first generated ones are decoded together with
+REPLACEMENT = "�"  # decoders' output for bytes that are no character, or only the beginning of one
+_CONTEXT = 6  # prompt tokens that are decoded together with the first generated ones
 _CHARACTER = 4  # most tokens that can share one character: UTF-8 has at most four bytes
 
 
 class IncrementalDecoder:
-    """Turns tokens into text one by one.
+    """Decodes tokens one by one.
 
-    What a token looks like depends on those before it: a byte-level token may hold part of a character, a
-    SentencePiece one loses its leading space at the start of a text. So each token is decoded together with the
-    last ones that gave text, and what those alone give is taken off. Text that ends inside a character is held back.
-
-    The text begins with what the prompt's text could not show: where the prompt ends inside a character, the answer
-    begins with that character, or with U+FFFD where the answer does not complete it.
+    A byte-level token may hold part of a character, and a SentencePiece one loses its leading space at the start of a
+    text. So each token is decoded after the last ones that gave text, whose text is removed. An unfinished character is
+    held back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
 
     decode: token ids -> text.
-    prompt: the prompt's token ids, of which the last few serve as context.
-    bytes_of: the bytes of a token: b"" if it gives no text, None if it shares no character with other tokens.
+    prompt: token ids; the last few are context.
+    bytes_of: a token's bytes, see `TokenBytes`.
     """
 
     def __init__(
@@ -33,41 +30,37 @@ class IncrementalDecoder:
         bytes_of: Callable[[int], bytes | None] = lambda token: None,
     ) -> None:
         self._decode = decode
-        self._start = 0  # of the tokens that give context
+        self._start = 0  # first context token
         unfinished, shown = _unfinished(bytes_of, prompt)
         self._ids = unfinished or _context(decode, bytes_of, prompt)
-        self._read = 0 if unfinished else len(self._ids)  # of the tokens whose text was not given out yet
-        self._known = shown if unfinished else len(decode(self._ids))  # characters of the window given out before
+        self._read = 0 if unfinished else len(self._ids)  # first token whose text was not returned yet
+        self._known = shown if unfinished else len(decode(self._ids))  # characters of the window already returned
         self._prompt = len(self._ids)
 
     def push(self, token: int) -> str:
-        """The text that became certain with `token`; often "", when a character is still in parts."""
+        """The newly certain text; "" within a character."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
         if text.endswith(REPLACEMENT):
             return ""
-        return self._give_out(text)
+        return self._new_text(text)
 
     def flush(self) -> str:
-        """What was held back; an unfinished character comes out as U+FFFD. To be called once, at the end.
-
-        Without a token after the prompt there is no text, whatever the prompt ends in.
-        """
+        """The text held back at the end, with U+FFFD for an unfinished character; "" without new tokens."""
         if len(self._ids) in (self._read, self._prompt):
             return ""
-        return self._give_out(self._decode(self._ids[self._start :]))
+        return self._new_text(self._decode(self._ids[self._start :]))
 
-    def _give_out(self, text: str) -> str:
+    def _new_text(self, text: str) -> str:
         gained = text[self._known :]
-        if gained:  # tokens without text (special ones) are no context: the window stays
+        if gained:  # tokens without text (special ones) are no context: the window does not move
             self._start, self._read = self._read, len(self._ids)
             self._known = len(self._decode(self._ids[self._start :]))
         return gained
 
 
 def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) -> tuple[list[int], int]:
-    """The tokens that hold the unfinished character at the prompt's end, none if there is no such character, and how
-    many characters the first of them holds before it."""
+    """The tokens of an unfinished character at the prompt's end, and the first one's characters before it."""
     tokens: list[int] = []
     spelled: list[bytes] = []
     for token in reversed(prompt):
@@ -86,7 +79,7 @@ def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) 
 
 
 def _pending(data: bytes) -> int:
-    """The number of bytes at the end of `data` that begin a character: more bytes can complete it."""
+    """Bytes at the end of `data` that begin an incomplete character."""
     for size in range(1, min(len(data), _CHARACTER - 1) + 1):
         for more, last in itertools.product(range(1, _CHARACTER + 1 - size), (b"\x80", b"\xbf")):
             with contextlib.suppress(UnicodeDecodeError):
@@ -98,7 +91,7 @@ def _pending(data: bytes) -> int:
 def _context(
     decode: Callable[[Sequence[int]], str], bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]
 ) -> list[int]:
-    """The last tokens of the prompt that give text, beginning with a whole character."""
+    """The prompt's last tokens with text, from a whole character on."""
     most = _CONTEXT + _CHARACTER - 1
     last = list(itertools.islice((token for token in reversed(prompt) if bytes_of(token) != b""), most))[::-1]
     for size in range(_CONTEXT, most + 1):
@@ -109,10 +102,7 @@ def _context(
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, whatever pieces the text comes in.
-
-    The one whose last character comes first wins; of two that end together, the longer.
-    """
+    """Passes text on up to the stop string that ends first; of two that end together, the longer."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -120,7 +110,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of the text so far that can no longer belong to a stop string and was not given out before."""
+        """New text that cannot be part of a stop string."""
         if self.found is not None or not text:
             return ""
         text = self._held + text
@@ -134,12 +124,12 @@ class StopStrings:
         return text[:cut]
 
     def flush(self) -> str:
-        """What was held back, once it is sure that nothing follows."""
+        """The text held back, at the end."""
         held, self._held = self._held, ""
         return held
 
     def _possible_beginning(self, text: str) -> int:
-        """Length of the longest end of `text` with which some stop string begins."""
+        """Length of the longest suffix that begins a stop string."""
         longest = min(len(text), max(map(len, self._stops), default=1) - 1)
         for size in range(longest, 0, -1):
             end = text[-size:]
@@ -149,10 +139,7 @@ class StopStrings:
 
 
 class RowText:
-    """The text of one row, decoder and stop strings together; `push` and `flush` return what may be shown.
-
-    The first `guarded` tokens, those that `min_new_tokens` demands, cannot end the text.
-    """
+    """The text of one row, cut at stop strings. guarded: tokens before which they do not count."""
 
     def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], guarded: int = 0) -> None:
         self._decoder = decoder
@@ -161,12 +148,11 @@ class RowText:
 
     @property
     def found(self) -> str | None:
-        """The stop string that was met, if any."""
         return self._stops.found
 
     def push(self, token: int) -> str:
         text = self._decoder.push(token)
-        if self._guarded > 1:  # the last demanded token may already complete a stop string
+        if self._guarded > 1:  # the last required token may complete a stop string
             self._guarded -= 1
             return text
         return self._stops.push(text)

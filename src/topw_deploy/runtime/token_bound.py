@@ -1,4 +1,4 @@
-"""A bound from below on the tokens of a text, without tokenising it: tokenising 10 MB takes seconds and a gigabyte."""
+"""A lower bound on the tokens of a text without tokenising it: tokenising 10 MB takes seconds and a gigabyte."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from topw_deploy.runtime.token_bytes import byte_level_bytes
-
 _ALPHANUMERIC = frozenset(string.ascii_letters + string.digits)
 _OTHER_BYTES = bytes(sorted(set(range(256)) - set(map(ord, _ALPHANUMERIC))))
 _COMPOSED = 4  # most characters that NFC or NFKC makes one of
 _FACTORS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
     ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1
 )
-_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})  # they drop no character
-_CUTTERS = frozenset({"Split", "Punctuation"})  # nor do these, but for the behavior "Removed"
+_SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})  # they keep every character
+_CUTTERS = frozenset({"Split", "Punctuation"})  # these too, except with the behavior "Removed"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """How much text one token covers at most; None where a tokenizer may drop or join any amount of it.
+    """How much text one token covers at most; None if the tokenizer may drop or join any amount of it.
 
-    characters: characters of any kind. alphanumeric: ASCII letters and digits, of which the longest tokens (rows of
-    spaces or dashes) hold few, so that this bound is the sharper one for words.
+    alphanumeric: ASCII letters and digits: a sharper bound for words, as the longest tokens are rows of spaces or
+        dashes.
     """
 
     characters: int | None
     alphanumeric: int | None
 
     def least(self, text: str) -> tuple[int, str]:
-        """A number of tokens that `text` has at least, and why, in words."""
+        """A lower bound on the tokens of `text`, and the reason."""
         bounds = [(0, "")]
         if self.characters:
             bounds.append((-(-len(text) // self.characters), f"a token holds at most {self.characters} of them"))
@@ -47,9 +45,8 @@ class TokenBound:
 
 
 def token_bound(raw: RustTokenizer) -> TokenBound:
-    """The bound of a tokenizer. Both are None for models other than BPE over bytes, or with all bytes to fall back to.
-
-    Other models make one unknown token of any amount of text.
+    """The bound of a tokenizer. Both parts are None unless it is a BPE over bytes, or one with a token for every byte:
+    other models make one unknown token of any amount of text.
     """
     normalizer = _steps(raw.normalizer, "normalizers")
     splitters = _steps(raw.pre_tokenizer, "pretokenizers")
@@ -73,7 +70,7 @@ def token_bound(raw: RustTokenizer) -> TokenBound:
 
 
 def _steps(part: Any, children: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences flattened."""
+    """Steps of a normalizer or pre-tokenizer, flattened."""
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         if state.get("type") == "Sequence":
@@ -94,7 +91,7 @@ def _keeps_text(step: dict[str, Any]) -> bool:
 
 
 def _factor(steps: list[dict[str, Any]]) -> int | None:
-    """How many characters of text become one at most; None for a normalizer that may drop any number."""
+    """How many characters become one at most; None for any number."""
     factor = 1
     for step in steps:
         if step["type"] == "Replace":
@@ -110,15 +107,32 @@ def _factor(steps: list[dict[str, Any]]) -> int | None:
 
 
 def _keeps_letters(steps: list[dict[str, Any]]) -> bool:
-    """Whether no step replaces ASCII letters and digits (composing one with accents leaves one character)."""
+    """Whether no step replaces ASCII letters and digits."""
     return not any(step["type"] == "Replace" and _ALPHANUMERIC & set(step["pattern"]["String"]) for step in steps)
 
 
 def _forms(raw: RustTokenizer, content: str) -> list[str]:
-    """An added token's text, as it is and as a normalised text would hold it."""
     return [content] if raw.normalizer is None else [content, raw.normalizer.normalize_str(content)]
 
 
 def _possible_letters(text: str) -> int:
-    """Characters that may stand for an ASCII letter or digit of a prompt: composed with accents, they are not ASCII."""
+    """Counts characters that may come from an ASCII letter or digit; composed with accents, they are not ASCII."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes of a byte-level token, whose characters are bytes; else its UTF-8."""
+    try:
+        return bytes(_BYTE_OF[character] for character in token)
+    except KeyError:
+        return token.encode("utf-8", "replace")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's character for each byte: itself if printable, else the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

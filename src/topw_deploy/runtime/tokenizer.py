@@ -1,33 +1,36 @@
-"""The exported folder's tokenizer: `tokenizer.json` through the tokenizers library, nothing else."""
+"""The folder's tokenizer: `tokenizer.json` through the tokenizers library, and the bytes of its tokens."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from topw_deploy.errors import PromptError, TokenizerError
+from topw_deploy.errors import PromptError, TokenizerError, one_line
 from topw_deploy.runtime.folder import ModelFolder
 from topw_deploy.runtime.text import IncrementalDecoder
-from topw_deploy.runtime.token_bound import TokenBound, token_bound
-from topw_deploy.runtime.token_bytes import TokenBytes
+from topw_deploy.runtime.token_bound import TokenBound, byte_level_bytes, token_bound
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback
 
 
 class Tokenizer:
-    """Text <-> token ids. Raises TokenizerError when `tokenizer.json` is missing or unreadable, and where the library
-    fails on what it says.
+    """Text <-> token ids.
 
     special_tokens: the texts of bos_token, eos_token, ... as the folder's configuration names them.
+
+    Raises TokenizerError if `tokenizer.json` is missing or unreadable, or if the library fails on it.
     """
 
-    def __init__(self, folder: ModelFolder) -> None:
+    def __init__(self, folder: ModelFolder[Any]) -> None:
         if not folder.has(TOKENIZER_FILE):
             raise TokenizerError(
                 f"{folder.path} has no {TOKENIZER_FILE}; export the model again from a folder with a tokenizer."
@@ -45,7 +48,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens({**folder.read_json(SPECIAL_TOKENS_FILE), **self.config})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; PromptError if it holds half a surrogate pair, which no UTF-8 can say."""
+        """Raises PromptError for half a surrogate pair, which UTF-8 cannot encode."""
         try:
             ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
@@ -58,7 +61,7 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> TokenBound:
-        """How much text a token covers at most. Made when it is first asked for, in about 0.1 us for each token."""
+        """Takes about 0.1 us per token of the vocabulary."""
         return token_bound(self._raw)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -69,7 +72,6 @@ class Tokenizer:
         return text
 
     def follow(self, prompt: Sequence[int], skip_special_tokens: bool = True) -> IncrementalDecoder:
-        """The decoder of the tokens that follow `prompt`."""
 
         def decode(ids: Sequence[int]) -> str:
             return self.decode(ids, skip_special_tokens)
@@ -77,14 +79,13 @@ class Tokenizer:
         return IncrementalDecoder(decode, prompt, self._bytes[skip_special_tokens])
 
     def _typed(self, error: BaseException, done: str) -> BaseException:
-        """A TokenizerError for a failure of the library, its panics included, which are no Exception."""
+        """A TokenizerError for the library's errors, and its panics, which are no Exception."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return error  # an interrupt
-        reason = " ".join(str(error).split())[:200]
-        return TokenizerError(f"{self._file} cannot be {done} ({reason}); export the model again.")
+        return TokenizerError(f"{self._file} cannot be {done} ({one_line(error, 200)}); export the model again.")
 
     def id_of(self, token: str | None) -> int | None:
-        """The id of a token's text, None if there is no such token."""
+        """None for an unknown token."""
         try:
             return None if token is None else self._raw.token_to_id(token)
         except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which no token can hold
@@ -100,12 +101,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added ones."""
         return int(self._raw.get_vocab_size(with_added_tokens=True))
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by role: the files hold each as a string or as an object with `content`."""
+    """By role. The files hold strings or objects with `content`."""
     found = {}
     for role in _SPECIAL:
         value = config.get(role)
@@ -113,3 +114,36 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             found[role] = text
     return found
+
+
+class TokenBytes:
+    """The bytes that a tokenizer's decoder makes of each token: a character may be split over several tokens.
+
+    skip_special: whether special tokens give no text.
+    """
+
+    def __init__(self, raw: RustTokenizer, skip_special: bool) -> None:
+        self._raw = raw
+        decoder = raw.decoder
+        kinds = _types(json.loads(decoder.__getstate__())) if decoder is not None else set()
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
+        added = raw.get_added_tokens_decoder()
+        self._skipped = {token for token, entry in added.items() if entry.special} if skip_special else set()
+
+    def __call__(self, token: int) -> bytes | None:
+        """b"" if `token` gives no text, None if it shares no character with other tokens."""
+        text = None if token in self._skipped else self._raw.id_to_token(token)
+        if text is None:  # the decoder skips unknown ids too
+            return b""
+        if self._byte_level:
+            return byte_level_bytes(text)
+        found = _BYTE_TOKEN.fullmatch(text) if self._byte_fallback else None
+        return bytes.fromhex(found[1]) if found else None
+
+
+def _types(state: Any) -> set[str]:
+    if isinstance(state, dict):
+        own = {state["type"]} if isinstance(state.get("type"), str) else set()
+        return own.union(*map(_types, state.values()))
+    return set().union(*map(_types, state)) if isinstance(state, list) else set()

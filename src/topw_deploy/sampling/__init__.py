@@ -1,7 +1,10 @@
-"""What Top-W is: parameters, the literal algorithm, the draw. numpy only."""
+"""What Top-W is: parameters, the algorithm, the draw.
 
-from topw_deploy.sampling.draw import Draw, draw, uniform_for
-from topw_deploy.sampling.edits import apply_edits
+`reference`: the literal algorithm in float64, the definition. `fast`: the same crops in numpy with the work that proofs
+make unnecessary left out, a row at a time; `topw stats` and the benchmarks use it without torch. `torch`: the same for
+batches of tensors on any device, for transformers' `generate`. Only `torch` imports torch.
+"""
+
 from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
 from topw_deploy.sampling.geometry import Geometry, embedding_statistics
 from topw_deploy.sampling.parameters import (
@@ -19,7 +22,7 @@ from topw_deploy.sampling.parameters import (
 )
 from topw_deploy.sampling.presets import REQUEST_PRESETS, preset_parameters, typical_distance
 from topw_deploy.sampling.reference import FLOAT32_TIES, FLOAT64_TIES, Crop, TieBounds, Ties, crop
-from topw_deploy.sampling.row import Row, as_float32, crop_mass, sample_row
+from topw_deploy.sampling.row import Draw, Row, apply_edits, as_float32, crop_mass, draw, sample_row, uniform_for
 
 __all__ = [
     "ALIASES",

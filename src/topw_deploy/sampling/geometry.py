@@ -1,6 +1,4 @@
-"""Token geometry: how far two tokens are apart, from the model's input embeddings (docs/contract/graph.md, section
-2).
-"""
+"""Distances between tokens, from the model's input embeddings (docs/contract/graph.md, section 2)."""
 
 from __future__ import annotations
 
@@ -25,19 +23,18 @@ VARIANCE_ADDED = 1e-12  # mahalanobis: sqrt(variance + this)
 VARIANCE_FLOOR = 1e-6  # unit and cosine: sqrt(max(variance, this))
 
 _BLOCK_VALUES = 1_048_576  # float64 values held at a time while reading a table: 8 MiB
-# |x|^2 + |y|^2 - 2 x.y loses digits as the pair gets close. Where it falls under this share of |x|^2 + |y|^2 the
-# distance is taken again from the difference x - y, which keeps every distance within about 1e-12 of exact.
+# |x|^2 + |y|^2 - 2 x.y loses digits for close pairs. Where it is below this share of |x|^2 + |y|^2, the distance is
+# computed from x - y, which keeps every distance within about 1e-12.
 _NEAR_SHARE = 1e-3
 
 
 def normalise(rows: Floats) -> Floats:
-    """`rows` [n, d] divided by their norms, a norm under 1e-12 counting as 1e-12."""
+    """`rows` [n, d] divided by max(norm, 1e-12)."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.maximum(norms, SMALLEST_NORM)
 
 
 def _blocks(table: Any, metric: str) -> Iterator[Floats]:
-    """The table in float64 blocks of rows, already normalised for the metric that takes its statistics so."""
     rows = max(1, _BLOCK_VALUES // max(1, table.shape[1]))
     for start in range(0, table.shape[0], rows):
         block = np.asarray(table[start : start + rows]).astype(np.float64)
@@ -51,10 +48,11 @@ def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]
     """Mean and inverse standard deviation of each coordinate over all rows of the embedding table.
 
     table: [V, d], any floating type, also a memory map; read twice, in blocks of 8 MiB.
-    metric: `mahalanobis` takes them over the rows normalised to unit length, `unit` and `cosine` over the raw rows.
-    Returns (mean [d], inverse standard deviation [d]), float64: 1 / sqrt(variance + 1e-12) for `mahalanobis`
-    (paper, Appendix A), 1 / sqrt(max(variance, 1e-6)) for the others.
-    Raises ParameterError for a metric without statistics, a table that is not [V, d] and values that are not finite.
+    metric: `mahalanobis` uses rows normalised to unit length, `unit` and `cosine` raw rows.
+
+    Returns (mean [d], inverse standard deviation [d]), float64. The latter is 1 / sqrt(variance + 1e-12) for
+    `mahalanobis` (paper, Appendix A) and 1 / sqrt(max(variance, 1e-6)) for the others.
+    Raises ParameterError for `uniform`, for a table that is not [V, d] and for values that are not finite.
     """
     if metric not in METRICS or metric == "uniform":
         raise ParameterError(f"metric {metric!r} takes no embedding statistics; only mahalanobis, unit and cosine do.")
@@ -68,7 +66,6 @@ def embedding_statistics(table: ArrayLike, metric: str) -> tuple[Floats, Floats]
 
 
 def _as_table(table: ArrayLike) -> Any:
-    """The table as given (a memory map stays one), or an error if it is not a non-empty matrix."""
     array: Any = table if hasattr(table, "shape") else np.asarray(table)
     if len(array.shape) != 2 or 0 in array.shape:
         raise ParameterError(f"the embedding table has shape {tuple(array.shape)}, but must be [V, d], both >= 1.")
@@ -77,7 +74,7 @@ def _as_table(table: ArrayLike) -> Any:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Distances between tokens. Make one with `from_embeddings` or `uniform`, once per model."""
+    """Distances between tokens. Make one per model, with `from_embeddings` or `uniform`."""
 
     metric: str
     table: Any = None  # [V, d], or None for `uniform`
@@ -88,10 +85,9 @@ class Geometry:
     def from_embeddings(
         cls, table: ArrayLike, metric: str, statistics: tuple[ArrayLike, ArrayLike] | None = None
     ) -> Self:
-        """The geometry of an input embedding table [V, d] under `mahalanobis`, `unit` or `cosine`.
+        """The geometry of an input embedding table [V, d], kept by reference, under a metric other than `uniform`.
 
-        statistics: (mean [d], inverse standard deviation [d]) to use instead of `embedding_statistics(table, metric)`,
-        for instance the float32 ones that a graph carries. The table is kept by reference, not copied.
+        statistics: in place of `embedding_statistics(table, metric)`, for instance the float32 ones of a graph.
         """
         mean, inverse_std = embedding_statistics(table, metric) if statistics is None else statistics
         return cls(
@@ -100,14 +96,14 @@ class Geometry:
 
     @classmethod
     def uniform(cls) -> Self:
-        """The 0-1 geometry (paper, section 4.3): any two different tokens are at distance 1."""
+        """The 0-1 geometry (paper, section 4.3): distance 1 between any two different tokens."""
         return cls("uniform")
 
     def features(self, ids: ArrayLike) -> Floats:
-        """The points [n, d] of the tokens `ids` [n] whose distances the metric measures.
+        """The points [n, d] of the tokens `ids` [n], between which the metric measures.
 
         `mahalanobis`: normalise, subtract the mean, divide by the standard deviation. `unit`, `cosine`: subtract,
-        divide, normalise. `uniform`: the ids themselves [n, 1], of which only equality matters.
+        divide, normalise. `uniform`: the ids themselves, [n, 1].
         """
         ids = np.asarray(ids, dtype=np.int64)
         if self.table is None or self.mean is None or self.inverse_std is None:
@@ -120,11 +116,11 @@ class Geometry:
         return normalise((rows - self.mean) * self.inverse_std)
 
     def distances(self, rows: ArrayLike, cols: ArrayLike) -> Floats:
-        """Distances [n, m] between the tokens `rows` [n] and `cols` [m], both given as ids."""
+        """Distances [n, m] between token ids [n] and [m]."""
         return self.between(self.features(rows), self.features(cols))
 
     def between(self, x: Floats, y: Floats) -> Floats:
-        """Distances [n, m] between features `x` [n, d] and `y` [m, d], as `features` returns them.
+        """Distances [n, m] between points `x` [n, d] and `y` [m, d] of `features`.
 
         `uniform`: 0 or 1. `cosine`: 1 - clip(x.y, -1, 1), within 1e-15. Otherwise Euclidean, within 1e-12 relative.
         """
@@ -138,8 +134,7 @@ class Geometry:
 def euclidean(x: Floats, y: Floats) -> Floats:
     """Euclidean distances [n, m] between the rows of `x` [n, d] and `y` [m, d], within about 1e-12 relative.
 
-    One matrix product gives |x|^2 + |y|^2 - 2 x.y with an error near 1e-15 (|x|^2 + |y|^2); pairs closer than
-    a thousandth of that sum are computed again from x - y, so near-duplicates lose no digits and duplicates give 0.
+    Close pairs are computed from x - y (_NEAR_SHARE), so duplicates give 0.
     """
     sizes = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1)  # [n, m]
     squares = sizes - 2.0 * (x @ y.T)

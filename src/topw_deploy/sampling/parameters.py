@@ -1,4 +1,4 @@
-"""The numbers of Top-W: what a request may change, what an export fixes, presets and accepted names."""
+"""The numbers of Top-W: parameters of a request, options fixed by an export, presets and accepted names."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def _number(name: str, value: object) -> float:
 
 
 def check_range(name: str, value: float, rounded: float | None = None) -> None:
-    """Raises ParameterError unless the parameter `name` may have this value; or the one `rounded`, where float32 makes
-    that of it."""
+    """Raises ParameterError unless `value` is in the range of the parameter `name`.
+
+    rounded: the value in float32, if that is to be in range instead.
+    """
     holds, bound = _RANGES[name]
     number = _number(name, value)
     if rounded is not None and holds(number):
@@ -62,7 +64,7 @@ _RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopWParameters:
-    """What every row of every request may choose for itself; the graph takes each as float32 [batch].
+    """Parameters that every row of a batch may choose for itself; the graph takes each as float32 [batch].
 
     lam: weight of the entropy term, >= 0.
     beta: weight of the log-mass reward, >= 0.
@@ -92,7 +94,7 @@ class TopWParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopWOptions:
-    """What an export fixes for good.
+    """Options that an export fixes.
 
     top_m: candidate pool size, >= 1; cut to the vocabulary.
     alt_iters: most alternations, >= 1.
@@ -151,7 +153,7 @@ def canonical_names(given: Mapping[str, Any], known: Iterable[str] = PARAMETER_N
 
 
 def unknown_name(name: str, known: Iterable[str]) -> ParameterError:
-    """The error for a parameter nobody knows: suggests the nearest known name and lists them all."""
+    """The error for an unknown parameter, with the nearest known name."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""

@@ -1,4 +1,4 @@
-"""Named settings that a request may choose: name -> Top-W parameters. What an export fixes is not part of them."""
+"""Presets of a request's parameters, by name. They set none of the options that an export fixes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import TopWParameters
 
 LIVELY_DISTANCE = 1.5
-"""What a typical distance counts for under `lively`: its geom_scale times `typical_distance`."""
+"""geom_scale times `typical_distance` under `lively`."""
 
-# The crop is chosen at 1 whatever the draw's temperature: at 1.5 it would be the whole pool at many steps.
+# The crop is chosen at temperature 1: at 1.5 it would often be the whole pool.
 _LIVELY = TopWParameters(lam=1.0, beta=4.0, selection_temperature=1.0, init_top_p=0.3)
 
 REQUEST_PRESETS: Mapping[str, str] = {
     "paper": "the paper's parameters, which keep few tokens and are nearly always certified",
     "lively": "parameters at which token geometry decides most crops (docs/lab/lively.md)",
 }
-"""Name -> what it is, in a line."""
+"""Name -> description in one line."""
 
 
 def preset_parameters(name: str, metric: str, width: int | None) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Top-W, literally: which tokens one row of logits keeps (docs/contract/graph.md, section 3; the paper's Algorithm 1).
+"""Top-W, literally: the tokens that a row of logits keeps (the paper's Algorithm 1; docs/contract/graph.md, section 3).
 
-This is the definition that every other implementation is compared with, in float64 and without shortcuts. It also
-measures how close the row came to another answer, so that a float32 implementation can be judged fairly.
+This is the definition that every other implementation is compared with: float64, no shortcuts. `crop` reads like the
+algorithm and uses its symbols. It also measures how close the row came to another answer, so that a float32
+implementation can be judged by its rounding.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 Mask = NDArray[np.bool_]
 
-# Weights are taken in units of the largest and not under e^-60. With geom_scale >= 0 every prefix holds the largest
-# logit, so no sum changes in any bit; with a negative one a prefix may hold only such tokens, and this keeps its mass
-# a normal number in float32 and float64 alike.
+# Weights are in units of the largest and at least e^-60. With geom_scale >= 0 every prefix holds the largest logit, so
+# the floor changes no bit of a sum. With a negative one a prefix may hold only tiny weights, and the floor keeps its
+# mass a normal number in float32 and float64 alike.
 SMALLEST_LOG_WEIGHT = -60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """How near the row came to another answer; inf where there was no other.
+    """How close the row came to another answer; inf where no other was possible.
 
-    objective: over all steps, the smallest lead of the best J over another prefix, divided by max(1, lam, beta)
-        (with a negative geom_scale also by the largest potential). For beta <= lam and a negative geom_scale the
-        order alone decides, so there it is the lead of the best phi.
-    nucleus: distance of the warm start's cut from flipping, relative to the mass it asks for.
-    certificate: the lead of the best base J inside the warm start over the best outside, or the reverse.
-    pool_cut: the pool ends between two equal logits, so its last members are chosen by token id alone.
-    warm_cut: so does the warm start of a row that is not certified. An excuse only where a sort leaves equal logits in
-        any order, so `allow` does not count it.
+    objective: the smallest lead of the best J over another prefix, over all steps, in units of max(1, lam, beta) or,
+        with a negative geom_scale, of the largest |f| if that is more. For beta <= lam and a negative geom_scale the
+        order alone decides, so it is the lead of the best phi.
+    nucleus: the mass by which the warm start's cut misses another size, relative to the mass it asks for.
+    certificate: the difference between the best base J inside the warm start and the best outside.
+    pool_cut: whether the pool ends between equal logits, so that token ids choose its last members.
+    warm_cut: whether the warm start of an uncertified row ends so. `allow` ignores it, as it matters only to sorts that
+        are not stable.
     """
 
     objective: float = math.inf
@@ -45,17 +46,17 @@ class Ties:
     warm_cut: bool = False
 
     def allow(self, bounds: TieBounds) -> bool:
-        """Whether another kept set may be accepted from an implementation with these rounding bounds."""
+        """Whether an implementation with these rounding bounds may keep another set."""
         return self.pool_cut or self.objective <= bounds.objective or self.nucleus <= bounds.nucleus
 
     def allow_certified(self, bounds: TieBounds) -> bool:
-        """Whether another value of `certified` may be accepted."""
+        """Whether such an implementation may give another value of `certified`."""
         return self.allow(bounds) or self.certificate <= bounds.objective
 
 
 @dataclass(frozen=True, slots=True)
 class TieBounds:
-    """Leads within which rounding may decide (docs/contract/graph.md, section 4)."""
+    """Leads up to which rounding may decide (docs/contract/graph.md, section 4)."""
 
     objective: float
     nucleus: float
@@ -68,11 +69,16 @@ FLOAT32_TIES = TieBounds(objective=1e-5, nucleus=2e-6, draw=1e-6)
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """What one row keeps and how it came about.
+    """The kept set of one row, and how it came about.
 
-    kept: token ids, int64, by (logit descending, id ascending); certified: K <= k0 with geom_scale >= 0, or greedy;
-    warm_size: k0, the size of S(0); base_size: K, the first maximiser without geometry; steps: scans made, 0 if greedy;
-    distances: ordered pairs (pool token, member of some set) whose distance was computed, a token beside itself too.
+    kept: token ids, int64 [k], by (logit descending, id ascending).
+    certified: K <= k0 and geom_scale >= 0, or greedy: geometry cannot change the answer (T2).
+    warm_size: k0, the size of S(0).
+    base_size: K, the first maximiser of J without geometry.
+    steps: alternations, 0 if greedy.
+    ties: see `Ties`.
+    distances: number of ordered pairs (pool token, member of some S(t)) whose distance was computed, including a token
+        with itself.
     """
 
     kept: Ids
@@ -87,11 +93,13 @@ class Crop:
 def crop(
     logits: ArrayLike, parameters: TopWParameters, options: TopWOptions | None = None, geometry: Geometry | None = None
 ) -> Crop:
-    """The kept set of one row of (edited) logits [V], float32 or float64; -inf bans a token.
+    """Choose the kept set of one row of (edited) logits [V].
 
-    options: default `TopWOptions()`. geometry: of `options.metric`; may be left out when that is `uniform`.
-    Raises ParameterError for logits that are not one row, hold NaN or +inf or nothing finite, and for a geometry of
-    another metric.
+    logits: float32 or float64; -inf bans a token.
+    options: default `TopWOptions()`.
+    geometry: of `options.metric`; not needed for `uniform`.
+    Raises ParameterError for logits that are not one row, hold NaN or +inf, or have no finite value, and for a geometry
+    of another metric.
     """
     options = TopWOptions() if options is None else options
     geometry = geometry_for(options, geometry)
@@ -101,7 +109,7 @@ def crop(
 
     C, pool_cut = pool(row, options.top_m)
     selection = parameters.selection_temperature or parameters.temperature
-    log_p = (row[C] - row[C[0]]) / selection  # in units of the largest: no constant changes the answer (F0, scale)
+    log_p = (row[C] - row[C[0]]) / selection  # in units of the largest weight: scale does not matter (F0)
     p = np.exp(np.maximum(log_p, SMALLEST_LOG_WEIGHT))
     lam, c, scale = parameters.lam, parameters.beta - parameters.lam, parameters.geom_scale
 
@@ -134,7 +142,7 @@ def crop(
 
 
 def pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
-    """The candidate pool C: the `top_m` best finite logits by (logit descending, id ascending), fewer if fewer.
+    """The candidate pool C: the `top_m` largest finite logits, by (logit descending, id ascending).
 
     Returns (ids int64 [|C|], whether a logit left out equals the last one taken).
     """
@@ -147,7 +155,7 @@ def pool(logits: Floats, top_m: int) -> tuple[Ids, bool]:
 
 
 def warm_start(p: Floats, init_top_p: float) -> tuple[int, float]:
-    """k0, the length of the shortest pool prefix holding `init_top_p` of the pool's mass, and its relative margin."""
+    """k0, the size of the shortest pool prefix with `init_top_p` of the pool's mass, and the cut's relative margin."""
     if init_top_p >= 1.0:
         return len(p), math.inf
     G = np.cumsum(p)
@@ -159,19 +167,23 @@ def warm_start(p: Floats, init_top_p: float) -> tuple[int, float]:
 
 
 def objective(p: Floats, phi: Floats, c: float) -> Floats:
-    """J_k of every prefix of tokens already ordered by phi: Phi_k / Gamma_k + c log Gamma_k, with c = beta - lam."""
+    """J_k = Phi_k / Gamma_k + c log Gamma_k of every prefix of tokens ordered by phi; c = beta - lam."""
     Gamma = np.cumsum(p)
     Phi = np.cumsum(p * phi)
     return Phi / Gamma + c * np.log(Gamma)
 
 
 def first_maximiser(J: Floats, c: float) -> int:
-    """k*, the first maximiser of J_1..J_m. For c <= 0 J never rises (singleton collapse): 1, whatever rounding says."""
+    """k*, the first maximiser of J_1..J_m. For c <= 0, J never rises (Theorem 3.4, singleton collapse), so k* is 1."""
     return 1 if c <= 0 else int(np.argmax(J)) + 1
 
 
 class SetDistance:
-    """dist(i, S) of every pool token i to a subset S of the pool; 0 for members. Each distance is computed once."""
+    """dist(i, S) of every pool token i to a subset S of the pool C; 0 for members.
+
+    `nearest` is the smallest distance to a member, `knn` the mean of the `neighbours` smallest. Each distance is
+    computed once.
+    """
 
     def __init__(self, geometry: Geometry, C: Ids, neighbours: int) -> None:
         self._geometry = geometry
@@ -182,7 +194,7 @@ class SetDistance:
 
     @property
     def computed(self) -> int:
-        """Entries of the matrix filled so far: every pool token to every token that was a member."""
+        """Distances computed so far."""
         return len(self._known) * int(self._known.sum())
 
     def __call__(self, S: Mask) -> Floats:
@@ -197,8 +209,8 @@ class SetDistance:
 
 
 def _lead(J: Floats, phi: Floats, k: int, c: float, scale: float) -> float:
-    """How far the chosen prefix leads: in J, or in phi where the order alone decides; inf if nothing else could win."""
-    if len(J) == 1 or (c <= 0 and scale >= 0):  # the largest logit, at phi = 0, whatever the geometry
+    """The lead of the chosen prefix: in J, or in phi where the order alone decides."""
+    if len(J) == 1 or (c <= 0 and scale >= 0):  # then it is the largest logit, at phi = 0
         return math.inf
     if c <= 0:
         return float(phi[0] - phi[1])

@@ -1,4 +1,4 @@
-"""One row from logits to token, with the numbers the graph sees (docs/contract/graph.md, sections 3 to 7)."""
+"""One row from logits to token, with the numbers the graph receives (docs/contract/graph.md, sections 3 to 7)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.draw import draw
-from topw_deploy.sampling.edits import apply_edits
 from topw_deploy.sampling.geometry import Geometry, Ids
 from topw_deploy.sampling.parameters import GREEDY_BELOW, TopWOptions, TopWParameters, check_range
 from topw_deploy.sampling.reference import Crop, Ties, crop
 
+PADDING = -1  # an edit id without effect: rows of a batch have different numbers of edits
+_WORD = 1 << 64
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the graph answers for one row, and what only the reference knows.
+    """The answer for one row: the graph's outputs, then what only the reference computes.
 
-    next_token: -1 if the row is invalid; logprob: under the renormalised crop at `temperature`, 0 for a greedy or
-    invalid row; kept: the crop's size; certified; mass: the crop's probability under the full softmax at the
-    selection temperature. Beyond the graph: kept_ids, ties, and draw_margin (see `draw`; inf where nothing is drawn).
+    next_token: -1 if the row is invalid.
+    logprob: of the token under the renormalised crop at `temperature`; 0 for a greedy or invalid row.
+    kept: the crop's size.
+    certified: see `reference.Crop`.
+    mass: the crop's probability under the full softmax at the selection temperature.
+    kept_ids, ties: see `reference.Crop`.
+    draw_margin: see `Draw`; inf where nothing is drawn.
     """
 
     next_token: int = -1
@@ -41,10 +46,9 @@ class Row:
 
 
 def as_float32(parameters: TopWParameters | Mapping[str, float]) -> TopWParameters:
-    """The parameters as a graph receives them: each rounded to float32.
+    """The parameters rounded to float32, as a graph receives them; names left out of a mapping have their defaults.
 
-    A mapping may leave names out (defaults). Raises ParameterError where the rounded value is out of range: 1e-50 is
-    a valid init_top_p, but 0 in float32.
+    Raises ParameterError where the rounded value is out of range: 1e-50 is a valid init_top_p, but 0 in float32.
     """
     given = asdict(parameters) if isinstance(parameters, TopWParameters) else parameters
     with np.errstate(over="ignore"):
@@ -53,7 +57,7 @@ def as_float32(parameters: TopWParameters | Mapping[str, float]) -> TopWParamete
         return TopWParameters(**rounded)
     except ParameterError:
         for name, value in rounded.items():
-            check_range(name, given[name], value)  # says what was given, where TopWParameters knows the rounded value
+            check_range(name, given[name], value)  # names the value given; TopWParameters would name the rounded one
         raise
 
 
@@ -65,13 +69,16 @@ def sample_row(
     uniform: float = 0.0,
     edits: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
 ) -> Row:
-    """Edit, crop and draw one row, as the graph does but in float64 from its float32 inputs.
+    """Edit, crop and draw one row, as the graph does, but in float64 from its float32 inputs.
 
-    logits: [V], any float type, cast to float32. parameters: a mapping may hold values out of range. uniform: u in
-    [0, 1), taken as float32. edits: (ids, penalty, bias), see `apply_edits`.
-    An invalid row (NaN, +inf or nothing finite among the edited logits, a parameter or u out of range) is answered
-    with `Row()`, as a graph cannot raise. Raises ParameterError for what a graph could not run either: a wrong shape,
-    edits out of range, a geometry of another metric.
+    logits: [V], any float type, cast to float32.
+    parameters: a mapping may hold values out of range.
+    uniform: u in [0, 1), rounded to float32.
+    edits: (ids, penalty, bias), see `apply_edits`.
+
+    An invalid row (NaN, +inf or nothing finite among the edited logits, a parameter or u out of range) gives `Row()`,
+    as a graph cannot raise. Raises ParameterError for what a graph could not run either: a wrong shape, edits out of
+    range, a geometry of another metric.
     """
     with np.errstate(over="ignore"):
         row = np.asarray(logits).astype(np.float32)
@@ -95,10 +102,7 @@ def sample_row(
 
 
 def crop_mass(logits: ArrayLike, chosen: Crop, parameters: TopWParameters) -> float:
-    """The crop's probability under the softmax of the whole row [V] at the selection temperature.
-
-    A selection temperature in the greedy range leaves all mass on the argmax: 1.
-    """
+    """The crop's probability under the softmax of the row [V] at the selection temperature; 1 if that is greedy."""
     selection = parameters.selection_temperature or parameters.temperature
     if selection < GREEDY_BELOW:
         return 1.0
@@ -109,3 +113,98 @@ def crop_mass(logits: ArrayLike, chosen: Crop, parameters: TopWParameters) -> fl
 
 def _usable(row: NDArray[np.float32]) -> bool:
     return not np.isnan(row).any() and not (row == np.inf).any() and bool(np.isfinite(row).any())
+
+
+def apply_edits(logits: ArrayLike, ids: ArrayLike, penalty: ArrayLike, bias: ArrayLike) -> NDArray[np.float32]:
+    """Apply penalties, biases and bans to a row of logits [V], in float32 and in the graph's order of operations.
+
+    ids: [N] int64, distinct token ids; -1 is padding.
+    penalty: [N] > 0. A logit l becomes l / penalty if l > 0, else l * penalty (Keskar et al. 2019, as in transformers).
+    bias: [N], added afterwards; -inf bans.
+
+    Returns a new float32 [V]. A penalty that is not > 0 makes its logit NaN, and so the row invalid.
+    Raises ParameterError for an id that is no token or comes twice.
+    """
+    edited = np.array(logits, dtype=np.float32)
+    i = np.asarray(ids, dtype=np.int64)
+    divide = np.asarray(penalty, dtype=np.float32)
+    add = np.asarray(bias, dtype=np.float32)
+    _check_edits(i, divide, add, len(edited))
+    divide = np.where(divide > 0, divide, np.float32(np.nan))
+    real = i != PADDING
+    i, divide, add = i[real], divide[real], add[real]
+    with np.errstate(invalid="ignore", over="ignore"):  # what becomes NaN or infinite makes the row invalid, later
+        old = edited[i]
+        edited[i] = np.where(old > 0, old / divide, old * divide) + add
+    return edited
+
+
+def _check_edits(ids: NDArray[np.int64], penalty: NDArray[np.float32], bias: NDArray[np.float32], vocab: int) -> None:
+    if not ids.ndim == penalty.ndim == bias.ndim == 1 or not len(ids) == len(penalty) == len(bias):
+        raise ParameterError(f"edits have shapes {ids.shape}, {penalty.shape}, {bias.shape}, but must be [N] each.")
+    outside = ids[(ids < PADDING) | (ids >= vocab)]
+    if len(outside):
+        raise ParameterError(f"edit id {outside[0]} is no token: must be in 0..{vocab - 1}, or -1 for padding.")
+    real = ids[ids != PADDING]
+    if len(np.unique(real)) < len(real):
+        raise ParameterError("a token is edited twice in one row; combine its edits into one.")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A drawn token.
+
+    token: its id.
+    logprob: log of its probability in the renormalised crop.
+    margin: distance of u G_K from the nearest other token's interval, relative to G_K (see `draw`).
+    """
+
+    token: int
+    logprob: float
+    margin: float
+
+
+def draw(logits: ArrayLike, kept: ArrayLike, temperature: float, uniform: float) -> Draw:
+    """Draw one token of a crop (docs/contract/graph.md, section 5).
+
+    logits: the row [V] the crop came from.
+    kept: the crop's ids [K], by (logit descending, id ascending) as in `Crop.kept`.
+    temperature: T > 0 of the weights w_i = exp((l_i - l_max) / T), l_max the largest kept logit.
+    uniform: u in [0, 1).
+
+    With G the inclusive cumulative sums of w over `kept`, the token is the first with G_i > u G_K; the margin is the
+    smallest |G_i - u G_K| / G_K over i < K.
+    Raises ParameterError for an empty crop and for a temperature or uniform out of range.
+    """
+    ids = np.asarray(kept, dtype=np.int64)
+    if len(ids) == 0:
+        raise ParameterError("the crop is empty, but must hold at least one token to draw from.")
+    if not temperature > 0:
+        raise ParameterError(f"temperature is {temperature!r}, but must be > 0 to draw; a greedy row takes its argmax.")
+    if not 0 <= uniform < 1:
+        raise ParameterError(f"uniform is {uniform!r}, but must be in [0, 1).")
+    chosen = np.asarray(logits)[ids].astype(np.float64)
+    a = (chosen - chosen[0]) / temperature  # [K]
+    G = np.cumsum(np.exp(a))
+    distances = G - uniform * G[-1]
+    i = min(int(np.argmax(distances > 0)), len(ids) - 1)
+    margin = float(np.abs(distances[:-1]).min() / G[-1]) if len(ids) > 1 else math.inf
+    return Draw(int(ids[i]), float(a[i] - np.log(G[-1])), margin)
+
+
+def uniform_for(seed: int, position: int, sample: int = 0) -> float:
+    """The uniform number in [0, 1) of one draw, a function of its arguments alone (docs/contract/random.md).
+
+    seed: of the request, 0 <= seed < 2^64.
+    position: number of real tokens before the drawn one.
+    sample: index among the request's `n` answers.
+
+    The top 24 bits of the first word of Philox 4x64-10 with key (seed, 0) and counter (position, sample, 0, 0), times
+    2^-24. numpy increments the counter before the first block.
+    """
+    for name, value in (("seed", seed), ("position", position), ("sample", sample)):
+        if not 0 <= value < _WORD:
+            raise ParameterError(f"{name} is {value!r}, but must be in 0..2^64 - 1.")
+    counter = np.array([position, sample, 0, 0], dtype=np.uint64)  # a list would pass through float64
+    word = np.random.Philox(key=seed, counter=counter).random_raw()
+    return (int(word) >> 40) * 2.0**-24

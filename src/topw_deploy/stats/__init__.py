@@ -1,5 +1,5 @@
-"""What Top-W did to a text: which steps geometry decided, what it kept and dropped, how large and likely the crops are.
+"""`topw stats`: which steps token geometry decided, what it kept and dropped, and how large the crops are.
 
-`collect` generates as `topw generate` does and looks at every step's logits again; `analyse` says what one step's crop
-is and would be without distances; `summary` counts; `table` and `plot` show.
+`request` reads prompts and settings, `collect` generates as `topw generate` does and recomputes every step's logits,
+`analyse` compares a step's crop with the crop without distances, `summary` counts, `table` and `plot` show.
 """

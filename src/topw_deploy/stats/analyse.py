@@ -1,4 +1,4 @@
-"""One step: its crop, the crop that equal parameters give without distances, and how much of the softmax it holds."""
+"""One step: its crop, the crop without distances, and their share of the softmax."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ Floats = NDArray[np.float64]
 class Step:
     """What Top-W did at one step.
 
-    kept: the crop's size. mass: its probability under the softmax over the vocabulary at the selection temperature.
-    entropy, crop_entropy: in nats, of the softmax over the vocabulary and of the crop, renormalised, both at the
-    temperature of the draw. added, dropped: tokens that are in the crop, or not in it, only because of distances.
-    stage, distances, distances_avoided: how `fast_crop` found the crop, in ordered pairs of tokens.
+    kept: the crop's size.
+    mass: the crop's probability under the softmax over the vocabulary, at the selection temperature.
+    entropy: of the softmax over the vocabulary at the temperature of the draw, in nats.
+    crop_entropy: the same, of the renormalised crop.
+    added, dropped: tokens inside or outside the crop only because of distances.
+    stage: of `fast_crop` that found the crop.
+    distances, distances_avoided: ordered pairs of tokens that `fast_crop` measured and avoided.
     """
 
     kept: int
@@ -42,18 +45,17 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Lens:
-    """What a model's steps are looked at with: its baked options, its geometry, its neighbour bound if it has one."""
+class Analyser:
+    """Recomputes the crops of one model, from its baked options, geometry and, if it has one, neighbour bound [V]."""
 
     options: TopWOptions
     geometry: Geometry
     neighbour_bound: NDArray[np.float32] | None = None
 
-    def look(self, logits: NDArray[np.float32], parameters: TopWParameters) -> Step:
-        """One row of edited logits [V], with parameters as the graph has them (float32)."""
+    def analyse(self, logits: NDArray[np.float32], parameters: TopWParameters) -> Step:
+        """Analyse one row of edited logits [V]. parameters: rounded to float32, as the graph receives them."""
         found = fast_crop(logits, parameters, self.options, self.geometry, self.neighbour_bound)
-        # A certified crop is the same at every scale (docs/contract/theory.md, T2), so only the others can have
-        # changed.
+        # A certified crop is the same at every scale (docs/contract/theory.md, T2).
         plain = found.kept if found.certified else self._without_distances(logits, parameters)
         selection = parameters.selection_temperature or parameters.temperature
         return Step(
@@ -74,7 +76,7 @@ class Lens:
 
 
 def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
-    """Probabilities [V]; at a greedy temperature all of it on the largest logit, the first among equals."""
+    """Probabilities [V]; at a greedy temperature 1 for the first of the largest logits."""
     row = logits.astype(np.float64)
     if temperature < GREEDY_BELOW:
         return (np.arange(len(row)) == np.argmax(row)).astype(np.float64)
@@ -83,6 +85,6 @@ def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
 
 
 def entropy(p: Floats) -> float:
-    """In nats; a probability of 0 adds nothing."""
+    """In nats, of probabilities that may be 0."""
     positive = p[p > 0]
     return float(max(0.0, -(positive * np.log(positive)).sum()))

@@ -1,13 +1,13 @@
-"""Running prompts as `topw generate` does, and looking at the logits of every step again.
+"""Generate as `topw generate` does, then recompute and analyse the logits of every step.
 
-A fused graph gives no logits out. So the tokens are generated first, by the very model; then the part of the graph
-before the sampler runs over the same tokens, with the same cache and the same columns per step, and shows what entered
-the sampler. The crop found from that is compared with the size and the certificate that the graph itself reported.
+The exported graph has no logits output. So the model generates the tokens first; then the part of the graph before the
+sampler runs over the same tokens, with the same cache and the same columns per step. The crop of these logits is
+compared with the size and the certificate that the graph reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,34 +20,33 @@ from topw_deploy.errors import ManifestError, PromptError
 from topw_deploy.export.graft.embedding_node import find_embedding
 from topw_deploy.export.graft.sampler_node import sampler_node
 from topw_deploy.export.graft.table import EmbeddingTable, stored_array
-from topw_deploy.export.progress import Bar, Progress, no_bar
 from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.export.write.weights import MODEL_FILE
 from topw_deploy.manifest import DecoderManifest
+from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 from topw_deploy.runtime import GenerationResult, TopWModel
 from topw_deploy.runtime.edits import Edits
 from topw_deploy.runtime.request import Limits, RowRequest, check_text, resolve
 from topw_deploy.sampling import Geometry, apply_edits, as_float32
-from topw_deploy.stats.analyse import Lens, Step
-from topw_deploy.stats.prompts import Prompt
-from topw_deploy.stats.settings import Setting
+from topw_deploy.stats.analyse import Analyser, Step
+from topw_deploy.stats.request import Prompt, Setting
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One prompt under one setting: what was asked and what came."""
+    """The request and the result of one prompt under one setting."""
 
     request: RowRequest
     result: GenerationResult
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A generated sequence with what each of its steps was.
+class Analysed:
+    """A generated sequence and its steps.
 
-    agreed: at how many steps the crop has the size and the certificate that the graph reported.
+    agreed: number of steps whose crop has the size and the certificate that the graph reported.
     """
 
     generated: Generated
@@ -57,9 +56,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Collected:
-    """Every setting's sequences in the order of the prompts, and the text of each token that geometry moved."""
+    """The result of `collect`.
 
-    runs: list[tuple[Setting, list[Seen]]]
+    runs: each setting with its sequences, in the order of the prompts.
+    texts: of every token that geometry added or dropped, by id.
+    """
+
+    runs: list[tuple[Setting, list[Analysed]]]
     texts: dict[int, str]
 
 
@@ -70,43 +73,46 @@ def collect(
     *,
     batch_size: int = 1,
     generation: Mapping[str, Any] | None = None,
-    progress: Progress = lambda _line: None,
-    bar: Bar = no_bar,
+    progress: Progress = SILENT,
 ) -> Collected:
-    """Generate from every prompt under every setting with the exported model in `folder`, and look at each step.
+    """Generate from every prompt under every setting with the exported model in `folder`, and analyse each step.
 
-    generation: further parameters of `TopWModel.generate`, such as max_new_tokens and seed. batch_size: prompts that
-    run together; in a batch of several, logits may differ in their last bits from those of a prompt alone.
-    Raises the errors of topw_deploy.errors: for a folder that is no exported decoder, and for a prompt that is longer
-    than the context, naming its line.
+    generation: further parameters of `TopWModel.generate`, such as max_new_tokens and seed.
+    batch_size: prompts per batch; logits of a batch can differ in their last bits from those of a prompt alone.
+
+    Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context, and what
+    `TopWModel` raises.
     """
     batches = [range(start, min(start + batch_size, len(prompts))) for start in range(0, len(prompts), batch_size)]
     with TopWModel.from_pretrained(folder) as model:
         ids = [_ids(model, prompt) for prompt in prompts]
-        progress(f"Generating from {counted(len(prompts), 'prompt')} under {counted(len(settings), 'setting')}")
+        progress.say(f"Generating from {counted(len(prompts), 'prompt')} under {counted(len(settings), 'setting')}")
         written = []
-        with bar(len(prompts) * len(settings), "prompts") as advance:
+        with progress.bar(len(prompts) * len(settings), "prompts") as advance:
             for setting in settings:
                 parameters = {**(generation or {}), **setting.parameters}
                 written.append(_generate(model, ids, batches, parameters, advance))
         manifest, tokenizer = model.manifest, model.tokenizer
-    progress("Looking at every step")
-    probe, lens = LogitsProbe(folder, manifest.decoder), lens_of(folder, manifest)
+    progress.say("Looking at every step")
+    probe, analyser = LogitsProbe(folder, manifest.decoder), analyser_of(folder, manifest)
     total = sum(len(one.result.token_ids) for run in written for one in run)
     runs = []
-    with bar(total, "tokens") as advance:
+    with progress.bar(total, "tokens") as advance:
         for setting, run in zip(settings, written, strict=True):
-            seen = [one for batch in batches for one in _look(probe, lens, [run[i] for i in batch], advance)]
-            runs.append((setting, seen))
+            rows = (one for batch in batches for one in _analyse(probe, analyser, [run[i] for i in batch], advance))
+            runs.append((setting, list(rows)))
     moved = {token for _, run in runs for one in run for step in one.steps for token in (*step.added, *step.dropped)}
     return Collected(runs, {token: tokenizer.decode([token], skip_special_tokens=False) for token in sorted(moved)})
 
 
-def lens_of(folder: Path, manifest: DecoderManifest) -> Lens:
-    """What the steps of the exported model are looked at with: the node's own table, statistics and bound."""
+def analyser_of(folder: Path, manifest: DecoderManifest) -> Analyser:
+    """An analyser with the sampler node's own table, statistics and bound.
+
+    Raises ManifestError if the node has none.
+    """
     sampler = manifest.sampler
     if sampler.options.metric == "uniform" or sampler.hidden_size is None:
-        return Lens(sampler.options, Geometry.uniform())
+        return Analyser(sampler.options, Geometry.uniform())
     graph = ir.load(folder / MODEL_FILE).graph
     inputs = sampler_node(graph).inputs[len(TAIL_INPUTS) :]
     statistics, data = inputs[: len(GEOMETRY_INPUTS)], inputs[len(GEOMETRY_INPUTS) :]
@@ -114,7 +120,7 @@ def lens_of(folder: Path, manifest: DecoderManifest) -> Lens:
     lookup = replace(find_embedding(graph), data=tuple(data), hidden=sampler.hidden_size)
     table: Any = EmbeddingTable(lookup, sampler.vocab_size)
     geometry = Geometry.from_embeddings(table, sampler.options.metric, (mean, inverse_std))
-    return Lens(sampler.options, geometry, bound if len(bound) else None)
+    return Analyser(sampler.options, geometry, bound if len(bound) else None)
 
 
 def _stored(value: ir.Value | None) -> NDArray[np.float32]:
@@ -124,7 +130,7 @@ def _stored(value: ir.Value | None) -> NDArray[np.float32]:
 
 
 def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
-    """The prompt's tokens as `generate` makes them; PromptError naming its place if there are too many."""
+    """The prompt's tokens, as `generate` encodes it. Raises PromptError if they fill the context."""
     most = model.manifest.decoder.context_length
     check_text(prompt.text, model.tokenizer, Limits(most, model.manifest.sampler.vocab_size), prompt.where)
     ids = model.tokenizer.encode(prompt.text)
@@ -141,7 +147,7 @@ def _generate(
     ids: Sequence[list[int]],
     batches: Sequence[range],
     parameters: Mapping[str, Any],
-    advance: Callable[[int], object],
+    advance: Advance,
 ) -> list[Generated]:
     limits = Limits(model.manifest.decoder.context_length, model.manifest.sampler.vocab_size)
     geometry = model.manifest.sampler.geometry
@@ -153,28 +159,28 @@ def _generate(
     return [Generated(request, result) for request, result in zip(requests, results, strict=True)]
 
 
-def _look(
-    probe: LogitsProbe, lens: Lens, batch: Sequence[Generated], advance: Callable[[int], object]
-) -> Iterator[Seen]:
-    """The steps of sequences that were generated together."""
-    edits = [_EditsAgain(one) for one in batch]
+def _analyse(
+    probe: LogitsProbe, analyser: Analyser, batch: Sequence[Generated], advance: Advance
+) -> Iterator[Analysed]:
+    """The steps of one batch."""
+    edits = [_Edits(one) for one in batch]
     steps: list[list[Step]] = [[] for _ in batch]
     agreed = [0] * len(batch)
-    for position, logits in enumerate(logits_again(probe, batch)):
+    for position, logits in enumerate(recomputed_logits(probe, batch)):
         for row, one in enumerate(batch):
             if position >= len(one.result.token_ids):
                 continue
-            step = lens.look(edits[row].apply(logits[row]), as_float32(one.request.top_w))
+            step = analyser.analyse(edits[row].apply(logits[row]), as_float32(one.request.top_w))
             edits[row].accept(one.result.token_ids[position])
             reported = one.result.kept[position], one.result.certified[position]
             agreed[row] += reported == (step.kept, step.certified)
             steps[row].append(step)
             advance(1)
-    return (Seen(*parts) for parts in zip(batch, steps, agreed, strict=True))
+    return (Analysed(*parts) for parts in zip(batch, steps, agreed, strict=True))
 
 
-def logits_again(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterator[NDArray[np.float32]]:
-    """Logits [batch, vocab] of every step in turn, before edits; rows that have ended by then hold anything."""
+def recomputed_logits(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterator[NDArray[np.float32]]:
+    """Logits [batch, vocab] of every step in turn, before edits; rows that have ended hold arbitrary values."""
     lengths = [len(one.result.token_ids) for one in batch]
     width = max(len(one.request.prompt) for one in batch)
     ids, mask = (np.zeros((len(batch), width), np.int64) for _ in range(2))
@@ -190,8 +196,8 @@ def logits_again(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterator[NDA
         mask = np.concatenate([mask, alive.astype(np.int64)], axis=1)
 
 
-class _EditsAgain:
-    """The edits of one generated sequence, step by step as the runtime made them."""
+class _Edits:
+    """The edits of one generated sequence, step by step as the runtime applied them."""
 
     def __init__(self, one: Generated) -> None:
         self._edits = Edits([one.request])
@@ -199,7 +205,7 @@ class _EditsAgain:
     def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         if not self._edits.active:
             return logits
-        self._edits.prepare(_NoBinding())  # type: ignore[arg-type]  # it only hands arrays over
+        self._edits.prepare(_NoBinding())  # type: ignore[arg-type]  # `prepare` only binds arrays
         return apply_edits(logits, self._edits.ids[0], self._edits.penalty[0], self._edits.bias[0])
 
     def accept(self, token: int) -> None:
@@ -207,7 +213,7 @@ class _EditsAgain:
 
 
 class _NoBinding:
-    """Takes the arrays of edits and gives them to no session."""
+    """Accepts the arrays of `Edits.prepare` and ignores them."""
 
     def bind_array(self, name: str, array: NDArray[Any]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The report as a picture: crops by position, what decided them, and the tokens that geometry moved."""
+"""The report as a picture: crops by position, what decided them, and the tokens that geometry added or dropped."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _GREY, _SAME, _ADDED, _DROPPED = "#b6bdc6", "#f0c64c", "#009e73", "#d55e00"
 _GRID, _TEXT, _MUTED = "#e3e6ea", "#1f2933", "#66717d"
 _MOST_TOKENS = 9  # of each kind
 _BANDS_UP_TO = 1  # settings; overlapping bands cannot be told apart
-_LINEAR_UP_TO = 25  # tokens kept; larger ranges are shown on a logarithmic axis
-_LEAST_ROWS = 4  # of a panel with bars: a single bar need not fill it
-_LEAST_LABELLED = 6  # per cent; a narrower part of a bar has no room for its number
-_LEGEND_COLUMNS, _LEGEND_LETTERS = 6, 170  # of the settings: most columns, and letters that fit in a line
-_LABEL_LETTERS, _LINE = 28, 0.17  # of a setting beside its bar: letters in a line, and its height in inches
+_LINEAR_UP_TO = 25  # tokens kept; larger ranges get a logarithmic axis
+_LEAST_ROWS = 4  # of a panel with bars, so that a single bar does not fill it
+_LEAST_LABELLED = 6  # per cent; a narrower segment has no room for its number
+_LEGEND_COLUMNS, _LEGEND_LETTERS = 6, 170  # most columns, and letters per line
+_LABEL_LETTERS, _LINE = 28, 0.17  # letters per line of a setting's label, and the line's height in inches
 _TITLE_LETTERS, _XLABEL_LETTERS = 96, 48
 _DPI = 110
 
 
 def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
-    """Write the picture, in the format that the ending of `path` names. Raises ParameterError where it cannot be."""
+    """Write the picture, in the format of the ending of `path`. Raises ParameterError if it cannot be written."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -36,7 +36,7 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
     upper, lower = _heights(summaries)
     figure: Any = Figure(figsize=(11.5, upper + lower), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(_plain_text(title, _TITLE_LETTERS), fontsize=14, weight="bold", color=_TEXT, x=0.01, ha="left")
+    figure.suptitle(_drawable(title, _TITLE_LETTERS), fontsize=14, weight="bold", color=_TEXT, x=0.01, ha="left")
     above, below = figure.subfigures(2, 1, height_ratios=(upper, lower))
     _panels(above, summaries)
     left, right = below.subplots(1, 2)
@@ -49,7 +49,7 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
 
 
 def _heights(summaries: Sequence[Summary]) -> tuple[float, float]:
-    """Inches of the panels above, whose legend grows with the settings, and of those below, with a bar for each."""
+    """Heights in inches of the upper panels, with a legend of all settings, and the lower ones, with a bar for each."""
     legend = -(-len(summaries) // _legend_columns(summaries))
     bars = len(summaries) * (max(len(_setting(summary)) for summary in summaries) + 1)
     return 3.3 + _LINE * legend, max(4.0, 1.5 + _LINE * bars)
@@ -65,7 +65,7 @@ def _setting(summary: Summary) -> list[str]:
 
 
 def _colours(count: int) -> Sequence[Any]:
-    """A colour for each setting: far apart while there are few, then in order along a scale."""
+    """A colour for each setting: distinct colours for few, a colour scale for many."""
     if count <= len(_COLOURS):
         return _COLOURS
     from matplotlib import colormaps
@@ -73,8 +73,8 @@ def _colours(count: int) -> Sequence[Any]:
     return [colormaps["viridis"](0.95 * place / (count - 1)) for place in range(count)]
 
 
-def _plain_text(text: str, most: int) -> str:
-    """`text` in at most so many letters that can be drawn; matplotlib takes pairs of dollars for formulas."""
+def _drawable(text: str, most: int) -> str:
+    """`text`, printable, cut to `most` letters, its dollars escaped: matplotlib reads pairs of them as formulas."""
     text = printable(text)
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
@@ -146,8 +146,10 @@ _DECIDERS: tuple[tuple[str, str, Callable[[Place | Summary], int]], ...] = (
 
 
 def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
-    """How many steps were certified, not certified but unchanged, changed by geometry: by setting, or of one along
-    the text."""
+    """Shares of steps that were certified, uncertified but unchanged, and changed by geometry.
+
+    By setting; for a single setting, by position.
+    """
     if len(summaries) > 1:
         parts: Sequence[Place | Summary] = summaries
         at, draw = [float(row) for row in range(len(summaries))], axes.barh
@@ -180,7 +182,7 @@ def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
 
 
 def _title(axes: Any, text: str, handles: Any = None) -> None:
-    """A title on the left and the legend under it, above the axes."""
+    """A title on the left above the axes, with the legend under it."""
     axes.set_title(text, fontsize=11, loc="left", pad=24, color=_TEXT, weight="bold")
     handles = handles or axes.get_legend_handles_labels()[0]
     axes.legend(
@@ -190,10 +192,10 @@ def _title(axes: Any, text: str, handles: Any = None) -> None:
 
 
 def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
-    """Bars of the tokens that geometry moved under the setting where it did most, or the sentence that it did not."""
+    """Bars of the tokens that geometry added or dropped, for the setting with most changes; or that there are none."""
     most = max(summaries, key=lambda summary: summary.changed)
     if not most.changed:
-        _nothing(axes, summaries)
+        _no_changes(axes, summaries)
         return
     shown = [(moved, _ADDED) for moved in most.added[:_MOST_TOKENS]]
     shown += [(moved, _DROPPED) for moved in most.dropped[:_MOST_TOKENS]]
@@ -217,10 +219,10 @@ def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
 
 def _label(moved: MovedToken) -> str:
     text = token_text(moved)
-    return _plain_text(text if len(text) <= 18 else text[:16] + "…'", 18)
+    return _drawable(text if len(text) <= 18 else text[:16] + "…'", 18)
 
 
-def _nothing(axes: Any, summaries: Sequence[Summary]) -> None:
+def _no_changes(axes: Any, summaries: Sequence[Summary]) -> None:
     axes.axis("off")
     axes.text(0.5, 0.62, "Geometry never acted", ha="center", va="center", fontsize=19, color=_COLOURS[0])
     certified, steps = sum(s.certified for s in summaries), sum(s.steps for s in summaries)

@@ -1,4 +1,4 @@
-"""Many steps counted: one Summary per setting."""
+"""Counts over many steps: one Summary per setting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from topw_deploy.stats.analyse import Step
-from topw_deploy.stats.collect import Collected, Seen
+from topw_deploy.stats.collect import Analysed, Collected
 
 QUANTILES = {"p10": 0.1, "p25": 0.25, "median": 0.5, "p75": 0.75, "p90": 0.9}
 _MOST_WINDOWS = 16
@@ -18,7 +18,7 @@ _MOST_WINDOWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Mean, quantiles and extremes of one number over steps."""
+    """Mean, quantiles and extremes of a number over steps."""
 
     mean: float
     least: float
@@ -32,8 +32,11 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The steps at one position of the generated text, or at a range of them. first, last: from 1. single: steps that
-    kept one token, as greedy decoding does."""
+    """The steps at a range of positions of the generated text.
+
+    first, last: positions, from 1.
+    single: steps that kept one token, as greedy decoding does.
+    """
 
     first: int
     last: int
@@ -49,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class MovedToken:
-    """A token that distances brought into crops, or put out of them, at `steps` steps."""
+    """A token that distances added to the crops of `steps` steps, or dropped from them."""
 
     token: int
     text: str
@@ -60,13 +63,15 @@ class MovedToken:
 class Summary:
     """What Top-W did under one setting.
 
-    parameters: the Top-W parameters in force, from the setting, the model and the export. agreed: steps whose crop has
-    the size and certificate that the graph reported. changed: steps whose crop differs from the one with geom_scale 0,
-    at the same logits. whole: all steps; positions: each position; ranges: a few ranges of them; windows: some of equal
-    length. added, dropped: the
-    tokens that are in such a crop, or not in it, only because of distances, most frequent first; the totals count each
-    step anew. distances: ordered
-    pairs of tokens that the fast path measured, distances_avoided: those that the literal algorithm measures beyond.
+    parameters: the Top-W parameters in force, from the setting, the model and the export.
+    agreed: steps whose crop has the size and certificate that the graph reported.
+    changed: steps whose crop differs from the one with geom_scale 0 at the same logits.
+    added, dropped: tokens inside or outside a crop only because of distances, most frequent first.
+    added_total, dropped_total: their numbers, summed over steps.
+    distances: ordered pairs of tokens that the fast path measured.
+    distances_avoided: pairs that only the literal algorithm measures.
+    whole: all steps; None without steps.
+    positions, ranges, windows: each position, growing ranges of positions, ranges of equal length.
     """
 
     label: str
@@ -97,24 +102,22 @@ class Summary:
         return self.changed / self.steps if self.steps else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON types."""
         return {**asdict(self), "certified_share": self.certified_share, "changed_share": self.changed_share}
 
 
 def summarise(collected: Collected) -> list[Summary]:
-    """One Summary per setting, in order."""
-    return [_summary(setting.label, seen, collected.texts) for setting, seen in collected.runs]
+    return [_summary(setting.label, sequences, collected.texts) for setting, sequences in collected.runs]
 
 
-def _summary(label: str, seen: Sequence[Seen], texts: dict[int, str]) -> Summary:
-    by_position = _by_position(seen)
-    steps = [step for one in seen for step in one.steps]
+def _summary(label: str, sequences: Sequence[Analysed], texts: dict[int, str]) -> Summary:
+    by_position = _by_position(sequences)
+    steps = [step for one in sequences for step in one.steps]
     return Summary(
         label=label,
-        parameters=asdict(seen[0].generated.request.top_w),
-        sequences=len(seen),
+        parameters=asdict(sequences[0].generated.request.top_w),
+        sequences=len(sequences),
         steps=len(steps),
-        agreed=sum(one.agreed for one in seen),
+        agreed=sum(one.agreed for one in sequences),
         certified=sum(step.certified for step in steps),
         changed=sum(step.changed for step in steps),
         added_total=sum(len(step.added) for step in steps),
@@ -141,7 +144,7 @@ def ranges(positions: int) -> list[tuple[int, int]]:
 
 
 def windows(positions: int) -> list[tuple[int, int]]:
-    """At most 16 ranges of equal length, the last one perhaps shorter."""
+    """At most 16 ranges of equal length; the last can be shorter."""
     length = -(-positions // _MOST_WINDOWS) or 1
     return [(first, min(first + length - 1, positions)) for first in range(1, positions + 1, length)]
 
@@ -153,9 +156,9 @@ def _places(by_position: Sequence[Sequence[Step]], parts: Sequence[tuple[int, in
     )
 
 
-def _by_position(seen: Sequence[Seen]) -> list[list[Step]]:
-    longest = max((len(one.steps) for one in seen), default=0)
-    return [[one.steps[at] for one in seen if at < len(one.steps)] for at in range(longest)]
+def _by_position(sequences: Sequence[Analysed]) -> list[list[Step]]:
+    longest = max((len(one.steps) for one in sequences), default=0)
+    return [[one.steps[at] for one in sequences if at < len(one.steps)] for at in range(longest)]
 
 
 def _place(first: int, last: int, steps: Sequence[Step]) -> Place:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from topw_deploy.reports import counted
 from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 
-_UNREADABLE = "�"  # what decoders put for bytes that are no character
+_UNREADABLE = "�"  # decoders' replacement for bytes that are not UTF-8
 
 
 def lines(summaries: Sequence[Summary], most_tokens: int = 10) -> Iterator[str]:
-    """The whole report: settings side by side, then each one's details. most_tokens: of each list of tokens."""
     if len(summaries) > 1:
         yield from _side_by_side(summaries)
         yield ""
@@ -39,7 +38,7 @@ def verdict(summary: Summary) -> str:
 
 
 def token_text(moved: MovedToken) -> str:
-    """The token's text in quotes with what is not printable escaped; bytes that are no character by their id."""
+    """The token's text, quoted and escaped; its id where the text is not complete UTF-8."""
     return f"<token {moved.token}>" if _UNREADABLE in moved.text or not moved.text else repr(moved.text)
 
 
@@ -72,7 +71,7 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
     yield ", ".join(f"{name} {value:g}" for name, value in summary.parameters.items())
     yield f"{counted(summary.sequences, 'prompt')}, {counted(summary.steps, 'step')}"
     yield verdict(summary)
-    if not summary.steps:
+    if summary.whole is None:
         return
     if summary.agreed < summary.steps:
         yield (
@@ -87,9 +86,8 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
         yield f"distances  {summary.distances:,} measured, {_share(summary.distances_avoided, avoided)} avoided"
     yield ""
     header = ("position", "steps", "certified", "geometry acted", "one token", "kept", "mass", "entropy", "of crop")
-    assert summary.whole is not None
-    places = [*summary.ranges, summary.whole] if len(summary.ranges) > 1 else [summary.whole]
-    yield from aligned(header, [_place(place, place is summary.whole) for place in places])
+    rows = [_place(place) for place in summary.ranges] if len(summary.ranges) > 1 else []
+    yield from aligned(header, [*rows, ["all", *_place(summary.whole)[1:]]])
     for title, tokens in (
         ("kept only because of geometry", summary.added),
         ("dropped only because of geometry", summary.dropped),
@@ -101,8 +99,8 @@ def _details(summary: Summary, most_tokens: int) -> Iterator[str]:
             yield f"{title} (steps): {shown}{rest}"
 
 
-def _place(place: Place, whole: bool) -> list[str]:
-    name = "all" if whole else f"{place.first}" if place.first == place.last else f"{place.first}-{place.last}"
+def _place(place: Place) -> list[str]:
+    name = f"{place.first}" if place.first == place.last else f"{place.first}-{place.last}"
     shares = [_share(count, place.steps) for count in (place.certified, place.changed, place.single)]
     kept = f"{place.kept.median:g} ({place.kept.p10:g}-{place.kept.p90:g})"
     others = [_middle(numbers) for numbers in (place.mass, place.entropy, place.crop_entropy)]
@@ -110,12 +108,12 @@ def _place(place: Place, whole: bool) -> list[str]:
 
 
 def _middle(numbers: Distribution) -> str:
-    """Median and the middle 80 %."""
+    """Median, p10 and p90."""
     return f"{numbers.median:.2f} ({numbers.p10:.2f}-{numbers.p90:.2f})"
 
 
 def _share(count: int, total: int) -> str:
-    """A percentage that says 100 % and 0 % only where it is exact."""
+    """A percentage; 100.0 % and 0.0 % only if exact."""
     if not total:
         return "-"
     share = 100 * count / total
@@ -125,7 +123,7 @@ def _share(count: int, total: int) -> str:
 
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Aligned columns, the first to the left and the others to the right."""
+    """Aligned columns: the first to the left, the others to the right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     for first, *others in cells:

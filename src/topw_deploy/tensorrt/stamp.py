@@ -15,7 +15,7 @@ from typing import Any
 from topw_deploy.errors import EngineError
 from topw_deploy.files import NotRegularError, open_regular, replacing
 from topw_deploy.manifest import MANIFEST_NAME, sha256_of
-from topw_deploy.manifest.checks import decoded
+from topw_deploy.manifest.fields import decoded
 from topw_deploy.tensorrt.profiles import Profile, Range
 
 FOLDER = "engines"

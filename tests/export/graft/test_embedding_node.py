@@ -1,4 +1,4 @@
-"""The embedding lookup is found in every form that exporters write it in, and its rows are read as the graph does."""
+"""The embedding lookup is found in the forms that exporters write, and its rows are the graph's."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def plain(editor: GraphEditor, ids: ir.Value) -> ir.Value:
 
 
 def through_a_reshape(editor: GraphEditor, ids: ir.Value) -> ir.Value:
-    """GPT-2: the ids are flattened to [-1, sequence] first; their shape is asked for too."""
+    """GPT-2: the ids are flattened to [-1, sequence]."""
     editor.op("Shape", [ids])
     flat = editor.op("Reshape", [ids, editor.constant(np.array([-1, 4]))])
     return editor.op("Gather", [editor.constant(TABLE, "table"), editor.op("Cast", [flat], to=6)])
 
 
 def of_the_transposed_head(editor: GraphEditor, ids: ir.Value) -> ir.Value:
-    """onnxruntime-genai, tied: the table is the head's weight [hidden, vocab], transposed."""
+    """onnxruntime-genai, tied: the head's weight [hidden, vocab], transposed."""
     head = editor.constant(TABLE.T.copy(), "head")
     table = editor.op("Transpose", [head], perm=[1, 0], dtype=ir.DataType.FLOAT, shape=[ROWS, HIDDEN])
     return editor.op("Gather", [table, ids], axis=0)
 
 
 def quantised() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packed 4-bit weights, scales, and the rows that they stand for; blocks of 16 with zero point 8."""
+    """Packed 4-bit codes, scales, and the dequantised rows."""
     blocks = TABLE.reshape(ROWS, HIDDEN // 16, 16)
     scales = (np.abs(blocks).max(axis=2) / 7).astype(np.float32)
     codes = np.clip(np.rint(blocks / scales[..., None]) + 8, 0, 15).astype(np.uint8)
@@ -55,7 +55,7 @@ def quantised() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def block_quantised(editor: GraphEditor, ids: ir.Value) -> ir.Value:
-    """onnxruntime-genai, int4: the packed head, reshaped, and its scales."""
+    """onnxruntime-genai, int4: the packed head, reshaped."""
     packed, scales, _ = quantised()
     head = editor.constant(packed.reshape(ROWS, 2, 8), "head_Q4")
     table = editor.op(
@@ -80,7 +80,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_lookup_is_found_and_its_rows_are_the_graphs(form: str) -> None:
+def test_the_lookup_is_found_and_its_rows_are_read(form: str) -> None:
     build, text, rows = FORMS[form]
     found = find_embedding(graph_with(build))
     assert (found.form.form, found.rows, found.hidden) == (text, ROWS, HIDDEN)
@@ -91,7 +91,7 @@ def test_the_lookup_is_found_and_its_rows_are_the_graphs(form: str) -> None:
 
 
 @pytest.mark.parametrize("hard_link", [False, True])
-def test_rows_in_a_data_file_are_read_also_when_it_has_two_names(tmp_path: Path, hard_link: bool) -> None:
+def test_rows_in_a_data_file_are_read_also_through_a_hard_link(tmp_path: Path, hard_link: bool) -> None:
     graph = graph_with(plain)
     graph.outputs.append(graph[0].outputs[0])
     graph.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
@@ -103,13 +103,13 @@ def test_rows_in_a_data_file_are_read_also_when_it_has_two_names(tmp_path: Path,
     np.testing.assert_array_equal(table[[3, 1]], TABLE[[3, 1]])
 
 
-def test_a_decoder_without_embeddings_is_told_about_the_uniform_metric() -> None:
+def test_the_error_without_embeddings_names_the_uniform_metric() -> None:
     graph = graph_with(lambda editor, ids: editor.op("Cast", [ids], to=1))
     with pytest.raises(UnsupportedModelError, match=r"no input embeddings.*--metric uniform"):
         find_embedding(graph)
 
 
-def test_two_tables_are_one_too_many() -> None:
+def test_two_tables_are_refused() -> None:
     def build(editor: GraphEditor, ids: ir.Value) -> None:
         plain(editor, ids)
         editor.op("Gather", [editor.constant(TABLE[:, :8].copy(), "second"), ids], axis=0)
@@ -118,7 +118,7 @@ def test_two_tables_are_one_too_many() -> None:
         find_embedding(graph_with(build))
 
 
-def test_a_lookup_of_something_that_is_no_table_is_passed_over() -> None:
+def test_a_lookup_of_a_vector_is_ignored() -> None:
     def build(editor: GraphEditor, ids: ir.Value) -> None:
         editor.op("Gather", [editor.constant(np.arange(ROWS)), ids], axis=0)
         plain(editor, ids)

@@ -1,4 +1,4 @@
-"""Which row the logits are taken from, and where in the graph."""
+"""Which row the logits come from, and where it is selected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLE = np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype(np.floa
 
 
 def decoder(after: str = "nothing", weights: str = "constant") -> ir.Graph:
-    """input_ids -> rows of a table -> vocabulary matmul -> what `after` says -> logits [batch, sequence, vocab]."""
+    """input_ids -> table rows -> vocabulary matmul -> `after` -> logits [batch, sequence, vocab]."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     ids = editor.input("input_ids", ir.DataType.INT64, ["batch", "sequence"])
@@ -49,13 +49,13 @@ def matmuls_of_one_row(graph: ir.Graph) -> int:
 @pytest.mark.parametrize(
     ("mask", "columns"),
     [
-        ([[1, 1, 1], [0, 0, 1]], [2, 2]),  # padded on the left
-        ([[1, 1, 1], [1, 0, 0]], [2, 0]),  # on the right
-        ([[0, 1, 1, 1], [1, 1, 1, 0]], [2, 1]),  # behind a cache of one token
-        ([[0, 0, 0], [1, 1, 0]], [0, 1]),  # a row that is all padding has some row, not a failure
+        ([[1, 1, 1], [0, 0, 1]], [2, 2]),  # left padding
+        ([[1, 1, 1], [1, 0, 0]], [2, 0]),  # right padding
+        ([[0, 1, 1, 1], [1, 1, 1, 0]], [2, 1]),  # after a cached token
+        ([[0, 0, 0], [1, 1, 0]], [0, 1]),  # a row of padding does not fail
     ],
 )
-def test_each_row_answers_at_its_last_attended_position(after: str, mask: list[list[int]], columns: list[int]) -> None:
+def test_logits_are_those_of_the_last_attended_position(after: str, mask: list[list[int]], columns: list[int]) -> None:
     graph = decoder(after)
     last = last_logits(graph)
     graph.outputs.append(last)
@@ -65,7 +65,7 @@ def test_each_row_answers_at_its_last_attended_position(after: str, mask: list[l
 
 
 @pytest.mark.parametrize("after", ["nothing", "mixing"])
-def test_each_row_answers_at_its_length_where_the_graph_is_given_one(after: str) -> None:
+def test_logits_are_those_of_row_lengths_if_the_graph_has_that_input(after: str) -> None:
     graph = decoder(after)
     graph.inputs.pop()  # attention_mask
     GraphEditor(graph, "toy").input("row_lengths", ir.DataType.INT64, ["batch"])
@@ -78,25 +78,25 @@ def test_each_row_answers_at_its_length_where_the_graph_is_given_one(after: str)
 
 
 @pytest.mark.parametrize(("after", "before_matmul"), [("nothing", 1), ("cap", 1), ("bias", 1), ("mixing", 0)])
-def test_rows_are_picked_before_the_matmul_only_where_that_is_provable(after: str, before_matmul: int) -> None:
+def test_rows_are_selected_before_the_matmul_only_where_that_is_provable(after: str, before_matmul: int) -> None:
     graph = decoder(after)
     last_logits(graph)
     assert matmuls_of_one_row(graph) == before_matmul
 
 
-def test_weights_computed_from_the_ids_keep_the_rows_together() -> None:
+def test_rows_are_not_selected_before_a_matmul_with_computed_weights() -> None:
     graph = decoder(weights="computed")
     last_logits(graph)
     assert matmuls_of_one_row(graph) == 0
 
 
-def test_the_makers_logits_can_be_left_whole() -> None:
+def test_the_decoders_own_logits_can_stay_complete() -> None:
     graph = decoder()
     last_logits(graph, before_matmul=False)
     assert matmuls_of_one_row(graph) == 0
 
 
-def test_logits_that_the_maker_cut_already_are_taken_as_they_are() -> None:
+def test_logits_of_one_position_are_only_squeezed() -> None:
     graph = decoder()
     graph.outputs[0].shape = ir.Shape(["batch", 1, VOCAB])
     last = last_logits(graph, before_matmul=False)

@@ -1,4 +1,4 @@
-"""The neighbour bound: never above a distance, tight where distances are ordinary, the same whatever the blocks."""
+"""The neighbour bound: never above a distance, usually tight, independent of block sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from topw_deploy.export.graft import neighbour_bound as module
 from topw_deploy.export.graft.neighbour_bound import neighbour_bound
 from topw_deploy.export.request import export_request
 from topw_deploy.export.sampler_only import SamplerRequest, export_sampler, sampler_request
-from topw_deploy.export.verification.bound_check import bound_check, nearest_distances, stored_bound
+from topw_deploy.export.verification.sampler_checks import bound_check, nearest_distances, stored_bound
 from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.sampling import Geometry
@@ -38,7 +38,7 @@ def random_table(rows: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def truth(table: np.ndarray, metric: str) -> np.ndarray:
-    """float64 [V]: the distance to the nearest other token, pair by pair from the definition."""
+    """float64 [V]: the distance to the nearest other token, by definition."""
     points = Geometry.from_embeddings(table, metric).features(np.arange(len(table)))
     nearest = np.full(len(table), np.inf)
     for i, x in enumerate(points):
@@ -53,8 +53,8 @@ def measured(table: np.ndarray, metric: str) -> np.ndarray:
     return neighbour_bound(Geometry.from_embeddings(table, metric), len(table))
 
 
-def test_four_points_on_two_axes_have_the_distances_one_can_see() -> None:
-    """Rows (+-1, 0) and (0, +-1): mean 0, variance 1/2, so the points are (+-s, 0), (0, +-s) with s = sqrt 2."""
+def test_four_points_on_two_axes() -> None:
+    """Rows (+-1, 0), (0, +-1): mean 0, variance 1/2, so the points are (+-s, 0), (0, +-s) with s = sqrt 2."""
     table = np.array([[1, 0], [-1, 0], [0, 1], [0, -1]], np.float32)
     assert measured(table, "mahalanobis") == pytest.approx([2.0] * 4, rel=1e-4)
     assert measured(table, "unit") == pytest.approx([2**0.5] * 4, rel=1e-4)
@@ -68,7 +68,7 @@ def test_the_bound_is_under_the_distance_and_close_to_it(metric: str) -> None:
     bound, nearest = measured(table, metric), truth(table, metric)
     assert bound.dtype == np.float32
     assert (bound <= nearest).all()
-    # Of the squared distance, or 1 - cosine, 4 (d + 2) 2^-24 (|x|^2 + |y|^2) and 2^-16 are given up: far under 1e-3.
+    # The squared distance, or 1 - cosine, loses 4 (d + 2) 2^-24 (|x|^2 + |y|^2) and 2^-16: far below 1e-3.
     assert (bound >= 0.999 * nearest).all()
 
 
@@ -87,7 +87,7 @@ def test_duplicates_are_at_zero_and_near_duplicates_not_above_their_distance(met
 
 @st.composite
 def tables(draw: st.DrawFn) -> np.ndarray:
-    """Small tables of any scale and type with duplicates, near-duplicates, zero rows and rows of another size."""
+    """Small tables of any scale and type, with duplicates, near-duplicates, zero rows and outliers."""
     rows, width = draw(st.integers(2, 24)), draw(st.integers(1, 12))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     table = random.standard_normal((rows, width)) * 10.0 ** draw(st.integers(-18, 18))
@@ -107,13 +107,11 @@ def tables(draw: st.DrawFn) -> np.ndarray:
 @settings(max_examples=300, deadline=None)
 @given(tables(), st.sampled_from(METRICS), st.booleans())
 def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, rounded: bool) -> None:
-    """Under float64 statistics, and under their float32 roundings, which a graph hands to its kernel."""
+    """Under float64 statistics and their float32 roundings, which a graph contains."""
     geometry = Geometry.from_embeddings(table, metric)
     bound = neighbour_bound(geometry, len(table))
-    assert geometry.mean is not None
-    assert geometry.inverse_std is not None
     if rounded:
-        statistics = (geometry.mean.astype(np.float32), geometry.inverse_std.astype(np.float32))
+        statistics = (np.asarray(geometry.mean, np.float32), np.asarray(geometry.inverse_std, np.float32))
         geometry = Geometry.from_embeddings(table, metric, statistics)
     nearest = nearest_distances(geometry, np.arange(len(table)), len(table))
     assert np.isfinite(bound).all()
@@ -124,7 +122,7 @@ def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, round
 @settings(max_examples=100, deadline=None)
 @given(tables(), st.sampled_from(METRICS), st.integers(1, 7), st.integers(1, 3))
 def test_blocks_of_any_size_give_the_same_bound(table: np.ndarray, metric: str, block: int, held: int) -> None:
-    """The float32 sums may be taken in another order, so within rounding: no block, row or column is left out."""
+    """Up to the rounding of float32 sums in another order."""
     geometry = Geometry.from_embeddings(table, metric)
     whole = neighbour_bound(geometry, len(table))
     with pytest.MonkeyPatch.context() as patch:
@@ -139,18 +137,18 @@ def test_blocks_of_any_size_give_the_same_bound(table: np.ndarray, metric: str, 
 def test_every_pair_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK", 7)
     monkeypatch.setattr(module, "_HELD_VALUES", 14 * 6)
-    told: list[int] = []
+    done: list[int] = []
 
     @contextlib.contextmanager
     def bar(total: int, unit: str) -> Iterator[Callable[[int], object]]:
         assert (total, unit) == (45 * 44 // 2, "pairs")
-        yield told.append
+        yield done.append
 
     neighbour_bound(Geometry.from_embeddings(random_table(45, 4), "unit"), 45, Progress(bar=bar))
-    assert sum(told) == 45 * 44 // 2
+    assert sum(done) == 45 * 44 // 2
 
 
-def test_rows_beyond_the_vocabulary_are_nobodys_neighbours() -> None:
+def test_rows_outside_the_vocabulary_are_not_neighbours() -> None:
     table = random_table(50, 8)
     table[45:] = table[:5]
     geometry = Geometry.from_embeddings(table, "mahalanobis")
@@ -160,7 +158,7 @@ def test_rows_beyond_the_vocabulary_are_nobodys_neighbours() -> None:
     assert (bound[:5] > 0).all()
 
 
-def test_a_token_without_another_has_the_bound_zero() -> None:
+def test_the_bound_of_a_single_token_is_zero() -> None:
     assert measured(random_table(1, 4), "mahalanobis").tolist() == [0.0]
 
 
@@ -174,6 +172,7 @@ def test_the_uniform_metric_has_no_bound(tmp_path: Path) -> None:
         sampler_request(output=tmp_path / "out", vocab_size=9, options=options, neighbour_bound=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["portable", "onnxruntime", "static"])
 @pytest.mark.parametrize("metric", METRICS)
 def test_every_form_runs_with_a_stored_bound_and_is_verified(tail: str, metric: str, tmp_path: Path) -> None:
@@ -197,7 +196,7 @@ def test_every_form_runs_with_a_stored_bound_and_is_verified(tail: str, metric: 
     assert "topw.neighbour_bound" not in inputs
 
 
-def test_without_the_option_the_place_of_the_bound_stays_empty(tmp_path: Path) -> None:
+def test_without_the_option_there_is_no_bound(tmp_path: Path) -> None:
     np.save(tmp_path / "table.npy", random_table(9, 3))
     export_sampler(SamplerRequest(output=tmp_path / "out", embeddings=tmp_path / "table.npy"))
     assert stored_bound(tmp_path / "out").shape == (0,)
@@ -207,7 +206,8 @@ def test_without_the_option_the_place_of_the_bound_stays_empty(tmp_path: Path) -
     assert "shape (0,)" in check.detail
 
 
-def test_a_decoder_gets_the_bound_of_its_own_table(tmp_path: Path, foreign_decoder: Path) -> None:
+@pytest.mark.slow
+def test_a_decoder_gets_its_own_tables_bound(tmp_path: Path, foreign_decoder: Path) -> None:
     request = export_request(model=str(foreign_decoder), output=tmp_path / "out", neighbour_bound=True)
     lines: list[str] = []
     export_model(request, Progress(lines.append))
@@ -218,7 +218,7 @@ def test_a_decoder_gets_the_bound_of_its_own_table(tmp_path: Path, foreign_decod
     assert "neighbour bound" in [check.name for check in manifest.verification.checks]
 
 
-def test_a_dry_run_measures_nothing_and_counts_its_bytes(
+def test_a_dry_run_computes_no_bound_but_counts_its_bytes(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "neighbour_bound", lambda *_: pytest.fail("a dry run measured"))
@@ -242,6 +242,7 @@ def test_a_bound_that_is_too_large_fails_the_verification(tmp_path: Path, monkey
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_leaves_nothing(tmp_path: Path) -> None:
     np.save(tmp_path / "table.npy", random_table(40_000, 256))
     arguments = ["export-sampler", "--embeddings", "table.npy", "out", "--neighbour-bound"]

@@ -1,4 +1,4 @@
-"""A grafted decoder that keeps its maker's logits also runs without the sampler's inputs, as its maker's tools do."""
+"""A grafted decoder that keeps its own logits also runs without the sampler's inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.request import export_request
 from topw_deploy.manifest import load_manifest
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.session import SAMPLER_INPUTS
+from topw_deploy.runtime.ort.session import SAMPLER_INPUTS
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def with_logits(foreign_decoder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def feeds(session: ort.InferenceSession, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """What a tool that knows decoders alone would feed."""
+    """The inputs of the decoder without the sampler."""
     batch, length = ids.shape
     given = {
         "input_ids": ids,
@@ -38,7 +38,7 @@ def feeds(session: ort.InferenceSession, ids: np.ndarray) -> dict[str, np.ndarra
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_makers_logits_come_without_any_of_the_samplers_inputs(
+def test_the_decoders_own_logits_need_none_of_the_samplers_inputs(
     foreign_decoder: Path, with_logits: Path, batch: int
 ) -> None:
     ids = np.random.default_rng(0).integers(3, 280, (batch, 9))
@@ -52,7 +52,7 @@ def test_the_makers_logits_come_without_any_of_the_samplers_inputs(
     np.testing.assert_array_equal(token, wanted[:, -1].argmax(axis=1))  # the default is greedy
 
 
-def test_the_runtime_feeds_them_all_the_same(foreign_decoder: Path, with_logits: Path, tmp_path: Path) -> None:
+def test_the_runtime_feeds_optional_inputs(foreign_decoder: Path, with_logits: Path, tmp_path: Path) -> None:
     export_model(ExportRequest(model=str(foreign_decoder), output=tmp_path / "plain", verify=False))
     setting = {
         "lam": 0.5,
@@ -69,12 +69,12 @@ def test_the_runtime_feeds_them_all_the_same(foreign_decoder: Path, with_logits:
         assert [row.token_ids for row in kept.generate(prompts, **setting)] == wanted
 
 
-def test_the_manifest_lists_them_like_any_other(with_logits: Path) -> None:
+def test_the_manifest_lists_optional_inputs(with_logits: Path) -> None:
     names = {tensor.name for tensor in load_manifest(with_logits).inputs}
     assert names >= set(SAMPLER_INPUTS)
 
 
-def test_genais_own_configuration_comes_along_where_its_loop_can_run(foreign_decoder: Path, tmp_path: Path) -> None:
+def test_genai_config_is_copied_only_where_genai_can_run_the_export(foreign_decoder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "genai"
     shutil.copytree(foreign_decoder, folder)
     text = '{"model": {"decoder": {"filename": "model.onnx"}},   "search": {}}'

@@ -1,14 +1,13 @@
-"""What a lowering cannot serve is copied in every step, and the user is told why."""
+"""Each target gets its lowering; what that cannot serve falls back to a concatenated cache, with the reason."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from tests.support.lowerings import copy_of
 from tests.support.tiny_models import make_model
 from topw_deploy.export.lowering import lower
 from topw_deploy.export.trace.trace import TracedDecoder, trace
@@ -25,13 +24,10 @@ def narrow() -> TracedDecoder:
     return trace(make_model(tiny()))
 
 
-def copy(decoder: TracedDecoder) -> TracedDecoder:
-    return replace(decoder, model=decoder.model.clone())
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", [None, "static"])
 def test_a_decoder_that_the_operator_refuses_falls_back_with_the_reason(narrow: TracedDecoder, kv: str | None) -> None:
-    decoder = copy(narrow)
+    decoder = copy_of(narrow)
     form = lower(decoder, kv=kv, target="onnxruntime", context_length=64)
     assert (form.kv_form, form.attention) == ("concat", "Attention")
     assert form.notice is not None
@@ -44,8 +40,8 @@ def cache_lengths(decoder: TracedDecoder) -> set[object]:
     return {value.shape[2] for value in (*graph.inputs, *graph.outputs) if "." in (value.name or "")}
 
 
-def test_standard_operators_serve_it_in_place(narrow: TracedDecoder) -> None:
-    decoder = copy(narrow)
+def test_standard_operators_serve_it_with_a_static_cache(narrow: TracedDecoder) -> None:
+    decoder = copy_of(narrow)
     form = lower(decoder, kv=None, target="tensorrt", context_length=64, max_length=0)
     assert (form.kv_form, form.attention, form.buffer_step, form.buffer_least) == ("static", "Attention", 64, 0)
     assert form.notice is not None
@@ -54,31 +50,32 @@ def test_standard_operators_serve_it_in_place(narrow: TracedDecoder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "slots", "reach"),
+    ("context", "slots", "longest"),
     [(40, 64, 40), (64, 64, 64), (1000, 1024, 1000), (4096, 4096, 4096), (131_072, 4096, 4096)],
 )
-def test_a_length_that_nobody_chose_is_the_context_up_to_4096_tokens_and_is_stated(
-    narrow: TracedDecoder, context: int, slots: int, reach: int
+def test_the_default_length_is_the_context_up_to_4096_tokens_and_is_stated(
+    narrow: TracedDecoder, context: int, slots: int, longest: int
 ) -> None:
-    decoder = copy(narrow)
+    decoder = copy_of(narrow)
     form = lower(decoder, kv=None, target="tensorrt", context_length=context)
-    assert (form.buffer_step, form.buffer_least, form.context_length) == (slots, slots, reach)
+    assert (form.buffer_step, form.buffer_least, form.context_length) == (slots, slots, longest)
     assert cache_lengths(decoder) == {slots}
     assert form.notice is not None
-    assert f"may reach {reach:,} tokens" in form.notice
+    assert f"may reach {longest:,} tokens" in form.notice
     assert f"of the model's {context:,}; --max-length" in form.notice
 
 
-def test_a_fixed_length_stands_in_the_signature_and_bounds_the_context(narrow: TracedDecoder) -> None:
-    decoder = copy(narrow)
+def test_a_fixed_length_is_in_the_signature_and_limits_the_context(narrow: TracedDecoder) -> None:
+    decoder = copy_of(narrow)
     form = lower(decoder, kv=None, target="tensorrt", context_length=1000, max_length=128)
     assert (form.buffer_step, form.buffer_least, form.context_length, form.notice) == (128, 128, 128, None)
     assert cache_lengths(decoder) == {128}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("float16", 0.5)])
 @pytest.mark.parametrize("kv", ["static", "concat"])
-def test_the_operator_multiplies_without_a_factor_where_a_kernel_asks_for_it(kv: str, dtype: str, scale: float) -> None:
+def test_the_operator_scales_by_1_in_float32(kv: str, dtype: str, scale: float) -> None:
     decoder = trace(make_model(tiny()).to(dtype=getattr(torch, dtype)))
     lower(decoder, kv=kv, target="tensorrt" if kv == "static" else "onnxruntime", context_length=64, max_length=0)
     (attention,) = (node for node in decoder.model.graph if node.op_type == "Attention")
@@ -89,12 +86,13 @@ def test_the_operator_multiplies_without_a_factor_where_a_kernel_asks_for_it(kv:
         assert before.inputs[1].const_value.numpy() == np.float32(0.5)  # heads of 4 numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "width", "operators"),
     [("float32", 16, 0), ("float16", 8, 0), ("bfloat16", 8, 0), ("float16", 16, 1), ("bfloat16", 16, 1)],
 )
 @pytest.mark.parametrize(("kv", "max_length"), [("static", 64), ("concat", None)])
-def test_attention_is_spelled_out_for_tensorrt_where_it_has_no_fused_kernel(
+def test_attention_is_decomposed_for_tensorrt_where_it_has_no_fused_kernel(
     dtype: str, width: int, operators: int, kv: str, max_length: int | None
 ) -> None:
     decoder = trace(make_model(tiny(head_dim=width)).to(dtype=getattr(torch, dtype)))

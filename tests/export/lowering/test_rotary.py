@@ -1,9 +1,8 @@
-"""Rotations that the tracer spells out become operators, and only those whose halves are provably equal."""
+"""Rotations become operators where both halves of cos and sin are provably equal, and only there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -12,12 +11,11 @@ import pytest
 import torch
 from transformers import CohereConfig, Ernie4_5Config, GlmConfig, LlamaConfig, Olmo2Config, PhiConfig, PreTrainedConfig
 
-from tests.support.tiny_models import make_model
+from tests.support.lowerings import attention_nodes, copy_of
+from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.lowering import lower
-from topw_deploy.export.lowering.narrow_rotary import narrow_rotary
-from topw_deploy.export.lowering.partial_rotary import fuse_partial_rotary
-from topw_deploy.export.lowering.rotary import fuse_rotary
+from topw_deploy.export.lowering.rotary import fuse_partial_rotary, fuse_rotary, narrow_rotary
 from topw_deploy.export.trace.trace import trace
 
 HEADS, DIM = 2, 8
@@ -26,7 +24,11 @@ Change = Callable[[GraphEditor, ir.Value], ir.Value]
 
 
 def rotation(after: Change = lambda _, value: value, split: int = DIM // 2, swapped: bool = False) -> ir.Model:
-    """x and angles -> out. after: what becomes of cosines and sines; swapped: every sum and product the other way."""
+    """x, angles -> out.
+
+    after: applied to cosines and sines.
+    swapped: swaps the operands of every sum and product.
+    """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     x = editor.input("x", FLOAT, ["batch", HEADS, "sequence", DIM])
@@ -51,9 +53,14 @@ def rotation(after: Change = lambda _, value: value, split: int = DIM // 2, swap
     return ir.Model(graph, ir_version=10)
 
 
-def neighbours(*, outside: bool, odd_first: bool = False, repeats: int = 2, wide: bool = False) -> ir.Model:
-    """The same where neighbours are pairs. outside: angles are repeated after cosine and sine, of whose halves the
-    first is taken; odd_first: which of a pair is negated; repeats: of an angle; wide: x is half precision, widened."""
+def interleaved_rotation(*, outside: bool, odd_first: bool = False, repeats: int = 2, wide: bool = False) -> ir.Model:
+    """The same with interleaved pairs.
+
+    outside: repeats the first half of cosines and sines, not the angles.
+    odd_first: negates the other number of each pair.
+    repeats: of each angle.
+    wide: x is half precision, cast to float32 and back.
+    """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     shape = ["batch", HEADS, "sequence", DIM]
@@ -91,9 +98,9 @@ def neighbours(*, outside: bool, odd_first: bool = False, repeats: int = 2, wide
     first, second = ends if odd_first else ends[::-1]
     pair = [editor.op("Unsqueeze", [end, numbers[-1]]) for end in (editor.op("Neg", [first]), second)]
     stacked = editor.op("Concat", pair, axis=-1, shape=["batch", HEADS, "sequence", DIM // 2, 2])
-    turned = editor.op("Reshape", [stacked, editor.constant(np.array([0, 0, 0, DIM]))], dtype=kind, shape=shape)
+    rotated = editor.op("Reshape", [stacked, editor.constant(np.array([0, 0, 0, DIM]))], dtype=kind, shape=shape)
     straight = editor.op("Mul", [x, factor("Cos")], dtype=FLOAT)
-    out = editor.op("Add", [straight, editor.op("Mul", [widened(turned), factor("Sin")])], dtype=FLOAT, shape=shape)
+    out = editor.op("Add", [straight, editor.op("Mul", [widened(rotated), factor("Sin")])], dtype=FLOAT, shape=shape)
     if wide:
         out = editor.op("Cast", [out], to=kind, dtype=kind, shape=shape)
     out.name = "out"
@@ -138,8 +145,8 @@ def test_a_rotation_becomes_one_operator_that_computes_the_same(after: Change, s
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_a_rotation_of_neighbours_becomes_one_operator_that_computes_the_same(outside: bool) -> None:
-    plain, fused = neighbours(outside=outside), neighbours(outside=outside)
+def test_an_interleaved_rotation_becomes_one_operator_that_computes_the_same(outside: bool) -> None:
+    plain, fused = interleaved_rotation(outside=outside), interleaved_rotation(outside=outside)
     assert fuse_rotary(fused) == 1
     (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
     assert node.attributes["interleaved"].as_int() == 1
@@ -147,8 +154,8 @@ def test_a_rotation_of_neighbours_becomes_one_operator_that_computes_the_same(ou
     np.testing.assert_allclose(run(fused), run(plain), rtol=1e-5, atol=1e-6)
 
 
-def test_heads_that_are_widened_to_be_turned_are_turned_as_they_are() -> None:
-    plain, fused = neighbours(outside=False, wide=True), neighbours(outside=False, wide=True)
+def test_half_precision_heads_are_rotated_without_widening_them() -> None:
+    plain, fused = interleaved_rotation(outside=False, wide=True), interleaved_rotation(outside=False, wide=True)
     assert fuse_rotary(fused) == 1
     np.testing.assert_allclose(run(fused), run(plain), atol=1e-3)
     assert narrow_rotary(fused) == 1
@@ -157,14 +164,14 @@ def test_heads_that_are_widened_to_be_turned_are_turned_as_they_are() -> None:
     np.testing.assert_allclose(run(fused), run(plain), atol=4e-3)  # of numbers up to 4 with 11 bits
 
 
-def test_heads_that_are_not_widened_stay_as_they_are() -> None:
-    model = neighbours(outside=False)
+def test_a_rotation_without_casts_is_not_narrowed() -> None:
+    model = interleaved_rotation(outside=False)
     fuse_rotary(model)
     assert narrow_rotary(model) == 0
 
 
 def part_of_a_head(gap: int = 0, swapped: bool = False) -> ir.Model:
-    """x [.., 2 * DIM] of which the first DIM numbers are turned. gap: numbers left out. swapped: the rest first."""
+    """x [.., 2 * DIM] with the first DIM numbers rotated. gap: numbers left out. swapped: the rest first."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     whole = ["batch", HEADS, "sequence", 2 * DIM]
@@ -177,15 +184,15 @@ def part_of_a_head(gap: int = 0, swapped: bool = False) -> ir.Model:
         return editor.op("Slice", [x, *bounds, three, one], dtype=FLOAT, shape=[*whole[:3], DIM])
 
     tables = [editor.op(function, [angles], dtype=FLOAT) for function in ("Cos", "Sin")]
-    turned = editor.op("RotaryEmbedding", [part(0, DIM), *tables], num_heads=HEADS, dtype=FLOAT)
-    both = [turned, part(DIM + gap, 2**63 - 1)]
+    rotated = editor.op("RotaryEmbedding", [part(0, DIM), *tables], num_heads=HEADS, dtype=FLOAT)
+    both = [rotated, part(DIM + gap, 2**63 - 1)]
     out = editor.op("Concat", both[::-1] if swapped else both, axis=-1, dtype=FLOAT, shape=whole)
     out.name = "out"
     graph.outputs.append(out)
     return ir.Model(graph, ir_version=10)
 
 
-def test_a_head_turned_in_part_becomes_one_operator_that_computes_the_same() -> None:
+def test_a_partial_rotation_becomes_one_operator_that_computes_the_same() -> None:
     plain, fused = part_of_a_head(), part_of_a_head()
     assert fuse_partial_rotary(fused) == 1
     assert sorted(node.op_type for node in fused.graph) == ["Cos", "RotaryEmbedding", "Sin"]
@@ -193,7 +200,7 @@ def test_a_head_turned_in_part_becomes_one_operator_that_computes_the_same() -> 
 
 
 @pytest.mark.parametrize("model", [part_of_a_head(gap=1), part_of_a_head(swapped=True)])
-def test_parts_with_a_gap_or_in_another_order_stay_apart(model: ir.Model) -> None:
+def test_parts_with_a_gap_or_in_another_order_are_not_fused(model: ir.Model) -> None:
     assert fuse_partial_rotary(model) == 0
 
 
@@ -202,11 +209,11 @@ def test_parts_with_a_gap_or_in_another_order_stay_apart(model: ir.Model) -> Non
     [
         rotation(scaled_one_by_one),
         rotation(split=DIM // 4),
-        neighbours(outside=False, odd_first=True),
-        neighbours(outside=False, repeats=1),
+        interleaved_rotation(outside=False, odd_first=True),
+        interleaved_rotation(outside=False, repeats=1),
     ],
 )
-def test_what_treats_the_halves_differently_is_left_alone(model: ir.Model) -> None:
+def test_a_rotation_with_different_halves_is_not_fused(model: ir.Model) -> None:
     before = len(model.graph)
     assert fuse_rotary(model) == 0
     assert len(model.graph) == before
@@ -215,27 +222,19 @@ def test_what_treats_the_halves_differently_is_left_alone(model: ir.Model) -> No
 def attention(config: PreTrainedConfig, dtype: torch.dtype) -> ir.Node:
     model = make_model(config)
     frequencies = model.model.rotary_emb.inv_freq.clone()
-    model.to(dtype).model.rotary_emb.inv_freq = frequencies  # which stay float32 in a model that is loaded
-    traced = trace(model)
-    decoder = replace(traced, model=traced.model.clone())
+    model.to(dtype).model.rotary_emb.inv_freq = frequencies  # float32 in a loaded model
+    decoder = copy_of(trace(model))
     lower(decoder, kv="static", target="onnxruntime", context_length=48)
-    (node,) = [node for node in decoder.model.graph if node.op_type == "GroupQueryAttention"]
+    (node,) = attention_nodes(decoder)
     return node
 
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+SIZES = {**ONE_LAYER, "pad_token_id": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_turned_inside_attention_from_tables_of_its_own_type(dtype: torch.dtype) -> None:
+def test_attention_rotates_half_precision_from_tables_of_that_type(dtype: torch.dtype) -> None:
     node = attention(LlamaConfig(**SIZES), dtype)
     assert node.attributes["do_rotary"].as_int() == 1
     assert node.inputs[1] is None  # queries, keys and values are one product
@@ -245,7 +244,7 @@ def test_half_precision_is_turned_inside_attention_from_tables_of_its_own_type(d
     np.testing.assert_allclose(cos.const_value.numpy().astype(np.float64), np.cos(angles), atol=torch.finfo(dtype).eps)
 
 
-KINDS = {  # whether neighbours are pairs, and the share of a head of 32 numbers that is turned
+KINDS = {  # interleaved, and how many of 32 numbers are rotated
     CohereConfig: (1, 32),
     Ernie4_5Config: (1, 32),
     GlmConfig: (1, 16),
@@ -254,25 +253,26 @@ KINDS = {  # whether neighbours are pairs, and the share of a head of 32 numbers
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_families_with_rotations_of_their_own_are_turned_inside_attention(
-    kind: type[PreTrainedConfig], dtype: torch.dtype
-) -> None:
+def test_attention_rotates_for_families_with_other_rotations(kind: type[PreTrainedConfig], dtype: torch.dtype) -> None:
     node = attention(kind(**{**SIZES, "hidden_size": 64, "head_dim": 32, "num_key_value_heads": 2}), dtype)
-    interleaved, turned = KINDS[kind]
+    interleaved, width = KINDS[kind]
     assert node.attributes["do_rotary"].as_int() == 1
     assert node.attributes["rotary_interleaved"].as_int() == interleaved
-    assert tuple(node.inputs[7].shape) == (48, turned // 2)
+    assert tuple(node.inputs[7].shape) == (48, width // 2)
 
 
-def test_a_part_of_a_head_that_cuda_cannot_turn_inside_is_turned_before() -> None:
+@pytest.mark.slow
+def test_a_partial_rotation_that_cuda_cannot_fuse_stays_before_attention() -> None:
     node = attention(GlmConfig(**SIZES, head_dim=16, num_key_value_heads=2), torch.float32)
     assert node.attributes["do_rotary"].as_int() == 0
     assert node.inputs[0].producer().op_type == "RotaryEmbedding"
     assert node.inputs[0].producer().attributes["rotary_embedding_dim"].as_int() == 8
 
 
+@pytest.mark.slow
 def test_attention_scaling_is_in_the_tables() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
     node = attention(LlamaConfig(**SIZES, rope_parameters=yarn), torch.float32)

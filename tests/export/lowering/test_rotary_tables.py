@@ -1,15 +1,13 @@
-"""Tables hold what the trace would compute for every position, once, and only where they are small."""
+"""Rotary tables have the trace's angles for every position, are shared, and are made only if they are small."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-import onnx_ir as ir
 import pytest
 from transformers import LlamaConfig
 
-from tests.support.tiny_models import make_model
+from tests.support.lowerings import attention_nodes, copy_of
+from tests.support.tiny_models import ONE_LAYER, make_model
 from topw_deploy.export.lowering import lower, rotary_tables
 from topw_deploy.export.trace.trace import TracedDecoder, trace
 
@@ -21,19 +19,15 @@ def traced() -> TracedDecoder:
     return trace(make_model("llama_untied"))
 
 
-def lowered(traced: TracedDecoder) -> ir.Graph:
-    decoder = replace(traced, model=traced.model.clone())
+def lowered(traced: TracedDecoder) -> TracedDecoder:
+    decoder = copy_of(traced)
     lower(decoder, kv="static", target="onnxruntime", context_length=LENGTH)
-    return decoder.model.graph
-
-
-def attention(graph: ir.Graph) -> list[ir.Node]:
-    return [node for node in graph if node.op_type == "GroupQueryAttention"]
+    return decoder
 
 
 def test_rows_are_the_angles_of_their_positions(traced: TracedDecoder) -> None:
-    first, second = attention(lowered(traced))
-    assert first.inputs[7] is second.inputs[7]  # layers share them
+    first, second = attention_nodes(lowered(traced))
+    assert first.inputs[7] is second.inputs[7]  # shared by the layers
     assert first.inputs[8] is second.inputs[8]
     frequencies = 10000.0 ** -(np.arange(0, 16, 2) / 16)
     angles = np.arange(LENGTH)[:, None] * frequencies
@@ -44,16 +38,9 @@ def test_rows_are_the_angles_of_their_positions(traced: TracedDecoder) -> None:
 
 
 def test_scaled_frequencies_are_in_the_table() -> None:
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    )
-    (node,) = attention(lowered(trace(make_model(config))))
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    config = LlamaConfig(**ONE_LAYER, rope_parameters=rope)
+    (node,) = attention_nodes(lowered(trace(make_model(config))))
     angles = np.arange(LENGTH)[:, None] / 4 * 10000.0 ** -(np.arange(0, 16, 2) / 16)
     np.testing.assert_allclose(node.inputs[7].const_value.numpy(), np.cos(angles), atol=1e-5)
 
@@ -63,6 +50,6 @@ def test_tables_that_are_large_beside_the_weights_are_not_made(
 ) -> None:
     monkeypatch.setattr(rotary_tables, "_ALWAYS_SMALL", 0)
     monkeypatch.setattr(rotary_tables, "_SHARE_OF_WEIGHTS", 1e-6)
-    graph = lowered(traced)
-    assert [node.attributes["do_rotary"].as_int() for node in attention(graph)] == [0, 0]
-    assert sum(node.op_type == "RotaryEmbedding" for node in graph) == 4
+    decoder = lowered(traced)
+    assert [node.attributes["do_rotary"].as_int() for node in attention_nodes(decoder)] == [0, 0]
+    assert sum(node.op_type == "RotaryEmbedding" for node in decoder.model.graph) == 4

@@ -1,4 +1,4 @@
-"""Blocks hold what onnxruntime's quantisers make of a weight, and stand for what its operators compute with."""
+"""Blocks: the results of all quantisers, read as onnxruntime's operators read them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ import pytest
 
 from topw_deploy.errors import ExportError
 from topw_deploy.export.quantise import blocks as module
-from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, dequantise, packed, quantise_weight, unpacked
-from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.quantise.blocks import (
+    Blocks,
+    BlocksShape,
+    dequantise,
+    pack_codes,
+    quantise_weight,
+    unpack_codes,
+)
+from topw_deploy.export.quantise.scheme import Quantisation
 
 OUTPUTS, INPUTS = 24, 80  # 80: the last block of 32 is half empty, and 80 / 16 = 5 blocks are an odd number
 WEIGHT = np.random.default_rng(0).standard_normal((OUTPUTS, INPUTS)).astype(np.float32)
@@ -29,9 +36,9 @@ WAYS = [
 ]
 
 
-def quantised(settings: Quantisation, weight: np.ndarray = WEIGHT) -> tuple[Blocks, BlocksShape]:
-    shape = BlocksShape(*weight.shape, settings.bits, settings.block_size, settings.is_symmetric)
-    return quantise_weight(lambda start, stop: weight[start:stop], shape, settings, weight.dtype), shape
+def quantised(scheme: Quantisation, weight: np.ndarray = WEIGHT) -> tuple[Blocks, BlocksShape]:
+    shape = BlocksShape(*weight.shape, scheme.bits, scheme.block_size, scheme.is_symmetric)
+    return quantise_weight(lambda start, stop: weight[start:stop], shape, scheme, weight.dtype), shape
 
 
 def product(x: np.ndarray, blocks: Blocks, shape: BlocksShape) -> np.ndarray:
@@ -59,16 +66,16 @@ def product(x: np.ndarray, blocks: Blocks, shape: BlocksShape) -> np.ndarray:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
 @pytest.mark.parametrize(("algorithm", "symmetric"), WAYS)
-def test_blocks_stand_for_what_the_operator_multiplies_with(
+def test_dequantised_blocks_are_the_weights_that_the_operator_multiplies_with(
     bits: int, block_size: int, algorithm: str, symmetric: bool
 ) -> None:
-    settings = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric, algorithm=algorithm)
-    blocks, shape = quantised(settings)
+    scheme = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric, algorithm=algorithm)
+    blocks, shape = quantised(scheme)
     weight = dequantise(blocks, shape)
     x = np.random.default_rng(1).standard_normal((5, INPUTS)).astype(np.float32)
     np.testing.assert_allclose(product(x, blocks, shape), x @ weight.T, atol=2e-5)  # sums of 80 float32 products
-    # A step is at most the block's range over 2^bits - 2. Rounding errs by half of it, but the symmetric `default` has
-    # one step fewer above than below, and search and k_quant move both ends: up to a whole one.
+    # A quantisation step is at most the block's range / (2^bits - 2). Rounding is off by half a step; the symmetric
+    # `default` has one step fewer above zero, and search and k_quant move both ends: up to a whole step.
     assert np.abs(weight - WEIGHT).max() <= 2 * np.abs(WEIGHT).max() / (2**bits - 2)
 
 
@@ -76,10 +83,10 @@ def test_blocks_stand_for_what_the_operator_multiplies_with(
 def test_slices_of_outputs_give_the_same_blocks_as_the_whole(
     algorithm: str, symmetric: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Quantisation(bits=4, block_size=16, symmetric=symmetric, algorithm=algorithm)
-    whole, _ = quantised(settings)
+    scheme = Quantisation(bits=4, block_size=16, symmetric=symmetric, algorithm=algorithm)
+    whole, _ = quantised(scheme)
     monkeypatch.setattr(module, "_SLICE_VALUES", 7 * INPUTS)
-    sliced, _ = quantised(settings)
+    sliced, _ = quantised(scheme)
     np.testing.assert_array_equal(whole.codes, sliced.codes)
     np.testing.assert_array_equal(whole.scales, sliced.scales)
     if not symmetric:
@@ -93,10 +100,10 @@ def test_the_scales_have_the_weights_type() -> None:
         lost = dequantise(blocks, shape) - WEIGHT
         assert np.sqrt(np.square(lost).mean()) < 0.12  # of normal weights: 0.08 in blocks of 32
         if algorithm == "default":
-            assert np.abs(lost).max() < 0.3  # a step, the range over 14; `search` clips
+            assert np.abs(lost).max() < 0.3  # one step, the range / 14; `search` clips
 
 
-def test_blocks_of_nothing_but_zeros_stay_zeros() -> None:
+def test_blocks_of_zeros_stay_zeros() -> None:
     for algorithm, symmetric in WAYS:
         blocks, shape = quantised(
             Quantisation(bits=4, symmetric=symmetric, algorithm=algorithm), np.zeros((4, 64), np.float32)
@@ -107,38 +114,38 @@ def test_blocks_of_nothing_but_zeros_stay_zeros() -> None:
 @pytest.mark.parametrize("draw", [np.random.Generator.standard_normal, lambda rng, size: rng.standard_t(5, size)])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
-def test_search_errs_less_than_every_quantiser_of_onnxruntime(
+def test_search_has_a_smaller_error_than_every_quantiser_of_onnxruntime(
     block_size: int, bits: int, draw: Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 ) -> None:
     weight = draw(np.random.default_rng(4), (64, 1024)).astype(np.float32)
 
     def error(algorithm: str, symmetric: bool) -> float:
-        settings = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric, algorithm=algorithm)
-        return float(np.square(dequantise(*quantised(settings, weight)) - weight).sum())
+        scheme = Quantisation(bits=bits, block_size=block_size, symmetric=symmetric, algorithm=algorithm)
+        return float(np.square(dequantise(*quantised(scheme, weight)) - weight).sum())
 
     errors = {way: error(*way) for way in WAYS}
     assert errors["search", True] < min(errors["default", True], errors["rtn", True])
     assert min(errors, key=errors.__getitem__) == ("search", False)
 
 
-def test_search_finds_weights_that_its_codes_can_hold() -> None:
+def test_search_reproduces_weights_that_codes_can_represent() -> None:
     rng = np.random.default_rng(5)
     codes, zeros = rng.integers(0, 16, (32, 4, 32)), rng.integers(0, 16, (32, 4, 1))
-    codes[..., 0], codes[..., 1] = 0, 15  # the whole range, as the first candidate takes it
+    codes[..., 0], codes[..., 1] = 0, 15  # the whole range, as the first candidate assumes
     scales = rng.uniform(0.5, 2.0, (32, 4, 1))
     weight = ((codes - zeros) * scales).reshape(32, 128).astype(np.float32)
     blocks, shape = quantised(Quantisation(bits=4, block_size=32), weight)
     np.testing.assert_allclose(dequantise(blocks, shape), weight, rtol=1e-5, atol=1e-6)
 
 
-def test_codes_of_search_belong_to_the_scale_as_float16_holds_it() -> None:
+def test_search_rounds_codes_with_the_float16_scale() -> None:
     weight = WEIGHT.astype(np.float16) * np.float16(1e-3)  # scales near float16's smallest normal number
     blocks, shape = quantised(Quantisation(bits=4, block_size=16), weight)
     assert blocks.zero_points is not None
-    zeros = unpacked(blocks.zero_points, 4)[:, : shape.blocks, None].astype(np.float32)
+    zeros = unpack_codes(blocks.zero_points, 4)[:, : shape.blocks, None].astype(np.float32)
     steps = weight.reshape(OUTPUTS, shape.blocks, 16).astype(np.float32) / blocks.scales.astype(np.float32)[..., None]
     nearest = np.clip(np.rint(steps + zeros), 0, 15)
-    codes = unpacked(blocks.codes.reshape(OUTPUTS, -1), 4).reshape(nearest.shape)
+    codes = unpack_codes(blocks.codes.reshape(OUTPUTS, -1), 4).reshape(nearest.shape)
     assert (codes != nearest).mean() < 0.002  # ties
 
 
@@ -150,7 +157,7 @@ def test_a_weight_that_is_not_finite_is_refused(wrong: float) -> None:
         quantised(Quantisation(bits=4), weight)
 
 
-def test_the_tool_leaves_stdout_and_the_logging_of_others_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_does_not_touch_stdout_or_other_loggers(capfd: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     before = list(root.handlers), root.level
     quantised(Quantisation(bits=4, algorithm="k_quant"))
@@ -159,21 +166,21 @@ def test_the_tool_leaves_stdout_and_the_logging_of_others_alone(capfd: pytest.Ca
 
 
 @pytest.mark.parametrize("width", [6, 7])
-def test_packing_is_undone_by_unpacking(width: int) -> None:
+def test_unpacking_inverts_packing(width: int) -> None:
     codes = np.random.default_rng(2).integers(0, 16, (3, width)).astype(np.uint8)
-    np.testing.assert_array_equal(unpacked(packed(codes, 4), 4)[:, :width], codes)
-    np.testing.assert_array_equal(packed(codes, 8), codes)
+    np.testing.assert_array_equal(unpack_codes(pack_codes(codes, 4), 4)[:, :width], codes)
+    np.testing.assert_array_equal(pack_codes(codes, 8), codes)
 
 
-def test_an_answer_of_another_form_is_an_error_and_not_a_wrong_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_result_of_the_tool_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from onnxruntime.quantization import matmul_nbits_quantizer as tool
 
     class Unwilling:
-        def __init__(self, model: Any, **_settings: Any) -> None:
+        def __init__(self, model: Any, **_options: Any) -> None:
             self.model = type("Wrapped", (), {"model": model})()
 
         def process(self) -> None:
-            """Leaves the product as it is."""
+            """Does not quantise."""
 
     monkeypatch.setattr(tool, "MatMulNBitsQuantizer", Unwilling)
     with pytest.raises(ExportError, match="answered with MatMul"):

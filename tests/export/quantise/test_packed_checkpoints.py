@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints are read as they are, and their own codes reach the graph unchanged."""
+"""GPTQ and AWQ checkpoints are read exactly, and their codes reach the graph unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.export.quantise.packed_checkpoints import Rounded, write_packed
 from topw_deploy.errors import ParameterError, SourceError, UnsupportedModelError
 from topw_deploy.export import ExportRequest, export_model
-from topw_deploy.export.quantise.blocks import unpacked
+from topw_deploy.export.quantise.blocks import unpack_codes
 from topw_deploy.export.request import export_request
 from topw_deploy.export.source.checkpoint import load_checkpoint
 from topw_deploy.export.source.packed import PackedCheckpoint, packed_format
@@ -37,7 +37,7 @@ def written(folder: Path, kind: str, family: str = "llama_untied") -> dict[str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_are_read_as_the_weights_that_their_codes_stand_for(kind: str, tmp_path: Path) -> None:
+def test_layers_are_read_as_their_dequantised_weights(kind: str, tmp_path: Path) -> None:
     layers = written(tmp_path, kind)
     checkpoint = PackedCheckpoint.of(tmp_path)
     assert checkpoint is not None
@@ -51,14 +51,14 @@ def test_layers_are_read_as_the_weights_that_their_codes_stand_for(kind: str, tm
 
 
 def codes_in(folder: Path) -> set[bytes]:
-    """Each output's codes of every product in the exported graph, act-order undone, block after block."""
+    """The codes of every output of every product in the exported graph, in the checkpoint's order."""
     found: set[bytes] = set()
     for node in ir.load(folder / "model.onnx").graph:
         if node.op_type != "MatMulNBits" or node.inputs[1].const_value is None:
             continue
         bits = node.attributes["bits"].as_int()
         packed = node.inputs[1].const_value.numpy()
-        rows = unpacked(packed.reshape(len(packed), -1), bits)[:, : node.attributes["K"].as_int()]
+        rows = unpack_codes(packed.reshape(len(packed), -1), bits)[:, : node.attributes["K"].as_int()]
         gather = node.inputs[0].producer()
         if gather is not None and gather.op_type == "Gather" and (gather.inputs[1].name or "").endswith("_order"):
             order = gather.inputs[1].const_value.numpy()
@@ -67,6 +67,7 @@ def codes_in(folder: Path) -> set[bytes]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gptq asymmetric", "gptq act-order", "awq"])
 def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path: Path) -> None:
     layers = written(tmp_path / "model", kind)
@@ -82,7 +83,7 @@ def test_the_graph_multiplies_with_the_checkpoints_own_codes(kind: str, tmp_path
         assert checks["prefill logits"].passed
 
 
-def test_a_packed_checkpoints_codes_are_not_rounded_again_for_half_precision(tmp_path: Path) -> None:
+def test_half_precision_is_refused_for_a_packed_checkpoint(tmp_path: Path) -> None:
     written(tmp_path / "model", "gptq")
     request = export_request(model=str(tmp_path / "model"), output=tmp_path / "out", dtype="int4", compute_dtype="fp16")
     with pytest.raises(ParameterError, match=r"holds GPTQ codes, which are kept for products in fp32 only; leave"):
@@ -90,7 +91,8 @@ def test_a_packed_checkpoints_codes_are_not_rounded_again_for_half_precision(tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_packed_checkpoint_may_be_exported_in_float_too(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_packed_checkpoint_can_be_exported_in_float(tmp_path: Path) -> None:
     written(tmp_path / "model", "gptq")
     export_model(ExportRequest(model=str(tmp_path / "model"), output=tmp_path / "out", verify=False))
     operators = {node.op_type for node in ir.load(tmp_path / "out" / "model.onnx").graph}
@@ -113,7 +115,7 @@ def test_other_quantisations_are_refused_by_name(settings: dict[str, Any], words
 
 
 @pytest.mark.parametrize("wrong", ["missing", "groups", "sizes"])
-def test_damaged_layers_are_named_and_not_read(wrong: str, tmp_path: Path) -> None:
+def test_damaged_layers_are_refused_by_name(wrong: str, tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
     written(tmp_path, "gptq")

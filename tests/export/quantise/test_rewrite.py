@@ -1,4 +1,4 @@
-"""Products and tables are found in the forms that tracing leaves, replaced, and stored once."""
+"""Products and tables are found in the forms that tracing produces, replaced, and stored once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLOAT = ir.DataType.FLOAT
 
 
 def toy(*, tied: bool, gemm: bool = False, others: Callable[[GraphEditor, ir.Value], object] | None = None) -> ir.Model:
-    """Embedding, product, product with a bias (or Gemm), head: what every decoder is made of."""
+    """Embedding, product, product with a bias (or Gemm), head."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     op = editor.op
@@ -67,7 +67,7 @@ def answers(model: ir.Model, ids: np.ndarray) -> np.ndarray:
 
 
 def float_stored(model: ir.Model) -> set[str]:
-    """Names of the matrices that are in the model in float32, scales left out."""
+    """Names of the float32 matrices in the model, without scales."""
     return {
         name
         for name, value in model.graph.initializers.items()
@@ -85,9 +85,7 @@ IDS = np.array([[3, 39, 7], [0, 1, 2]])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("gemm", [True, False])
-def test_a_quantised_decoder_computes_with_quantised_weights_and_nothing_else(
-    bits: int, symmetric: bool, tied: bool, gemm: bool
-) -> None:
+def test_a_quantised_decoder_has_only_quantised_products(bits: int, symmetric: bool, tied: bool, gemm: bool) -> None:
     model = toy(tied=tied, gemm=gemm)
     wanted = answers(model, IDS)
     assert quantise(model, Quantisation(bits=bits, block_size=16, symmetric=symmetric, **EXACT)) == []
@@ -97,10 +95,10 @@ def test_a_quantised_decoder_computes_with_quantised_weights_and_nothing_else(
     assert float_stored(model) == set()
     found = answers(model, IDS)
     error = np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
-    assert error < (0.25 if bits == 4 else 0.02)  # four roundings in a row, each of a twelfth or a hundredth
+    assert error < (0.25 if bits == 4 else 0.02)  # four roundings, each of about 1/12 or 1/100
 
 
-def test_a_tied_head_multiplies_with_the_table_that_the_embedding_reads() -> None:
+def test_a_tied_head_shares_the_tables_bytes() -> None:
     model = toy(tied=True)
     quantise(model, Quantisation(bits=4, table_bits=4))
     tables = [name for name, value in model.graph.initializers.items() if value.shape == ir.Shape([VOCAB, HIDDEN // 2])]
@@ -115,7 +113,7 @@ def test_a_tied_head_multiplies_with_the_table_that_the_embedding_reads() -> Non
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_table_and_the_head_have_8_bits_unless_asked_otherwise(tied: bool) -> None:
+def test_the_table_and_the_head_have_8_bits_by_default(tied: bool) -> None:
     model = toy(tied=tied)
     quantise(model, Quantisation(bits=4, block_size=32))
     bits = {node.outputs[0].name: node.attributes["bits"].as_int() for node in model.graph if "bits" in node.attributes}
@@ -126,7 +124,7 @@ def test_the_table_and_the_head_have_8_bits_unless_asked_otherwise(tied: bool) -
 
 
 def lookup_of(model: ir.Model) -> tuple[ir.Node, list[np.ndarray]]:
-    """The lookup's node, and its codes, scales and zero points."""
+    """The lookup node, and its codes, scales and zero points."""
     (node,) = [node for node in model.graph if node.op_type == "GatherBlockQuantized"]
     tensors = [value.const_value for place, value in enumerate(node.inputs) if value is not None and place != 1]
     return node, [tensor.numpy() for tensor in tensors if tensor is not None]
@@ -139,7 +137,7 @@ def lookup_of(model: ir.Model) -> tuple[ir.Node, list[np.ndarray]]:
 def test_a_symmetric_table_has_the_middle_of_its_codes_as_zero_points(
     bits: int, block_size: int, size: int, byte: int, tied: bool
 ) -> None:
-    """64 weights in blocks of 64 are an odd number of zero points: the other half of the byte is the middle too."""
+    """A row of one 4-bit block has half a byte of zero points; the unused half is the middle too."""
     model = toy(tied=tied)
     quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=True))
     _, tensors = lookup_of(model)
@@ -151,7 +149,7 @@ def test_a_symmetric_table_has_the_middle_of_its_codes_as_zero_points(
 
 
 @pytest.mark.parametrize(("bits", "block_size"), [(4, 16), (4, 64), (8, 16), (8, 64)])
-def test_the_rows_of_a_symmetric_table_are_codes_less_the_middle_times_scales(bits: int, block_size: int) -> None:
+def test_a_symmetric_tables_rows_are_codes_minus_the_middle_times_scales(bits: int, block_size: int) -> None:
     model = toy(tied=True)
     quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=True))
     _, (packed, scales, _) = lookup_of(model)
@@ -163,11 +161,13 @@ def test_the_rows_of_a_symmetric_table_are_codes_less_the_middle_times_scales(bi
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 256])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rows_are_the_same_where_blocks_are_counted_through_the_whole_table(
+def test_rows_are_the_same_with_blocks_counted_through_the_whole_table(
     bits: int, block_size: int, symmetric: bool
 ) -> None:
-    """onnxruntime's CUDA kernel divides the index of a weight in the whole table by the block size, and takes the
-    scale and the zero point at that place; it takes 0 for missing zero points before 1.29."""
+    """onnxruntime's CUDA kernel finds scale and zero point by a weight's index in the whole table / block size.
+
+    Before 1.29 it assumes 0 for missing zero points.
+    """
     model = toy(tied=False)
     quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=symmetric))
     node, tensors = lookup_of(model)
@@ -184,7 +184,7 @@ def test_rows_are_the_same_where_blocks_are_counted_through_the_whole_table(
     np.testing.assert_array_equal(EmbeddingTable(find_embedding(model.graph))[:], rows.reshape(VOCAB, HIDDEN))
 
 
-def test_the_samplers_rows_are_the_dequantised_ones() -> None:
+def test_the_sampler_reads_dequantised_rows() -> None:
     model = toy(tied=True)
     quantise(model, Quantisation(bits=8, symmetric=False))
     rows = EmbeddingTable(find_embedding(model.graph))[:]
@@ -192,7 +192,7 @@ def test_the_samplers_rows_are_the_dequantised_ones() -> None:
     assert not np.array_equal(rows, TABLE)
 
 
-def test_the_last_tokens_logits_are_still_picked_before_the_head() -> None:
+def test_the_last_token_is_selected_before_a_quantised_head() -> None:
     model = toy(tied=True)
     quantise(model, Quantisation(bits=4))
     picked = last_logits(model.graph)
@@ -212,14 +212,14 @@ def test_the_last_tokens_logits_are_still_picked_before_the_head() -> None:
         (("embed*",), {"embed.weight"}),
     ],
 )
-def test_excluded_nodes_and_weights_stay_as_they_are(exclude: tuple[str, ...], floats: set[str]) -> None:
+def test_excluded_nodes_and_weights_are_unchanged(exclude: tuple[str, ...], floats: set[str]) -> None:
     model = toy(tied=False)
-    settings = Quantisation(bits=4, exclude=exclude)
+    scheme = Quantisation(bits=4, exclude=exclude)
     if len(floats) == 4:
         with pytest.raises(UnsupportedModelError, match="no product"):
-            quantise(model, settings)
+            quantise(model, scheme)
         return
-    assert quantise(model, settings) == []
+    assert quantise(model, scheme) == []
     assert float_stored(model) == floats
 
 
@@ -232,14 +232,14 @@ def test_a_tied_head_and_its_table_keep_their_type_together(pattern: str) -> Non
     assert {name.removesuffix("_Q4") for name in model.graph.initializers if name.endswith("_Q4")} == wanted
 
 
-def test_a_pattern_that_names_nothing_is_a_mistake_in_a_whole_model() -> None:
-    settings = Quantisation(bits=4, exclude=("lm_haed*",))
+def test_a_pattern_that_matches_nothing_is_refused_for_a_whole_model() -> None:
+    scheme = Quantisation(bits=4, exclude=("lm_haed*",))
     with pytest.raises(ParameterError, match=r"'lm_haed\*' names no node or weight"):
-        quantise(toy(tied=False), settings)
-    assert quantise(toy(tied=False), settings, cut=True) == []
+        quantise(toy(tied=False), scheme)
+    assert quantise(toy(tied=False), scheme, cut=True) == []
 
 
-def test_what_cannot_be_quantised_is_named() -> None:
+def test_weights_that_cannot_be_quantised_are_reported() -> None:
     def experts(editor: GraphEditor, hidden: ir.Value) -> None:
         stacked = editor.constant(RNG.standard_normal((4, HIDDEN, INNER)).astype(np.float32), "experts.weight")
         editor.graph.outputs.append(editor.op("MatMul", [hidden, stacked], dtype=FLOAT, name="unused"))
@@ -250,7 +250,7 @@ def test_what_cannot_be_quantised_is_named() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_table_whose_rows_are_no_whole_blocks_stays_float_with_a_notice(
+def test_a_table_with_rows_of_partial_blocks_stays_float_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     monkeypatch.setattr(Quantisation, "table_block_size", lambda _self, _width: None)
@@ -276,7 +276,7 @@ def test_each_weight_is_quantised_once_while_it_is_written(
     monkeypatch.setattr(weight_module, "_HELD_BYTES", held)
     model = toy(tied=False)
     quantise(model, Quantisation(bits=4, symmetric=False))
-    assert made == []  # nothing is computed before it is written
+    assert made == []  # computed only when written
     ir.save(model, tmp_path / "m.onnx", external_data="m.data", size_threshold_bytes=0)
     assert sorted(made) == sorted([VOCAB, INNER, HIDDEN, VOCAB])
     if held:

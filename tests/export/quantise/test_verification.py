@@ -1,4 +1,4 @@
-"""Quantised exports are verified against their dequantised weights, and say what rounding cost; a wrong one fails."""
+"""Quantised exports are verified against their dequantised weights and report the cost of rounding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from topw_deploy.export.quantise import Quantisation
 from topw_deploy.export.quantise import weight as weight_module
 from topw_deploy.export.quantise.blocks import Blocks
 from topw_deploy.export.request import export_request
-from topw_deploy.export.verification.dequantised import dequantise_model
-from topw_deploy.export.verification.exact_products import exact_products
-from topw_deploy.manifest import load_manifest
+from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
+from topw_deploy.manifest import load_decoder_manifest
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.runtime import TopWModel
 
@@ -33,7 +32,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def verified(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
-    """family -> its quantised, verified export."""
+    """family -> its verified export."""
     made: dict[str, Path] = {}
 
     def folder(family: str) -> Path:
@@ -45,24 +44,27 @@ def verified(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", CASES)
-def test_an_export_agrees_with_its_dequantised_weights_and_says_what_rounding_cost(
+def test_an_export_agrees_with_its_dequantised_weights_and_reports_the_cost_of_rounding(
     verified: Callable[[str], Path], family: str
 ) -> None:
-    manifest = load_manifest(verified(family))
-    assert manifest.decoder is not None
+    manifest = load_decoder_manifest(verified(family))
     assert manifest.decoder.weights_dtype == CASES[family]["dtype"]
     checks = {check.name: check for check in manifest.verification.checks}
     assert manifest.verification.status == "passed"
-    assert checks["prefill logits"].difference < 1e-4 * max(1.0, checks["prefill logits"].bound / 1e-4)
     assert "dequantised" in checks["prefill logits"].detail
-    assert checks["prefill logits"].difference > 0
-    assert "in float32" in checks["perplexity, log of the ratio"].detail
-    assert {"kept sets unlike float32's", "tokens unlike float32's"} <= set(checks)
+    # float32's rounding over two layers; float16 keeps 13 bits less. Quantisation itself changes logits by over 0.01.
+    assert 0 < checks["prefill logits"].difference < (2e-3 if manifest.decoder.kv_dtype == "float16" else 2e-6)
+    notes = {note.name: note.text for note in manifest.verification.notes}
+    assert "no better than guessing" in notes["perplexity, log of the ratio"]
+    assert "in float32" in notes["perplexity, log of the ratio"]
+    assert {"kept sets beside float32's", "tokens beside float32's"} <= set(notes)
+    assert not set(notes) & set(checks)
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_a_quantised_export_samples_natively_as_by_its_function(verified: Callable[[str], Path], family: str) -> None:
+def test_native_sampler_and_function_agree_on_a_quantised_export(verified: Callable[[str], Path], family: str) -> None:
     if library_path() is None:
         pytest.skip("no native sampler")
     settings = {"max_new_tokens": 24, "seed": 3, "temperature": 1.5, "lam": 0.5, "ignore_eos": True}
@@ -73,6 +75,7 @@ def test_a_quantised_export_samples_natively_as_by_its_function(verified: Callab
         assert native == model.generate([5, 9, 7], **settings).token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", ["portable", "onnxruntime", "static"])
 def test_every_form_of_the_sampler_reads_the_quantised_table(
     tail: str, tmp_path: Path, checkpoint: Callable[[str], Path]
@@ -90,10 +93,11 @@ def test_every_form_of_the_sampler_reads_the_quantised_table(
     with TopWModel.from_pretrained(tmp_path / tail, sampler="graph") as model:
         tokens = model.generate([5, 9, 7], **settings).token_ids
     assert len(tokens) == 12
-    manifest = load_manifest(tmp_path / tail)
+    manifest = load_decoder_manifest(tmp_path / tail)
     assert manifest.sampler.table_form.startswith("com.microsoft.GatherBlockQuantized(bits=4,block_size=32")
 
 
+@pytest.mark.slow
 def test_wrong_zero_points_in_one_weight_fail_the_verification(
     tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,9 +121,9 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
     assert not (tmp_path / "out").exists()
 
 
-def test_products_are_exact_only_beside_the_export(verified: Callable[[str], Path]) -> None:
+def test_exact_products_are_a_copy_that_leaves_the_export_unchanged(verified: Callable[[str], Path]) -> None:
     folder = verified("gpt2")
-    manifest = load_manifest(folder)
+    manifest = load_decoder_manifest(folder)
 
     def levels(place: Path) -> set[int]:
         nodes = [node for node in ir.load(place / "model.onnx").graph if node.op_type == "MatMulNBits"]
@@ -128,12 +132,12 @@ def test_products_are_exact_only_beside_the_export(verified: Callable[[str], Pat
     with exact_products(folder, manifest) as made:
         assert made != folder
         assert levels(made) == {1}
-        load_manifest(made)
+        load_decoder_manifest(made)
     assert not made.exists()
     assert levels(folder) == {4}
 
 
-def test_layers_that_the_file_keeps_in_float_are_not_rounded(
+def test_layers_that_the_export_keeps_in_float_are_not_rounded(
     verified: Callable[[str], Path], checkpoint: Callable[[str], Path]
 ) -> None:
     folder = verified("qwen2")
@@ -145,8 +149,9 @@ def test_layers_that_the_file_keeps_in_float_are_not_rounded(
     assert same & matrices == {"model.layers.0.self_attn.o_proj.weight"}
 
 
-def test_blocks_of_a_checkpoint_wider_than_a_table_may_have_are_halved(tmp_path: Path) -> None:
-    """hidden_size 96 in blocks of 64: the table takes 32, the products 64 with a half-empty last block."""
+@pytest.mark.slow
+def test_block_sizes_that_a_table_cannot_have_are_halved(tmp_path: Path) -> None:
+    """hidden_size 96, block size 64: 16 for the table (32 gives an odd number of blocks), 64 for the products."""
     config = Qwen2Config(
         vocab_size=320, hidden_size=96, intermediate_size=80, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
@@ -167,9 +172,8 @@ def test_blocks_of_a_checkpoint_wider_than_a_table_may_have_are_halved(tmp_path:
     assert nodes["MatMulNBits"].attributes["block_size"].as_int() == 64
 
 
-def test_a_compute_dtype_is_that_of_all_but_the_weights(verified: Callable[[str], Path]) -> None:
-    manifest = load_manifest(verified("gemma3"))
-    assert manifest.decoder is not None
+def test_a_compute_dtype_applies_to_everything_but_the_weights(verified: Callable[[str], Path]) -> None:
+    manifest = load_decoder_manifest(verified("gemma3"))
     assert (manifest.decoder.weights_dtype, manifest.decoder.kv_dtype) == ("int4", "float16")
     graph = ir.load(verified("gemma3") / "model.onnx").graph
     products = [node for node in graph if node.op_type == "MatMulNBits"]
@@ -179,7 +183,7 @@ def test_a_compute_dtype_is_that_of_all_but_the_weights(verified: Callable[[str]
 
 
 @pytest.mark.parametrize("dtype", [None, "fp16", "bf16"])
-def test_a_compute_dtype_belongs_to_quantised_weights(dtype: str | None, tmp_path: Path) -> None:
+def test_a_compute_dtype_is_refused_without_quantised_weights(dtype: str | None, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="compute_dtype is an option of quantised weights"):
         export_request(model="demo", output=tmp_path, dtype=dtype, compute_dtype="fp16")
     with pytest.raises(ParameterError, match="compute_dtype is 'bf16', but must be one of fp32, fp16"):

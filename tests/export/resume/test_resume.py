@@ -103,6 +103,7 @@ def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return out, lines
 
 
+@pytest.mark.long
 def test_each_attempt_continues_where_the_previous_one_was_killed(history: tuple[Path, dict[str, list[str]]]) -> None:
     lines = history[1]
     assert [kept(lines[stop]) for stop in (*STOPS[:3], "Verifying")] == [
@@ -119,6 +120,7 @@ def test_each_attempt_continues_where_the_previous_one_was_killed(history: tuple
     assert not any("Tracing" in line or "Starting over" in line for stop in STOPS[1:] for line in lines[stop])
 
 
+@pytest.mark.slow
 def test_a_resumed_export_equals_an_uninterrupted_one(
     history: tuple[Path, dict[str, list[str]]], model: Path, tmp_path: Path
 ) -> None:
@@ -203,6 +205,7 @@ def test_an_interruption_keeps_the_files_only_with_resume(tmp_path: Path, error:
         assert [path.name for path in tmp_path.iterdir()] == [staged.workspace.name]
 
 
+@pytest.mark.slow
 def test_an_export_resumes_after_a_full_disk(
     tmp_path: Path, model: Path, history: tuple[Path, dict[str, list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +286,7 @@ def interrupted(model: Path, out: Path, stop: str, **settings: object) -> None:
         )  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_resuming_with_another_model_never_writes_into_a_hard_linked_file(model: Path, tmp_path: Path) -> None:
     """An ONNX decoder's data file may have the name of a traced model's."""
     source = write_decoder(tmp_path / "onnx", "llama_untied")
@@ -296,6 +300,7 @@ def test_resuming_with_another_model_never_writes_into_a_hard_linked_file(model:
     assert contents(source) == before
 
 
+@pytest.mark.slow
 def test_a_changed_table_in_a_subfolder_is_measured_again(tmp_path: Path) -> None:
     source = write_decoder(tmp_path / "onnx", "llama_untied")
     decoder = onnx.load(source / "model.onnx")
@@ -315,6 +320,7 @@ def test_a_hard_link_does_not_stand_for_a_copy(foreign_decoder: Path, tmp_path: 
     assert (tmp_path / "out" / "model.onnx.data").stat().st_nlink == 1
 
 
+@pytest.mark.slow
 def test_files_that_only_an_earlier_attempt_wrote_are_removed(model: Path, tmp_path: Path) -> None:
     """Shards of another size, and a chat template that the model has lost."""
     source = tmp_path / "source"
@@ -327,6 +333,7 @@ def test_files_that_only_an_earlier_attempt_wrote_are_removed(model: Path, tmp_p
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
+@pytest.mark.long
 def test_other_defaults_are_verified_again(model: Path, tmp_path: Path) -> None:
     killed_export(model, tmp_path / "out", "Moving")
     settings = {"resume": True, "neighbour_bound": True, "verify": True}

@@ -82,6 +82,7 @@ def test_links_into_the_hubs_cache_are_followed(folder: Path, tmp_path: Path) ->
     assert read_json(snapshot / "config.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "data"), [("config.json", CONFIG), ("genai_config.json", GENAI)])
 def test_any_configuration_is_accepted_or_refused_with_a_typed_error(
     folder: Path, tmp_path: Path, name: str, data: object

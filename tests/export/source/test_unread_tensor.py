@@ -19,8 +19,8 @@ from topw_deploy.export.graph.lazy_weight import LazyWeight, parts, transposed
 from topw_deploy.export.source.checkpoint import load_checkpoint, load_unread
 from topw_deploy.export.source.safetensors_files import stored_tensors
 from topw_deploy.export.source.unread_tensor import UnreadTensor, streamed, widen
-from topw_deploy.export.trace.shapes_only import shapes_only, weight_tensor
 from topw_deploy.export.trace.trace import trace
+from topw_deploy.export.trace.weightless import weight_tensor, weightless
 from topw_deploy.memory import StageMemory, resident_bytes
 
 
@@ -60,6 +60,7 @@ def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]
     assert merged.values().shape == merged.shape == (4, 32, 32)
 
 
+@pytest.mark.slow
 def test_buffers_of_a_checkpoint_are_read(tmp_path: Path) -> None:
     """Routers add such a buffer to their scores and modify the sum in place."""
     config = Glm4MoeConfig(
@@ -105,6 +106,7 @@ def test_pickled_weights_are_read_with_a_reason(tmp_path: Path) -> None:
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_untied", "gpt2", "qwen3_moe"])
 def test_unread_and_read_models_have_the_same_trace(checkpoint: Callable[[str], Path], family: str) -> None:
     graphs = [
@@ -116,10 +118,10 @@ def test_unread_and_read_models_have_the_same_trace(checkpoint: Callable[[str], 
 def test_a_trace_leaves_the_model_unchanged() -> None:
     model = make_model("llama_tied")
     before = parameters(model)
-    with shapes_only(model) as shapes:
+    with weightless(model) as weights:
         assert parameters(model)["lm_head.weight"] is parameters(model)["model.embed_tokens.weight"]
         assert all(parameters(model)[name] is not weight for name, weight in before.items())
-        assert shapes.weights["lm_head.weight"].data_ptr() == before["lm_head.weight"].data_ptr()
+        assert weights.by_name["lm_head.weight"].data_ptr() == before["lm_head.weight"].data_ptr()
     assert all(parameters(model)[name] is weight for name, weight in before.items())
 
 
@@ -174,10 +176,10 @@ def test_a_weight_in_parts_equals_the_whole(tmp_path: Path, dtype: torch.dtype) 
     model = torch.nn.Linear(5, 7, bias=False)
     model.weight = torch.nn.Parameter(stored(tmp_path, tensor).to(dtype), requires_grad=False)
     value = ir.Value(name="weight", shape=ir.Shape([7, 5]))
-    with shapes_only(model) as shapes:
+    with weightless(model) as weights:
         value.const_value = ir.tensor_adapters.TorchTensor(model.weight, name="weight")
         graph = ir.Graph([], [], nodes=[], initializers=[value])
-        shapes.attach(ir.Model(graph, ir_version=10))
+        weights.attach(ir.Model(graph, ir_version=10))
     weight = value.const_value
     assert isinstance(weight, LazyWeight)
     for lazy, wanted in ((weight, tensor.to(dtype)), (transposed(weight, (1, 0)), tensor.to(dtype).T.contiguous())):

@@ -1,4 +1,4 @@
-"""The function as ONNX sees it: valid at every opset, named, self-contained, and refused when asked for nonsense."""
+"""The ONNX function: valid at every opset, unique names, inputs and outputs of the contract, refused specs."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def all_nodes(graph: Any) -> Iterator[ir.Node]:
                 yield from all_nodes(attribute.as_graph())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", range(18, 25))
 @pytest.mark.parametrize("form", FORMS)
 def test_every_opset_passes_the_checker_and_equals_the_reference(form: str, opset: int) -> None:
@@ -61,7 +62,7 @@ def test_every_opset_passes_the_checker_and_equals_the_reference(form: str, opse
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nodes_and_values_are_named_once_subgraphs_included(form: str) -> None:
+def test_names_of_nodes_and_values_are_unique_across_subgraphs(form: str) -> None:
     nodes = list(all_nodes(build_tail(spec(form, with_mass=True, with_keep_mask=True))))
     names = Counter(node.name for node in nodes) + Counter(
         v.name for node in nodes for v in node.outputs if not node.name
@@ -71,7 +72,7 @@ def test_nodes_and_values_are_named_once_subgraphs_included(form: str) -> None:
     assert max(values.values()) == 1
 
 
-def test_a_step_without_edits_reads_whole_blocks_where_they_lie() -> None:
+def test_a_call_without_edits_reads_whole_blocks_in_place() -> None:
     options = TopWOptions(metric="uniform")
     large = {vocab: TailSpec(options=options, vocab_size=vocab) for vocab in (8192, 8193)}
     kinds = {vocab: Counter(node.op_type for node in build_tail(wanted)) for vocab, wanted in large.items()}
@@ -80,13 +81,13 @@ def test_a_step_without_edits_reads_whole_blocks_where_they_lie() -> None:
 
 
 def branches(spec_: TailSpec) -> list[tuple[list[ir.Node], list[ir.Node]]]:
-    """Nodes of (then, otherwise) of each `If` on the outermost level."""
+    """(then nodes, else nodes) of each outermost `If`."""
     found = [node for node in build_tail(spec_) if node.op_type == "If"]
     sides = [[node.attributes[name].as_graph() for name in ("then_branch", "else_branch")] for node in found]
     return [(list(all_nodes(then)), list(all_nodes(otherwise))) for then, otherwise in sides]
 
 
-def test_branches_of_the_portable_form_follow_one_another_and_the_static_one_has_none() -> None:
+def test_the_portable_form_has_consecutive_branches_and_the_static_form_none() -> None:
     kinds = {form: Counter(node.op_type for node in all_nodes(build_tail(spec(form)))) for form in FORMS}
     assert kinds["portable"]["If"] == len(branches(spec("portable"))) == 2
     assert kinds["static"]["If"] == 0
@@ -100,7 +101,7 @@ def test_without_geometry_to_skip_the_portable_form_has_one_branch() -> None:
     assert len(branches(TailSpec(options=TopWOptions(top_m=20, metric="uniform"), vocab_size=60))) == 1
 
 
-def test_only_the_last_branch_of_the_portable_form_holds_geometry() -> None:
+def test_only_the_last_branch_of_the_portable_form_computes_geometry() -> None:
     assert "MatMul" not in {node.op_type for node in build_tail(spec())}
     (fast, pooled), (answered, moved) = branches(spec())
     assert not {"MatMul", "Gather", "If"} & {node.op_type for node in (*fast, *answered)}
@@ -137,7 +138,7 @@ def test_inputs_outputs_and_attributes_are_those_of_the_contract() -> None:
         ({"embedding": None}, "needs the embedding table"),
     ],
 )
-def test_a_tail_that_cannot_be_is_refused_with_its_bound(changes: dict[str, Any], message: str) -> None:
+def test_an_impossible_spec_is_refused_with_its_bound(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
         spec(**changes)
 

@@ -1,4 +1,4 @@
-"""What a batch is made of: rows that are invalid, rows that are greedy, edits, and rows beside each other."""
+"""Rows of a batch: invalid, greedy and edited rows, and their independence of each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.tail_cases import FORMS, Case, Scenario, embedding_table, feeds, graph, random_case, run
-from topw_deploy.sampling import Geometry, sample_row
+from topw_deploy.sampling import Geometry, apply_edits, sample_row
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
 SCENARIO = Scenario(TopWOptions(top_m=50), 300, 8, "near-duplicates", 0)
@@ -83,7 +83,7 @@ def spoil(row: Case, what: object, place: int) -> Case:
     at=st.integers(0, 3),
     form=st.sampled_from(FORMS),
 )
-def test_an_invalid_row_says_so_and_leaves_the_others_as_they_are(
+def test_an_invalid_row_is_marked_and_does_not_change_the_others(
     what: object, place: int, seed: int, at: int, form: str
 ) -> None:
     good = random_rows(seed, 4)
@@ -101,7 +101,7 @@ def test_an_invalid_row_says_so_and_leaves_the_others_as_they_are(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_row_is_the_same_alone_and_beside_rows_that_need_geometry(form: str) -> None:
+def test_a_row_has_the_same_bits_alone_and_beside_rows_that_need_geometry(form: str) -> None:
     rows = [*random_rows(1, 150), case(np.linspace(0, 1, 300), **GEOMETRY_WANTED)]
     together = run(session(form), feeds(rows))
     assert not together["certified"].all()
@@ -134,7 +134,7 @@ def test_greedy_takes_the_lowest_id_of_the_largest_logits(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_edits_come_before_everything_else(form: str) -> None:
+def test_edits_apply_before_everything_else(form: str) -> None:
     rng = np.random.default_rng(5)
     rows = random_rows(3, 12)
     inputs = feeds(rows, edits=6)
@@ -145,8 +145,6 @@ def test_edits_come_before_everything_else(form: str) -> None:
         inputs["edit_penalty"][index] = rng.uniform(0.5, 2, 6)
         inputs["edit_bias"][index] = rng.choice([0.0, 3.0, -np.inf], 6)
         row_edits = (ids, inputs["edit_penalty"][index], inputs["edit_bias"][index])
-        from topw_deploy.sampling import apply_edits
-
         rows[index] = Case(apply_edits(row.logits, *row_edits), row.parameters, row.uniform, row.regime)
     edited, plain = run(session(form), inputs), run(session(form), feeds(rows))
     for name, values in edited.items():
@@ -166,7 +164,7 @@ def test_a_wrong_penalty_makes_its_row_invalid_unless_the_edit_is_padding(form: 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_huge_finite_logits_are_not_taken_for_infinite_ones(form: str) -> None:
+def test_huge_finite_logits_are_not_treated_as_infinite(form: str) -> None:
     logits = np.full(300, 3e38)
     logits[7] = 3.3e38
     row = case(logits)

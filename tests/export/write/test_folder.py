@@ -156,6 +156,7 @@ def test_a_hard_link_falls_back_to_a_copy(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "copied").read_bytes() == b"weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_terminated_process_cleans_up(tmp_path: Path, number: int) -> None:
     code = (

@@ -95,6 +95,7 @@ def test_a_hard_linked_file_keeps_its_permissions_in_a_resumed_export(tmp_path: 
     assert mode(weights) == "0o640"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [0o077, 0o022], ids=lambda mask: f"{mask:03o}")
 def test_a_whole_export_follows_the_umask(checkpoint: Callable[[str], Path], tmp_path: Path, mask: int) -> None:
     with umask(mask):

@@ -49,6 +49,7 @@ def test_an_untied_head_is_stored_transposed(exported: Callable[[str], Path]) ->
     assert find_embedding(graph).data[0].uses()
 
 
+@pytest.mark.slow
 def test_equal_but_separate_tables_are_not_tied() -> None:
     model = make_model("llama_untied")
     with torch.no_grad():
@@ -65,6 +66,7 @@ def test_equal_but_separate_tables_are_not_tied() -> None:
     assert not [n for n in traced.model.graph if n.op_type == "Gemm" and n.inputs[1] is table]
 
 
+@pytest.mark.slow
 def test_large_weights_lie_in_one_file_beside_the_graph(
     tmp_path: Path, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

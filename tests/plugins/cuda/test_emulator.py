@@ -147,6 +147,7 @@ def mappings() -> int:
         return sum(1 for _ in maps)
 
 
+@pytest.mark.slow
 def test_no_kernel_reads_behind_an_array_or_from_an_address_that_is_not_aligned(
     request: pytest.FixtureRequest, emulated_library: Path
 ) -> None:

@@ -60,6 +60,7 @@ def unexplained(found: KernelSamples, cases: list[Case], options: TopWOptions, g
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "rows"), [(SMALL, 2400), (LARGER, 180)], ids=("small", "larger"))
 def test_random_and_adversarial_rows_are_answered_as_by_the_reference(
     kernel: EmulatedKernel, sizes: tuple[Size, ...], rows: int
@@ -71,6 +72,7 @@ def test_random_and_adversarial_rows_are_answered_as_by_the_reference(
     assert {stage for _, stage in side.stages} >= {"geometry", "literal", "candidates"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine", "uniform"])
 @pytest.mark.parametrize("knn", [0, 3, 16])
 def test_no_bit_depends_on_the_order_the_blocks_the_teams_or_the_batch(

@@ -67,6 +67,7 @@ def halves(tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(0, tokens // 2 - 3), np.arange(tokens // 2 - 3, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("hidden", [1, 7, 64, 130, 513, 2048, 8192])
 def test_distances_are_those_of_the_reference(geometry_probes: ctypes.CDLL, metric: str, hidden: int) -> None:

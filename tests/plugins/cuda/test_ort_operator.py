@@ -36,6 +36,7 @@ def operator_library(request: pytest.FixtureRequest) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize(("mass", "keep_mask"), [(False, False), (True, False), (False, True), (True, True)])
 def test_the_node_is_answered_as_by_the_cpus_operator(

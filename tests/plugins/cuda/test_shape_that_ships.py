@@ -13,6 +13,8 @@ from tests.support.emulated import EmulatedKernel
 from topw_deploy.plugins.kernel import STAGES, KernelSamples, KernelTable
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, TopWOptions, TopWParameters, sample_row
 
+pytestmark = pytest.mark.long
+
 VOCAB, HIDDEN, MULTIPROCESSORS = 151_936, 64, 132
 OPTIONS = TopWOptions(metric="cosine")
 OPENED = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0, "geom_scale": 0.6}

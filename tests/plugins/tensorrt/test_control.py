@@ -195,6 +195,7 @@ def test_memory_is_freed_when_tensorrt_deletes_the_plugin(
     assert kernel.used[-1] in kernel.alive
 
 
+@pytest.mark.slow
 def test_memory_is_freed_when_a_plugin_is_collected_that_nobody_deleted(
     attached: Callable[[], Any], step: Callable[..., None], kernel: WatchedKernel
 ) -> None:

@@ -84,6 +84,7 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return {name: int(value) for name, _, value in lines}, folder / "outputs", done.stderr
 
 
+@pytest.mark.slow
 def test_an_enqueued_step_answers_as_the_cpus_sampler_in_every_context(said: Said) -> None:
     data, at = said[1].read_bytes(), 0
     wanted = cpus_answer(UNIFORM, arrays(UNIFORM))

@@ -23,6 +23,7 @@ def doubling(start: str, grown: str) -> str:
     return DOUBLING.replace("X", start).replace("GROWN", grown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -17,11 +17,11 @@ from tests.support.tensorrt_double import Context, Engine, TensorRT
 from tests.tensorrt.run.conftest import Open
 from topw_deploy.errors import EngineError, GenerationError
 from topw_deploy.runtime import TopWModel
-from topw_deploy.runtime.turns import Turns
+from topw_deploy.runtime.device_lock import DeviceLock
 from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda
 from topw_deploy.tensorrt.run.session import EngineSession
 
-TURNS = Turns()
+LOCK = DeviceLock()
 HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_new_tokens": 20, "seed": 5}
 
 
@@ -217,7 +217,7 @@ def test_what_tensorrt_refuses_is_one_sentence(
 
 
 def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: TensorRT) -> None:
-    memory = CacheMemory(Cuda(TURNS), 1000)
+    memory = CacheMemory(Cuda(LOCK), 1000)
     assert not gpu.at(memory.pointer, 1000).any()
 
     def number(array: Any) -> None:
@@ -231,7 +231,7 @@ def test_memory_of_the_device_comes_to_the_host_to_be_changed(gpu: Gpu, trt: Ten
 
 def test_two_devices_in_one_thread_and_one_in_another_keep_their_memory_apart(gpu: Gpu, trt: TensorRT) -> None:
     gpu.devices = 2
-    first, second = Cuda(TURNS, 0), Cuda(TURNS, 1)
+    first, second = Cuda(LOCK, 0), Cuda(LOCK, 1)
     made = [CacheMemory(cuda, 1000) for cuda in (second, first, second)]
     with ThreadPoolExecutor(1) as other:
         made.append(other.submit(CacheMemory, second, 1000).result())
@@ -240,13 +240,13 @@ def test_two_devices_in_one_thread_and_one_in_another_keep_their_memory_apart(gp
 
 def test_a_device_that_is_not_there_is_refused(gpu: Gpu, trt: TensorRT) -> None:
     with pytest.raises(GenerationError, match="CUDA failed in cudaSetDevice"):
-        Cuda(TURNS, 3)
+        Cuda(LOCK, 3)
 
 
 def test_without_cuda_python_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
     with pytest.raises(EngineError, match=r"pip install 'cuda-python>=12\.6'"):
-        Cuda(TURNS)
+        Cuda(LOCK)
 
 
 def test_the_double_is_called_as_cuda_python_is() -> None:

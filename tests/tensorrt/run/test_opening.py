@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from topw_deploy.errors import ParameterError, PluginError, ProviderError
 from topw_deploy.plugins import driver
 from topw_deploy.plugins import tensorrt as plugins
 from topw_deploy.plugins.tensorrt.module import BUILT_WITH
-from topw_deploy.runtime import TopWModel, providers
-from topw_deploy.runtime.session import GraphSession
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.ort import providers
+from topw_deploy.runtime.ort.session import GraphSession
+from topw_deploy.runtime.session_options import SessionOptions
 from topw_deploy.tensorrt.build import build_engine
 from topw_deploy.tensorrt.request import EngineRequest
 from topw_deploy.tensorrt.run.session import EngineSession
@@ -38,9 +41,9 @@ def with_tensorrt_in_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(ort, "get_available_providers", lambda: built)
     original = GraphSession.__init__
 
-    def opened(self: GraphSession, folder: Any, *, provider: str, **settings: Any) -> None:
-        asked.append(provider)
-        original(self, folder, provider="cpu", **settings)
+    def opened(self: GraphSession, folder: Any, options: SessionOptions) -> None:
+        asked.append(options.provider)
+        original(self, folder, replace(options, provider="cpu"))
 
     monkeypatch.setattr(GraphSession, "__init__", opened)
     return asked

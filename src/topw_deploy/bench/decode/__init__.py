@@ -1,1 +1,1 @@
-"""`topw bench decode`: a whole decoding loop, ours and others', over the same weights."""
+"""`topw bench decode`: the decoding loops of this project and of other libraries, over the same weights."""

@@ -1,7 +1,7 @@
-"""The least that a decoding loop can do: the exported decoder with ArgMax in the sampler's place, and nothing around.
+"""The exported decoder with ArgMax in place of the sampler, and a minimal greedy loop over it.
 
-What `TopWModel` takes beyond it is the price of Top-W and of this package's Python, together. It binds as the runtime
-does, through onnxruntime's inner objects, so that the yardstick is not the slower Python.
+This is the lower bound of a decoding loop: what `TopWModel` takes beyond it is the cost of Top-W and of this package's
+Python together. Both bind through the runtime's `OpenGraph`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import onnxruntime as ort
 from topw_deploy.errors import BenchmarkError
 from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.cache import Cache, Caches
-from topw_deploy.runtime.session import OpenGraph
+from topw_deploy.runtime.ort.session import OrtSession
 
 FILE = "argmax.onnx"
 
 
 def with_argmax(export: Path, folder: Path) -> Path:
-    """`folder/argmax.onnx`: the decoder of `export` with ArgMax over its logits instead of the sampler's node.
+    """Write `folder/argmax.onnx`: the decoder of `export` with ArgMax over its logits in place of the sampler.
 
-    The weights beside it are hard links where the file system allows it; `export` is left as it is.
-    Raises BenchmarkError if the graph has no sampler.
+    The weights beside it are hard links where possible; `export` is not changed.
+    Raises BenchmarkError unless the graph has exactly one sampler.
     """
     import onnx_ir as ir
 
@@ -59,7 +59,7 @@ def with_argmax(export: Path, folder: Path) -> Path:
 
 
 def share_weights(export: Path, folder: Path) -> None:
-    """Put the data files of `export` into `folder`: as hard links, or as copies where there can be none."""
+    """Put the data files of `export` into `folder`, as hard links or, where that fails, as copies."""
     for data in (path for pattern in ("*.onnx_data*", "*.onnx.data*") for path in export.glob(pattern)):
         try:
             os.link(data, folder / data.name)
@@ -68,18 +68,20 @@ def share_weights(export: Path, folder: Path) -> None:
 
 
 class ArgMaxLoop:
-    """Greedy decoding of one sequence on `path`, a graph whose output `next_token` is its ArgMax: `with_argmax` makes
-    one of an export. decoder: what the export's manifest says of its cache."""
+    """Greedy decoding of one sequence over a graph whose output `next_token` is an ArgMax, as `with_argmax` writes it.
+
+    decoder: how the graph's cache is driven.
+    """
 
     def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:
         raw = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self._session = OpenGraph(raw)
+        self._session = OrtSession(raw)
         self._caches = Caches(self._session, decoder)
         self._cache: Cache | None = None
         self._token = np.zeros(1, np.int64)
 
     def prefill(self, prompt: list[int], capacity: int) -> int:
-        """Begin with `prompt`; at most `capacity` tokens, it and all later ones, may follow. Gives the first token."""
+        """Run the prompt and return the first token. capacity: most tokens of the sequence, prompt included."""
         if self._cache is not None:
             self._caches.close(self._cache)
         self._binding = self._session.bind()
@@ -91,8 +93,8 @@ class ArgMaxLoop:
         return int(self._token[0])
 
     def step(self) -> int:
-        """Feed the last token, get the next."""
-        assert self._cache is not None
+        """Feed the last token and return the next."""
+        assert self._cache is not None, "prefill comes first"
         self._cache.input_ids[0, 0] = self._token[0]
         self._cache.advance((0,))
         self._binding.run()

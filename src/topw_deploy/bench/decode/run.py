@@ -1,61 +1,82 @@
-"""The run of `topw bench decode`: a process per side, which loads once and then generates whenever its turn comes."""
+"""`topw bench decode`: its run and its report."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from topw_deploy.bench.decode.argmax import with_argmax
-from topw_deploy.bench.decode.catalogue import Side, choose
-from topw_deploy.bench.decode.report import DecodeReport, SideResult, ThreadsReport
-from topw_deploy.bench.decode.settings import DecodeSettings
-from topw_deploy.bench.machine import describe
+from topw_deploy.bench.decode.request import DecodeRequest, LoopSide, choose
+from topw_deploy.bench.measurement import Machine, Spread, interleave, paired, this_machine
+from topw_deploy.bench.picture import Bar, Panel
 from topw_deploy.bench.process import Worker
-from topw_deploy.bench.progress import Progress, Tick, no_progress
-from topw_deploy.bench.timing import interleave
+from topw_deploy.bench.report import (
+    closing_lines,
+    comparison,
+    ratio_json,
+    reference_side,
+    request_json,
+    significant,
+    table,
+)
 from topw_deploy.errors import ManifestError, ParameterError
-from topw_deploy.manifest import DecoderManifest, Manifest, load_manifest
+from topw_deploy.manifest import DecoderManifest, load_manifest
+from topw_deploy.progress import SILENT, Advance, Progress
 from topw_deploy.reports import counted
 
 _WARMUP = 1
+_HEADER = (
+    "side",
+    "ms/token (quartiles)",
+    "ratio (quartiles)",
+    "first token ms",
+    "prompt tokens/s",
+    "load s",
+    "peak MiB",
+)
 
 
-def run(settings: DecodeSettings, progress: Progress = no_progress) -> DecodeReport:
-    """Take the measurement.
+def run(request: DecodeRequest, progress: Progress = SILENT) -> DecodeReport:
+    """Measure every side in turn, each in a process of its own.
 
-    Raises ManifestError for a folder that is no model, ParameterError for settings that do not fit it, BenchmarkError
-    for a side that was named and is absent, or that dies.
+    Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
+    BenchmarkError for a named side that is absent or one that dies.
     """
-    manifest = load_manifest(settings.folder)
-    prompt = _prompt(settings, manifest)
-    present, absent = choose(settings)
-    machine = describe()
-    with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=_beside(settings.folder)) as scratch:
-        ready = [_with_file(side, settings.folder, Path(scratch)) for side in present]
-        total = len(settings.threads) * len(ready) * (settings.rounds + _WARMUP)
-        with progress.bar(total, "run") as tick:
-            reports = [_measure(ready, settings, prompt, threads, tick, progress) for threads in settings.threads]
-    return DecodeReport(settings, machine, reports, [(side.label, str(side.why_not)) for side in absent])
+    prompt = _prompt(request)
+    present, absent = choose(request)
+    machine = this_machine()
+    with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=_beside(request.folder)) as scratch:
+        ready = [_with_argmax_file(side, request.folder, Path(scratch)) for side in present]
+        total = len(request.threads) * len(ready) * (request.rounds + _WARMUP)
+        with progress.bar(total, "run") as advance:
+            runs = [_measure(ready, request, prompt, threads, advance, progress) for threads in request.threads]
+    return DecodeReport(request, machine, runs, [(side.label, str(side.why_not)) for side in absent])
 
 
 def _measure(
-    chosen: Sequence[Side], settings: DecodeSettings, prompt: list[int], threads: int, tick: Tick, progress: Progress
+    chosen: Sequence[LoopSide],
+    request: DecodeRequest,
+    prompt: list[int],
+    threads: int,
+    advance: Advance,
+    progress: Progress,
 ) -> ThreadsReport:
-    """All sides with so many threads."""
+    """All sides with `threads` threads."""
     with _workers(chosen, threads, progress) as workers:
-        turns = {
-            name: partial(worker.call, "run", prompt=prompt, new_tokens=settings.new_tokens)
+        calls = {
+            name: partial(worker.call, "run", prompt=prompt, new_tokens=request.new_tokens)
             for name, worker in workers.items()
         }
-        samples = interleave(turns, settings.rounds, _WARMUP, seed=settings.seed, tick=tick)
+        samples = interleave(calls, request.rounds, _WARMUP, seed=request.seed, advance=advance)
         results = {
-            side.name: SideResult(
+            side.name: LoopResult(
                 label=side.label,
                 kind=side.kind,
                 runs=samples[side.name],
@@ -68,7 +89,7 @@ def _measure(
 
 
 @contextmanager
-def _workers(chosen: Sequence[Side], threads: int, progress: Progress) -> Iterator[Mapping[str, Worker]]:
+def _workers(chosen: Sequence[LoopSide], threads: int, progress: Progress) -> Iterator[Mapping[str, Worker]]:
     with ExitStack() as stack:
         workers = {}
         for side in chosen:
@@ -79,33 +100,163 @@ def _workers(chosen: Sequence[Side], threads: int, progress: Progress) -> Iterat
         yield workers
 
 
-def _prompt(settings: DecodeSettings, manifest: Manifest) -> list[int]:
-    """Random ids that every side takes."""
+def _prompt(request: DecodeRequest) -> list[int]:
+    """Random ids, the same for every side."""
+    manifest = load_manifest(request.folder)
     if not isinstance(manifest, DecoderManifest):
-        raise ManifestError(f"{settings.folder} is a sampler without a decoder; use `topw bench sampler` for it.")
-    needed = settings.prompt_tokens + settings.new_tokens
+        raise ManifestError(f"{request.folder} is a sampler without a decoder; use `topw bench sampler` for it.")
+    needed = request.prompt_tokens + request.new_tokens
     if needed > manifest.decoder.context_length:
         raise ParameterError(
-            f"{settings.prompt_tokens} + {settings.new_tokens} tokens are {needed}, but the context has "
+            f"{request.prompt_tokens} + {request.new_tokens} tokens are {needed}, but the context has "
             f"{manifest.decoder.context_length}; lower prompt_tokens or new_tokens.",
             "prompt_tokens",
             "new_tokens",
         )
-    rng = np.random.default_rng(settings.seed)
-    return [int(token) for token in rng.integers(0, manifest.sampler.vocab_size, settings.prompt_tokens)]
+    rng = np.random.default_rng(request.seed)
+    return [int(token) for token in rng.integers(0, manifest.sampler.vocab_size, request.prompt_tokens)]
 
 
-def _with_file(side: Side, export: Path, scratch: Path) -> Side:
-    """The ArgMax side with its file written; any other as it is."""
+def _with_argmax_file(side: LoopSide, export: Path, scratch: Path) -> LoopSide:
+    """The ArgMax side with its file written to `scratch`; any other side unchanged."""
     if side.name != "argmax":
         return side
     return replace(side, settings={**side.settings, "argmax": str(with_argmax(export, scratch))})
 
 
 def _beside(folder: Path) -> Path | None:
-    """Where weights can be hard-linked to: the folder's parent, or the system's place if that is read-only."""
+    """A folder to which weights can be hard-linked: the parent of `folder`, or None (the default) if read-only."""
     try:
         with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=folder.resolve().parent):
             return folder.resolve().parent
     except OSError:
         return None
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """One side's measurements.
+
+    runs: for each round the seconds to the first token ("first"), those of the rest ("rest") and the number of tokens.
+    """
+
+    label: str
+    kind: str
+    runs: Sequence[Mapping[str, float]]
+    load_seconds: float
+    peak_bytes: int | None
+
+    @property
+    def per_token(self) -> list[float]:
+        """Seconds per token after the first, by round."""
+        return [run["rest"] / max(1, run["tokens"] - 1) for run in self.runs]
+
+    @property
+    def first(self) -> list[float]:
+        """Seconds from the call to the first token, by round."""
+        return [run["first"] for run in self.runs]
+
+
+@dataclass(frozen=True)
+class ThreadsReport:
+    """All sides with one number of threads, by name."""
+
+    threads: int
+    sides: Mapping[str, LoopResult]
+
+    @property
+    def reference(self) -> str:
+        return reference_side({name: side.kind for name, side in self.sides.items()})
+
+    def ratios(self, name: str) -> list[float]:
+        """Time per token of `name` over the reference's, round by round."""
+        return paired({n: side.per_token for n, side in self.sides.items()}, name, self.reference)
+
+    def rows(self, prompt_tokens: int) -> Iterator[tuple[str, ...]]:
+        for name, side in self.sides.items():
+            first = Spread.of(side.first).median
+            yield (
+                side.label,
+                Spread.of(side.per_token).format(1e3),
+                Spread.of(self.ratios(name)).format(digits=3),
+                f"{first * 1e3:.1f}",
+                significant(prompt_tokens / first),
+                f"{side.load_seconds:.2f}",
+                "" if side.peak_bytes is None else f"{side.peak_bytes / 2**20:.0f}",
+            )
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """What `topw bench decode` found. absent: (label, why) of the sides left out."""
+
+    request: DecodeRequest
+    machine: Machine
+    runs: Sequence[ThreadsReport]
+    absent: Sequence[tuple[str, str]]
+
+    def text(self) -> str:
+        asked = self.request
+        lines = [f"{self.machine}; {asked.prompt_tokens} + {asked.new_tokens} tokens, {counted(asked.rounds, 'round')}"]
+        for run in self.runs:
+            reference = run.sides[run.reference].label
+            lines += [f"\n{counted(run.threads, 'thread')}; the ratio is to {reference}\n"]
+            lines.append(table(_HEADER, run.rows(asked.prompt_tokens)))
+            lines += [
+                f"{side.label} ended after {fewest} tokens."
+                for side in run.sides.values()
+                if (fewest := min(r["tokens"] for r in side.runs)) < asked.new_tokens
+            ]
+            certified = [r["certified"] for side in run.sides.values() for r in side.runs if "certified" in r]
+            if certified:
+                lines.append(f"Certified steps: {min(certified):.1%} or more.")
+        return "\n".join([*lines, *closing_lines(self.absent, self.machine)])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "benchmark": "decode",
+            "machine": self.machine.as_dict(),
+            "settings": request_json(self.request),
+            "runs": [
+                {
+                    "threads": run.threads,
+                    "reference": run.reference,
+                    "sides": {name: _side_json(run, name) for name in run.sides},
+                }
+                for run in self.runs
+            ],
+            "absent": dict(self.absent),
+        }
+
+    def panels(self) -> list[Panel]:
+        tokens = f"{self.request.prompt_tokens} + {self.request.new_tokens} tokens"
+        return [_panel(run, f"{counted(run.threads, 'thread')}, {tokens}") for run in self.runs]
+
+
+def _side_json(run: ThreadsReport, name: str) -> dict[str, Any]:
+    side = run.sides[name]
+    return {
+        **asdict(side),
+        "seconds_per_token": asdict(Spread.of(side.per_token)),
+        "first_token_seconds": asdict(Spread.of(side.first)),
+        "ratio": ratio_json(run.ratios(name)),
+    }
+
+
+def _panel(run: ThreadsReport, subtitle: str) -> Panel:
+    bars = []
+    for name, side in run.sides.items():
+        spread, ratio = Spread.of(side.per_token), Spread.of(run.ratios(name)).median
+        relation = "" if side.kind == "ours" else f"   {ratio:.2f}x ours"
+        bars.append(Bar(side.label, spread, side.kind, f"{spread.median * 1e3:.2f} ms{relation}"))
+    return Panel(subtitle, _finding(run), sorted(bars, key=lambda bar: bar.spread.median))
+
+
+def _finding(run: ThreadsReport) -> str:
+    took = Spread.of(run.sides[run.reference].per_token).median
+    sentence = f"A token with Top-W takes {took * 1e3:.2f} ms"
+    if "argmax" in run.sides:
+        sentence += f", {1 / Spread.of(run.ratios('argmax')).median:.2f}x the same graph with ArgMax"
+    known = (("genai-top-p", "onnxruntime-genai with top-p"), ("transformers-authors", "the authors' code"))
+    factors = {name: Spread.of(run.ratios(other)).median for other, name in known if other in run.sides}
+    return f"{sentence}: {comparison(factors)}" if factors else sentence

@@ -1,1 +1,1 @@
-"""`topw bench sampler`: what one sampling step costs, ours and others', over the same logits."""
+"""`topw bench sampler`: one sampling step of this project and of other samplers, over the same logits."""

@@ -1,4 +1,4 @@
-"""A model for onnxruntime-genai that computes nothing: its samplers can only be reached through a model."""
+"""An empty model for onnxruntime-genai, whose samplers run only behind a model."""
 
 from __future__ import annotations
 
@@ -8,21 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from topw_deploy.bench.sampler.catalogue import TOP_K, TOP_P
-
-SEARCHES: dict[str, dict[str, Any]] = {
-    "genai-top-p": {"do_sample": True, "top_k": 0, "top_p": TOP_P},
-    "genai-top-k": {"do_sample": True, "top_k": TOP_K, "top_p": 1.0},
-    "genai-top-k-top-p": {"do_sample": True, "top_k": TOP_K, "top_p": TOP_P},
-    "genai-greedy": {"do_sample": False},
-}
-"""Side -> search options. A top_k of 0 must be said: the default is 50."""
-
 _OPSET, _IR_VERSION, _CONTEXT = 18, 9, 64
 
 
 def write_model(folder: Path, vocab: int, threads: int) -> Path:
-    """A decoder of one layer and one coordinate whose logits are zeros, with the configuration that genai wants."""
+    """Write a decoder with one layer of width 1 and logits of zeros, and its genai_config.json; returns `folder`."""
     import onnx
 
     folder.mkdir()

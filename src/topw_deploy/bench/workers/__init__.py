@@ -1,2 +1,2 @@
-"""Sides that run in processes of their own. Each file but this one and `serve` is loaded by `serve.py`, perhaps in an
-environment that has no topw_deploy: it may import what that environment has, and nothing of this package."""
+"""Files that `serve.py` loads in a peer's environment; they import that environment's libraries, and topw_deploy only
+where they need it."""

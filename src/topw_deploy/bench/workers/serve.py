@@ -1,10 +1,10 @@
-"""The far end of `bench.process.Worker`: PYTHON serve.py SIDE.py, requests on stdin, answers on stdout, JSON lines.
+"""The program that a `bench.process.Worker` runs: `PYTHON serve.py FILE`, with JSON lines on stdin and stdout.
 
-SIDE.py defines `start(settings: dict) -> dict[str, function]`. The first request is {"settings": ...}, answered when
-the side is ready; later ones are {"do": NAME, "with": {...}} and call the function of that name with those keyword
-arguments. An answer is {"value": ...} or {"error": "Type: message"}. Whatever the side prints goes to stderr.
+FILE defines `start(settings: dict) -> dict[str, function]`. The first request is {"settings": ...}; later ones are
+{"do": NAME, "with": {...}} and call the function NAME with those keyword arguments. An answer is {"value": ...} or
+{"error": "Type: message"}. What FILE prints goes to stderr.
 
-This file runs in environments without topw_deploy and imports only the standard library.
+Runs in environments without topw_deploy: imports only the standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ Handlers = Mapping[str, Callable[..., Any]]
 
 
 def load(path: Path) -> Callable[[dict[str, Any]], Handlers]:
-    """The function `start` of the file."""
     spec = importlib.util.spec_from_file_location(f"topw_bench_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -33,9 +32,9 @@ def load(path: Path) -> Callable[[dict[str, Any]], Handlers]:
 
 
 def peak_bytes() -> int | None:
-    """Most memory that this process ever had resident; None where the system does not say.
+    """Peak resident memory of this process; None where the system does not report it.
 
-    Not getrusage on Linux: there a process begins with the peak of the one that started it.
+    On Linux not from getrusage, which starts with the peak of the parent process.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
@@ -49,28 +48,28 @@ def peak_bytes() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def serve(requests: IO[str], answers: IO[str], side: Path) -> None:
-    """Answer requests until there are no more."""
+def serve(requests: IO[str], answers: IO[str], file: Path) -> None:
+    """Answer requests until stdin ends."""
     handlers: Handlers = {}
     for line in requests:
         request = json.loads(line)
         try:
             if "settings" in request:
-                handlers = {"peak_bytes": peak_bytes, **load(side)(request["settings"])}
+                handlers = {"peak_bytes": peak_bytes, **load(file)(request["settings"])}
                 answer: dict[str, Any] = {"value": sorted(handlers)}
             else:
                 answer = {"value": handlers[request["do"]](**request.get("with", {}))}
-        except Exception as error:  # noqa: BLE001  # the other end decides what an error means
+        except Exception as error:  # noqa: BLE001  # the other end handles it
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
 def main() -> None:
-    # Libraries write on file descriptor 1 as they please, from C++ too: keep the real one for answers alone.
+    # Libraries write to file descriptor 1, from C++ too: keep the real stdout for answers alone.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # Python puts this file's folder first, where a side may be named like the library that it drives.
+    # Python puts this file's folder first on the path; its files must not shadow libraries.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     serve(sys.stdin, answers, Path(sys.argv[1]))
 

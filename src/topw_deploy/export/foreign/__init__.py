@@ -1,1 +1,1 @@
-"""Decoders that other exporters wrote: loading them and finding their limits."""
+"""Decoders that another exporter wrote."""

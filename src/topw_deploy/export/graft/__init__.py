@@ -1,1 +1,1 @@
-"""Setting the sampler onto a decoder."""
+"""Add the sampler to a decoder."""

@@ -1,4 +1,4 @@
-"""Finding the node that looks token embeddings up, in whichever form the decoder's exporter wrote it."""
+"""Find the node that looks up token embeddings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graph.editor import find_input, is_constant
 from topw_deploy.export.tail import EmbeddingForm
 
-# On the way from the ids to the embedding: these change neither the ids' values nor their order.
+# Allowed between ids and lookup: they change neither the ids' values nor their order.
 _TRANSPARENT = {"Reshape", "Unsqueeze", "Squeeze", "Flatten", "Cast", "Identity"}
 _LOOKUPS = {("", "Gather"), ("com.microsoft", "GatherBlockQuantized")}
-_IDS_AT = 1  # input of either lookup that takes the ids
+_IDS_AT = 1  # input index of the ids
 
 
 @dataclass(frozen=True)
 class EmbeddingNode:
-    """The lookup node, its form, and its data inputs in order (the ids left out)."""
+    """The lookup of a table [rows, hidden]; `data`: its inputs without the ids."""
 
     node: ir.Node
     form: EmbeddingForm
@@ -28,10 +28,7 @@ class EmbeddingNode:
 
 
 def find_embedding(graph: ir.Graph) -> EmbeddingNode:
-    """The one embedding lookup downstream of `input_ids`.
-
-    Raises UnsupportedModelError where there is none or more than one: a metric other than `uniform` needs it.
-    """
+    """The lookup downstream of `input_ids`. Raises UnsupportedModelError unless there is exactly one."""
     found = _lookups(graph)
     if not found:
         raise UnsupportedModelError(
@@ -69,9 +66,7 @@ def _has_constant_matrix(node: ir.Node) -> bool:
 def _describe(node: ir.Node) -> EmbeddingNode:
     data = tuple(value for index, value in enumerate(node.inputs) if index != _IDS_AT and value is not None)
     if len(data) != len(node.inputs) - 1:
-        raise UnsupportedModelError(
-            f"the embedding node {node.name} leaves an optional input out; write it explicitly."
-        )
+        raise UnsupportedModelError(f"the embedding node {node.name} omits an optional input; write it explicitly.")
     inputs = tuple((_element_type(value), _fixed_shape(value)) for value in data)
     attributes = tuple(
         sorted(
@@ -85,7 +80,7 @@ def _describe(node: ir.Node) -> EmbeddingNode:
 
 
 def _values_per_element(node: ir.Node, stored: ir.DataType) -> int:
-    """How many weights one stored element packs: GatherBlockQuantized keeps 4-bit weights in pairs as uint8."""
+    """GatherBlockQuantized packs two 4-bit weights into a uint8."""
     if node.op_type == "GatherBlockQuantized" and stored == ir.DataType.UINT8:
         bits = node.attributes.get("bits")
         return 8 // (bits.as_int() if bits is not None else 4)
@@ -94,12 +89,15 @@ def _values_per_element(node: ir.Node, stored: ir.DataType) -> int:
 
 def _element_type(value: ir.Value) -> ir.DataType:
     dtype = value.dtype if value.dtype is not None else getattr(value.const_value, "dtype", None)
-    if dtype is None:  # derived from an initializer by nodes that keep its type
-        producer = value.producer()
-        assert producer is not None
-        assert producer.inputs[0] is not None
-        return _element_type(producer.inputs[0])
-    return dtype
+    if dtype is not None:
+        return dtype
+    producer = value.producer()
+    source = producer.inputs[0] if producer is not None else None  # the nodes before a lookup keep the type
+    if source is None:
+        raise UnsupportedModelError(
+            f"the embedding table {value.name} has no element type; export the decoder with types inferred."
+        )
+    return _element_type(source)
 
 
 def _fixed_shape(value: ir.Value) -> tuple[int, ...]:

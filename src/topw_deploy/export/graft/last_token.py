@@ -1,9 +1,8 @@
-"""Logits for each row's last attended position only.
+"""Logits of each row's last attended position.
 
-The position is looked up in `attention_mask`, so it is right for padding on either side; a decoder with a static cache
-is told it, by `row_lengths`. Where the way from the logits back to the vocabulary matmul is provably row by row, one
-hidden state per row is picked before that matmul, which spares a prompt of n tokens n - 1 products with the whole
-vocabulary; otherwise one row of the logits is.
+The position comes from `attention_mask`, padded on either side, or from `row_lengths` (static cache). If every node
+from the vocabulary matmul to the logits provably acts on each position alone, the hidden state is selected before that
+matmul, which saves n - 1 of a prompt's n products with the vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, find_input, is_constant
+from topw_deploy.export.graph.editor import GraphEditor, find_input, is_constant, required_input
 
 PREFIX = "topw.last"
 _ROWWISE = {"Tanh", "Cast", "Identity", "Neg", "Sigmoid"}
@@ -20,11 +19,11 @@ _MATMULS = {("", "MatMul"), ("com.microsoft", "MatMulNBits"), ("com.microsoft", 
 
 
 def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
-    """The value [batch, vocab] float32 holding each row's last logits; the graph's output `logits` stays listed.
+    """Each row's last logits, float32 [batch, vocab]; the graph's output `logits` stays listed.
 
-    `before_matmul=False` leaves the maker's own logits whole, for graphs that keep them as an output.
-    The graph must have the inputs input_ids [batch, sequence] and attention_mask [batch, past + sequence] or
-    row_lengths [batch], and the output logits [batch, sequence, vocab].
+    graph: has input_ids [batch, sequence], attention_mask [batch, past + sequence] or row_lengths [batch], and the
+        output logits [batch, sequence, vocab].
+    before_matmul: select before the matmul if possible; False keeps the graph's own logits complete.
     """
     logits = next(value for value in graph.outputs if value.name == "logits")
     editor = GraphEditor(graph, PREFIX)
@@ -43,9 +42,9 @@ def last_logits(graph: ir.Graph, *, before_matmul: bool = True) -> ir.Value:
 
 
 def _pick(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
-    """rows [batch, sequence, n] -> [batch, n] at each row's last attended position."""
+    """[batch, sequence, n] -> [batch, n]"""
     op, constant = editor.op, editor.constant
-    if rows.shape is not None and rows.shape[1] == 1:  # the maker already cut it
+    if rows.shape is not None and rows.shape[1] == 1:  # already selected
         return op("Squeeze", [rows, constant(np.array([1]))])
     last = _last_column(editor, graph)
     if rows.shape is None or rows.dtype is None:
@@ -54,14 +53,12 @@ def _pick(editor: GraphEditor, graph: ir.Graph, rows: ir.Value) -> ir.Value:
 
 
 def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
-    """int64 [batch, 1]: the column of each row's last attended token among those of this call."""
+    """Each row's last attended column of input_ids: int64 [batch, 1]."""
     op, constant = editor.op, editor.constant
     lengths = find_input(graph, "row_lengths")
     if lengths is not None:
         return op("Unsqueeze", [op("Sub", [lengths, constant(np.array([1]))]), constant(np.array([1]))])
-    ids, mask = find_input(graph, "input_ids"), find_input(graph, "attention_mask")
-    assert ids is not None
-    assert mask is not None
+    ids, mask = required_input(graph, "input_ids"), required_input(graph, "attention_mask")
     new = op("Shape", [ids], start=1, end=2)
     far = constant(np.array([np.iinfo(np.int64).max]))
     attended = op("Slice", [mask, op("Neg", [new]), far, constant(np.array([1]))])  # [batch, sequence]
@@ -72,7 +69,7 @@ def _last_column(editor: GraphEditor, graph: ir.Graph) -> ir.Value:
 
 
 def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None:
-    """The matmul that makes the logits, and the row-wise nodes after it (last first); None where that is not sure."""
+    """It and the row-wise nodes after it, last first; None if uncertain."""
     if logits.shape is None or len(logits.shape) != 3:
         return None
     path: list[ir.Node] = []
@@ -89,9 +86,9 @@ def _vocabulary_matmul(logits: ir.Value) -> tuple[ir.Node, list[ir.Node]] | None
 
 
 def _keeps_rows(matmul: ir.Node) -> bool:
-    """Whether each row of the product depends on the same row of the first input alone, whatever stands before it.
+    """Whether each row of the product depends only on that row of the first input, of rank 3 like the logits.
 
-    A constant matrix on the right does it; MatMulNBits always has one. As the logits are of rank 3, so is that input.
+    True for a constant matrix, which MatMulNBits always has.
     """
     weights = matmul.inputs[1]
     if not all(source is None or is_constant(source) for source in matmul.inputs[1:]) or weights is None:
@@ -104,7 +101,7 @@ def _keeps_rows(matmul: ir.Node) -> bool:
 
 
 def _rowwise_source(node: ir.Node) -> ir.Value | None:
-    """The varying input of a node that treats every row alike, also when a dimension is dropped; else None."""
+    """The variable input of a node that acts on each row alone, whatever the rank; else None."""
     if node.domain != "" or len(node.outputs) != 1:
         return None
     if node.op_type in _ROWWISE:
@@ -119,7 +116,7 @@ def _rowwise_source(node: ir.Node) -> ir.Value | None:
 
 
 def _replay(editor: GraphEditor, matmul: ir.Node, path: list[ir.Node], hidden: ir.Value) -> ir.Value:
-    """The same nodes again over one row per sequence; the old ones fall away when nothing uses them."""
+    """Copy the nodes for one row per sequence; the old ones are removed later."""
     value = _copy(editor, matmul, matmul.inputs[0], hidden)
     old = matmul.outputs[0]
     for node in reversed(path):

@@ -1,18 +1,17 @@
-"""How near any other token can be: a lower bound per token, measured once at export (docs/contract/graph.md, section
-8).
+"""The neighbour bound: a lower bound of each token's distance to its nearest neighbour, computed once at export.
 
-A token outside the crop is at least this far from every member, so many a token fails the row test without a distance.
-All pairs are looked at, each pair of blocks once, by products in float32. Rounding is paid for in advance: every token
-is given two more coordinates, chosen so that the rounded product of two tokens is never above their distance.
+A token outside the crop is at least this far from every member, so that many tokens fail the row test without a
+distance (docs/contract/graph.md, section 8). Every pair is computed once, by float32 products of blocks. Two extra
+coordinates per token ensure that the rounded product of two tokens never exceeds their distance.
 
 For points x, y of float32 with n = d + 2 coordinates and a unit of rounding u = 2^-24, let
 
     x -> (-2 x, q_x, 1)    y -> (y, 1, q_y)    q_x = (1 - 2 g) |x|^2 - (1 + g) t_x    g = n u / (1 - n u)
 
-The product of the two is |x - y|^2 less 2 g (|x|^2 + |y|^2) + (1 + g)(t_x + t_y). Summed in any order, with or without
-fused multiply-add, it is wrong by at most g times the sum of its terms' magnitudes, 2 sum |x_k y_k| + |q_x| + |q_y| <=
+Their product is |x - y|^2 less 2 g (|x|^2 + |y|^2) + (1 + g)(t_x + t_y). Summed in any order, with or without fused
+multiply-add, its error is at most g times the sum of its terms' magnitudes, 2 sum |x_k y_k| + |q_x| + |q_y| <=
 2 (|x|^2 + |y|^2) + t_x + t_y (N. Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). So the rounded
-product s is at most |x - y|^2 - t_x - t_y. The true points are within e_x and e_y of the rounded ones, so with D their
+product s is at most |x - y|^2 - t_x - t_y. The true points are within e_x and e_y of the rounded ones: with D their
 distance and any r > 0, |x - y|^2 <= (D + e_x + e_y)^2 <= (1 + r) D^2 + 2 (1 + 1/r)(e_x^2 + e_y^2); with t_x =
 2 (1 + 1/r) e_x^2 then D^2 >= s / (1 + r). For `cosine`, x -> (-x, q_x, 1) with q_x = 1/2 - 1.1 g - 2.1 e_x gives the
 same for 1 - x.y, as |x|, |y| <= 1 up to rounding.
@@ -32,29 +31,28 @@ from topw_deploy.sampling import Geometry
 
 Bound = NDArray[np.float32]
 Measure = Callable[[Geometry, int], Bound]
-"""Called with the geometry and the number of tokens: what node input 13 is to hold, float32 [tokens] or [0]."""
+"""Called with the geometry and the number of tokens; returns node input 13, float32 [tokens] or [0]."""
 
 _UNIT = 2.0**-24  # of float32's rounding
-_SHARE = 2.0**-16  # r above: the share of a distance that is given up for the rounding of its points
-_ARITHMETIC = 1e-9  # of a point's norm: more than points taken in double elsewhere can differ by
-_UNDERFLOW = 2.0**-100  # more than all products of a sum can lose by underflow
-_BLOCK = 2048  # tokens on each side of one product, at most
+_SHARE = 2.0**-16  # r above
+_ARITHMETIC = 1e-9  # of a point's norm: more than double-precision points can differ
+_UNDERFLOW = 2.0**-100  # more than a sum can lose by underflow
+_BLOCK = 2048  # maximum tokens on each side of a product
 _BLOCK_VALUES = 4 << 20  # float64 coordinates of one block of points: 32 MiB
-_HELD_VALUES = 64 << 20  # float32 coordinates held while all later blocks pass by: 256 MiB
+_HELD_VALUES = 64 << 20  # float32 coordinates of the left sides held at a time: 256 MiB
 
 
 def no_bound(_geometry: Geometry, _tokens: int) -> Bound:
-    """A Measure that measures nothing: [0], which means that there is no bound."""
+    """A Measure that returns [0], no bound."""
     return np.zeros(0, dtype=np.float32)
 
 
 def zero_bound(_geometry: Geometry, tokens: int) -> Bound:
-    """A Measure for a dry run: as large as the real one, and true."""
+    """A valid Measure of the real size, for a dry run."""
     return np.zeros(tokens, dtype=np.float32)
 
 
 def measure_for(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
-    """The Measure of an export that may want the bound, and may be a dry run."""
     if not wanted:
         return no_bound
     if dry_run:
@@ -68,19 +66,16 @@ def measure_for(wanted: bool, dry_run: bool, progress: Progress) -> Measure:
 
 
 def neighbour_bound(geometry: Geometry, tokens: int, progress: Progress = SILENT) -> Bound:
-    """A lower bound, float32 [tokens], of each token's distance to the nearest *other* one of the first `tokens`.
+    """A lower bound of each token's distance to the nearest other of the first `tokens`: float32 [tokens].
 
-    geometry: of `mahalanobis`, `unit` or `cosine`, its statistics in float64. The bound holds for these statistics and
-    for their float32 roundings, which a graph carries. It is 0 for duplicates, for near-duplicates whose distance is
-    within float32's rounding, and for a token that has no other. Under `knn` it holds too: the mean of the k smallest
-    distances is at least the smallest.
-    progress: its bar shows pairs of tokens.
-    Memory: about 500 MB beside the table, however large that is, as the points are made anew from its rows, a block at
-    a time. Time: tokens^2 / 2 products of width d.
-    Raises ParameterError for the `uniform` metric, under which every distance is 1.
+    geometry: with float64 statistics; the bound also holds for their float32 roundings in a graph.
+    progress: its bar counts pairs of tokens.
+
+    0 for duplicates, for near-duplicates within float32's rounding, and for a single token. Holds under `knn`, whose
+    mean is at least the smallest distance.
+    Memory: about 500 MB beside the table, which is read in blocks. Time: tokens^2 / 2 products of width d.
+    Raises ParameterError for the `uniform` metric.
     """
-    if geometry.metric == "uniform":
-        raise ParameterError("the uniform metric needs no neighbour bound: all distances are 1; leave it out.")
     points = _Points(geometry, tokens)
     lowest = np.full(tokens, np.inf, dtype=np.float32)
     block = max(1, min(_BLOCK, _BLOCK_VALUES // points.width))
@@ -105,9 +100,10 @@ def _held_points(points: _Points, first: int, last: int, block: int) -> Bound:
 
 
 def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> int:
-    """Lower `lowest` [tokens] to what the products of two blocks show, in place; returns how many pairs they are.
+    """Update `lowest` [tokens] with the products of two blocks; returns their number of pairs.
 
-    left: points [n, width] of the tokens from `top` on; right: [m, width] of those from `start` on.
+    left: points [n, width] of the tokens from `top` on.
+    right: points [m, width] of the tokens from `start` on.
     """
     n, m = len(left), len(right)
     products = left @ right.T
@@ -121,23 +117,23 @@ def _lower(lowest: Bound, left: Bound, right: Bound, top: int, start: int) -> in
 
 
 class _Points:
-    """Tokens as points of d + 2 float32 coordinates, a block at a time: product of a left and a right one <= distance.
+    """Points of d + 2 float32 coordinates: the product of a left and a right one is <= the tokens' distance.
 
-    `mahalanobis` and `unit`: the squared distance; `cosine`: the distance.
+    For `mahalanobis` and `unit` that is squared.
     """
 
     def __init__(self, geometry: Geometry, tokens: int) -> None:
-        assert geometry.mean is not None
-        assert geometry.inverse_std is not None
+        if geometry.mean is None or geometry.inverse_std is None:
+            raise ParameterError("the uniform metric needs no neighbour bound: all distances are 1; leave it out.")
         self._geometry = geometry
-        # In a mahalanobis distance the mean cancels, so its rounding is no uncertainty.
+        # In a mahalanobis distance the mean cancels, so its rounding does not matter.
         mean = geometry.mean if geometry.metric == "mahalanobis" else _rounded(geometry.mean)
         self._in_graph = replace(geometry, mean=mean, inverse_std=_rounded(geometry.inverse_std))
         self.width = len(geometry.mean) + 2
         growth = self.width * _UNIT
         self._growth = growth / (1.0 - growth)
         self._euclidean = geometry.metric != "cosine"
-        self._offsets = np.full(tokens, np.nan, dtype=np.float32)  # q, as soon as it is known
+        self._offsets = np.full(tokens, np.nan, dtype=np.float32)  # q, computed once
 
     def left(self, start: int, stop: int) -> Bound:
         """[stop - start, width]: -2 x (or -x), q, 1."""
@@ -152,7 +148,7 @@ class _Points:
         return lifted
 
     def distance(self, products: Bound) -> Bound:
-        """The distances that products prove, at least 0, rounded down; 0 where there is no pair (inf)."""
+        """The distances proven by `products`, rounded down; 0 for inf (no pair)."""
         s = np.where(np.isfinite(products), np.maximum(products, 0.0), 0.0).astype(np.float64)
         distances = np.sqrt(s / (1.0 + _SHARE)) if self._euclidean else np.minimum(s, 2.0)
         return np.maximum(np.nextafter(distances.astype(np.float32), np.float32(-1.0)), np.float32(0.0))
@@ -168,7 +164,7 @@ class _Points:
         return lifted
 
     def _offset(self, ids: NDArray[np.int64], exact: NDArray[np.float64], x: NDArray[np.float64]) -> Bound:
-        """q of the points `x` [n, d], which stand for `exact` and for what the graph's statistics give."""
+        """q of the float32 points `x` [n, d] for `exact` and for the graph's statistics."""
         g, in_graph = self._growth, self._in_graph.features(ids)
         e = np.maximum(np.linalg.norm(exact - x, axis=1), np.linalg.norm(in_graph - x, axis=1))
         e += _ARITHMETIC * np.linalg.norm(x, axis=1)

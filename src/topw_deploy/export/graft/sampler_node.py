@@ -1,6 +1,6 @@
-"""Setting the sampler onto a decoder: one node, one model-local function, the sampler's inputs and outputs.
+"""Add the sampler to a decoder: one node, one model-local function, inputs and outputs.
 
-Nothing of the decoder is copied or read but the embedding table's statistics. Weights stay the references they are.
+Weights are not copied; only the embedding table is read, for its statistics.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from topw_deploy.export.decoder import Decoder
 from topw_deploy.export.graft.embedding_node import EmbeddingNode, find_embedding
 from topw_deploy.export.graft.last_token import last_logits
 from topw_deploy.export.graft.neighbour_bound import Measure, no_bound
-from topw_deploy.export.graft.optional_inputs import with_defaults
 from topw_deploy.export.graft.table import EmbeddingTable
 from topw_deploy.export.graph.editor import GraphEditor, find_input
 from topw_deploy.export.request import SamplerOptions
@@ -29,10 +28,12 @@ from topw_deploy.export.tail import (
     tail_outputs,
 )
 from topw_deploy.sampling import Geometry
+from topw_deploy.sampling.parameters import TopWParameters
 
 NODE_NAME = "topw_sample"
 BOUND_NAME = "topw.neighbour_bound"
 _EDITS = {"edit_ids": ir.DataType.INT64, "edit_penalty": ir.DataType.FLOAT, "edit_bias": ir.DataType.FLOAT}
+_GREEDY = TopWParameters(temperature=0.0)
 _OUTPUT_TYPES = {
     "next_token": ir.DataType.INT64,
     "logprob": ir.DataType.FLOAT,
@@ -44,20 +45,19 @@ _OUTPUT_TYPES = {
 
 
 def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound) -> TailSpec:
-    """Add the sampler to `decoder.model` in place; returns what was added. `measure` makes the neighbour bound.
+    """Add the sampler to `decoder.model` in place; `measure` makes the neighbour bound.
 
-    The output `logits` stays only on request: for a foreign decoder as its maker wrote it, otherwise
-    [batch, vocab] float32 of each row's last position. A foreign decoder with its own logits also runs without the
-    sampler's inputs, as its maker's tools run it.
-    Raises UnsupportedModelError for a decoder without input embeddings (unless the metric is `uniform`) and for a
-    table with fewer rows than the logits have columns.
+    `logits` stays an output only on request: a foreign decoder's own, otherwise float32 [batch, vocab]. A foreign
+    decoder that keeps its logits also runs without the sampler's inputs.
+    Raises UnsupportedModelError for a decoder without input embeddings (unless the metric is `uniform`) and for a table
+    with fewer rows than the vocabulary.
     """
     graph = decoder.model.graph
     embedding = find_embedding(graph) if wanted.options.metric != "uniform" else None
     vocab = decoder.vocab_size
     _check_rows(embedding, vocab)
-    keep_makers = decoder.foreign and wanted.with_logits
-    logits = last_logits(graph, before_matmul=not keep_makers)
+    keep_own = decoder.foreign and wanted.with_logits
+    logits = last_logits(graph, before_matmul=not keep_own)
     spec = TailSpec(
         options=wanted.options,
         vocab_size=vocab,
@@ -71,11 +71,11 @@ def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound)
     editor = GraphEditor(graph, "topw")
     batch = _batch_dimension(graph)
     given = sampler_inputs(editor, batch)
-    inputs = [logits, *(with_defaults(editor, given, logits) if keep_makers else given)]
+    inputs = [logits, *(with_defaults(editor, given, logits) if keep_own else given)]
     if embedding is not None:
         inputs += [*geometry_constants(editor, embedding, spec, measure), *embedding.data]
     results = add_sampler_node(graph, spec, inputs, batch)
-    _set_outputs(graph, results, logits, batch, wanted.with_logits, keep_makers)
+    _set_outputs(graph, results, logits, batch, wanted.with_logits, keep_own)
     install_function(decoder.model, spec)
     RemoveUnusedNodesPass()(decoder.model)
     editor.finish()
@@ -83,7 +83,7 @@ def graft(decoder: Decoder, wanted: SamplerOptions, measure: Measure = no_bound)
 
 
 def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
-    """The sampler's graph inputs in the node's order, logits left out."""
+    """Append the sampler's inputs in the node's order, without the logits."""
     made = []
     for name in TAIL_INPUTS[1:]:
         if name in _EDITS:
@@ -93,10 +93,34 @@ def sampler_inputs(editor: GraphEditor, batch: int | str) -> list[ir.Value]:
     return made
 
 
+def with_defaults(editor: GraphEditor, inputs: list[ir.Value], logits: ir.Value) -> list[ir.Value]:
+    """Make the sampler's graph `inputs` optional; returns what the sampler reads instead.
+
+    onnxruntime requires every graph input that is not also an initializer, its default. So callers that do not know the
+    sampler can run the decoder. The default is greedy without edits, for every row of `logits`.
+    """
+    rows = editor.op("Shape", [logits], start=0, end=1)
+    rows_and_one = editor.op("Concat", [rows, editor.constant(np.array([1]))], axis=0)
+    read = []
+    for value in inputs:
+        name = value.name or ""
+        value.const_value = ir.tensor(_default(name), name=name)
+        editor.graph.register_initializer(value)
+        shape = rows_and_one if name in _EDITS else rows
+        read.append(editor.op("Expand", [value, shape], dtype=value.dtype, shape=list(value.shape or ())))
+    return read
+
+
+def _default(name: str) -> np.ndarray:
+    if name in _EDITS:
+        return np.zeros((1, 0), _EDITS[name].numpy())
+    return np.array([getattr(_GREEDY, name, 0.0)], np.float32)  # uniform is not a parameter: 0
+
+
 def geometry_constants(
     editor: GraphEditor, embedding: EmbeddingNode, spec: TailSpec, measure: Measure
 ) -> list[ir.Value]:
-    """Mean and inverse standard deviation [hidden] of the table, and the neighbour bound, as initializers."""
+    """Add the table's mean and inverse standard deviation [hidden], and the neighbour bound."""
     table = EmbeddingTable(embedding, spec.vocab_size)
     geometry = Geometry.from_embeddings(table, spec.options.metric)
     return [
@@ -107,7 +131,6 @@ def geometry_constants(
 
 
 def add_sampler_node(graph: ir.Graph, spec: TailSpec, inputs: list[ir.Value], batch: int | str) -> list[ir.Value]:
-    """The one sampler node, appended to `graph`; its outputs, typed and named."""
     names = tail_outputs(spec)
     node = ir.node(
         OP_TYPE, inputs, attributes=tail_attributes(spec), domain=DOMAIN, num_outputs=len(names), name=NODE_NAME
@@ -121,29 +144,26 @@ def add_sampler_node(graph: ir.Graph, spec: TailSpec, inputs: list[ir.Value], ba
 
 
 def install_function(model: ir.Model, spec: TailSpec) -> None:
-    """The node's body as a model-local function, so that any runtime of standard operators runs it."""
     function = build_tail(spec)
     model.functions[function.identifier()] = function
     model.opset_imports[DOMAIN] = DOMAIN_VERSION
 
 
 def sampler_node(graph: ir.Graph) -> ir.Node:
-    """The sampler node of an exported graph."""
     return next(node for node in graph if node.domain == DOMAIN and node.op_type == OP_TYPE)
 
 
 def _set_outputs(
-    graph: ir.Graph, results: list[ir.Value], logits: ir.Value, batch: int | str, with_logits: bool, keep_makers: bool
+    graph: ir.Graph, results: list[ir.Value], logits: ir.Value, batch: int | str, with_logits: bool, keep_own: bool
 ) -> None:
-    """Sampler results first, then the logits if asked for, then the cache."""
-    makers = next(value for value in graph.outputs if value.name == "logits")
-    cache = [value for value in graph.outputs if value is not makers]
+    own = next(value for value in graph.outputs if value.name == "logits")
+    cache = [value for value in graph.outputs if value is not own]
     graph.outputs.clear()
     graph.outputs.extend(results)
-    if with_logits and keep_makers:
-        graph.outputs.append(makers)
+    if with_logits and keep_own:
+        graph.outputs.append(own)
     elif with_logits:
-        makers.name = "logits_of_all_positions"
+        own.name = "logits_of_all_positions"
         logits.name = "logits"
         logits.shape = ir.Shape([batch, logits.shape[-1] if logits.shape is not None else None])
         graph.outputs.append(logits)

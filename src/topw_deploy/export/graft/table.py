@@ -1,8 +1,7 @@
-"""Reading the embedding table that a graph holds, a block of rows at a time.
+"""Read a graph's embedding table in blocks of rows.
 
-The rows are those the graph itself would look up: straight from the stored array where the lookup is a plain Gather
-of it (or of its transpose), otherwise by running the decoder's own nodes in onnxruntime. So statistics and reference
-see a quantised table exactly as the sampler does, and a table of gigabytes never lies in memory whole.
+A plain Gather's table, or its transpose, is read directly. Others are looked up by the decoder's own nodes in
+onnxruntime, so a quantised table reads exactly as in the sampler.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from topw_deploy.errors import UnsupportedModelError
 from topw_deploy.export.graft.embedding_node import EmbeddingNode
 from topw_deploy.export.graph.editor import GraphEditor
 from topw_deploy.export.graph.lazy_weight import LazyWeight, Read
 
 
 class EmbeddingTable:
-    """Rows of a graph's table like those of an array [rows, hidden]: `shape`, `dtype`, indexing by slice or ids."""
+    """A graph's table as an array-like [rows, hidden], indexed by slice or ids."""
 
     def __init__(self, embedding: EmbeddingNode, rows: int | None = None) -> None:
-        """rows: how many of the table's rows there are to see; None for all."""
         self.shape = (embedding.rows if rows is None else rows, embedding.hidden)
         self.dtype = np.dtype(np.float32)
         self._read = _stored_rows(embedding) or _looked_up_rows(embedding)
@@ -32,12 +31,12 @@ class EmbeddingTable:
         return self._read(ids)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole table [rows, hidden], for what cannot read it in blocks."""
+        """For callers that cannot read it in blocks."""
         return self[:].astype(dtype or self.dtype)
 
 
 def _stored_rows(embedding: EmbeddingNode) -> Any:
-    """Reader of a plain table or of a transposed one; None for other forms."""
+    """Reader of a plain or transposed table, else None."""
     if embedding.node.op_type != "Gather":
         return None
     value, producer = embedding.data[0], embedding.data[0].producer()
@@ -67,7 +66,7 @@ def stored_array(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def _mapped_rows(tensor: ir.ExternalTensor, transposed: bool) -> Any:
-    """Each read maps the file anew, so the pages of one block are given back before the next."""
+    """Each read maps the file again, so one block's pages are released before the next."""
 
     def read(ids: np.ndarray) -> np.ndarray:
         array = stored_array(tensor)
@@ -85,7 +84,6 @@ def _lazy_rows(read: Read, transposed: bool) -> Any:
 
 
 def _looked_up_rows(embedding: EmbeddingNode) -> Any:
-    """Reader that runs the lookup, and the constant nodes before it, in onnxruntime."""
     import onnxruntime
 
     model, feeds = _lookup_model(embedding)
@@ -98,10 +96,10 @@ def _looked_up_rows(embedding: EmbeddingNode) -> Any:
 
 
 def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndarray]]:
-    """A model of the lookup alone, the initializers it uses being graph inputs, and the arrays to feed them with."""
+    """A model of the lookup with its initializers as inputs, and the arrays to feed."""
     source = embedding.node.graph
-    assert source is not None
-    graph = ir.Graph([], [], nodes=[], opset_imports=dict(source.opset_imports), name="embedding")
+    imports = dict(source.opset_imports) if source is not None else {}
+    graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="embedding")
     editor = GraphEditor(graph, "lookup")
     feeds: dict[str, np.ndarray] = {}
     copies: dict[int, ir.Value] = {}
@@ -112,11 +110,11 @@ def _lookup_model(embedding: EmbeddingNode) -> tuple[ir.Model, dict[str, np.ndar
         if id(value) not in copies:
             producer = value.producer()
             if producer is None:
-                tensor = value.const_value
-                assert tensor is not None
-                assert value.name is not None
-                feeds[value.name] = stored_array(tensor)
-                copies[id(value)] = editor.input(value.name, tensor.dtype, [int(size) for size in tensor.shape])
+                name, tensor = str(value.name), value.const_value
+                if tensor is None:
+                    raise UnsupportedModelError(f"the embedding lookup's input {name} has no stored value.")
+                feeds[name] = stored_array(tensor)
+                copies[id(value)] = editor.input(name, tensor.dtype, [int(size) for size in tensor.shape])
             else:
                 inputs = [copied(source) for source in producer.inputs]
                 attributes = {name: attribute.value for name, attribute in producer.attributes.items()}

@@ -1,1 +1,1 @@
-"""Editing onnx_ir graphs and the weights in them."""
+"""Edit onnx_ir graphs."""

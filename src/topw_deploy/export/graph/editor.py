@@ -1,4 +1,4 @@
-"""Adding nodes and constants to an onnx_ir graph without thinking about names and order."""
+"""Add nodes and constants to an onnx_ir graph with unique names, in topological order."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from topw_deploy.errors import UnsupportedModelError
+
 
 class GraphEditor:
-    """Appends nodes to `graph`; call `finish` once, which restores the topological order.
+    """Append nodes to `graph`; `finish` restores the topological order.
 
-    Every name starts with `prefix`, so that what was added can be told from what the exporter wrote. Equal small
-    constants become one initializer.
+    Every new name starts with `prefix`. Equal small constants become one initializer.
     """
 
     def __init__(self, graph: ir.Graph, prefix: str) -> None:
@@ -35,7 +36,6 @@ class GraphEditor:
         name: str | None = None,
         **attributes: Any,
     ) -> ir.Value:
-        """One node with one output of the given type and shape, appended to the graph."""
         (output,) = self.outputs(op_type, inputs, 1, domain=domain, **attributes)
         if name is not None:
             output.name = name
@@ -48,7 +48,6 @@ class GraphEditor:
     def outputs(
         self, op_type: str, inputs: Sequence[ir.Value | None], count: int, *, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
-        """One node with `count` outputs, appended to the graph."""
         node = ir.node(
             op_type, inputs, attributes=attributes, domain=domain, name=self.unique(op_type), num_outputs=count
         )
@@ -58,7 +57,6 @@ class GraphEditor:
         return node.outputs
 
     def constant(self, array: Any, name: str | None = None) -> ir.Value:
-        """`array` (NumPy array or scalar of its own dtype) as an initializer."""
         array = np.asarray(array)
         key = (array.dtype.str, array.shape, array.tobytes()) if array.size < 64 and name is None else None
         if key is not None and key in self._constants:
@@ -69,7 +67,6 @@ class GraphEditor:
         return value
 
     def initializer(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-        """`tensor` as an initializer called `name`."""
         tensor.name = name
         value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
         self.graph.register_initializer(value)
@@ -77,14 +74,12 @@ class GraphEditor:
         return value
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
-        """A new graph input, placed after the others."""
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
         self.graph.inputs.append(value)
         self._taken.add(name)
         return value
 
     def unique(self, stem: str) -> str:
-        """A name of this graph that nothing has yet."""
         number = 0
         while (name := f"{self._prefix}.{stem}_{number}") in self._taken:
             number += 1
@@ -92,7 +87,7 @@ class GraphEditor:
         return name
 
     def replace(self, node: ir.Node, value: ir.Value) -> None:
-        """Put `value` in the place, and under the name, of what `node` gives; the node goes."""
+        """Replace `node` by `value`, which takes over its name."""
         (old,) = node.outputs
         value.name, old.name = old.name, None
         ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
@@ -103,8 +98,10 @@ class GraphEditor:
 
 
 def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[GraphEditor, ir.Node], bool]) -> int:
-    """Offer every standard `op_type` node to `rewrite`, which says whether it replaced it; how many were. What nobody
-    reads any more is removed."""
+    """Call `rewrite` with every standard `op_type` node; it returns whether it replaced the node.
+
+    Removes unused nodes. Returns the number of replaced nodes.
+    """
     editor = GraphEditor(model.graph, prefix)
     nodes = [node for node in model.graph if (node.domain, node.op_type) == ("", op_type)]
     done = sum(rewrite(editor, node) for node in nodes)
@@ -115,12 +112,19 @@ def rewrite_each(model: ir.Model, prefix: str, op_type: str, rewrite: Callable[[
 
 
 def find_input(graph: ir.Graph, name: str) -> ir.Value | None:
-    """The graph input called `name`, or None."""
     return next((value for value in graph.inputs if value.name == name), None)
 
 
+def required_input(graph: ir.Graph, name: str) -> ir.Value:
+    """The graph input `name`. Raises UnsupportedModelError if there is none."""
+    value = find_input(graph, name)
+    if value is None:
+        raise UnsupportedModelError(f"the decoder has no input {name}; export it as text-generation-with-past.")
+    return value
+
+
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether `value` is computed from initializers alone."""
+    """Whether `value` depends on initializers alone."""
     if value is None or value.is_graph_input():
         return False
     node = value.producer()

@@ -1,4 +1,4 @@
-"""Initializers that lie elsewhere and are read when they are asked for, in parts where that can be."""
+"""Initializers that load their data on demand, if possible in parts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import numpy as np
 import onnx_ir as ir
 
 PART = 64 << 20
-"""Bytes of one part of a weight on its way to a file, at most (or one row, if that is more)."""
+"""Maximum bytes of a weight held while writing it (or one row, if that is more)."""
 
 Read = Callable[[Any], np.ndarray]
-"""Called with a NumPy index (slices or ids): those values of the weight, as they lie in it."""
+"""Called with a NumPy index (slices or ids); returns those values of the weight."""
 
 
 class LazyWeight(ir.LazyTensor):
-    """A weight that `whole` makes; nothing of it is kept.
+    """A tensor that loads its data on demand and does not cache it.
 
-    key: equal for two weights that are one (a tied table). read: makes any part of it alone; None where it cannot.
+    key: equal for tensors of one weight (a tied table).
+    whole: loads all of it.
+    read: loads a part; None if impossible.
     """
 
     __slots__ = ("key", "read")
@@ -37,7 +39,7 @@ class LazyWeight(ir.LazyTensor):
 
 
 def transposed(tensor: ir.TensorProtocol, permutation: tuple[int, ...]) -> LazyWeight:
-    """`tensor` transposed when it is written, not before."""
+    """`tensor` transposed, on demand."""
     shape = tuple(int(tensor.shape[axis]) for axis in permutation)
     key = (tensor.key if isinstance(tensor, LazyWeight) else id(tensor), permutation)
 
@@ -51,23 +53,19 @@ def transposed(tensor: ir.TensorProtocol, permutation: tuple[int, ...]) -> LazyW
 
 
 def parts(tensor: ir.TensorProtocol, most: int = PART) -> Iterator[memoryview]:
-    """The bytes of `tensor` in order, as they stand in a file, `most` or one row of them at a time where it can be."""
-    readable = isinstance(tensor, LazyWeight) and tensor.read is not None and len(tensor.shape) > 0
-    if not readable or tensor.nbytes <= most or tensor.dtype.itemsize < 1:
+    """The bytes of `tensor` in file order, in blocks of at most `most` bytes or one row if it can be read in parts."""
+    read = tensor.read if isinstance(tensor, LazyWeight) else None
+    if read is None or len(tensor.shape) == 0 or tensor.nbytes <= most or tensor.dtype.itemsize < 1:
         yield memoryview(tensor.tobytes())
         return
-    assert isinstance(tensor, LazyWeight)
-    assert tensor.read is not None
     rows = int(tensor.shape[0])
     step = max(1, most // max(1, tensor.nbytes // rows))
     for start in range(0, rows, step):
-        block = np.ascontiguousarray(tensor.read(slice(start, start + step)))
+        block = np.ascontiguousarray(read(slice(start, start + step)))
         yield block.reshape(-1).view(np.uint8).data
 
 
 def _swapped(read: Read) -> Read:
-    """The reader of a matrix as the reader of its transpose."""
-
     def swapped(index: Any) -> np.ndarray:
         rows, columns = index if isinstance(index, tuple) else (index, slice(None))
         return read((columns, rows)).T

@@ -1,10 +1,10 @@
-"""From marker nodes to the attention of a target, and from there to the form of its key-value cache.
+"""Replaces the markers of a trace with the attention and key-value cache of a target.
 
 | lowering | operators | cache | for |
 |---|---|---|---|
-| `group_query` | onnxruntime's GroupQueryAttention | static | onnxruntime |
-| `scatter` | TensorScatter and Attention of opset 24 | static | TensorRT, and any runtime of standard operators |
-| `concat` | Concat and Attention of opset 23 | concat | whatever the others cannot serve |
+| `group_query` | GroupQueryAttention | static | onnxruntime |
+| `scatter` | TensorScatter, Attention of opset 24 | static | TensorRT |
+| `concat` | Concat, Attention of opset 23 | concat | any other decoder |
 """
 
 from topw_deploy.export.lowering.choose import Lowered, lower

@@ -1,9 +1,8 @@
-"""The plain lowering: marker nodes become standard ONNX attention over a cache that is concatenated.
+"""Lowers markers to standard attention over a concatenated cache.
 
-The mask is built in the graph from `attention_mask`, once per kind of window. Slots say what is past and what is
-future; positions (the running count of attended tokens) say how far apart two tokens are. So padding may stand on
-the left, on the right or between two chunks, and a row's result never depends on it. A query always sees its own
-slot, hence no softmax ever runs over nothing, whatever the padding holds.
+The mask comes from `attention_mask`. Slots decide what is past; positions (the running count of attended tokens) decide
+distances. Padding may therefore stand left, right or between chunks. A query always sees its own slot, so no softmax is
+over nothing.
 """
 
 from __future__ import annotations
@@ -11,18 +10,19 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from topw_deploy.export.graph.editor import GraphEditor, find_input
+from topw_deploy.export.graph.editor import GraphEditor, required_input
 from topw_deploy.export.lowering.layers import attention_layers
 from topw_deploy.export.lowering.standard_attention import attend, tensorrt_fuses
-from topw_deploy.export.trace.trace import MARKER_DOMAIN, TracedDecoder
+from topw_deploy.export.trace.marker import MARKER_DOMAIN
+from topw_deploy.export.trace.trace import TracedDecoder
 
 PREFIX = "topw.attention"
 
 
 def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
-    """Replace every marker of `decoder.model` in place; adds the graph input `attention_mask` [batch, past + new].
+    """Replace every marker in place; adds the input `attention_mask`, int64 [batch, past + new].
 
-    tensorrt: write attention out where TensorRT refuses to build the operator.
+    tensorrt: decompose attention that TensorRT cannot build.
     """
     graph = decoder.model.graph
     editor = GraphEditor(graph, PREFIX)
@@ -32,13 +32,11 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
         shape=ir.Shape(["batch_size", "total_sequence_length"]),
     )
     graph.inputs.insert(1, attention_mask)
-    masks = _Masks(editor, graph, attention_mask)
+    masks = _Masks(editor, attention_mask)
     for layer in attention_layers(decoder):
         _query, keys, values = layer.marker.inputs
-        assert keys is not None
-        assert values is not None
-        spelled_out = tensorrt and not tensorrt_fuses(layer)
-        attend(editor, layer, keys, values, masks.of(layer.window), spelled_out=spelled_out)
+        decomposed = tensorrt and not tensorrt_fuses(layer)
+        attend(editor, layer, keys, values, masks.of(layer.window), decomposed=decomposed)
     decoder.model.opset_imports.pop(MARKER_DOMAIN, None)
     editor.finish()
     for value in graph.outputs:
@@ -47,14 +45,13 @@ def lower(decoder: TracedDecoder, *, tensorrt: bool = False) -> None:
 
 
 class _Masks:
-    """The boolean masks [batch, 1, sequence, past + sequence], one per window, True where attention is allowed."""
+    """The masks, bool [batch, 1, sequence, past + sequence], one per window."""
 
-    def __init__(self, editor: GraphEditor, graph: ir.Graph, attention_mask: ir.Value) -> None:
+    def __init__(self, editor: GraphEditor, attention_mask: ir.Value) -> None:
         self._editor = editor
         self._attention_mask = attention_mask
         self._by_window: dict[int, ir.Value] = {}
-        ids = find_input(graph, "input_ids")
-        assert ids is not None
+        ids = required_input(editor.graph, "input_ids")
         op, constant = editor.op, editor.constant
         total = op("Squeeze", [op("Shape", [attention_mask], start=1, end=2)])
         new = op("Squeeze", [op("Shape", [ids], start=1, end=2)])
@@ -68,14 +65,14 @@ class _Masks:
         self._own = op("Equal", [slots, own_slots])
 
     def of(self, window: int) -> ir.Value:
-        """The mask of layers with this sliding window; 0 means none."""
+        """The mask for this sliding window; 0 for none."""
         if window not in self._by_window:
             visible = self._visible if window == 0 else self._within(window)
             self._by_window[window] = self._editor.op("Or", [visible, self._own], dtype=ir.DataType.BOOL)
         return self._by_window[window]
 
     def _within(self, window: int) -> ir.Value:
-        """`visible`, but only keys fewer than `window` real tokens before the query."""
+        """The visible keys fewer than `window` attended tokens before the query."""
         op, constant = self._editor.op, self._editor.constant
         positions = op("CumSum", [self._attention_mask, constant(np.int64(1))])  # [batch, past + sequence]
         start = op("Unsqueeze", [self._past, constant(np.array([0]))])

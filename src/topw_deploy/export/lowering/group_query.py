@@ -1,12 +1,11 @@
-"""The lowering for onnxruntime: com.microsoft.GroupQueryAttention over one buffer bound as past and as present.
+"""Lowers markers to onnxruntime's GroupQueryAttention over a static cache.
 
-The operator takes [batch, sequence, heads * head_dim], so no transpose is left, reads only the slots in use, and may
-turn queries and keys itself. Three of its habits shape what is fed to it (onnxruntime 1.24 to 1.31):
-- it takes a call as the start of all rows when total_sequence_length equals the columns of the call; else a batch of
-  several rows may bring one new token each only, which the manifest says by `ragged_chunks: false`;
-- it reads total_sequence_length on the host, so that is an input and not computed, which would copy it from a GPU;
-- seqlens_k is one less than a row's tokens *after* the call. Padded columns are counted as if they were real, since it
-  finds the past by subtracting the columns.
+The operator takes heads side by side, reads only the slots in use, and can rotate queries and keys. Three of its rules
+(onnxruntime 1.24 to 1.31):
+- A call with as many columns as total_sequence_length starts all rows. In any other, rows of a batch have one new token
+  each (`ragged_chunks: false` in the manifest).
+- It reads total_sequence_length on the host. A computed one would be copied from the GPU, so it is an input.
+- seqlens_k is a row's tokens *after* the call, less one, counting padded columns.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor
-from topw_deploy.export.lowering.flat import flattened
+from topw_deploy.export.lowering.fused_projections import fuse_qkv
+from topw_deploy.export.lowering.heads import merge_heads
 from topw_deploy.export.lowering.layers import AttentionLayer, attention_layers
-from topw_deploy.export.lowering.packed_qkv import packed
+from topw_deploy.export.lowering.norms import fuse_skip_norms
 from topw_deploy.export.lowering.rotary_tables import RotaryTables
-from topw_deploy.export.lowering.skip_norm import fuse_skip_norms
-from topw_deploy.export.lowering.static import StaticInputs, finish, replace_present
+from topw_deploy.export.lowering.static_cache import StaticCache
 from topw_deploy.export.trace.trace import TracedDecoder
 
 PREFIX = "topw.attention"
@@ -44,59 +43,62 @@ def refusal(decoder: TracedDecoder) -> str | None:
 
 
 def lower(decoder: TracedDecoder, context_length: int) -> None:
-    """Replace every marker of `decoder.model` in place, for a decoder that `refusal` has nothing against.
+    """Replace every marker in place. The decoder must have no `refusal`.
 
-    context_length: most tokens of a sequence, the rows of rotary tables.
+    context_length: rows of the rotary tables.
     """
     model, layers = decoder.model, attention_layers(decoder)
     editor = GraphEditor(model.graph, PREFIX)
-    inputs = StaticInputs(editor)
-    last_slots = _last_slots(editor, inputs, in_half=layers[0].query.dtype != ir.DataType.FLOAT)
-    lengths = [last_slots, inputs.host_length()]
+    cache = StaticCache(editor)
+    last_slots = _last_slots(editor, cache, half=layers[0].query.dtype != ir.DataType.FLOAT)
+    lengths = [last_slots, cache.host_length()]
     tables = RotaryTables(editor, decoder, context_length)
     for layer in layers:
-        _lower_layer(editor, layer, lengths, tables)
+        _lower_layer(editor, layer, cache, lengths, tables)
     model.opset_imports[DOMAIN] = 1
-    finish(model, editor, inputs)
+    cache.finish(model)
     fuse_skip_norms(model)
 
 
-def _last_slots(editor: GraphEditor, inputs: StaticInputs, *, in_half: bool) -> ir.Value:
-    """int32 [batch], where each row's last token is after this call if every column is real.
+def _last_slots(editor: GraphEditor, cache: StaticCache, *, half: bool) -> ir.Value:
+    """seqlens_k, int32 [batch].
 
-    in_half: whether the operator has kernels for CUDA. There the number of columns, a shape and so on the host, cannot
-    be added to what is on the device without a copy, but it can say how long a range is.
+    half: half precision, which has CUDA kernels. There the number of columns, on the host, cannot be added to a value
+        on the device without a copy, but it can be the length of a Range.
     """
     op, constant = editor.op, editor.constant
-    if in_half:
-        columns = op("Range", [constant(np.int64(0)), op("Squeeze", [inputs.sequence]), constant(np.int64(1))])
-        last = op("Add", [inputs.write_indices, op("Gather", [columns, constant(np.array(-1))])])
+    if half:
+        columns = op("Range", [constant(np.int64(0)), op("Squeeze", [cache.sequence]), constant(np.int64(1))])
+        last = op("Add", [cache.write_indices, op("Gather", [columns, constant(np.array(-1))])])
     else:
-        last = op("Sub", [inputs.total, constant(np.array([1]))])
+        last = op("Sub", [cache.total, constant(np.array([1]))])
     return op("Cast", [last], to=ir.DataType.INT32)
 
 
-def _lower_layer(editor: GraphEditor, layer: AttentionLayer, lengths: list[ir.Value], tables: RotaryTables) -> None:
-    query, key = flattened(editor, layer.query), flattened(editor, layer.new_key)
-    value = flattened(editor, layer.new_value).unturned
-    turned = tables.of(query, key, layer.head_dim)
+def _lower_layer(
+    editor: GraphEditor, layer: AttentionLayer, cache: StaticCache, lengths: list[ir.Value], tables: RotaryTables
+) -> None:
+    query, key = merge_heads(editor, layer.query), merge_heads(editor, layer.new_key)
+    value = merge_heads(editor, layer.new_value).unrotated
+    table = tables.of(query, key, layer.head_dim)
     attributes: dict[str, int | float] = {
         "num_heads": layer.heads,
         "kv_num_heads": layer.kv_heads,
         "scale": layer.scale,
-        "do_rotary": int(turned is not None),
+        "do_rotary": int(table is not None),
     }
     if layer.window:
         attributes["local_window_size"] = layer.window
     if layer.softcap:
         attributes["softcap"] = layer.softcap
-    if turned is not None:
-        attributes["rotary_interleaved"] = turned.interleaved
-    sources = (query.unturned, key.unturned, value) if turned else (query.turned(editor), key.turned(editor), value)
-    parts = packed(editor, sources) or sources
+    if table is not None:
+        attributes["rotary_interleaved"] = table.interleaved
+    parts = (query.unrotated, key.unrotated, value) if table else (query.rotated(editor), key.rotated(editor), value)
+    fused = fuse_qkv(editor, parts)
+    projections = parts if fused is None else (fused, None, None)
     output, keys, values = editor.outputs(
         OPERATOR,
-        [*parts, layer.past_key, layer.past_value, *lengths, *((turned.cos, turned.sin) if turned else ())],
+        [*projections, layer.past_key, layer.past_value, *lengths, *((table.cos, table.sin) if table else ())],
         3,
         domain=DOMAIN,
         **attributes,
@@ -104,16 +106,16 @@ def _lower_layer(editor: GraphEditor, layer: AttentionLayer, lengths: list[ir.Va
     output.type = layer.output.type
     output.shape = ir.Shape(["batch_size", "sequence_length", layer.heads * layer.head_dim])
     _replace_output(editor, layer, output)
-    replace_present(editor.graph, layer, keys, values)
+    cache.replace_present(layer, keys, values)
 
 
 def _replace_output(editor: GraphEditor, layer: AttentionLayer, output: ir.Value) -> None:
-    """Give the marker's readers `output` [batch, sequence, heads * head_dim]; most of them only join the heads."""
+    """Replace the marker's output with `output` [batch, sequence, heads * head_dim]."""
     separate = None
     for node, place in list(layer.output.uses()):
-        joined = node.outputs[0]
-        if node.op_type == "Reshape" and joined.shape is not None and len(joined.shape) == 3:
-            ir.convenience.replace_all_uses_with(joined, output)
+        merged = node.outputs[0]
+        if node.op_type == "Reshape" and merged.shape is not None and len(merged.shape) == 3:
+            ir.convenience.replace_all_uses_with(merged, output)
         else:
             if separate is None:
                 shape = editor.constant(np.array([0, 0, layer.heads, layer.head_dim]))

@@ -1,4 +1,4 @@
-"""What a lowering has to know of each attention layer, read from its marker and the cache's Concat beside it."""
+"""The attention layers of a trace, as the lowerings need them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from topw_deploy.export.trace.trace import TracedDecoder, marker_nodes
+from topw_deploy.export.graph.values import fixed_size
+from topw_deploy.export.trace.marker import marker_nodes
+from topw_deploy.export.trace.trace import TracedDecoder
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One layer. query [batch, heads, sequence, head_dim]; new_key, new_value [batch, kv_heads, sequence, head_dim]:
-    this call's tokens alone; past_*: graph inputs; output [batch, sequence, heads, head_dim]: the marker's.
-    window: most tokens a query sees, itself included, 0 for all. softcap: 0 for none."""
+    """One layer: its marker and the values around it.
+
+    query: [batch, heads, sequence, head_dim].
+    new_key, new_value: of this call's tokens, [batch, kv_heads, sequence, head_dim or value_dim].
+    past_key, past_value: graph inputs.
+    softcap: 0 for none.
+    window: tokens a query sees, itself included; 0 for all.
+    """
 
     index: int
     marker: ir.Node
@@ -32,18 +39,17 @@ class AttentionLayer:
 
     @property
     def output(self) -> ir.Value:
+        """The marker's output, [batch, sequence, heads, value_dim]."""
         return self.marker.outputs[0]
 
 
 def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
-    """The layers in order. The trace has checked that each marker's keys and values come from the cache's Concat."""
     layers = []
     for index, marker in enumerate(marker_nodes(decoder.model.graph)):
         query, keys, values = marker.inputs
-        assert query is not None
-        (past_key, new_key), (past_value, new_value) = _concatenated(keys), _concatenated(values)
-        assert query.shape is not None
-        assert past_value.shape is not None
+        # `trace` has checked that keys and values come from the cache's Concat.
+        past_key, new_key = keys.producer().inputs
+        past_value, new_value = values.producer().inputs
         layers.append(
             AttentionLayer(
                 index=index,
@@ -53,24 +59,13 @@ def attention_layers(decoder: TracedDecoder) -> list[AttentionLayer]:
                 new_value=new_value,
                 past_key=past_key,
                 past_value=past_value,
-                heads=int(query.shape[1]),  # type: ignore[arg-type]
+                heads=fixed_size(query, 1),
                 kv_heads=decoder.num_kv_heads[index],
                 head_dim=decoder.head_dim[index],
-                value_dim=int(past_value.shape[3]),  # type: ignore[arg-type]
+                value_dim=fixed_size(past_value, 3),
                 scale=marker.attributes["scale"].as_float(),
                 softcap=marker.attributes["softcap"].as_float(),
                 window=marker.attributes["window"].as_int(),
             )
         )
     return layers
-
-
-def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value]:
-    """Past and new part of what the cache's Concat makes."""
-    assert value is not None
-    concat = value.producer()
-    assert concat is not None
-    past, new = concat.inputs
-    assert past is not None
-    assert new is not None
-    return past, new

@@ -1,13 +1,13 @@
-"""Rotary embeddings as one operator, where the tracer leaves them spelled out:
+"""Rewrites rotary embeddings as RotaryEmbedding operators.
 
-    x * cos + turned(x) * sin       cos = f(Cos(both(angles))), sin alike
+    x * cos + rotated(x) * sin      cos = f(Cos(pairs(angles))), sin = f(Sin(pairs(angles)))
 
-Most families pair a number with the one half a head away: turned(x) is concat(-x[half:], x[:half]), both(angles) is
-concat(angles, angles). Others (Cohere, GLM, Ernie, Helium) pair neighbours: turned(x) is (-x[1], x[0], -x[3], ...)
-and both repeats each angle, or each first half of f(Cos(concat(angles, angles))).
+Most families pair numbers half a head apart: rotated(x) is concat(-x[half:], x[:half]), pairs(angles) is concat(angles,
+angles). Others (Cohere, GLM, Ernie, Helium) interleave: rotated(x) is (-x[1], x[0], -x[3], ...) and pairs repeats each
+angle, or each number in the first half of f(Cos(concat(angles, angles))).
 
-The tracer knows the first where `f` is nothing. In half precision `f` is a cast, and with attention scaling (YaRN,
-LongRoPE) a factor. Either acts number by number and leaves both of a pair equal, so the operator gets `f(Cos(angles))`.
+The tracer finds the first kind only, and only without `f`: a cast in half precision, a factor with attention scaling
+(YaRN, LongRoPE). Both are elementwise, so the operator takes `f(Cos(angles))`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,47 @@ from itertools import permutations
 import onnx_ir as ir
 
 from topw_deploy.export.graph.editor import GraphEditor, is_constant, rewrite_each
+from topw_deploy.export.graph.values import attributes_of, constant_integer, fixed_size, is_op, producer
+
+_HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 def fuse_rotary(model: ir.Model) -> int:
-    """Replace every rotation of [batch, heads, sequence, head_dim] with a RotaryEmbedding; how many were."""
+    """Replace rotations of [batch, heads, sequence, head_dim] with RotaryEmbedding. Returns their number."""
     return rewrite_each(model, "topw.rotary", "Add", partial(_fuse, {}))
 
 
-def _fuse(halves: dict[ir.Value, ir.Value], editor: GraphEditor, add: ir.Node) -> bool:
+def narrow_rotary(model: ir.Model) -> int:
+    """Remove casts to float32 around RotaryEmbedding nodes. Returns the number of nodes changed.
+
+    OLMo, Cohere and Ernie rotate in float32, which keeps attention from rotating by itself. Cosines and sines are cast
+    to half precision instead, as in Llama and Qwen.
+    """
+    return rewrite_each(model, "topw.narrow_rotary", "Cast", partial(_narrow, {}))
+
+
+def fuse_partial_rotary(model: ir.Model) -> int:
+    """Replace a rotation of each head's first part with one operator on the whole. Returns their number.
+
+    Phi, StableLM, GPT-NeoX, Nemotron and GLM split the head, rotate one part and concatenate.
+    """
+    return rewrite_each(model, "topw.partial_rotary", "Concat", _fuse_partial)
+
+
+def rotary_producer(value: ir.Value | None) -> ir.Node | None:
+    """The RotaryEmbedding node that makes `value`, if it has no fourth input (position ids)."""
+    node = producer(value, "RotaryEmbedding")
+    return node if node is not None and len(node.inputs) == 3 and node.inputs[0] is not None else None
+
+
+def rotary_kind(rotary: ir.Node) -> tuple[int, int]:
+    """`interleaved` and `rotary_embedding_dim` (0: the whole head) of a RotaryEmbedding node."""
+    names = ("interleaved", "rotary_embedding_dim")
+    interleaved, width = (rotary.attributes[n].as_int() if n in rotary.attributes else 0 for n in names)
+    return interleaved, width
+
+
+def _fuse(made: dict[ir.Value, ir.Value], editor: GraphEditor, add: ir.Node) -> bool:
     parts = _rotation(add)
     if parts is None:
         return False
@@ -34,76 +67,112 @@ def _fuse(halves: dict[ir.Value, ir.Value], editor: GraphEditor, add: ir.Node) -
     found = [_angles(cosines, "Cos", interleaved), _angles(sines, "Sin", interleaved)]
     if None in found:
         return False
-    cos, sin = (_through(editor, *one, halves) for one in found if one is not None)
-    assert x.shape is not None
-    heads = x.shape[1]
-    assert isinstance(heads, int)
+    cos, sin = (_apply(editor, *one, made) for one in found if one is not None)
     new = editor.op(
         "RotaryEmbedding",
         [x, cos, sin],
         dtype=x.dtype,
         shape=list(x.shape),
         interleaved=int(interleaved),
-        num_heads=heads,
+        num_heads=fixed_size(x, 1),
     )
     editor.replace(add, new)
     return True
 
 
+def _narrow(narrowed: dict[ir.Value, ir.Value], editor: GraphEditor, back: ir.Node) -> bool:
+    rotary = rotary_producer(back.inputs[0])
+    wide = producer(rotary.inputs[0] if rotary else None, "Cast")
+    x = wide.inputs[0] if wide is not None else None
+    if rotary is None or x is None or x.dtype not in _HALF or x.dtype != back.outputs[0].dtype:
+        return False
+    tables = rotary.inputs[1:]
+    for table in tables:
+        if table not in narrowed:
+            narrowed[table] = editor.op("Cast", [table], to=x.dtype, dtype=x.dtype, shape=table.shape)
+    inputs = [x, *(narrowed[table] for table in tables)]
+    new = editor.op("RotaryEmbedding", inputs, dtype=x.dtype, shape=x.shape, **attributes_of(rotary))
+    editor.replace(back, new)
+    return True
+
+
+def _fuse_partial(editor: GraphEditor, concat: ir.Node) -> bool:
+    if len(concat.inputs) != 2 or not _on_last_axis(concat):
+        return False
+    rotary, rest = rotary_producer(concat.inputs[0]), producer(concat.inputs[1], "Slice")
+    first = producer(rotary.inputs[0] if rotary else None, "Slice")
+    if rotary is None or first is None or rest is None or "num_heads" not in rotary.attributes:
+        return False
+    x = first.inputs[0]
+    width = x.shape[3] if x is not None and x.shape is not None and len(x.shape) == 4 else None
+    if x is None or x is not rest.inputs[0] or not isinstance(width, int):
+        return False
+    rotated, kept = _slice_of(first, width), _slice_of(rest, width)
+    if rotated is None or rotated[0] != 0 or rotated[2] != 1 or kept != (rotated[1], width, 1):
+        return False
+    attributes = {**attributes_of(rotary), "rotary_embedding_dim": rotated[1]}
+    new = editor.op("RotaryEmbedding", [x, *rotary.inputs[1:]], dtype=x.dtype, shape=x.shape, **attributes)
+    editor.replace(concat, new)
+    return True
+
+
 def _rotation(add: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value, bool] | None:
-    """x [batch, heads, sequence, head_dim], the factors of x and of x turned, and whether neighbours are pairs, of the
-    sum of a rotation."""
+    """x [batch, heads, sequence, head_dim], cos, sin, and whether pairs interleave."""
     for straight, crossed in permutations(producer(value, "Mul") for value in add.inputs):
         if straight is None or crossed is None:
             continue
-        for turned, sin in permutations(crossed.inputs):
+        for rotated, sin in permutations(crossed.inputs):
             for x, cos in permutations(straight.inputs):
-                interleaved = _turns(x, turned)
+                interleaved = _pairing(x, rotated)
                 if x is not None and cos is not None and sin is not None and interleaved is not None:
                     return x, cos, sin, interleaved
     return None
 
 
-def _turns(x: ir.Value | None, turned: ir.Value | None) -> bool | None:
-    """Whether neighbours are the pairs, where `turned` is `x` turned; None where it is not. Both may be cast alike."""
-    if x is None or turned is None:
+def _pairing(x: ir.Value | None, rotated: ir.Value | None) -> bool | None:
+    """Whether pairs are interleaved, or None if `rotated` is not rotated(x). Both may be cast."""
+    if x is None or rotated is None:
         return None
-    if _turned_by_half(turned) is x:
+    if _half_rotated(rotated) is x:
         return False
-    if _turned_by_pairs(turned) is x:
+    if _pair_rotated(rotated) is x:
         return True
-    casts = [producer(value, "Cast") for value in (x, turned)]
-    if x.dtype is None or x.dtype != turned.dtype or casts[0] is None or casts[1] is None:
+    casts = [producer(value, "Cast") for value in (x, rotated)]
+    if x.dtype is None or x.dtype != rotated.dtype or casts[0] is None or casts[1] is None:
         return None
-    return _turns(casts[0].inputs[0], casts[1].inputs[0])
+    return _pairing(casts[0].inputs[0], casts[1].inputs[0])
 
 
-def _turned_by_half(value: ir.Value | None) -> ir.Value | None:
+def _half_rotated(value: ir.Value | None) -> ir.Value | None:
     """The x of concat(-x[half:], x[:half])."""
     both = producer(value, "Concat")
-    if both is None or len(both.inputs) != 2 or not on_last_axis(both):
+    if both is None or len(both.inputs) != 2 or not _on_last_axis(both):
         return None
-    return _cut(both.inputs[0], both.inputs[1], lambda width: [(0, width // 2, 1), (width // 2, width, 1)])
+    return _common_source(both.inputs[0], both.inputs[1], lambda width: [(0, width // 2, 1), (width // 2, width, 1)])
 
 
-def _turned_by_pairs(value: ir.Value | None) -> ir.Value | None:
+def _pair_rotated(value: ir.Value | None) -> ir.Value | None:
     """The x of (-x[1], x[0], -x[3], x[2], ...)."""
     whole = producer(value, "Reshape")
     pairs = producer(whole.inputs[0] if whole else None, "Concat")
-    if value is None or pairs is None or len(pairs.inputs) != 2 or not on_last_axis(pairs):
+    if value is None or pairs is None or len(pairs.inputs) != 2 or not _on_last_axis(pairs):
         return None
     odd, even = (producer(part, "Unsqueeze") for part in pairs.inputs)
-    if odd is None or even is None or not {number(odd.inputs[1]), number(even.inputs[1])} <= {-1, 4}:
+    if odd is None or even is None:
         return None
-    x = _cut(odd.inputs[0], even.inputs[0], lambda width: [(0, width, 2), (1, width, 2)])
+    if not {constant_integer(odd.inputs[1]), constant_integer(even.inputs[1])} <= {-1, 4}:
+        return None
+    x = _common_source(odd.inputs[0], even.inputs[0], lambda width: [(0, width, 2), (1, width, 2)])
     return x if x is not None and value.shape == x.shape else None
 
 
-def _cut(
+def _common_source(
     negated: ir.Value | None, plain: ir.Value | None, ranges: Callable[[int], list[tuple[int, int, int]]]
 ) -> ir.Value | None:
-    """The x [batch, heads, sequence, even] of which `plain` and, before its Neg, `negated` are the Slices that `ranges`
-    gives for its width."""
+    """The x [batch, heads, sequence, even width] of which `plain` and -`negated` are slices.
+
+    ranges: (start, stop, step) of both slices, given the width.
+    """
     neg = producer(negated, "Neg")
     first, second = producer(plain, "Slice"), producer(neg.inputs[0] if neg else None, "Slice")
     if first is None or second is None or first.inputs[0] is not second.inputs[0]:
@@ -114,21 +183,11 @@ def _cut(
     width = x.shape[3]
     if not isinstance(width, int) or width % 2:
         return None
-    return x if [slice_of(node, width) for node in (first, second)] == ranges(width) else None
-
-
-def slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:
-    """Start, stop and step of what a Slice takes of the last axis, which is so wide."""
-    start, stop, axis, step = (number(value) for value in (*node.inputs[1:], None, None, None)[:4])
-    rank = len(node.inputs[0].shape or ()) if node.inputs[0] is not None else 0
-    if start is None or stop is None or axis not in (-1, rank - 1):
-        return None
-    return start, min(stop, width), 1 if step is None else step
+    return x if [_slice_of(node, width) for node in (first, second)] == ranges(width) else None
 
 
 def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Value, list[ir.Node]] | None:
-    """Of a factor [batch, 1, sequence, head_dim] of equal pairs: the angles of one each, [batch, sequence,
-    head_dim / 2], and the nodes from `function` of them on."""
+    """One angle per pair, [batch, sequence, head_dim / 2], and the nodes from `function` to `factor`."""
     steps: list[ir.Node] = []
     value: ir.Value | None = factor
     unsqueezed = repeated = False
@@ -138,13 +197,13 @@ def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Valu
             repeats = interleaved and not repeated
             angles = _repeated(node.inputs[0]) if repeats else _joined_to_itself(node.inputs[0])
             return (angles, steps) if angles is not None and unsqueezed else None
-        if is_op(node, "Unsqueeze") and number(node.inputs[1]) == 1 and not unsqueezed:
+        if is_op(node, "Unsqueeze") and constant_integer(node.inputs[1]) == 1 and not unsqueezed:
             unsqueezed, value = True, node.inputs[0]
         elif is_op(node, "Reshape") and interleaved and not repeated:
             repeated, value = True, _halved(_repeated(value))
         elif is_op(node, "Cast") or _is_scaling(node):
             steps.insert(0, node)
-            value = node.inputs[_changing(node)]
+            value = node.inputs[_variable_input(node)]
         else:
             return None
     return None
@@ -153,17 +212,17 @@ def _angles(factor: ir.Value, function: str, interleaved: bool) -> tuple[ir.Valu
 def _joined_to_itself(value: ir.Value | None) -> ir.Value | None:
     """The a of concat(a, a)."""
     both = producer(value, "Concat")
-    if both is None or not on_last_axis(both) or len(both.inputs) != 2 or both.inputs[0] is not both.inputs[1]:
+    if both is None or not _on_last_axis(both) or len(both.inputs) != 2 or both.inputs[0] is not both.inputs[1]:
         return None
     return both.inputs[0]
 
 
 def _halved(value: ir.Value | None) -> ir.Value | None:
-    """The whole of which `value` is the first half."""
+    """The value of which this is the first half."""
     part = producer(value, "Slice")
     whole = part.inputs[0] if part is not None else None
     width = whole.shape[-1] if whole is not None and whole.shape is not None else None
-    if part is None or not isinstance(width, int) or slice_of(part, width) != (0, width // 2, 1):
+    if part is None or not isinstance(width, int) or _slice_of(part, width) != (0, width // 2, 1):
         return None
     return whole
 
@@ -180,54 +239,45 @@ def _repeated(value: ir.Value | None) -> ir.Value | None:
         return None
     rank = len(once.shape)
     repeats = None if tile.inputs[1] is None else ir.convenience.get_const_tensor(tile.inputs[1])
-    if number(unsqueeze.inputs[1]) not in (-1, rank) or repeats is None:
+    if constant_integer(unsqueeze.inputs[1]) not in (-1, rank) or repeats is None:
         return None
     twice = repeats.numpy().tolist() == [1] * rank + [2]
     return once if twice and list(value.shape) == [*once.shape[:-1], 2 * once.shape[-1]] else None
 
 
-def _through(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], halves: dict[ir.Value, ir.Value]) -> ir.Value:
-    """`value` through copies of the steps. halves: what came of each step so far, by what it gives of both halves."""
+def _apply(editor: GraphEditor, value: ir.Value, steps: list[ir.Node], made: dict[ir.Value, ir.Value]) -> ir.Value:
+    """Applies copies of `steps` to `value`. made: step's output -> copy's."""
     for step in steps:
         whole = step.outputs[0]
-        if whole not in halves:
+        if whole not in made:
             inputs = list(step.inputs)
-            inputs[_changing(step)] = value
-            attributes = {name: attribute.value for name, attribute in step.attributes.items()}
-            halves[whole] = editor.op(step.op_type, inputs, dtype=whole.dtype, **attributes)
-        value = halves[whole]
+            inputs[_variable_input(step)] = value
+            made[whole] = editor.op(step.op_type, inputs, dtype=whole.dtype, **attributes_of(step))
+        value = made[whole]
     return value
 
 
 def _is_scaling(node: ir.Node) -> bool:
-    """A product with one constant number."""
     if not is_op(node, "Mul"):
         return False
-    factor = node.inputs[1 - _changing(node)]
+    factor = node.inputs[1 - _variable_input(node)]
     return is_constant(factor) and factor is not None and factor.shape in ((), (1,))
 
 
-def _changing(node: ir.Node) -> int:
-    """Which input is not constant."""
+def _variable_input(node: ir.Node) -> int:
     return int(is_constant(node.inputs[0]))
 
 
-def on_last_axis(concat: ir.Node) -> bool:
+def _slice_of(node: ir.Node, width: int) -> tuple[int, int, int] | None:
+    """(start, stop, step) of a Slice of the last axis."""
+    start, stop, axis, step = (constant_integer(value) for value in (*node.inputs[1:], None, None, None)[:4])
+    rank = len(node.inputs[0].shape or ()) if node.inputs[0] is not None else 0
+    if start is None or stop is None or axis not in (-1, rank - 1):
+        return None
+    return start, min(stop, width), 1 if step is None else step
+
+
+def _on_last_axis(concat: ir.Node) -> bool:
     output = concat.outputs[0]
     rank = len(output.shape) if output.shape is not None else 0
     return concat.attributes["axis"].as_int() in (-1, rank - 1)
-
-
-def is_op(node: ir.Node, op_type: str) -> bool:
-    return (node.domain, node.op_type) == ("", op_type)
-
-
-def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes `value`, if it is such an operator."""
-    node = None if value is None else value.producer()
-    return node if node is not None and is_op(node, op_type) else None
-
-
-def number(value: ir.Value | None) -> int | None:
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return int(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None

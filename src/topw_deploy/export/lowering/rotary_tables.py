@@ -1,8 +1,7 @@
-"""Tables of cosines and sines, for attention that turns its queries and keys itself.
+"""Tables of cosines and sines for GroupQueryAttention, shared by layers with equal frequencies.
 
-The trace computes the angles of a call's positions anew in every call. GroupQueryAttention reads them from a table of
-all positions, which layers with equal frequencies share. The table is made by running the trace's own nodes over 0, 1,
-..., context_length - 1, so whatever scaling a model gives its frequencies is in it, in the arithmetic of the trace.
+The trace's own nodes compute them for the positions 0 to context_length - 1, so they have the model's frequency scaling
+in the trace's arithmetic.
 """
 
 from __future__ import annotations
@@ -14,17 +13,18 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 from topw_deploy.export.graph.editor import GraphEditor, find_input
-from topw_deploy.export.lowering.flat import Flattened, rotary_kind
+from topw_deploy.export.lowering.heads import MergedHeads
+from topw_deploy.export.lowering.rotary import rotary_kind
 from topw_deploy.export.trace.trace import TracedDecoder
 
-# Tables of a long context may take this share of the weights; above it, angles are computed as the trace does.
+# Tables may take this share of the weights; above it, angles are computed in every call.
 _SHARE_OF_WEIGHTS = 1 / 16
 _ALWAYS_SMALL = 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
-class Turn:
-    """cos, sin: initializers [context_length, rotary_dim / 2]. interleaved: 1 if the pairs are neighbours."""
+class RotaryTable:
+    """cos, sin: initializers [context_length, rotary_dim / 2]. interleaved: 1 if neighbours are pairs."""
 
     cos: ir.Value
     sin: ir.Value
@@ -32,8 +32,6 @@ class Turn:
 
 
 class RotaryTables:
-    """The tables of one graph, made when the first layer asks for them."""
-
     def __init__(self, editor: GraphEditor, decoder: TracedDecoder, context_length: int) -> None:
         self._editor = editor
         self._length = context_length
@@ -43,24 +41,22 @@ class RotaryTables:
         self._room = max(_ALWAYS_SMALL, int(size * _SHARE_OF_WEIGHTS))
         self._made: dict[tuple[str, ...], ir.Value] = {}
 
-    def of(self, query: Flattened, key: Flattened, head_dim: int) -> Turn | None:
-        """What the operator needs to turn `query` and `key` itself; None where it could not, or should not."""
+    def of(self, query: MergedHeads, key: MergedHeads, head_dim: int) -> RotaryTable | None:
+        """The table for `query` and `key`; None if the operator cannot rotate them or the table is too large."""
         if query.rotary is None or key.rotary is None or head_dim % 16:  # the operator's own condition
             return None
         kind = rotary_kind(query.rotary)
-        if kind != rotary_kind(key.rotary) or kind[1] % 16:  # a part of the head must be a multiple of 16, too
+        if kind != rotary_kind(key.rotary) or kind[1] % 16:  # also for a part of the head
             return None
         tables = [self._table(value) for node in (query.rotary, key.rotary) for value in node.inputs[1:]]
-        if any(table is None for table in tables) or tables[:2] != tables[2:]:
-            return None
         cos, sin = tables[:2]
-        assert cos is not None
-        assert sin is not None
-        return Turn(cos, sin, kind[0])
+        if cos is None or sin is None or tables[:2] != tables[2:]:
+            return None
+        return RotaryTable(cos, sin, kind[0])
 
     def _table(self, value: ir.Value | None) -> ir.Value | None:
-        """`value` [batch, sequence, n] over all positions, as an initializer [context_length, n]."""
-        nodes = _between(self._positions, value)
+        """`value` [batch, sequence, n] for all positions, as an initializer [context_length, n]."""
+        nodes = _nodes_between(self._positions, value)
         if nodes is None or value is None or self._positions is None:
             return None
         key = tuple(_signature(node) for node in nodes)
@@ -72,8 +68,8 @@ class RotaryTables:
         return self._made[key]
 
 
-def _between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] | None:
-    """The nodes that make `value` of `source` and initializers, in order; None if it needs anything else."""
+def _nodes_between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] | None:
+    """The nodes that compute `value` from `source` and initializers alone, in order."""
     found: list[ir.Node] = []
 
     def visit(value: ir.Value | None) -> bool:
@@ -92,14 +88,14 @@ def _between(source: ir.Value | None, value: ir.Value | None) -> list[ir.Node] |
 
 
 def _signature(node: ir.Node) -> str:
-    """Equal for nodes that compute the same, given that the nodes before them do."""
+    """Equal for nodes that compute the same if the nodes before them do."""
     names = [value.name if value is not None and value.is_initializer() else "" for value in node.inputs]
     attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
     return f"{node.domain}::{node.op_type}{attributes}{names}"
 
 
 def _run(nodes: list[ir.Node], positions: ir.Value, value: ir.Value, length: int) -> np.ndarray | None:
-    """`value` for the positions 0 to length - 1, [length, n]; None if it is no table of rows."""
+    """`value` for positions 0 to length - 1, [length, n]."""
     graph = ir.Graph([], [], nodes=[], name="angles", opset_imports={"": 23})
     known = {id(positions): ir.Value(name="positions", type=positions.type, shape=ir.Shape([1, length]))}
     graph.inputs.append(known[id(positions)])
@@ -109,12 +105,11 @@ def _run(nodes: list[ir.Node], positions: ir.Value, value: ir.Value, length: int
                 copy = ir.Value(name=source.name, type=source.type, shape=source.shape, const_value=source.const_value)
                 graph.register_initializer(copy)
                 known[id(source)] = copy
-        attributes = list(node.attributes.values())
         twin = ir.Node(
             node.domain,
             node.op_type,
             [None if source is None else known[id(source)] for source in node.inputs],
-            attributes,
+            list(node.attributes.values()),
             num_outputs=len(node.outputs),
         )
         for old, new in zip(node.outputs, twin.outputs, strict=True):
@@ -125,6 +120,6 @@ def _run(nodes: list[ir.Node], positions: ir.Value, value: ir.Value, length: int
     result.type = result.type or ir.TensorType(ir.DataType.FLOAT)
     graph.outputs.append(result)
     evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
-    (array,) = evaluator.run(None, {"positions": np.arange(length, dtype=np.int64)[None]})
-    assert isinstance(array, np.ndarray)
+    (found,) = evaluator.run(None, {"positions": np.arange(length, dtype=np.int64)[None]})
+    array = np.asarray(found)
     return array[0] if array.ndim == 3 and array.shape[:2] == (1, length) else None

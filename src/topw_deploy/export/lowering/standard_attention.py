@@ -1,4 +1,4 @@
-"""Attention over [batch, heads, sequence, head_dim] and a boolean mask, in standard operators."""
+"""Attention in standard operators."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ def attend(
     values: ir.Value,
     mask: ir.Value,
     *,
-    spelled_out: bool = False,
+    decomposed: bool = False,
 ) -> None:
-    """Put attention of the layer's query over `keys` and `values` [batch, kv_heads, tokens, head_dim] in the marker's
-    place. mask: bool [batch, 1, sequence, tokens], True where a query may look. spelled_out: without the operator,
-    which is never taken for capped scores."""
-    attention = _products if spelled_out or layer.softcap else _operator
+    """Replace the layer's marker with attention over `keys` and `values` [batch, kv_heads, tokens, head_dim].
+
+    mask: bool [batch, 1, sequence, tokens], True where a query may look.
+    decomposed: use products and a softmax, as always for soft-capped scores.
+    """
+    attention = _products if decomposed or layer.softcap else _operator
     output = attention(editor, layer, keys, values, mask)
-    # [batch, heads, sequence, dim] -> [batch, sequence, heads, dim], what the marker stood for
+    # [batch, heads, sequence, dim] -> [batch, sequence, heads, dim], the marker's layout
     output = editor.op("Transpose", [output], perm=[0, 2, 1, 3], dtype=layer.output.dtype)
     output.shape = layer.output.shape
     ir.convenience.replace_all_uses_with(layer.output, output)
@@ -32,17 +34,19 @@ def attend(
 
 
 def tensorrt_fuses(layer: AttentionLayer) -> bool:
-    """Whether TensorRT has fused attention for prompts with such heads: half precision, 16 to 256 numbers by eights
-    (found by building, TensorRT-RTX 1.7.1)."""
+    """Whether TensorRT has fused attention for such heads, without which it refuses the operator.
+
+    Found by building with TensorRT-RTX 1.7.1.
+    """
     half = layer.query.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return half and layer.head_dim == layer.value_dim and layer.head_dim in range(16, 257, 8)
 
 
 def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """The operator of opset 23, with one output only: NVIDIA's parser takes no other form.
+    """The operator with one output, the only form that NVIDIA's parser takes.
 
-    In float32 the query is scaled before it. A decode step multiplies by one row, for which onnxruntime has a kernel
-    that reads the cache 1.3 times as fast, but not for a product that has a factor.
+    In float32 the query is scaled before: for one row onnxruntime has a kernel that reads the cache 1.3 times as fast,
+    but only for a product without a factor.
     """
     query, scale = layer.query, layer.scale
     if query.dtype == ir.DataType.FLOAT:
@@ -51,15 +55,15 @@ def _operator(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 
 
 def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-    """Two products and a softmax, with the scores capped as cap * tanh(score / cap) between them where they are.
+    """Two products and a softmax; scores are capped as cap * tanh(score / cap).
 
-    The operator has an attribute for the cap, but its text put the cap after the mask first and before it later, and
-    runtimes followed either. After the mask it would let every query see the future.
+    The operator's `softcap` is unused: the specification first applied it after the mask, where it lets a query see the
+    future, later before it. Runtimes follow either.
     """
     op, constant = editor.op, editor.constant
     query, cap = _scaled(editor, layer.query, layer.scale / (layer.softcap or 1.0)), layer.softcap
-    number = _scalars(query.dtype)
-    # The query heads that share a key head become more rows of it, so keys and values are never repeated.
+    number = _scalar_type(query.dtype)
+    # Query heads that share a key head become more rows of it, so keys and values are not repeated.
     grouped = op("Reshape", [query, constant(np.array([0, layer.kv_heads, -1, layer.head_dim]))])
     scores = op("MatMul", [grouped, op("Transpose", [keys], perm=[0, 1, 3, 2])])
     if cap:
@@ -76,10 +80,9 @@ def _products(editor: GraphEditor, layer: AttentionLayer, keys: ir.Value, values
 def _scaled(editor: GraphEditor, value: ir.Value, scale: float) -> ir.Value:
     if scale == 1:
         return value
-    factor = editor.constant(_scalars(value.dtype)(scale))
+    factor = editor.constant(_scalar_type(value.dtype)(scale))
     return editor.op("Mul", [value, factor], dtype=value.dtype, shape=value.shape)
 
 
-def _scalars(dtype: ir.DataType) -> type:
-    """The NumPy scalar type of `dtype`."""
+def _scalar_type(dtype: ir.DataType) -> type:
     return dtype.numpy().type

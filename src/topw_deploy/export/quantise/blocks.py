@@ -1,4 +1,4 @@
-"""The numbers of one quantised weight, by `search` or onnxruntime's quantisers, a slice of its outputs at a time."""
+"""Quantise one weight, a slice of its outputs at a time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 import onnx
 
 from topw_deploy.errors import ExportError
+from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.quantise.search import search
-from topw_deploy.export.quantise.settings import Quantisation
 
-_SLICE_VALUES = 16 << 20  # weights quantised in one go: at most 64 MiB of float32, and k_quant's several copies of it
+_SLICE_VALUES = 16 << 20  # 64 MiB of float32, of which k_quant makes several copies
 
 _LOGGERS = ("onnxruntime.quantization.matmul_nbits_quantizer", "neural_compressor")
 
@@ -27,9 +27,12 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 @dataclass(frozen=True)
 class Blocks:
-    """As MatMulNBits takes them: codes uint8 [outputs, blocks, block_size * bits / 8], two of 4 bits to a byte, the
-    lower half first; scales [outputs, blocks]; zero points uint8 [outputs, ceil(blocks * bits / 8)] packed alike, None
-    where every zero point is 2 ** (bits - 1). A weight is (code - zero point) * scale."""
+    """A weight as MatMulNBits stores it: (code - zero point) * scale.
+
+    codes: uint8 [outputs, blocks, block_size * bits / 8]; the low half of a byte is the first of two 4-bit codes.
+    scales: [outputs, blocks].
+    zero_points: uint8 [outputs, ceil(blocks * bits / 8)], packed alike; None if all are 2 ** (bits - 1).
+    """
 
     codes: np.ndarray
     scales: np.ndarray
@@ -38,8 +41,6 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlocksShape:
-    """Sizes of the Blocks of a weight with `outputs` x `inputs` numbers."""
-
     outputs: int
     inputs: int
     bits: int
@@ -64,15 +65,14 @@ class BlocksShape:
 
     @property
     def nbytes(self) -> int:
-        """Of all three, with scales of float32."""
+        """With float32 scales."""
         return math.prod(self.codes) + 4 * math.prod(self.scales) + (not self.symmetric) * math.prod(self.zero_points)
 
 
-def quantise_weight(read: ReadRows, shape: BlocksShape, settings: Quantisation, dtype: np.dtype[Any]) -> Blocks:
-    """Quantise the weight that `read` gives, `dtype` being its type and that of the scales.
+def quantise_weight(read: ReadRows, shape: BlocksShape, scheme: Quantisation, dtype: np.dtype[Any]) -> Blocks:
+    """Quantise the weight that `read` returns, of type `dtype`, with scales of that type.
 
-    Blocks lie within an output, so slices of outputs give the same numbers as the whole.
-    Raises ExportError for weights that are not finite.
+    Blocks never cross outputs, so slices do not change the result. Raises ExportError for NaN or infinity.
     """
     codes = np.empty(shape.codes, np.uint8)
     scales = np.empty(shape.scales, dtype)
@@ -83,7 +83,7 @@ def quantise_weight(read: ReadRows, shape: BlocksShape, settings: Quantisation, 
         rows = np.asarray(read(start, stop))
         if not np.isfinite(rows).all():
             raise ExportError("a weight to be quantised holds NaN or infinity; check the checkpoint, or exclude it.")
-        part = _searched(rows, shape) if settings.algorithm == "search" else _quantised(rows, shape, settings)
+        part = _searched(rows, shape) if scheme.algorithm == "search" else _by_tool(rows, shape, scheme)
         codes[start:stop], scales[start:stop] = part.codes, part.scales
         if zero_points is not None and part.zero_points is not None:
             zero_points[start:stop] = part.zero_points
@@ -91,25 +91,25 @@ def quantise_weight(read: ReadRows, shape: BlocksShape, settings: Quantisation, 
 
 
 def dequantise(blocks: Blocks, shape: BlocksShape) -> np.ndarray:
-    """The float32 weight [outputs, inputs] that `blocks` stand for."""
-    codes = unpacked(blocks.codes.reshape(shape.outputs, -1), shape.bits)
+    """The weight, float32 [outputs, inputs]."""
+    codes = unpack_codes(blocks.codes.reshape(shape.outputs, -1), shape.bits)
     zeros: Any = 1 << (shape.bits - 1)
     if blocks.zero_points is not None:
-        zeros = unpacked(blocks.zero_points, shape.bits)[:, : shape.blocks, None]
+        zeros = unpack_codes(blocks.zero_points, shape.bits)[:, : shape.blocks, None]
     by_block = codes.reshape(shape.outputs, shape.blocks, shape.block_size).astype(np.float32) - np.float32(zeros)
     weights = by_block * blocks.scales.astype(np.float32)[..., None]
     return weights.reshape(shape.outputs, -1)[:, : shape.inputs]
 
 
-def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+def unpack_codes(packed: np.ndarray, bits: int) -> np.ndarray:
     """uint8 [n, bytes] -> uint8 [n, bytes * 8 / bits]."""
     if bits == 8:
         return packed
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
 
 
-def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [n, m] under 2 ** bits -> uint8 [n, ceil(m * bits / 8)]; an odd one out is paired with 0."""
+def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [n, m] < 2 ** bits -> uint8 [n, ceil(m * bits / 8)]."""
     if bits == 8:
         return codes
     if codes.shape[1] % 2:
@@ -119,18 +119,18 @@ def packed(codes: np.ndarray, bits: int) -> np.ndarray:
 
 def _searched(rows: np.ndarray, shape: BlocksShape) -> Blocks:
     found = search(rows, shape.block_size, shape.bits, symmetric=shape.symmetric, dtype=rows.dtype)
-    codes = packed(found.codes, shape.bits).reshape(len(rows), *shape.codes[1:])
-    return Blocks(codes, found.scales, None if shape.symmetric else packed(found.zero_points, shape.bits))
+    codes = pack_codes(found.codes, shape.bits).reshape(len(rows), *shape.codes[1:])
+    return Blocks(codes, found.scales, None if shape.symmetric else pack_codes(found.zero_points, shape.bits))
 
 
-def _quantised(rows: np.ndarray, shape: BlocksShape, settings: Quantisation) -> Blocks:
-    """Quantise rows [n, inputs] by giving onnxruntime's tool a model of this one product."""
+def _by_tool(rows: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> Blocks:
+    """With onnxruntime's tool."""
     blocks = shape.blocks
-    # Outside `default` the tool packs pairs of zero points across rows; an even number of blocks keeps rows apart.
-    blocks += blocks % 2 if shape.bits == 4 and settings.algorithm != "default" else 0
+    # Except for `default` the tool packs pairs of zero points across rows: make the number of blocks even.
+    blocks += blocks % 2 if shape.bits == 4 and scheme.algorithm != "default" else 0
     weight = np.zeros((blocks * shape.block_size, len(rows)), rows.dtype)
     weight[: shape.inputs] = rows.T
-    found = _run_tool(weight, shape, settings)
+    found = _run_tool(weight, shape, scheme)
     codes = found[1].reshape(len(rows), blocks, -1)[:, : shape.blocks]
     scales = found[2].reshape(len(rows), blocks)[:, : shape.blocks]
     if shape.symmetric:
@@ -138,8 +138,8 @@ def _quantised(rows: np.ndarray, shape: BlocksShape, settings: Quantisation) -> 
     return Blocks(codes, scales, found[3].reshape(len(rows), -1)[:, : shape.zero_points[1]])
 
 
-def _run_tool(weight: np.ndarray, shape: BlocksShape, settings: Quantisation) -> list[np.ndarray]:
-    """weight [inputs, outputs] -> what the tool's MatMulNBits node has as inputs 1, 2 (and 3), after a placeholder."""
+def _run_tool(weight: np.ndarray, shape: BlocksShape, scheme: Quantisation) -> list[np.ndarray]:
+    """Inputs of the tool's MatMulNBits for weight [inputs, outputs], after a placeholder."""
     name, inputs = "product", "weight"
     node = onnx.helper.make_node("MatMul", ["x", inputs], ["y"], name=name)
     x = onnx.helper.make_tensor_value_info("x", onnx.helper.np_dtype_to_tensor_dtype(weight.dtype), [None, len(weight)])
@@ -159,7 +159,7 @@ def _run_tool(weight: np.ndarray, shape: BlocksShape, settings: Quantisation) ->
             bits=shape.bits,
             block_size=shape.block_size,
             is_symmetric=shape.symmetric,
-            algo_config=algorithms[settings.algorithm],
+            algo_config=algorithms[scheme.algorithm],
         )
         quantiser.process()
     result = quantiser.model.model.graph
@@ -175,7 +175,7 @@ def _run_tool(weight: np.ndarray, shape: BlocksShape, settings: Quantisation) ->
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The tool prints to stdout, logs every node, sets up the root logger on import and divides empty blocks by 0."""
+    """The tool prints, logs every node, configures the root logger and divides by 0."""
     root = logging.getLogger()
     others = [logging.getLogger(name) for name in _LOGGERS]
     handlers, levels = list(root.handlers), [logger.level for logger in (root, *others)]

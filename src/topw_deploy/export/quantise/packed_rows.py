@@ -1,7 +1,6 @@
-"""Finding a checkpoint's own codes again behind the float weights of a graph.
+"""Find the bit-packed rows of a GPTQ or AWQ checkpoint behind a graph's float weights.
 
-Between checkpoint and graph weights are renamed, transposed and set side by side. But every output of every weight is
-still the row of numbers that the checkpoint's codes stand for, so it is found by its content.
+Tracing renames, transposes and concatenates weights, but each output is still a dequantised row of the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, packed
+from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, pack_codes
 from topw_deploy.export.source.packed import PackedCheckpoint, PackedMatrix
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
@@ -19,9 +18,12 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 16, 256
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a weight's outputs come from: (layer, row) each, and what MatMulNBits makes of them.
+    """The origin of a weight in the checkpoint.
 
-    order: inputs sorted by group, int64 [inputs], which the product's data must follow; None where they are already.
+    places: (layer, row) of each output.
+    shape: of the blocks for MatMulNBits.
+    group_size: the checkpoint's.
+    order: int64 [inputs], inputs sorted by group, for gathering the data; None if sorted already.
     """
 
     places: tuple[tuple[str, int], ...]
@@ -31,7 +33,7 @@ class Origin:
 
 
 class PackedRows:
-    """The outputs of all packed layers of a checkpoint, by their content."""
+    """The rows of a checkpoint's packed layers, by content."""
 
     def __init__(self, checkpoint: PackedCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -41,8 +43,10 @@ class PackedRows:
                 self._places.setdefault(_digest(values), (prefix, row))
 
     def origin(self, weight: np.ndarray) -> Origin | None:
-        """Where `weight` float32 [outputs, inputs] comes from; None if any output is no row of the checkpoint, or if
-        no block size of MatMulNBits gives its groups."""
+        """The origin of `weight` float32 [outputs, inputs].
+
+        None if an output is not in the checkpoint or no block size of MatMulNBits fits its groups.
+        """
         places = []
         for row in weight:
             place = self._places.get(_digest(row))
@@ -65,7 +69,7 @@ class PackedRows:
         return Origin(tuple(places), shape, size, order)
 
     def blocks(self, origin: Origin) -> Blocks:
-        """The checkpoint's own codes, scales and zero points in MatMulNBits' layout."""
+        """The checkpoint's codes, scales and zero points in MatMulNBits' layout."""
         shape = origin.shape
         codes = np.empty((shape.outputs, shape.inputs), np.uint8)
         scales = np.empty(shape.scales, np.float32)
@@ -80,9 +84,9 @@ class PackedRows:
             scales[here] = np.repeat(matrix.scales[rows], repeats, axis=1)
             zeros[here] = np.repeat(matrix.zeros[rows], repeats, axis=1)
         return Blocks(
-            packed(codes, shape.bits).reshape(shape.codes),
+            pack_codes(codes, shape.bits).reshape(shape.codes),
             scales,
-            None if shape.symmetric else packed(zeros, shape.bits),
+            None if shape.symmetric else pack_codes(zeros, shape.bits),
         )
 
 
@@ -91,7 +95,7 @@ def _digest(values: np.ndarray) -> bytes:
 
 
 def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
-    """The inputs sorted by group (None if they are) and the size of every group; None for groups of unequal sizes."""
+    """`Origin.order` and the group size, None if groups are unequal."""
     counts = np.bincount(matrix.groups, minlength=matrix.scales.shape[1])
     if not (counts == counts[0]).all():
         return None, None
@@ -100,7 +104,7 @@ def _order(matrix: PackedMatrix) -> tuple[np.ndarray | None, int | None]:
 
 
 def _block_size(group_size: int, inputs: int) -> int | None:
-    """The largest block that divides a group: its scale is then repeated."""
+    """The largest block size that divides a group."""
     size = _LARGEST_BLOCK
     while size >= _SMALLEST_BLOCK:
         if group_size % size == 0 and inputs % size == 0:

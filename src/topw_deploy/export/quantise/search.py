@@ -1,8 +1,7 @@
-"""The quantiser `search`: for each block the scale and zero point of least squared error, among a few and refined.
+"""The quantiser `search`: scale and zero point of least squared error for each block, of a few candidates.
 
-For given codes q = code - zero point the best scale is sum(x q) / sum(q^2), and it leaves sum(x^2) - sum(x q)^2 /
-sum(q^2) of the block's squares: a candidate costs one rounding and two sums. Zero points are whole numbers from the
-start, unlike k_quant's, which are rounded after the search.
+For q = code - zero point the best scale is sum(x q) / sum(q^2), with squared error sum(x^2) - sum(x q)^2 / sum(q^2):
+one rounding and two sums per candidate. Zero points are integers throughout; k_quant rounds them at the end.
 """
 
 from __future__ import annotations
@@ -13,28 +12,32 @@ from typing import Any
 
 import numpy as np
 
-# Steps that the block's range is divided into, as a share of the codes'. Above 1 the largest weights are clipped.
+# Candidate inverse scales, relative to steps that span the block's range. Above 1 the largest weights are clipped.
 _RANGES = (0.93, 1.0, 1.07, 1.14, 1.24, 1.37)
-# Symmetric: steps from 0 to the largest weight, as a share of half the codes. Below 0 it takes the side with one more.
+# Symmetric: relative to half the codes for the largest weight. Negative: it is on the side with one code more.
 _SIDES = (-0.85, -0.925, -1.0, -1.075, -1.175, 0.875, 0.95, 1.05)
-_CHUNK = 1 << 15  # weights at a time, which stay in a core's cache
-_REFINEMENTS = 1  # rounds of: codes to the best scale, scale to those codes
+_CHUNK = 1 << 15  # weights at a time: they fit a core's cache
+_REFINEMENTS = 1  # rounds of: best scale for the codes, codes for that scale
 
 
 @dataclass(frozen=True)
-class Found:
-    """Of n weights in rows: codes uint8 [n, blocks * block_size], one to a byte; scales [n, blocks]; zero points uint8
-    [n, blocks]. A weight is (code - zero point) * scale."""
+class Rounded:
+    """Rows of weights, (code - zero point) * scale.
+
+    codes: uint8 [n, blocks * block_size], not packed.
+    scales: [n, blocks].
+    zero_points: uint8 [n, blocks].
+    """
 
     codes: np.ndarray
     scales: np.ndarray
     zero_points: np.ndarray
 
 
-def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dtype: np.dtype[Any]) -> Found:
-    """Quantise rows [n, inputs], the last block filled up with zeros. `dtype` is that of the scales.
+def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dtype: np.dtype[Any]) -> Rounded:
+    """Quantise rows [n, inputs], padded with zeros to whole blocks; `dtype` is the scales'.
 
-    symmetric: every zero point is 2 ** (bits - 1), and scales may be negative.
+    symmetric: all zero points are 2 ** (bits - 1), and scales may be negative.
     """
     wide = np.pad(rows.astype(np.float32, copy=False), ((0, 0), (0, -rows.shape[1] % block_size)))
     blocks = wide.reshape(-1, block_size)
@@ -44,15 +47,15 @@ def search(rows: np.ndarray, block_size: int, bits: int, *, symmetric: bool, dty
     for start in range(0, len(blocks), step):
         part = slice(start, start + step)
         codes[part], scales[part], zeros[part] = _search(blocks[part], bits, symmetric, dtype)
-    return Found(codes.reshape(wide.shape), scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1))
+    return Rounded(codes.reshape(wide.shape), scales.reshape(len(rows), -1), zeros.reshape(len(rows), -1))
 
 
 def _search(
     blocks: np.ndarray, bits: int, symmetric: bool, dtype: np.dtype[Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """blocks float32 [n, block_size] -> their codes, scales [n] and zero points [n]."""
+    """Codes [n, block_size], scales [n] and zero points [n] of blocks [n, block_size]."""
     rounded = np.empty_like(blocks)
-    best = np.zeros(len(blocks), np.float32)  # of the squares of a block, those that the codes hold
+    best = np.zeros(len(blocks), np.float32)  # sum(x q)^2 / sum(q^2) of the best candidate
     inverses, zeros = np.ones(len(blocks), np.float32), np.full(len(blocks), 1 << (bits - 1), np.float32)
     candidates = _symmetric(blocks, bits) if symmetric else _asymmetric(blocks, bits)
     for inverse, zero in candidates:
@@ -64,7 +67,7 @@ def _search(
     for _ in range(_REFINEMENTS):
         products, squares = _round(blocks, inverses, zeros, bits, rounded)
         np.divide(squares, products, out=inverses, where=products != 0)
-    # Codes belong to the scale as it is stored, which may be float16.
+    # Round with the stored scale, which may be float16.
     scales = np.where(best > 0, 1 / inverses, 0).astype(dtype)
     exact = scales.astype(np.float32)
     stored = np.divide(1, exact, out=np.zeros_like(exact), where=np.abs(exact) >= np.finfo(np.float32).tiny)
@@ -73,8 +76,7 @@ def _search(
 
 
 def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(inverse scale, zero point) of every block, candidate by candidate: the range in its steps, centred on the codes
-    by either whole number."""
+    """(inverse scale [n], zero point [n]): the range centred on the codes, rounded either way."""
     most = (1 << bits) - 1
     high, low = np.maximum(blocks.max(axis=1), 0), np.minimum(blocks.min(axis=1), 0)
     span, middle = high - low, (high + low) / 2
@@ -86,7 +88,7 @@ def _asymmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.
 
 
 def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same with the middle code for zero point; the sign of the scale says which side has one code more."""
+    """The same with the middle code as zero point; the scale's sign selects the longer side."""
     half = 1 << (bits - 1)
     high, low = blocks.max(axis=1), blocks.min(axis=1)
     largest = np.where(high > -low, high, low)
@@ -98,8 +100,7 @@ def _symmetric(blocks: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.n
 def _round(
     blocks: np.ndarray, inverses: np.ndarray, zeros: np.ndarray, bits: int, rounded: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Write the codes less their zero points into `rounded`; of each block, sums of its weights times these and of
-    their squares."""
+    """Write q = code - zero point into `rounded`; returns sum(x q) [n] and sum(q^2) [n]."""
     np.multiply(blocks, inverses[:, None], out=rounded)
     np.rint(rounded, out=rounded)
     np.maximum(rounded, -zeros[:, None], out=rounded)

@@ -1,4 +1,4 @@
-"""Weights of a graph as they become quantised initializers: lazily, each computed once while it is written."""
+"""Lazy initializers of quantised weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import onnx_ir as ir
 from topw_deploy.export.graft.table import stored_array
 from topw_deploy.export.graph.lazy_weight import LazyWeight
 from topw_deploy.export.quantise.blocks import Blocks, BlocksShape, ReadRows, quantise_weight
-from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.quantise.scheme import Quantisation
 
-_HELD_BYTES = 128 << 20  # of codes, scales and zero points: all of a small model's, the latest of a large one's
+_HELD_BYTES = 128 << 20  # of codes, scales and zero points
 
 
-class Latest:
-    """The blocks that were made last. A weight's tensors are written one after the other, so each weight is quantised
-    once and a model of any size in little memory; a small model may be written twice, to see how large it is."""
+class RecentBlocks:
+    """Bounded cache: a weight's tensors are written consecutively, so each weight is quantised once.
+
+    A small model fits whole and can be written twice.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,9 +38,8 @@ class Latest:
 
 
 def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
-    """A reader of the outputs of the weight in `tensor`, a part at a time where it can be read in parts."""
-    read = tensor.read if isinstance(tensor, LazyWeight) else None
-    if read is not None:
+    if isinstance(tensor, LazyWeight) and tensor.read is not None:
+        read = tensor.read
         if by_output:
             return lambda start, stop: read(slice(start, stop))
         return lambda start, stop: read((slice(None), slice(start, stop))).T
@@ -48,9 +49,11 @@ def rows_of(tensor: ir.TensorProtocol, by_output: bool) -> ReadRows:
 
 
 class QuantisedWeight:
-    """`shape` and `tensors`, the lazy initializers of codes, scales and zero points (None if symmetric).
+    """A weight quantised on demand.
 
-    compute: makes the Blocks. keep: hold them once made, for a weight that is read more than once.
+    compute: makes the Blocks.
+    recent: the cache.
+    keep: cache the Blocks without bound, for a weight that is read again later.
     """
 
     def __init__(
@@ -58,13 +61,13 @@ class QuantisedWeight:
         shape: BlocksShape,
         scale_type: ir.DataType,
         compute: Callable[[], Blocks],
-        latest: Latest,
+        recent: RecentBlocks,
         *,
         keep: bool = False,
     ) -> None:
         self.shape = shape
         self.scale_type = scale_type
-        self._compute, self._latest, self._keep = compute, latest, keep
+        self._compute, self._recent, self._keep = compute, recent, keep
         self._kept: Blocks | None = None
 
     @classmethod
@@ -74,19 +77,19 @@ class QuantisedWeight:
         *,
         by_output: bool,
         block_size: int,
-        settings: Quantisation,
-        latest: Latest,
+        scheme: Quantisation,
+        recent: RecentBlocks,
         keep: bool = False,
     ) -> QuantisedWeight:
-        """The weight in `tensor`: [outputs, inputs] if `by_output`, else [inputs, outputs]."""
+        """Quantise `tensor`: [outputs, inputs] if `by_output`, else [inputs, outputs]."""
         sizes = [int(size) for size in tensor.shape]
         outputs, inputs = sizes if by_output else sizes[::-1]
-        shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)
+        shape = BlocksShape(outputs, inputs, scheme.bits, block_size, scheme.is_symmetric)
 
         def compute() -> Blocks:
-            return quantise_weight(rows_of(tensor, by_output), shape, settings, tensor.dtype.numpy())
+            return quantise_weight(rows_of(tensor, by_output), shape, scheme, tensor.dtype.numpy())
 
-        return cls(shape, tensor.dtype, compute, latest, keep=keep)
+        return cls(shape, tensor.dtype, compute, recent, keep=keep)
 
     def compute(self) -> Blocks:
         if self._kept is not None:
@@ -97,7 +100,7 @@ class QuantisedWeight:
         return blocks
 
     def codes(self, shape: tuple[int, ...] | None = None) -> ir.TensorProtocol:
-        """The codes in MatMulNBits' shape, or in another that leaves out or joins the same bytes per output."""
+        """The codes; `shape`: another shape for the same leading bytes of each output."""
         wanted = self.shape.codes if shape is None else shape
         per_output = int(np.prod(wanted[1:]))
 
@@ -116,10 +119,10 @@ class QuantisedWeight:
         return self._lazy(lambda blocks: blocks.zero_points, ir.DataType.UINT8, self.shape.zero_points)
 
     def middle(self) -> ir.TensorProtocol:
-        """The zero points of a symmetric weight, written out: 2 ** (bits - 1) for each block.
+        """Explicit zero points of a symmetric weight, 2 ** (bits - 1).
 
-        With 4 bits and an odd number of blocks the unused half of a row's last byte holds it too: onnxruntime 1.24 on
-        a CPU, and up to 1.31 on CUDA, read zero points as if there were no unused halves.
+        They also fill the unused half of a row's last byte: onnxruntime 1.24 on CPU, and up to 1.31 on CUDA, read zero
+        points as if there were no unused halves.
         """
         byte = 0x88 if self.shape.bits == 4 else 0x80
 
@@ -130,6 +133,6 @@ class QuantisedWeight:
 
     def _lazy(self, read: Callable[[Blocks], Any], dtype: ir.DataType, shape: tuple[int, ...]) -> ir.TensorProtocol:
         def evaluate() -> ir.TensorProtocol:
-            return ir.Tensor(read(self._latest.of(self)), dtype=dtype)
+            return ir.Tensor(read(self._recent.of(self)), dtype=dtype)
 
         return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape))

@@ -23,7 +23,7 @@ from topw_deploy.export.request import ExportRequest
 from topw_deploy.export.resume.journal import DataLog, Journal, stamp_of
 from topw_deploy.export.source.resolve import Source
 from topw_deploy.export.write.libraries import library_versions
-from topw_deploy.manifest import Check, Manifest, Verification, sha256_of
+from topw_deploy.manifest import Manifest, Verification, sha256_of, verification_from_dict
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWParameters
 
@@ -112,11 +112,9 @@ class FinishedStages:
         stamp = stamp_of(self.weights, files, dataclasses.asdict(manifest.defaults))
         found = self.journal.find(stage, stamp)
         if found is not None:
-            checks = tuple(Check(**check) for check in found["checks"])
-            return Verification(status=found["status"], checks=checks), bool(found["may_pad"])
+            return verification_from_dict(found["verification"]), bool(found["may_pad"])
         verification, may_pad = verify()
-        noted = [dataclasses.asdict(check) for check in verification.checks]
-        self.journal.done(stage, stamp, status=verification.status, checks=noted, may_pad=may_pad)
+        self.journal.done(stage, stamp, verification=dataclasses.asdict(verification), may_pad=may_pad)
         return verification, may_pad
 
 

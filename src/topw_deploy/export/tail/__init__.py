@@ -1,7 +1,6 @@
 """The sampler as one ONNX function, `topw::TopWSample` (docs/contract/graph.md, section 8)."""
 
-from topw_deploy.export.tail.build import build_tail
-from topw_deploy.export.tail.embedding import EmbeddingForm, plain_gather
+from topw_deploy.export.tail.function import build_tail
 from topw_deploy.export.tail.spec import (
     DOMAIN,
     DOMAIN_VERSION,
@@ -9,7 +8,9 @@ from topw_deploy.export.tail.spec import (
     GEOMETRY_INPUTS,
     OP_TYPE,
     TAIL_INPUTS,
+    EmbeddingForm,
     TailSpec,
+    plain_gather,
     tail_attributes,
     tail_inputs,
     tail_outputs,

@@ -1,4 +1,4 @@
-"""What a path says about each row, how answers are put together, and the outputs that they become."""
+"""The answer for each row, merged from several paths."""
 
 from __future__ import annotations
 
@@ -7,42 +7,56 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.export.tail.draw import Drawn, draw_member
+from topw_deploy.export.tail.candidates import Drawn, ShortPath, first_position, kept_candidates
 from topw_deploy.export.tail.dynamic import put_rows
-from topw_deploy.export.tail.edits import padded_width
-from topw_deploy.export.tail.ops import Ops, Tensor, step
+from topw_deploy.export.tail.inputs import Rows, padded_width
+from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.pool import Pool
-from topw_deploy.export.tail.rows import Rows
 from topw_deploy.export.tail.spec import TailSpec
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one path says about each row: columns [batch, 1], `keep_mask` bool [batch, padded] or None."""
+    """Columns [batch, 1] of one path, and its mask.
+
+    certified: bool.
+    crop_mass: float32, the crop's weight at Ts relative to the largest logit, or None.
+    keep_mask: bool [batch, padded], or None.
+    """
 
     drawn: Drawn
-    certified: Tensor  # bool
-    crop_mass: Tensor | None  # float32, weight of the kept tokens at Ts, the largest logit's being 1
+    certified: Tensor
+    crop_mass: Tensor | None
     keep_mask: Tensor | None
 
 
 def parts_of(answer: Answer) -> list[Tensor]:
-    """The tensors of an answer, for a branch to hand out."""
+    """Its tensors, for a branch to return."""
     drawn = answer.drawn
     parts = (drawn.token, drawn.logprob, drawn.kept, answer.certified, answer.crop_mass, answer.keep_mask)
     return [part for part in parts if part is not None]
 
 
 def answer_of(spec: TailSpec, parts: Sequence[Tensor]) -> Answer:
-    """The answer whose `parts_of` a branch has handed out."""
+    """The inverse of `parts_of`."""
     token, logprob, kept, certified, *further = parts
     crop_mass = further.pop(0) if spec.with_mass else None
     return Answer(Drawn(token, logprob, kept), certified, crop_mass, further.pop() if spec.with_keep_mask else None)
 
 
-@step
+@scope
+def fast_answer(op: Ops, spec: TailSpec, path: ShortPath, sure: Tensor) -> Answer:
+    """The candidates' answer, with certificate `sure`."""
+    candidates, scan = path.candidates, path.scan
+    mask = None
+    if spec.with_keep_mask:
+        mask = scattered(op, spec, candidates.ids, kept_candidates(op, candidates, scan.last))
+    crop_mass = op.GatherElements(scan.mass, scan.last, axis=1) if spec.with_mass else None
+    return Answer(path.drawn, sure, crop_mass, mask)
+
+
+@scope
 def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Tensor, rows: Rows) -> Answer:
-    """The answer for the pool's `members`, bool [batch, top_m]."""
     crop_mass = None
     if spec.with_mass:
         weight = op.Where(members, pool.weight, op.constant(0.0, np.float64))
@@ -51,17 +65,35 @@ def member_answer(op: Ops, spec: TailSpec, pool: Pool, members: Tensor, sure: Te
     return Answer(draw_member(op, pool, members, rows), sure, crop_mass, mask)
 
 
+@scope
+def draw_member(op: Ops, pool: Pool, members: Tensor, rows: Rows) -> Drawn:
+    """Draw from the pool's `members`, bool [batch, top_m]."""
+    one_axis, axis = op.constant([1], np.int64), op.constant(1, np.int64)
+    never = op.constant(-1e30, np.float64)
+    drop = op.Where(members, pool.drop, never)
+    drop = op.Div(op.Sub(drop, op.ReduceMax(drop, one_axis, keepdims=1)), op.Cast(rows.temperature, to=11))
+    mass = op.CumSum(op.Where(members, op.Exp(drop), op.constant(0.0, np.float64)), axis)
+    total = op.Gather(mass, pool.final, axis=1)
+    reached = op.Greater(mass, op.Mul(op.Cast(rows.uniform, to=11), total))
+    final = op.ReduceMax(op.Where(members, pool.positions, op.constant(0, np.int64)), one_axis, keepdims=1)
+    position = first_position(op, reached, pool.positions, final)
+    log_total = op.Gather(op.Log(mass), pool.final, axis=1)
+    logprob = op.Sub(op.GatherElements(drop, position, axis=1), log_total)
+    kept = op.ReduceSum(op.Cast(members, to=7), one_axis, keepdims=1)
+    return Drawn(op.GatherElements(pool.ids, position, axis=1), op.Cast(logprob, to=1), kept)
+
+
 def scattered(op: Ops, spec: TailSpec, ids: Tensor, flags: Tensor) -> Tensor:
-    """bool [batch, padded]: `flags` [batch, n] at the places `ids`, false elsewhere."""
+    """`flags` [batch, n] at the columns `ids`: bool [batch, padded]."""
     batch = op.Shape(ids, start=0, end=1)
     shape = op.Concat(batch, op.constant([padded_width(spec.vocab_size)], np.int64), axis=0)
     nothing = op.Expand(op.constant(False, np.bool_), shape)
     return op.ScatterElements(nothing, ids, flags, axis=1)
 
 
-@step
+@scope
 def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
-    """Row by row the answer of `one` where `first`, bool [batch, 1], else of `other`."""
+    """`one` in the rows where `first`, bool [batch, 1], else `other`."""
 
     def choose(a: Tensor, b: Tensor) -> Tensor:
         return op.Where(first, a, b)
@@ -74,9 +106,9 @@ def merge(op: Ops, first: Tensor, one: Answer, other: Answer) -> Answer:
     return Answer(drawn, op.Or(first, other.certified), crop_mass, mask)
 
 
-@step
+@scope
 def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
-    """`answer` with the rows `index` int64 [n] replaced by those of `part`."""
+    """Replace the rows `index` int64 [n] of `answer` by `part`."""
 
     def put(whole: Tensor | None, rows: Tensor | None) -> Tensor | None:
         return None if whole is None else put_rows(op, whole, index, rows)
@@ -86,9 +118,9 @@ def put_answer(op: Ops, answer: Answer, index: Tensor, part: Answer) -> Answer:
     return Answer(drawn, certified, put(answer.crop_mass, part.crop_mass), put(answer.keep_mask, part.keep_mask))
 
 
-@step
+@scope
 def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
-    """Rows that are not valid answer token -1, kept 0, not certified, logprob and mass 0, nothing in the mask."""
+    """Invalid rows get token -1 and zeros."""
     nothing = op.constant(0, np.int64)
     drawn = Drawn(
         op.Where(valid, answer.drawn.token, op.constant(-1, np.int64)),
@@ -100,9 +132,9 @@ def invalidate(op: Ops, answer: Answer, valid: Tensor) -> Answer:
     return Answer(drawn, op.And(valid, answer.certified), crop_mass, mask)
 
 
-@step
+@scope
 def finish(op: Ops, spec: TailSpec, answer: Answer, share: Tensor | None) -> list[Tensor]:
-    """The node's outputs from columns: [batch], and keep_mask [batch, vocab]."""
+    """The node's outputs; `share` is that of `top_share`."""
     axis = op.constant([1], np.int64)
     outputs = [
         op.Squeeze(answer.drawn.token, axis),

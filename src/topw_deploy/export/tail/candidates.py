@@ -1,37 +1,51 @@
-"""The certified path: a few candidates, one short scan, and the proof that they settle the row.
+"""The certified path: crop and draw from the largest logits, and the proof that no other token matters.
 
-Where the certificate of docs/contract/graph.md, section 4 (T2) holds, the crop is the top K tokens of the probability
-order and no distance matters. These steps find K among the `CANDIDATES` largest logits and prove, without the pool,
-that nothing outside them could change it.
+By the certificate (docs/contract/graph.md, section 4, T2) the crop is the K most probable tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.export.tail.edits import BLOCK, padded_width
-from topw_deploy.export.tail.ops import Ops, Tensor, step
-from topw_deploy.export.tail.rows import LARGEST, SMALLEST, Bounded, Rows
+from topw_deploy.export.tail.inputs import BLOCK, LARGEST, SMALLEST, Bounded, Rows, padded_width, within
+from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.export.tail.spec import TailSpec
 
 CANDIDATES = 64
-"""Largest logits looked at. As many blocks are searched: that many surely hold them all."""
+"""Number of largest logits examined. They lie in at most as many blocks, so that many blocks are searched."""
 
-_LANES = 16
-"""Rows of candidates are filled up to a multiple of this with -inf. onnxruntime's logarithm rounds differently in a
-vector of full width and in a remainder, so a row's bits would depend on where in the batch it stands."""
+_VECTOR = 16
+"""Candidates are padded with -inf to a multiple of this. onnxruntime's logarithm rounds differently in a full vector
+and in a remainder, so a row's bits would depend on its place in the batch."""
 
 _SLACK = 8e-6  # of J, in units of beta: several times the rounding of a float32 scan over CANDIDATES terms
 _WARM_SLACK = 1e-5  # relative, of the warm start's mass
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """The largest logits of each row in descending order, float32 [batch, n], with their token ids int64 [batch, n].
+class Blocks:
+    """The blocks with the largest maxima.
 
-    The first `count` are candidates, the rest fill the row up to `width` = n with -inf.
+    logits: float32 [batch, n, BLOCK].
+    index: int64 [batch, n].
+    total: float32 [batch, 1], the row's sum: NaN or +inf if one of its logits is.
+    """
+
+    logits: Tensor
+    index: Tensor
+    total: Tensor
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The largest logits in descending order, padded with -inf.
+
+    logits: float32 [batch, width].
+    ids: int64 [batch, width].
+    count: number of candidates without padding.
     """
 
     logits: Tensor
@@ -40,16 +54,18 @@ class Candidates:
 
     @property
     def width(self) -> int:
-        return -(-self.count // _LANES) * _LANES
+        return -(-self.count // _VECTOR) * _VECTOR
 
 
 @dataclass(frozen=True)
 class ShortScan:
-    """Prefix objective over the candidates, all float32 [batch, n] but `last`.
+    """Prefix objective over the candidates, float32 [batch, width].
 
-    Weights are relative to the largest logit, so the first is 1: `weight` w = exp(a), `score` lam * a, `mass` Gamma,
-    `gain` Phi, `objective` J, and its maximum `best` [batch, 1]. `last` int64 [batch, 1]: position of the first
-    maximiser, K - 1.
+    weight: w = exp(a), 1 for the largest logit.
+    score: lam * a.
+    mass, gain, objective: Gamma, Phi and J of each prefix.
+    best: [batch, 1], maximum of J.
+    last: int64 [batch, 1], its first position, K - 1.
     """
 
     weight: Tensor
@@ -62,23 +78,29 @@ class ShortScan:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """What one pass over the row leaves: the blocks with the largest maxima, in no order, and the row's sum.
+class Drawn:
+    """token int64, logprob float32 and kept int64, each [batch, 1]."""
 
-    logits float32 [batch, n, BLOCK]; index int64 [batch, n]; total float32 [batch, 1]: -inf or a number, but NaN
-    where a logit is NaN or +inf beside an -inf, +inf where one is +inf.
-    """
-
-    logits: Tensor
-    index: Tensor
-    total: Tensor
+    token: Tensor
+    logprob: Tensor
+    kept: Tensor
 
 
-@step
+@dataclass(frozen=True)
+class ShortPath:
+    """Crop and draw, valid where all of `settled`, bool [batch, n], are true."""
+
+    candidates: Candidates
+    scan: ShortScan
+    drawn: Drawn
+    settled: Tensor
+
+
+@scope
 def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
-    """The blocks of each row [batch, width], width a multiple of BLOCK, that hold its `CANDIDATES` largest logits.
+    """The blocks of logits [batch, width] that hold the `CANDIDATES` largest.
 
-    A token among the n largest lies in a block whose maximum is among the n largest, up to ties with the n-th.
+    Up to ties, a token among the n largest is in a block whose maximum is among the n largest.
     """
     blocks = width // BLOCK
     grid = op.Reshape(logits, op.constant([-1, blocks, BLOCK], np.int64))
@@ -88,38 +110,36 @@ def largest_blocks(op: Ops, logits: Tensor, width: int) -> Blocks:
     return Blocks(chosen, index, op.ReduceSum(logits, op.constant([1], np.int64), keepdims=1))
 
 
-@step
+@scope
 def block_candidates(op: Ops, blocks: Blocks, vocab_size: int, top_m: int) -> Candidates:
-    """The largest logits of each row."""
     searched = min(CANDIDATES, padded_width(vocab_size) // BLOCK)
     count = min(CANDIDATES, vocab_size, top_m)
     flat = op.Reshape(blocks.logits, op.constant([-1, searched * BLOCK], np.int64))
-    values, place = op.TopK(flat, op.constant([-(-count // _LANES) * _LANES], np.int64), axis=1)
+    values, place = op.TopK(flat, op.constant([-(-count // _VECTOR) * _VECTOR], np.int64), axis=1)
     size = op.constant(BLOCK, np.int64)
     offset = op.Mul(op.Sub(blocks.index, op.constant(np.arange(searched), np.int64)), size)
     ids = op.Add(place, op.GatherElements(offset, op.Div(place, size), axis=1))
     found = Candidates(values, ids, count)
     if count == vocab_size or count == found.width:
-        return found  # what fills the row up, if anything, is padding
+        return found  # the other columns, if any, are the logits' own padding
     inside = op.constant(np.arange(found.width) < count, np.bool_)
     return Candidates(op.Where(inside, values, op.constant(-np.inf)), ids, count)
 
 
-@step
+@scope
 def first_position(op: Ops, flags: Tensor, positions: Tensor, otherwise: Tensor) -> Tensor:
-    """int64 [batch, 1]: the first true position of `flags` [batch, n], at most `otherwise`; `positions` is 0..n-1.
+    """The first true position of `flags` [batch, n], at most `otherwise`: int64 [batch, 1].
 
-    By a minimum of positions: ArgMax's choice among equals is not the same everywhere.
+    A minimum of `positions`, because runtimes differ in ArgMax's choice among equals.
     """
     return op.ReduceMin(op.Where(flags, positions, otherwise), op.constant([1], np.int64), keepdims=1)
 
 
-@step
+@scope
 def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
-    """J over the prefixes of the candidates (docs/contract/graph.md, section 3, step 4 with f = 0).
+    """J over the candidates' prefixes (docs/contract/graph.md, section 3, step 4 with f = 0).
 
-    drop: logits minus the largest, float32 [batch, width]. Logs come from logits, never from probabilities; -inf
-    becomes a finite score with weight 0.
+    drop: logits minus the largest; -inf gets weight 0.
     """
     axis = op.constant(1, np.int64)
     a = op.Max(op.Div(drop, rows.selection), op.constant(-1e4))
@@ -134,19 +154,18 @@ def short_scan(op: Ops, drop: Tensor, width: int, rows: Rows) -> ShortScan:
     return ShortScan(weight, score, mass, gain, objective, best, last)
 
 
-@step
+@scope
 def certificate(
     op: Ops, candidates: Candidates, drop: Tensor, scan: ShortScan, rows: Rows, spec: TailSpec
 ) -> list[Bounded]:
-    """What must hold for the top K tokens to be the crop: (column [batch, 1], lowest, highest) each.
+    """Conditions under which the top K tokens are the crop: (column [batch, 1], lowest, highest).
 
-    - Warm start: the mass before token K is below init_top_p times the candidates' mass, hence below that share of
-      the pool's, hence K <= k0. It implies init_top_p > 0.
-    - Block stop: as if each of the pool's other tokens had the last candidate's score, which is the most they can
-      weigh; if that lowers J, no longer prefix is the first maximiser, and token K does not tie with one outside
-      (a run of equal scores has its best J at an end). For reward <= 0 the first prefix is the best by itself.
-    - The largest logit is above the last candidate's: a single kept token does not tie with one outside either.
-    - geom_scale >= 0 (0 stands there for greedy rows).
+    - Warm start: the mass before token K is below init_top_p times the candidates' mass, so K <= k0 in the pool too.
+    - Block stop: J falls if all other pool tokens get the last candidate's score, their upper bound. Then no longer
+      prefix is the first maximum, and token K does not tie with an outsider (a run of equal scores has its best J at an
+      end).
+    - The largest logit exceeds the last candidate's, so a single kept token does not tie with an outsider.
+    - geom_scale >= 0.
     """
     final = op.constant([candidates.count - 1], np.int64)
     outside = spec.pool_size - candidates.count
@@ -154,7 +173,7 @@ def certificate(
     target = op.Mul(op.Gather(scan.mass, final, axis=1), op.Mul(rows.warm_mass, op.constant(1 - _WARM_SLACK)))
     room = op.Sub(target, op.Sub(scan.mass, scan.weight))
     if outside == 0 and candidates.count < spec.vocab_size:
-        # The candidates are the whole pool: a tie across its cut is left to the literal path.
+        # The candidates are the whole pool: leave a tie across its cut to the literal path.
         room = op.Min(room, op.Sub(candidates.logits, op.Gather(candidates.logits, final, axis=1)))
     bounds = [(op.GatherElements(room, scan.last, axis=1), SMALLEST, np.inf), (rows.scale, 0.0, LARGEST)]
     if outside == 0:
@@ -167,3 +186,61 @@ def certificate(
     slack = op.Min(op.Mul(rows.beta, op.constant(_SLACK)), rows.reward)
     margin = op.Sub(op.Sub(scan.best, op.Gather(longest, final, axis=1)), slack)
     return [*bounds, (margin, 0.0, np.inf), (op.Gather(drop, final, axis=1), -np.inf, -SMALLEST)]
+
+
+@scope
+def short_path(op: Ops, spec: TailSpec, blocks: Blocks, rows: Rows) -> ShortPath:
+    candidates = block_candidates(op, blocks, spec.vocab_size, spec.pool_size)
+    largest = op.Gather(candidates.logits, op.constant([0], np.int64), axis=1)
+    drop = op.Sub(candidates.logits, largest)
+    scan = short_scan(op, drop, candidates.width, rows)
+    proof = certificate(op, candidates, drop, scan, rows, spec)
+    settled = settled_flags(op, blocks, largest, proof, rows)
+    return ShortPath(candidates, scan, draw_candidate(op, candidates, drop, scan.last, rows), settled)
+
+
+@scope
+def settled_flags(op: Ops, blocks: Blocks, largest: Tensor, proof: Sequence[Bounded], rows: Rows) -> Tensor:
+    """Conditions bool [batch, n] under which a row is valid and, by `proof`, certified.
+
+    A row's sum reveals NaN or +inf, but also overflows for absurdly large logits: `valid_rows` decides.
+    """
+    finite = [(largest, -LARGEST, LARGEST), (blocks.total, -np.inf, LARGEST)]
+    return within(op, rows, [*finite, *proof])
+
+
+@scope
+def draw_candidate(op: Ops, candidates: Candidates, drop: Tensor, last: Tensor, rows: Rows) -> Drawn:
+    """Draw up to position `last` [batch, 1]."""
+    log_weight = op.Div(drop, rows.temperature)
+    mass = op.CumSum(op.Exp(log_weight), op.constant(1, np.int64))
+    total = op.GatherElements(mass, last, axis=1)
+    reached = op.Greater(mass, op.Mul(rows.uniform, total))
+    position = first_position(op, reached, op.constant(np.arange(candidates.width), np.int64), last)
+    token = token_at(op, candidates, position)
+    # The logarithm of all sums, then one of them: see _VECTOR.
+    logprob = op.Sub(op.GatherElements(log_weight, position, axis=1), op.GatherElements(op.Log(mass), last, axis=1))
+    return Drawn(token, logprob, op.Add(last, op.constant(1, np.int64)))
+
+
+@scope
+def token_at(op: Ops, candidates: Candidates, position: Tensor) -> Tensor:
+    """The token at `position` by (logit descending, token id ascending).
+
+    Runtimes differ in TopK's order of equal logits, so the r-th of equals is taken from their sorted ids.
+    """
+    logit = op.GatherElements(candidates.logits, position, axis=1)
+    equal = op.Equal(candidates.logits, logit)
+    largest = op.constant(np.iinfo(np.int64).max // 2, np.int64)
+    count = op.constant([candidates.width], np.int64)
+    ids, _ = op.TopK(op.Where(equal, candidates.ids, largest), count, axis=1, largest=0)
+    start = first_position(op, equal, op.constant(np.arange(candidates.width), np.int64), position)
+    return op.GatherElements(ids, op.Sub(position, start), axis=1)
+
+
+@scope
+def kept_candidates(op: Ops, candidates: Candidates, last: Tensor) -> Tensor:
+    """The candidates up to position `last`: bool [batch, n]."""
+    logit = op.GatherElements(candidates.logits, last, axis=1)
+    tied = op.And(op.Equal(candidates.logits, logit), op.LessOrEqual(candidates.ids, token_at(op, candidates, last)))
+    return op.Or(op.Greater(candidates.logits, logit), tied)

@@ -1,8 +1,9 @@
-"""The literal path with dynamic shapes, for onnxruntime: only the rows, tokens and distances that can matter.
+"""The literal path with dynamic shapes, for onnxruntime.
 
-Three reductions, none of which can change an answer (docs/contract/graph.md, section 4): rows that are settled or
-certified leave before the next stage; the row test cuts the pool's tail off; distances of outsiders to the warm start
-come first, and all others only if the set did not shrink.
+Three reductions, none of which can change an answer (docs/contract/graph.md, section 4):
+- it processes only the rows that are neither settled nor certified;
+- the row test cuts off the pool's tail;
+- the first iteration computes only the distances of outsiders to the warm start.
 """
 
 from __future__ import annotations
@@ -12,59 +13,56 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from topw_deploy.export.tail.alternate import best_prefix, potential
-from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, embedding_rows, features
-from topw_deploy.export.tail.ops import Ops, Tensor, step
-from topw_deploy.export.tail.pool import Pool, Start, prefix_objective, up_to
-from topw_deploy.export.tail.rows import Rows, all_true
-from topw_deploy.export.tail.spec import TailSpec, tail_inputs
+from topw_deploy.export.tail.geometry import Metric, closeness, distance_to_set, token_features
+from topw_deploy.export.tail.inputs import Rows, all_true
+from topw_deploy.export.tail.ops import Ops, Tensor, scope
+from topw_deploy.export.tail.pool import Pool, Start, best_prefix, potential, prefix_objective, up_to
+from topw_deploy.export.tail.spec import EmbeddingForm, TailSpec
 
 _ROW_SLACK = 1e-6  # of J in double: far above its rounding, and costs a token or two
-_BY_ROW = ("ids", "finite", "drop", "weight", "score")  # the pool's tensors with one row per row of the batch
-_TIGHTENINGS = 3  # of the row test; each shrinks the mass that the next one assumes
+_BY_ROW = ("ids", "finite", "drop", "weight", "score")  # the pool's [batch, size] tensors
+_TIGHTENINGS = 3  # of the row test; each lowers the mass that the next one assumes
 
 
-@step
+@scope
 def places_of(op: Ops, flags: Tensor) -> Tensor:
-    """int64 [n]: indices of the true rows of `flags` bool [batch, 1]."""
+    """Indices of the true rows of `flags` bool [batch, 1]: int64 [n]."""
     return op.Gather(op.Transpose(op.NonZero(flags)), op.constant(0, np.int64), axis=1)
 
 
-@step
+@scope
 def take_rows(op: Ops, rows: Rows, index: Tensor) -> Rows:
-    """The parameters of the rows `index` int64 [n]."""
     taken = {f.name: op.Gather(getattr(rows, f.name), index, axis=0) for f in fields(rows) if f.name != "given"}
     return Rows(given=tuple(op.Gather(column, index, axis=0) for column in rows.given), **taken)
 
 
-@step
+@scope
 def take_pool(op: Ops, pool: Pool, index: Tensor) -> Pool:
-    """The pools of the rows `index` int64 [n]."""
     return replace(pool, **{name: op.Gather(getattr(pool, name), index, axis=0) for name in _BY_ROW})
 
 
-@step
+@scope
 def cut_pool(op: Ops, pool: Pool, width: Tensor) -> Pool:
-    """The first `width` int64 [1] tokens of each pool."""
+    """The first `width` tokens of each pool."""
     start, axis = op.constant([0], np.int64), op.constant([1], np.int64)
     cut = {name: op.Slice(getattr(pool, name), start, width, axis) for name in _BY_ROW}
     positions = op.Range(op.constant(0, np.int64), op.Squeeze(width), op.constant(1, np.int64))
     return Pool(**cut, positions=positions, width=width, final=op.Sub(width, axis))
 
 
-@step
+@scope
 def put_rows(op: Ops, whole: Tensor, index: Tensor, part: Tensor) -> Tensor:
-    """`whole` [batch, ...] with its rows `index` int64 [n] replaced by `part` [n, ...]."""
+    """Replace the rows `index` int64 [n] of `whole` [batch, ...] by `part` [n, ...]."""
     return op.ScatterND(whole, op.Unsqueeze(index, op.constant([1], np.int64)), part)
 
 
-@step
+@scope
 def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
-    """int64 [batch, 1]: no token after this position can be kept, at any step (row test).
+    """The last position that can be kept in any iteration (row test): int64 [batch, 1].
 
-    With h bounded by 1 and distances by 0 from below, a kept token has lam log p >= LB - c log Gmax - c. LB, the best
-    base J within the warm start, bounds every later J from below (T3); Gmax, the mass up to the position found last,
-    bounds the kept mass. Needs geom_scale >= 0 and c > 0; other rows keep the whole pool.
+    As h <= 1 and distances are >= 0, a kept token has lam log p >= LB - c log Gmax - c. LB, the best base J within the
+    warm start, bounds later J from below (T3); Gmax, the mass up to the position found last, bounds the kept mass.
+    Needs geom_scale >= 0 and c > 0; other rows keep the whole pool.
     """
     axis = op.constant([1], np.int64)
     zero, one = op.constant(0.0, np.float64), op.constant(1, np.int64)
@@ -84,12 +82,11 @@ def last_useful(op: Ops, pool: Pool, start: Start, rows: Rows) -> Tensor:
     return op.Where(proven, last, pool.final)
 
 
-@step
+@scope
 def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: int) -> Tensor:
-    """bool scalar: may another step change the set of any row?
+    """Whether another iteration may change the set of any row: bool scalar.
 
-    Not where the set shrank or stayed (T1, nested is final), unless geom_scale < 0, or a k-NN set became smaller than
-    its neighbours; not where it stayed in any case.
+    Not a set that stayed, or that shrank (T1), unless geom_scale < 0 or it has fewer members than neighbours.
     """
     axis = op.constant([1], np.int64)
     grew = op.ReduceMax(op.Cast(op.And(after, op.Not(before)), to=1), axis, keepdims=1)
@@ -101,21 +98,20 @@ def must_go_on(op: Ops, before: Tensor, after: Tensor, rows: Rows, neighbours: i
     return op.Greater(op.ReduceMax(op.Max(grew, op.Mul(shrank, unproven)), keepdims=0), op.constant(0.5))
 
 
-@step
+@scope
 def alternate_pruned(
     op: Ops, spec: TailSpec, pool: Pool, start: Start, rows: Rows, inputs: Mapping[str, Tensor], index: Tensor
 ) -> Tensor:
-    """The final sets of the rows `index` int64 [n] over the whole pool, bool [n, top_m]."""
-    metric = Metric(spec.options.metric, spec.options.neighbours, spec.pool_size)
+    """The final sets of the rows `index`: bool [n, top_m]."""
     rows = take_rows(op, rows, index)
     start = replace(start, warm=op.Gather(start.warm, index, axis=0))
     pool = take_pool(op, pool, index)
     one = op.constant([1], np.int64)
     useful = op.Add(op.Reshape(op.ReduceMax(last_useful(op, pool, start, rows), keepdims=0), one), one)
-    width = op.Max(useful, op.constant([metric.averaged], np.int64))
+    width = op.Max(useful, op.constant([Metric.of(spec).averaged], np.int64))
     small = cut_pool(op, pool, width)
-    if spec.has_geometry:
-        members = _with_geometry(op, spec, metric, small, start, rows, inputs)
+    if spec.lookup is not None:
+        members = _with_geometry(op, spec, spec.lookup, small, start, rows, inputs)
     else:
         members = _with_equal_distances(op, spec, small, start, rows)
     missing = op.Concat(*[op.constant([0], np.int64)] * 3, op.Sub(pool.width, width), axis=0)
@@ -134,17 +130,20 @@ def _with_equal_distances(op: Ops, spec: TailSpec, pool: Pool, start: Start, row
 
 
 def _with_geometry(
-    op: Ops, spec: TailSpec, metric: Metric, pool: Pool, start: Start, rows: Rows, inputs: Mapping[str, Tensor]
+    op: Ops,
+    spec: TailSpec,
+    lookup: EmbeddingForm,
+    pool: Pool,
+    start: Start,
+    rows: Rows,
+    inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """First step over the outsiders of the warm starts alone; the others, where needed, over all pairs."""
-    reward = op.Cast(rows.reward, to=11)
-    tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
-    assert spec.embedding is not None
-    tokens = embedding_rows(op, spec.embedding, tables, pool.ids)
-    whitened = features(op, tokens, inputs["mean"], inputs["inverse_std"], metric)
+    """Outsiders' distances to the warm start first, then all pairs if needed."""
+    metric, reward = Metric.of(spec), op.Cast(rows.reward, to=11)
+    whitened = token_features(op, spec, lookup, pool.ids, inputs)
     double = metric.name != "cosine"
     if double:
-        whitened = op.Cast(whitened, to=11)  # then products of near-duplicates need no second look
+        whitened = op.Cast(whitened, to=11)  # products of near-duplicates are then exact enough
     warm = up_to(op, start.warm, pool.positions)
     distances = _distances_from_outside(op, metric, pool, start, warm, whitened)
     first = best_prefix(op, pool, potential(op, warm, distances, rows.scale), reward)
@@ -165,15 +164,15 @@ def _with_geometry(
     return op.branch(going, rest, lambda: [first])[0]
 
 
-@step
+@scope
 def _distances_from_outside(
     op: Ops, metric: Metric, pool: Pool, start: Start, warm: Tensor, whitened: Tensor
 ) -> Tensor:
-    """Distances to the warm starts, double [batch, size]; 0 for tokens that all of them hold."""
+    """Distances to the warm starts, double [batch, size]; 0 for tokens inside all of them."""
     zero, one = op.constant([0], np.int64), op.constant([1], np.int64)
     shortest = op.Add(op.Reshape(op.ReduceMin(start.warm, keepdims=0), one), one)
     longest = op.Add(op.Reshape(op.ReduceMax(start.warm, keepdims=0), one), one)
-    begin = op.Min(shortest, pool.final)  # at least one row: empty products are not the same everywhere
+    begin = op.Min(shortest, pool.final)  # at least one row: runtimes differ in empty products
     columns = op.Max(longest, op.constant([metric.averaged], np.int64))
     outside = op.Slice(whitened, begin, pool.width, one)
     members = op.Slice(whitened, zero, columns, one)
@@ -182,7 +181,7 @@ def _distances_from_outside(
     return op.Pad(distances, op.Concat(zero, begin, zero, zero, axis=0), op.constant(0.0, np.float64))
 
 
-@step
+@scope
 def settled_or_moved(
     op: Ops,
     spec: TailSpec,
@@ -193,7 +192,7 @@ def settled_or_moved(
     rows: Rows,
     inputs: Mapping[str, Tensor],
 ) -> Tensor:
-    """The final sets, bool [batch, top_m]: the base scan's for rows that are `sure` or not valid, else alternated."""
+    """The final sets, bool [batch, top_m]: the base scan's where `sure` or invalid, else alternated."""
     settled = up_to(op, start.base, pool.positions)
     done = op.Or(sure, op.Not(valid))
 

@@ -1,29 +1,29 @@
-"""Token geometry in the graph (docs/contract/graph.md, section 2): features of tokens, and their distances to a set."""
+"""Token geometry in the graph (docs/contract/graph.md, section 2)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.export.tail.embedding import EmbeddingForm
-from topw_deploy.export.tail.ops import Ops, Tensor, step
+from topw_deploy.export.tail.ops import Ops, Tensor, scope
+from topw_deploy.export.tail.spec import EmbeddingForm, TailSpec, tail_inputs
 
 FARTHER = 3e38
-"""Squared distance that stands for "not a member": larger than any real one, finite in float32."""
+"""Squared distance of a non-member: larger than any real one, finite in float32."""
 
 _RECOMPUTED = 4
-"""Nearest other tokens of each token whose distance `recompute_nearest` takes again."""
+"""Number of nearest other tokens whose distance `recompute_nearest` computes again."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Which distance is meant.
+    """A distance to a set.
 
     name: `mahalanobis`, `unit` or `cosine`.
-    neighbours: 0 for the distance to the nearest member, else how many smallest distances are averaged.
-    size: the pool's size; a set never has more members.
+    neighbours: number of smallest distances to average; 0 for the nearest.
+    size: the pool's size.
     """
 
     name: str
@@ -32,20 +32,30 @@ class Metric:
 
     @property
     def averaged(self) -> int:
-        """How many members a distance needs; at least so many columns must be given, members or not."""
         return min(max(self.neighbours, 1), self.size)
 
+    @classmethod
+    def of(cls, spec: TailSpec) -> Metric:
+        return cls(spec.options.metric, spec.options.neighbours, spec.pool_size)
 
-@step
+
+def token_features(op: Ops, spec: TailSpec, lookup: EmbeddingForm, ids: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Features of the tokens `ids` int64 [batch, n]: float32 [batch, n, hidden]."""
+    tables = [inputs[name] for name in tail_inputs(spec) if name.startswith("embedding_")]
+    rows = embedding_rows(op, lookup, tables, ids)
+    return features(op, rows, inputs["mean"], inputs["inverse_std"], Metric.of(spec))
+
+
+@scope
 def embedding_rows(op: Ops, form: EmbeddingForm, tables: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """Rows of the decoder's own table for ids [..., n], float32 [..., n, hidden]: its embedding node once more."""
+    """Look up ids [..., n] as the decoder does: float32 [..., n, hidden]."""
     inputs = [*tables[: form.indices_position], ids, *tables[form.indices_position :]]
     return op.Cast(op.custom(form.domain, form.op_type, inputs, dict(form.attributes)), to=1)
 
 
-@step
+@scope
 def features(op: Ops, rows: Tensor, mean: Tensor, inverse_std: Tensor, metric: Metric) -> Tensor:
-    """Whitened rows [batch, n, hidden]; `mahalanobis` normalises before whitening, the others after."""
+    """Whiten rows; `mahalanobis` normalises them before, the others after."""
     if metric.name == "mahalanobis":
         return op.Mul(op.Sub(_normalised(op, rows), mean), inverse_std)
     return _normalised(op, op.Mul(op.Sub(rows, mean), inverse_std))
@@ -56,18 +66,18 @@ def _normalised(op: Ops, rows: Tensor) -> Tensor:
     return op.Div(rows, op.Max(norm, op.constant(1e-12)))
 
 
-@step
+@scope
 def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bool = False) -> Tensor:
-    """What grows with the distance between features: [batch, rows, columns], of the features' type.
+    """A monotone function of the features' distances: [batch, rows, columns], of their type.
 
-    `cosine`: minus the cosine. Else the squared distance |x|^2 + |y|^2 - 2 x.y. That cancels for near-duplicates: at
-    2,048 float32 coordinates its root is wrong by up to 0.03, so give doubles or use `recompute_nearest`.
+    `cosine`: minus the cosine. Others: |x|^2 + |y|^2 - 2 x.y, which cancels for near-duplicates: with 2,048 float32
+    coordinates its root is off by up to 0.03, so pass doubles or use `recompute_nearest`.
 
-    double: whether the features are doubles. onnxruntime up to 1.24 fuses a bare transposition into their product, and
-    then has no kernel for it; a Reshape to the same shape, which costs nothing, keeps the two apart.
+    double: whether the features are doubles. onnxruntime up to 1.24 has no kernel for their product with a fused
+        Transpose; a Reshape to the same shape prevents the fusion.
     """
-    turned = op.Transpose(columns, perm=[0, 2, 1])
-    products = op.MatMul(rows, op.Reshape(turned, op.Shape(turned)) if double else turned)
+    transposed = op.Transpose(columns, perm=[0, 2, 1])
+    products = op.MatMul(rows, op.Reshape(transposed, op.Shape(transposed)) if double else transposed)
     if metric.name == "cosine":
         return op.Neg(products)
     axis = op.constant([2], np.int64)
@@ -76,12 +86,11 @@ def closeness(op: Ops, rows: Tensor, columns: Tensor, metric: Metric, double: bo
     return op.Sub(op.Add(of_rows, of_columns), op.Add(products, products))
 
 
-@step
+@scope
 def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -> Tensor:
-    """`closeness` of all pairs, float32 [batch, n, n], with each token's nearest few taken again from differences.
+    """`closeness` of all pairs, float32 [batch, n, n], each token's nearest few recomputed from differences.
 
-    The product is good enough to tell which tokens are near; x - y then gives how near, without cancellation. One
-    neighbour after the other, to bound the memory. Cosines lose no digits and stay.
+    x - y does not cancel. One neighbour at a time bounds the memory. Cosines lose no digits.
     """
     if metric.name == "cosine":
         return near
@@ -95,12 +104,12 @@ def recompute_nearest(op: Ops, near: Tensor, whitened: Tensor, metric: Metric) -
     return op.ScatterElements(near, chosen, op.Concat(*squares, axis=2), axis=2)
 
 
-@step
+@scope
 def distance_to_set(op: Ops, near: Tensor, members: Tensor, metric: Metric) -> Tensor:
-    """Distance of each row's token to the set, double [batch, rows].
+    """Distance of each row's token to the set: double [batch, rows].
 
-    near: `closeness` as double or float32 [batch, rows, columns]; members: bool [batch, columns], which of the columns
-    are in the set: at least one. For k-NN, columns at least `metric.averaged`.
+    near: `closeness`, at least `metric.averaged` columns.
+    members: bool [batch, columns], at least one true.
     """
     last = op.constant([2], np.int64)
     farther = op.CastLike(op.constant(FARTHER), near)

@@ -1,12 +1,8 @@
-"""The operators that the tail is written in: one text, recorded into an ONNX graph or evaluated at once.
+"""Operator sets: `Recorder` turns the tail's calls into nodes of an ONNX function; `Eager` evaluates them for unit
+tests.
 
-Every step of the tail is a plain function `step(op, ...)` over tensors. Given `Recorder`, it leaves nodes in a
-graph; given `Eager`, onnxscript evaluates each operator on the spot, so a unit test can look at any intermediate.
-
-Why not onnxscript's `@script`: it translates the text of one function, in which an `if` is always an ONNX `If`, a
-`for` always a `Loop`, and only single tensors are passed. The tail chooses metric, potential and form while it is
-being written, unrolls its alternations, and hands bundles of tensors (a pool, a scan) from step to step. Running
-ordinary Python against a recording operator set expresses all three.
+onnxscript's `@script` does not fit: every `if` becomes an ONNX `If`, every `for` a `Loop`, and only single tensors are
+passed. The tail chooses metric and form while it is recorded, unrolls loops, and passes bundles of tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ Tensor = Any
 """An `onnx_ir.Value` while recording, an array-like while evaluating."""
 
 Side = Callable[[], Sequence[Tensor]]
-"""One side of a branch: records or evaluates it and returns its tensors."""
+"""One side of a branch: called to record or evaluate it; returns its tensors."""
 
 _OUTPUTS = {"TopK": 2}  # operators with more than one output
 P = ParamSpec("P")
@@ -31,28 +27,28 @@ R = TypeVar("R")
 
 
 class Ops(Protocol):
-    """An operator set: `op.Add(a, b)`, `op.TopK(x, k, axis=1)`, attributes as keywords."""
+    """An operator set: `op.TopK(x, k, axis=1)`, attributes as keywords."""
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]: ...
 
     def constant(self, value: Any, dtype: type = np.float32) -> Tensor:
-        """A tensor with fixed content; recorded once however often it is asked for."""
+        """Equal constants are recorded once."""
 
     def branch(self, condition: Tensor, then: Side, otherwise: Side) -> list[Tensor]:
-        """`If`: evaluates exactly one side, whose tensors it returns. `condition` is a bool scalar."""
+        """`If` over a bool scalar."""
 
     def loop(self, trips: int, state: Tensor, body: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """`Loop`: the state after at most `trips` >= 1 passes; `body` returns (go on?, next state)."""
+        """`Loop`: the state after at most `trips` >= 1 iterations; `body` returns (continue, next state)."""
 
     def custom(self, domain: str, op_type: str, inputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> Tensor:
-        """An operator of any domain with one output."""
+        """An operator of any domain, with one output."""
 
     def named(self, name: str) -> Any:
-        """Context in which nodes carry `name` in theirs."""
+        """Context that prefixes node names."""
 
 
-def step(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
-    """Marks one step of the tail: the nodes it records are named after it."""
+def scope(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops, P], R]:
+    """Prefix the names of the nodes that `function` records with its name. Exported files contain these names."""
 
     @functools.wraps(function)
     def recorded(op: Ops, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,8 +59,6 @@ def step(function: Callable[Concatenate[Ops, P], R]) -> Callable[Concatenate[Ops
 
 
 class Recorder:
-    """Records operators as nodes of one ONNX function with unique names, constants in its body."""
-
     def __init__(self) -> None:
         self._scopes: list[tuple[list[ir.Node], dict[bytes, ir.Value]]] = [([], {})]
         self._path: list[str] = []
@@ -88,7 +82,7 @@ class Recorder:
     def constant(self, value: Any, dtype: type = np.float32) -> ir.Value:
         array: np.ndarray = np.asarray(value, dtype=dtype)
         key = repr((array.dtype, array.shape)).encode() + array.tobytes()
-        for _, constants in self._scopes:  # an enclosing graph's constants can be seen from inside a branch
+        for _, constants in self._scopes:  # a branch sees the constants of enclosing graphs
             if key in constants:
                 return constants[key]
         tensor = self._add("", "Constant", (), {"value": ir.tensor(array)}, 1).outputs[0]
@@ -122,7 +116,7 @@ class Recorder:
         nodes: list[ir.Node] = []
         self._scopes.append((nodes, {}))
         with self.named(name):
-            # A branch must own what it returns, so a tensor from outside passes through Identity.
+            # A branch must produce what it returns: Identity for a tensor from outside.
             outputs = [value if value.producer() in nodes else self.Identity(value) for value in body()]
         self._scopes.pop()
         self._counter += 1
@@ -143,8 +137,6 @@ class Recorder:
 
 
 class Eager:
-    """Evaluates each operator at once through onnxscript, for unit tests of single steps."""
-
     def __init__(self, opset: int) -> None:
         import onnxscript
 

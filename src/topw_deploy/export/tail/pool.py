@@ -1,27 +1,37 @@
-"""The candidate pool: the `top_m` largest logits in double precision, its warm start and base scan."""
+"""The candidate pool in double precision: the `top_m` largest logits, warm start, base scan and alternation.
+
+Shapes are fixed; dynamic.py has the alternation with dynamic shapes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from topw_deploy.export.tail.candidates import first_position
-from topw_deploy.export.tail.ops import Ops, Tensor, step
-from topw_deploy.export.tail.rows import Rows
+from topw_deploy.export.tail.inputs import Rows
+from topw_deploy.export.tail.ops import Ops, Tensor, scope
 from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT
 
 LOWEST = -1e30
-"""Stands for the score of a token with logit -inf: below every other one, yet finite in float32."""
+"""Score of a token with logit -inf: below every other, yet finite in float32."""
+
+Distances = Callable[[Ops, Tensor], Tensor]
+"""Called with `members` bool [batch, size]; the distance of each pool token to them, double [batch, size]."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The pool of each row, [batch, size], by (logit descending, token id ascending).
+    """The pool by (logit descending, token id ascending), [batch, size].
 
-    ids int64; finite bool, false where the logit is -inf: not a member of the pool; drop double, logits minus the
-    largest; weight w = exp(drop / Ts) and score lam * drop / Ts, double.
-    positions int64 [size] = 0..size-1; width and final int64 [1], size and size - 1.
+    ids: int64.
+    finite: bool, false for a logit of -inf, which is not in the pool.
+    drop: double, logits minus the largest.
+    weight, score: double, w = exp(drop / Ts) and lam * drop / Ts.
+    positions: int64 [size], 0..size-1.
+    width, final: int64 [1], size and size - 1.
     """
 
     ids: Tensor
@@ -36,18 +46,15 @@ class Pool:
 
 @dataclass(frozen=True)
 class Start:
-    """Warm start and base scan: int64 [batch, 1] positions of their last tokens, `warm` = k0 - 1, `base` = K - 1."""
+    """Last positions int64 [batch, 1] of the warm start (k0 - 1) and of the base scan (K - 1)."""
 
     warm: Tensor
     base: Tensor
 
 
-@step
+@scope
 def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
-    """Top `size` of the logits [batch, width].
-
-    TopK orders equal logits by index (the standard's rule), so pool position is (logit descending, id ascending).
-    """
+    """ONNX's TopK orders equal logits by index."""
     values, ids = op.TopK(logits, op.constant([size], np.int64), axis=1)
     finite = op.Greater(values, op.constant(-np.inf))
     exact = op.Cast(op.Max(values, op.constant(LOWEST)), to=11)
@@ -60,22 +67,21 @@ def candidate_pool(op: Ops, logits: Tensor, rows: Rows, size: int) -> Pool:
     return Pool(ids, finite, drop, weight, score, *counts)
 
 
-@step
+@scope
 def prefix_objective(op: Ops, weight: Tensor, score: Tensor, reward: Tensor) -> Tensor:
-    """J of every prefix: Phi_k / Gamma_k + (beta - lam) log Gamma_k, double, all [batch, n] but reward [batch, 1]."""
+    """J of every prefix, Phi_k / Gamma_k + (beta - lam) log Gamma_k: double [batch, n]."""
     axis = op.constant(1, np.int64)
     mass = op.CumSum(weight, axis)
     gain = op.CumSum(op.Mul(weight, score), axis)
     return op.Add(op.Div(gain, mass), op.Mul(op.Log(mass), reward))
 
 
-@step
+@scope
 def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Tensor:
-    """int64 [batch, 1]: position of the first maximum of J [batch, size].
+    """Position of the first maximum of J [batch, size]: int64 [batch, 1].
 
-    For reward <= 0, J never rises (singleton collapse): position 0, whatever rounding says. Prefixes that reach into
-    the tokens of logit -inf, last in every order, add no weight: their J is the same but for the last bit, in which
-    onnxruntime's Log depends on how threads share a batch out. They are not considered.
+    For reward <= 0 J never rises (singleton collapse): 0, despite rounding. Prefixes with tokens of logit -inf are
+    ignored: they add no weight, but onnxruntime's Log may change J's last bit with its threads.
     """
     objective = op.Where(pool.finite, objective, op.constant(-np.inf, np.float64))
     best = op.ReduceMax(objective, op.constant([1], np.int64), keepdims=1)
@@ -84,9 +90,9 @@ def first_maximum(op: Ops, objective: Tensor, reward: Tensor, pool: Pool) -> Ten
     return first_position(op, reached, pool.positions, pool.final)
 
 
-@step
+@scope
 def warm_end(op: Ops, pool: Pool, rows: Rows) -> Tensor:
-    """int64 [batch, 1]: last of the shortest prefix with `init_top_p` of the pool's mass; of the whole pool for 1."""
+    """The last position of the shortest prefix with `init_top_p` of the pool's mass."""
     one_axis = op.constant([1], np.int64)
     mass = op.CumSum(pool.weight, op.constant(1, np.int64))
     share = op.Cast(rows.warm_mass, to=11)
@@ -96,21 +102,56 @@ def warm_end(op: Ops, pool: Pool, rows: Rows) -> Tensor:
     return op.Where(op.Less(share, op.constant(1.0, np.float64)), nucleus, final)
 
 
-@step
+@scope
 def warm_start(op: Ops, pool: Pool, rows: Rows) -> Start:
-    """Where the warm start ends, and the best prefix of the base scan."""
     reward = op.Cast(rows.reward, to=11)
     objective = prefix_objective(op, pool.weight, pool.score, reward)
     return Start(warm_end(op, pool, rows), first_maximum(op, objective, reward, pool))
 
 
-@step
+@scope
 def certified(op: Ops, start: Start, rows: Rows) -> Tensor:
-    """bool [batch, 1]: greedy, or geom_scale >= 0 and K <= k0 (greedy rows have K = 1 and stand at scale 0)."""
+    """geom_scale >= 0 and K <= k0: bool [batch, 1]. True for greedy rows."""
     return op.And(op.GreaterOrEqual(rows.scale, op.constant(0.0)), op.LessOrEqual(start.base, start.warm))
 
 
-@step
+@scope
 def up_to(op: Ops, last: Tensor, positions: Tensor) -> Tensor:
-    """bool [batch, n]: which of `positions` int64 [n] are at most `last` int64 [batch, 1]."""
+    """`positions` int64 [n] <= `last` int64 [batch, 1]."""
     return op.LessOrEqual(positions, last)
+
+
+@scope
+def potential(op: Ops, members: Tensor, distances: Tensor, scale: Tensor) -> Tensor:
+    """f = -geom_scale * distance, 0 for members; double [batch, size]."""
+    zero = op.constant(0.0, np.float64)
+    return op.Where(members, zero, op.Neg(op.Mul(op.Cast(scale, to=11), distances)))
+
+
+@scope
+def best_prefix(op: Ops, pool: Pool, f: Tensor, reward: Tensor) -> Tensor:
+    """The next set, the best prefix by phi = f + score: bool [batch, size].
+
+    Of tokens with the last member's phi, it contains those up to its pool position.
+    """
+    phi = op.Where(pool.finite, op.Add(f, pool.score), op.constant(2 * LOWEST, np.float64))
+    ordered, place = op.TopK(phi, pool.width, axis=1)
+    weight = op.GatherElements(pool.weight, place, axis=1)
+    last = first_maximum(op, prefix_objective(op, weight, ordered, reward), reward, pool)
+    lowest = op.GatherElements(ordered, last, axis=1)
+    final = op.GatherElements(place, last, axis=1)
+    tied = op.And(op.Equal(phi, lowest), up_to(op, final, pool.positions))
+    return op.Or(op.Greater(phi, lowest), tied)
+
+
+@scope
+def alternate(op: Ops, pool: Pool, warm: Tensor, rows: Rows, distances: Distances, iterations: int) -> Tensor:
+    """Alternate between crop and potential (docs/contract/graph.md, section 3, step 4): bool [batch, size].
+
+    Always runs all `iterations`, since a converged set does not change.
+    """
+    members = up_to(op, warm, pool.positions)
+    reward = op.Cast(rows.reward, to=11)
+    for _ in range(iterations):
+        members = best_prefix(op, pool, potential(op, members, distances(op, members), rows.scale), reward)
+    return members

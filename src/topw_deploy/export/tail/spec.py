@@ -1,15 +1,13 @@
-"""What a tail is made for: the numbers and choices that an export fixes, and the node that they give.
-
-The contract is docs/contract/graph.md, section 8.
-"""
+"""The choices that an export bakes into the sampler node (docs/contract/graph.md, section 8)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
-from topw_deploy.errors import ParameterError
-from topw_deploy.export.tail.embedding import EmbeddingForm
+import onnx_ir as ir
+
+from topw_deploy.errors import ParameterError, UnsupportedModelError
 from topw_deploy.sampling.parameters import TopWOptions
 
 DOMAIN = "topw"
@@ -37,25 +35,77 @@ logits [batch, vocab]; the three edit inputs [batch, edits] with edits >= 0; the
 """
 
 GEOMETRY_INPUTS = ("mean", "inverse_std", "neighbour_bound")
-"""Further inputs where the metric needs embeddings: mean [hidden] and inverse standard deviation [hidden] of the
-table, float32, and float32 [vocab] lower bounds of each token's distance to its nearest neighbour, or [0] for none.
-The embedding node's data inputs follow."""
+"""Inputs added where the metric needs embeddings, all float32; the embedding node's data inputs follow.
+
+mean, inverse_std: [hidden], statistics of the table.
+neighbour_bound: [vocab], a lower bound of each token's distance to its nearest neighbour; [0] for none.
+"""
+
+AttributeValue = int | float | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingForm:
+    """The decoder's embedding node without its tensors. It must map ids [...] to rows [..., hidden].
+
+    domain, op_type: e.g. "" and "Gather", or "com.microsoft" and "GatherBlockQuantized".
+    attributes: (name, value) pairs.
+    inputs: (element type, shape) of the data inputs in order, without the ids.
+    indices_position: input index of the ids.
+
+    Raises UnsupportedModelError for an index out of range and for a Gather over another axis than 0.
+    """
+
+    domain: str
+    op_type: str
+    attributes: tuple[tuple[str, AttributeValue], ...]
+    inputs: tuple[tuple[ir.DataType, tuple[int, ...]], ...]
+    indices_position: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.indices_position <= len(self.inputs):
+            raise UnsupportedModelError(
+                f"the embedding node {self.op_type} has its indices at input {self.indices_position}, "
+                f"but only {len(self.inputs)} data inputs; describe the node again."
+            )
+        if self.op_type == "Gather" and not self.domain and dict(self.attributes).get("axis", 0) != 0:
+            raise UnsupportedModelError(
+                f"the embedding node is a Gather over axis {dict(self.attributes)['axis']}, but token rows need "
+                "axis 0; transpose the table before exporting."
+            )
+
+    @property
+    def form(self) -> str:
+        """Text of the operator, e.g. `Gather(axis=0)`, for the node attribute `table_form`.
+
+        Kernels compare it with the forms they support, so attributes are sorted.
+        """
+        attributes = dict(self.attributes)
+        if self.op_type == "Gather" and not self.domain:
+            attributes.setdefault("axis", 0)
+        name = f"{self.domain}.{self.op_type}" if self.domain else self.op_type
+        return f"{name}({','.join(f'{key}={attributes[key]}' for key in sorted(attributes))})"
+
+
+def plain_gather(rows: int, hidden: int, dtype: ir.DataType = ir.DataType.FLOAT) -> EmbeddingForm:
+    """Gather(axis=0) over one table [rows, hidden]."""
+    return EmbeddingForm("", "Gather", (("axis", 0),), ((dtype, (rows, hidden)),), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TailSpec:
-    """One tail: what is baked into it and which outputs it has.
+    """What is baked into one sampler node.
 
     options: pool size, alternations, metric and potential.
     vocab_size: width V of the logits, >= 1.
-    embedding: how to look embedding rows up; None for the `uniform` metric only.
-    hidden_size: width d of an embedding row; None for the `uniform` metric only.
-    form: `portable` (branches one after the other around static shapes), `onnxruntime` (nested branches, dynamic
-        shapes) or `static` (no control flow).
-    opset: version of the standard operators, that of the model around it, 18 to 24.
+    embedding: how to look up embedding rows; optional for the `uniform` metric.
+    hidden_size: width d of an embedding row; optional for the `uniform` metric.
+    form: `portable` (consecutive branches, static shapes), `onnxruntime` (nested branches, dynamic shapes) or `static`
+        (no control flow).
+    opset: of the surrounding model, 18 to 24.
     with_mass, with_keep_mask: whether to add these outputs.
 
-    Raises ParameterError naming the field, its value and what is allowed.
+    Raises ParameterError for a value out of range.
     """
 
     options: TopWOptions
@@ -85,38 +135,40 @@ class TailSpec:
 
     @property
     def has_geometry(self) -> bool:
-        """Whether distances come from embeddings."""
         return self.options.metric != "uniform"
+
+    @property
+    def lookup(self) -> EmbeddingForm | None:
+        """`embedding` where the metric needs it, else None."""
+        return self.embedding if self.has_geometry else None
 
     @cached_property
     def pool_size(self) -> int:
-        """top_m cut to the vocabulary."""
         return min(self.options.top_m, self.vocab_size)
 
 
 def tail_inputs(spec: TailSpec) -> tuple[str, ...]:
-    """Names of the node's inputs in order, the embedding node's data inputs as `embedding_0`, `embedding_1`, ..."""
-    if not spec.has_geometry or spec.embedding is None:
+    if spec.lookup is None:
         return TAIL_INPUTS
-    return (*TAIL_INPUTS, *GEOMETRY_INPUTS, *(f"embedding_{i}" for i in range(len(spec.embedding.inputs))))
+    return (*TAIL_INPUTS, *GEOMETRY_INPUTS, *(f"embedding_{i}" for i in range(len(spec.lookup.inputs))))
 
 
 def tail_outputs(spec: TailSpec) -> tuple[str, ...]:
-    """Names of the node's outputs in order.
+    """Names of the node's outputs.
 
-    next_token int64 [batch], logprob float32 [batch], kept int32 [batch], certified bool [batch]; on request mass
-    float32 [batch] and keep_mask bool [batch, vocab].
+    next_token int64 [batch], logprob float32 [batch], kept int32 [batch], certified bool [batch];
+    on request mass float32 [batch], keep_mask bool [batch, vocab].
     """
     optional = (("mass", spec.with_mass), ("keep_mask", spec.with_keep_mask))
     return ("next_token", "logprob", "kept", "certified", *(name for name, wanted in optional if wanted))
 
 
 def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
-    """Attributes of the node: what a native kernel must know, the function's body has it built in.
+    """Attributes of the node, for native kernels; the function's body ignores them.
 
-    `plugin_namespace` and `plugin_version` are how TensorRT finds a plugin; `knn_k` is 0 for `nearest`;
-    `table_form` is empty for the `uniform` metric; `with_mass` and `with_keep_mask` (0 or 1) say which outputs there
-    are, since TensorRT asks a plugin for their number and tells it nothing but attributes and inputs.
+    plugin_namespace, plugin_version: how TensorRT finds a plugin.
+    knn_k: 0 for `nearest`.
+    with_mass, with_keep_mask: TensorRT asks a plugin for its number of outputs.
     """
     return {
         "plugin_namespace": DOMAIN,
@@ -125,7 +177,7 @@ def tail_attributes(spec: TailSpec) -> dict[str, str | int]:
         "alt_iters": spec.options.alt_iters,
         "metric": spec.options.metric,
         "knn_k": spec.options.neighbours,
-        "table_form": spec.embedding.form if spec.has_geometry and spec.embedding is not None else "",
+        "table_form": spec.lookup.form if spec.lookup is not None else "",
         "with_mass": int(spec.with_mass),
         "with_keep_mask": int(spec.with_keep_mask),
     }

@@ -1,1 +1,1 @@
-"""From a transformers model to an ONNX graph, without its weights."""
+"""From a transformers model to an ONNX graph."""

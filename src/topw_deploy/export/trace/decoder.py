@@ -1,4 +1,4 @@
-"""A decoder traced from a Hugging Face checkpoint and lowered to standard operators."""
+"""From a Hugging Face checkpoint to a traced and lowered decoder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from topw_deploy.export.request import DEFAULT_OPSET
 from topw_deploy.export.source.checkpoint import context_length, load_unread, overflowing_modules, switching_rope
 from topw_deploy.export.source.packed import packed_format
 from topw_deploy.export.source.unread_tensor import streamed
-from topw_deploy.export.trace.saved import load_trace, save_trace
-from topw_deploy.export.trace.trace import TracedDecoder, has_experts, trace
+from topw_deploy.export.trace.trace import TracedDecoder, load_trace, save_trace, trace
+from topw_deploy.export.trace.workarounds import has_experts
 from topw_deploy.manifest import TARGETS, DecoderInfo
 
-_IR_VERSION = 11  # the first that knows opset 23
+_IR_VERSION = 11  # the first with opset 23
 _ONNX_NAMES = {"float32": "float", "float16": "float16", "bfloat16": "bfloat16"}
 _SAMPLE_TEXT = """The quick brown fox jumps over the lazy dog. In 1815 the treaty was signed; 3.14159 is near pi.
 def add(a, b):
@@ -49,20 +49,20 @@ def traced_decoder(job: Job) -> Decoder:
     notices += _limits_of(model, dtype)
     traced = _traced(model, job)
     context = context_length(model.config)
-    # Codes of a checkpoint stay its own only where a whole product is packed alike, which two joined ones may not be.
-    join_gates = weights.quantisation is not None and packed_format(source.folder) is None
+    # A checkpoint's own codes are kept for products packed alike only, which two fused ones may not be.
+    fuse_gates = weights.quantisation is not None and packed_format(source.folder) is None
     lowered = lower(
         traced,
         kv=wanted.kv,
         target=target,
         context_length=context,
         max_length=wanted.max_length,
-        join_gates=join_gates,
+        fuse_gates=fuse_gates,
     )
     job.progress.say(f"Lowered attention to {lowered.attention}, the cache {lowered.kv_form}")
     if lowered.notice is not None:
         notices.append(lowered.notice)
-    # Traced at 23, where norms and rotary embeddings stay whole operators; 24 takes all of them as they are.
+    # Traced at 23, whose operators are all valid at 24.
     traced.model.opset_imports[""] = max(opset, traced.model.opset_imports[""])
     traced.model.ir_version = max(traced.model.ir_version, _IR_VERSION)
     info = DecoderInfo(
@@ -85,7 +85,7 @@ def traced_decoder(job: Job) -> Decoder:
 
 
 def _limits_of(model: PreTrainedModel, dtype: str) -> list[str]:
-    """What a graph of this model will not do, or not cheaply, in sentences."""
+    """Notices of what the graph cannot do, or only at a cost."""
     found = []
     if dtype == "bfloat16":
         found.append(
@@ -132,7 +132,7 @@ def _overflow_notice(model: PreTrainedModel, job: Job) -> str:
 
 
 def sample_batches(model: PreTrainedModel, folder: Path) -> list[torch.Tensor]:
-    """Token ids [1, n]: the sample text where the tokenizer can be read, and ids spread over the whole vocabulary."""
+    """Token ids [1, n]: ids over the whole vocabulary, and the sample text if it can be tokenized."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     length = min(64, context_length(model.config))
     batches = [torch.linspace(0, vocab - 1, length).long()[None]]

@@ -1,9 +1,10 @@
-"""Comparing an exported folder with what it was made from, in a process of its own.
+"""Comparison of an exported folder with its source, in a process of its own.
 
-A process of its own because onnxruntime keeps memory, because a native crash must not take the export with it, and
-because what is checked is then what a user's fresh process will load.
+The separate process bounds memory (onnxruntime keeps what it allocates), survives a native crash, and loads the folder
+as a user's fresh process will.
 """
 
-from topw_deploy.export.verification.parent import VerifyOutcome, recheck, run_checks, tick_line, verify_in_subprocess
+from topw_deploy.export.verification.in_subprocess import recheck, run_checks, verify_in_subprocess
+from topw_deploy.export.verification.results import Outcome
 
-__all__ = ["VerifyOutcome", "recheck", "run_checks", "tick_line", "verify_in_subprocess"]
+__all__ = ["Outcome", "recheck", "run_checks", "verify_in_subprocess"]

@@ -1,6 +1,6 @@
-"""Driving a decoder's session in each form of its cache, with one face: columns of ids and one mask over all of them.
+"""Running a decoder's session in each form of its cache, through one protocol.
 
-Written for clarity and not shared with the runtime: what is verified here is the file, by an independent hand.
+Not shared with the runtime, so that the file is verified by independent code.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from topw_deploy.manifest import DecoderInfo
 
 Array = NDArray[np.generic]
 _KV_TYPES = {"float": np.float32, "float16": np.float16}
-_GROWTH = 64  # slots by which a buffer is lengthened; any number
+_GROWTH = 64  # slots added to a buffer that is too short; any number would do
 
 
 class CacheDriver(Protocol):
-    """`start` forgets everything and takes `batch` rows; `step` runs new tokens `ids` [batch, n] behind the earlier
-    ones, attention_mask [batch, past + n] saying which columns are tokens, and returns the logits [batch, vocab]."""
+    """A decoder with a cache, fed padded columns of tokens."""
 
-    def start(self, batch: int) -> None: ...
+    def start(self, batch: int) -> None:
+        """Empty the cache, for `batch` rows."""
 
-    def step(self, ids: Array, attention_mask: Array) -> Array: ...
+    def step(self, ids: Array, attention_mask: Array) -> Array:
+        """Run new columns `ids` [batch, n]; attention_mask [batch, past + n] is 1 where a column is a token.
+
+        Returns the logits [batch, vocab].
+        """
 
 
 def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> CacheDriver:
-    """The driver for the form that `decoder` states; `logits`: the output to return."""
+    """The driver for the decoder's form of cache. logits: the output to return."""
     drivers: dict[str, Callable[[ort.InferenceSession, DecoderInfo, str], CacheDriver]] = {
         "concat": _Concat,
         "static": _Static,
@@ -39,7 +43,6 @@ def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: st
 
 
 def _caches(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Array]:
-    """Zeros [batch, kv_heads, length, head_dim] by the names of the inputs."""
     kind = _KV_TYPES[decoder.kv_dtype]
     return {
         f"past_key_values.{layer}.{side}": np.zeros((batch, heads, length, dim), kind)
@@ -73,18 +76,17 @@ def _present(past: str) -> str:
 
 
 class _InPlace:
-    """One buffer for past and present, lengthened as needed, of which a run may see all rows or one."""
+    """One buffer for past and present, lengthened as needed; a run sees all its rows or one."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
         self._inputs = {value.name for value in session.get_inputs()}
 
     def start(self, batch: int) -> None:
-        self._used = np.zeros(batch, np.int64)  # tokens in each row's buffer
+        self._used = np.zeros(batch, np.int64)  # tokens in each row
         self._buffers = _caches(self._decoder, batch, max(_GROWTH, self._decoder.buffer_least))
 
-    def _hold(self, slots: int) -> None:
-        """Make room for `slots` tokens per row."""
+    def _reserve(self, slots: int) -> None:
         have = next(iter(self._buffers.values())).shape[2]
         if slots > have:
             longer = _caches(self._decoder, len(self._used), slots + _GROWTH)
@@ -93,7 +95,7 @@ class _InPlace:
             self._buffers = longer
 
     def _run(self, rows: slice, feeds: dict[str, Array]) -> Array:
-        """Logits of the rows, whose parts of the buffers are bound as past and present."""
+        """Run with the rows' part of the buffers as past and present."""
         binding = self._session.io_binding()
         feeds = {name: np.ascontiguousarray(value) for name, value in feeds.items() if name in self._inputs}
         for name, value in feeds.items():
@@ -109,13 +111,13 @@ class _InPlace:
 
 
 class _Static(_InPlace):
-    """Rows without gaps: attended columns move to the left, and each row says how many it has."""
+    """Rows without gaps: attended columns move to the left, with their number as an input."""
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
         compact, lengths = _to_the_left(ids, attention_mask)
-        # A row without a token takes a column of padding, which the next token overwrites.
+        # A row without a token gets a column of padding, which its next token overwrites.
         real, columns = np.maximum(lengths, 1), compact.shape[1]
-        self._hold(int(self._used.max()) + columns)
+        self._reserve(int(self._used.max()) + columns)
         together = self._decoder.ragged_chunks or len(ids) == 1 or columns == 1 or not self._used.any()
         if together:
             logits = self._rows(slice(None), compact, real)
@@ -129,20 +131,20 @@ class _Static(_InPlace):
 
     def _rows(self, rows: slice, ids: Array, lengths: Array) -> Array:
         feeds = {"input_ids": ids, "write_indices": self._used[rows], "row_lengths": lengths}
-        reach = np.array([self._used[rows].max() + ids.shape[1]], np.int32)
-        return self._run(rows, {**feeds, "total_sequence_length": reach})
+        total = np.array([self._used[rows].max() + ids.shape[1]], np.int32)
+        return self._run(rows, {**feeds, "total_sequence_length": total})
 
 
 class _Shared(_InPlace):
-    """Another exporter's GroupQueryAttention: the sums of the mask say how long rows are, logits are the last column's.
+    """Another exporter's GroupQueryAttention: row lengths are the sums of the mask, logits those of the last column.
 
-    So rows that bring different numbers of tokens get all but the last ones first, padded on the right.
+    So rows with different numbers of new tokens get all but their last ones first, padded on the right.
     """
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
         compact, lengths = _to_the_left(ids, attention_mask)
         real, columns = np.maximum(lengths, 1), compact.shape[1]
-        self._hold(int(self._used.max()) + columns)
+        self._reserve(int(self._used.max()) + columns)
         if len(ids) == 1 or columns == 1 or (real.min() == columns and not self._used.any()):
             logits = self._rows(slice(None), compact, self._used)
         elif self._used.any():
@@ -155,7 +157,7 @@ class _Shared(_InPlace):
         return logits
 
     def _rows(self, rows: slice, ids: Array, starts: NDArray[np.int64]) -> Array:
-        """All columns of `ids` count as tokens, behind `starts` [batch] of them."""
+        """Run `ids`, all of them tokens, after `starts` [batch] earlier ones."""
         positions = starts[:, None] + np.arange(ids.shape[1])
         ends = positions[:, -1:] + 1
         mask = (np.arange(ends.max()) < ends).astype(np.int64)
@@ -163,7 +165,7 @@ class _Shared(_InPlace):
 
 
 def _to_the_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The attended ones of the new columns without gaps, [batch, columns >= 1], and how many they are, [batch]."""
+    """The attended new columns without gaps [batch, columns >= 1], and their numbers [batch]."""
     attended = attention_mask[:, -ids.shape[1] :].astype(bool)
     lengths = attended.sum(axis=1)
     compact = np.zeros((len(ids), max(1, int(lengths.max()))), np.int64)

@@ -1,35 +1,55 @@
-"""The torch model with the weights that a quantised export holds: rounded by the same quantiser, and back in float32.
+"""The two sides of the tight comparison of a quantised export.
 
-A block lies within one output of one weight, so it does not matter that the graph may hold several weights as one.
+`dequantise_model`: the torch model with its weights rounded by the same quantiser, back in float32. A block lies within
+one output of one weight, so it does not matter that the graph may hold several weights as one.
+
+`exact_products`: the graph with products in float32. MatMulNBits at accuracy level 4 rounds activations to 8 bits,
+which is no error of the export; without that, graph and model must agree to float32's rounding.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
-import torch
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from topw_deploy.errors import VerificationError
 from topw_deploy.export.graft.table import stored_array
 from topw_deploy.export.quantise.blocks import BlocksShape, dequantise, quantise_weight
 from topw_deploy.export.quantise.packed_rows import PackedRows
-from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.write.weights import MODEL_FILE
+from topw_deploy.manifest import DecoderManifest, describe_files, save_manifest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 _FLOAT32 = np.dtype(np.float32)
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+_ACCURACY_FLOAT32 = 1  # accuracy_level
 _COMPARED = 64  # leading weights of an output that tell it from all others
 
 
 def dequantise_model(
     model: PreTrainedModel, folder: Path, settings: Quantisation, packed: PackedRows | None = None
 ) -> None:
-    """Round the matrices of `model` in place, but for those that the export in `folder` keeps in float, and those that
-    are rounded already, `packed` in the checkpoint."""
+    """Round the matrices of `model` in place.
+
+    Left alone are those that the export in `folder` keeps in float, and those rounded already, `packed` in the
+    checkpoint.
+    """
+    import torch  # here, as the comparison of an ONNX decoder needs no torch
+    from transformers.pytorch_utils import Conv1D
+
     graph = ir.load(folder / MODEL_FILE).graph
     kept, scales = float_outputs(graph), scale_type(graph)
     table = model.get_input_embeddings().weight
@@ -50,13 +70,13 @@ def dequantise_model(
 
 
 def scale_type(graph: ir.Graph) -> np.dtype[Any]:
-    """What the scales of `graph` are, float32 or float16, in which its weights were rounded."""
+    """The type of the scales of `graph`, in which its weights were rounded."""
     scales = (node.inputs[2].const_value for node in graph if node.op_type == "MatMulNBits" and node.inputs[2])
     return np.dtype(next((tensor.dtype.numpy() for tensor in scales if tensor is not None), np.float32))
 
 
 def float_outputs(graph: ir.Graph) -> set[bytes]:
-    """The beginnings of all outputs of all matrices that `graph` holds in a float type, read as rows and as columns."""
+    """Leading weights of every output of the float matrices of `graph`, by rows and by columns."""
     found: set[bytes] = set()
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -74,9 +94,53 @@ def _key(output: np.ndarray) -> bytes:
 def rounded(
     rows: torch.Tensor, block_size: int, settings: Quantisation, scales: np.dtype[Any] = _FLOAT32
 ) -> np.ndarray:
-    """`rows` [outputs, inputs] as their blocks hold them, float32. scales: the type that they are rounded in."""
+    """`rows` [outputs, inputs] quantised and dequantised, float32."""
     array = rows.numpy().astype(scales)
     outputs, inputs = array.shape
     shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)
     blocks = quantise_weight(lambda start, stop: array[start:stop], shape, settings, array.dtype)
     return np.ascontiguousarray(dequantise(blocks, shape))
+
+
+@contextlib.contextmanager
+def exact_products(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
+    """A temporary copy of `folder` whose MatMulNBits nodes compute in float32; `folder` itself if they do already.
+
+    Its data files are hard links to the export's, or copies where links are impossible.
+    Raises VerificationError if it cannot be made beside `folder`.
+    """
+    if manifest.decoder.quantisation.get("accuracy_level", 0) in (0, _ACCURACY_FLOAT32):
+        yield folder
+        return
+    try:
+        made = Path(tempfile.mkdtemp(prefix=".topw-exact-", dir=folder.parent))
+    except OSError as error:
+        raise VerificationError(
+            f"{folder.parent} cannot be written ({error.strerror}), but a variant of the graph must lie there for a "
+            "moment; copy the folder and verify the copy."
+        ) from error
+    try:
+        for name in manifest.files.keys() - {MODEL_FILE}:
+            (made / name).parent.mkdir(exist_ok=True, parents=True)
+            _link_or_copy(folder / name, made / name)
+        _write_exact(folder / MODEL_FILE, made / MODEL_FILE)
+        files = manifest.files | describe_files(made, [MODEL_FILE])
+        save_manifest(made, replace(manifest, files=files))
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _write_exact(source: Path, target: Path) -> None:
+    model = ir.load(source)
+    for node in model.graph:
+        if node.op_type == "MatMulNBits" and "accuracy_level" in node.attributes:
+            node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", _ACCURACY_FLOAT32)
+    ir.save(model, target)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,5 +1,8 @@
-"""Text that a quantised decoder is measured on: the demo model's own held-out documents, for others a page of prose and
-Python's reference manual, which every installation carries."""
+"""Text to measure perplexity on.
+
+The demo model's held-out documents for that model; for others a page of prose and Python's reference manual, which is
+part of every installation.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ step is zero or negative.
 
 
 def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) -> Text | None:
-    """Rows for the export in `folder` of a model with so many parameters; None if its tokenizer cannot be read here."""
+    """Rows for the export in `folder`; None without a tokenizer.json. parameters: of the model, their number."""
     is_demo = manifest.source.get("id") == "demo"
     text, name = (_held_out(), "the demo's held-out text") if is_demo else _general()
     found = _encoding(folder, manifest, text)
@@ -58,21 +61,20 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
 
 
 def tokens_for(parameters: int) -> int:
-    """How many tokens to measure on: as many as take _MOST_WORK, within [_FEWEST, _MOST]."""
+    """Tokens to measure on, by _MOST_WORK, within [_FEWEST, _MOST]."""
     return max(_FEWEST, min(_MOST, _MOST_WORK // max(1, 2 * parameters)))
 
 
 def encoded(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
-    """Token ids of `text` by the tokenizer that the manifest of `folder` lists; None where it lists none.
+    """Token ids of `text` by the export's tokenizer.json; None without one.
 
-    Raises ManifestError for a tokenizer.json that is no longer what is listed, TokenizerError for one that is none.
+    Raises ManifestError if the file is not the listed one, TokenizerError if it cannot be parsed.
     """
     found = _encoding(folder, manifest, text)
     return None if found is None else list(found.ids)
 
 
 def _encoding(folder: Path, manifest: Manifest, text: str) -> Any:
-    """The tokenizers library's Encoding of `text`, or None."""
     entry = manifest.files.get("tokenizer.json")
     if entry is None:
         return None
@@ -96,7 +98,7 @@ def _held_out() -> str:
 
 
 def _general() -> tuple[str, str]:
-    """Text, and what it is. Some distributions package Python without its manual."""
+    """Text and its description. Some distributions package Python without its manual."""
     from topw_deploy.demo.corpus import topic_sections
 
     try:

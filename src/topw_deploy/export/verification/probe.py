@@ -1,4 +1,4 @@
-"""Sessions onto parts of an exported graph: the logits that enter the sampler, and the sampler alone."""
+"""Sessions over parts of an exported graph: the decoder up to the sampler's logits, and the sampler alone."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LOGITS = "topw.probe.logits"
 
 
 def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> ort.InferenceSession:
-    """A session over `model`, part of the export in `folder`; `library` as for `open_session`.
+    """A session over `model`, part of the export in `folder`; library: see `open_session`.
 
-    Where its weights are references to data files, it must lie beside them for the moment of opening.
+    A graph with weights in data files is written beside them while it is opened.
     Raises VerificationError if `folder` cannot be written then.
     """
     if not external_files(model):
@@ -48,9 +48,10 @@ def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> or
 
 
 def open_session(model: str | bytes, library: Path | None = None) -> ort.InferenceSession:
-    """A file or its content on the CPU, whose arithmetic is the same on every machine to within rounding.
+    """A session on the CPU, where every machine computes the same but for rounding.
 
-    Its sampler is the function in the file, which travels with it; the native operator only where `library` is given.
+    model: a file or its content.
+    library: the native operator's; without it the sampler is the function in the file.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -60,23 +61,21 @@ def open_session(model: str | bytes, library: Path | None = None) -> ort.Inferen
 
 
 class LogitsProbe:
-    """The decoder of an exported folder, showing the logits that enter its sampler."""
+    """The exported decoder; its output is the sampler's logits."""
 
     def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
         self._driver = cache_driver(open_graph(folder, _decoder_model(folder)), decoder, LOGITS)
 
     def start(self, batch: int) -> None:
-        """Forget the cache; the next rows are `batch` many."""
+        """See `CacheDriver.start`."""
         self._driver.start(batch)
 
     def step(self, ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        """Run new tokens `ids` [batch, n] after the earlier ones; attention_mask [batch, past + n] says which columns
-        are tokens, wherever the others stand. -> [batch, vocab]"""
+        """See `CacheDriver.step`. Padding may stand anywhere."""
         return self._driver.step(ids, attention_mask)
 
 
 def _decoder_model(folder: Path) -> ir.Model:
-    """The exported graph with the sampler cut off."""
     model = ir.load(folder / MODEL_FILE)
     graph = model.graph
     node = sampler_node(graph)
@@ -95,10 +94,7 @@ def _decoder_model(folder: Path) -> ir.Model:
 
 
 class SamplerProbe:
-    """The sampler of an exported folder, alone: the very function that was shipped, and its tables.
-
-    library: the native operator's, to answer the same node with it instead.
-    """
+    """The exported sampler. library: the native operator's, to run the node with it instead."""
 
     def __init__(self, folder: Path, library: Path | None = None) -> None:
         self._session = open_graph(folder, _sampler_model(folder), library)
@@ -107,7 +103,7 @@ class SamplerProbe:
     def run(
         self, logits: np.ndarray, parameters: Sequence[dict[str, float]], uniform: Sequence[float]
     ) -> dict[str, Any]:
-        """One row per entry: logits [batch, vocab] float32, its parameters, its uniform number. -> outputs by name."""
+        """Outputs by name for logits float32 [batch, vocab]."""
         batch = len(logits)
         feeds: dict[str, np.ndarray] = {
             "logits": np.ascontiguousarray(logits, dtype=np.float32),
@@ -122,7 +118,6 @@ class SamplerProbe:
 
 
 def _sampler_model(folder: Path) -> ir.Model:
-    """The exported graph with the decoder cut off: the sampler's logits become an input."""
     model = ir.load(folder / MODEL_FILE)
     graph = model.graph
     node = next(node for node in graph if node.name == NODE_NAME)

@@ -1,4 +1,4 @@
-"""What an export is compared with: the torch model, or the ONNX decoder as its maker wrote it."""
+"""References for an export's logits: the torch model, or the ONNX decoder as its maker wrote it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Reference(Protocol):
     name: str
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
-        """ids [n] -> float32 [n, vocab], row i having seen ids[: i + 1]."""
+        """float32 [n, vocab] for ids [n]; row i is computed from ids[: i + 1]."""
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
-        """The same, where rounding depends on it, as the tokens go in by runs of these sizes: each run's last row."""
+        """The last row of each run, where the tokens go in by runs of these sizes, on which rounding may depend."""
 
 
 class TorchReference:
-    """The checkpoint in transformers' own attention, in float32 whatever type its weights were exported in."""
+    """The checkpoint in transformers, in float32."""
 
     name = "torch"
 
@@ -35,11 +35,11 @@ class TorchReference:
         from topw_deploy.export.source.checkpoint import load_checkpoint
 
         model = load_checkpoint(folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code)
-        self.model = model.float()  # rounded to the exported type first, so the graph's weights are these
+        self.model = model.float()  # weights are rounded to the exported type first
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """Number of parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
@@ -52,7 +52,6 @@ class TorchReference:
         return self.logits(ids)[np.cumsum(runs) - 1]
 
     def geometry(self, metric: str, vocab: int) -> Geometry:
-        """The token geometry over the model's own input embeddings."""
         if metric == "uniform":
             return Geometry.uniform()
         return Geometry.from_embeddings(self.model.get_input_embeddings().weight[:vocab].detach().numpy(), metric)
@@ -62,8 +61,8 @@ class MakersReference:
     """The ONNX decoder that was grafted onto, run as it came.
 
     Where activations are rounded to 8 bits (MatMulNBits on a CPU), a difference in float32's last digit, as between
-    steps and a whole prompt, turns such a rounding and grows (measured: 0.11, of logits up to 16). So what goes in by
-    steps is compared with what went in by steps.
+    steps and a whole prompt, may flip such a rounding and grow (measured: 0.11, of logits up to 16). So both sides get
+    their tokens in runs of the same sizes.
     """
 
     name = "the decoder as it came"
@@ -77,7 +76,7 @@ class MakersReference:
         rows = self._run(ids)
         if len(rows) == len(ids):
             return rows
-        return np.concatenate([self._run(ids[: n + 1]) for n in range(len(ids))])  # its maker keeps the last row only
+        return np.concatenate([self._run(ids[: n + 1]) for n in range(len(ids))])  # the graph gives the last row only
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
         driver = cache_driver(self._session, self._decoder, "logits")
@@ -101,7 +100,6 @@ class MakersReference:
         return logits[0].astype(np.float32)
 
     def _empty_caches(self, tokens: int) -> dict[str, np.ndarray]:
-        """Caches without a token; those that are written in place have room for `tokens`."""
         decoder = self._decoder
         kind = np.float16 if decoder.kv_dtype == "float16" else np.float32
         length = max(tokens, decoder.buffer_least) if decoder.kv_form == "shared" else 0

@@ -1,50 +1,71 @@
-"""The shipped sampler against the reference algorithm, on the model's own logits and its own table."""
+"""The shipped sampler node against the float64 reference, on the model's own logits and the file's own table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
 from topw_deploy.export.graft.embedding_node import find_embedding
-from topw_deploy.export.graft.table import EmbeddingTable
+from topw_deploy.export.graft.sampler_node import sampler_node
+from topw_deploy.export.graft.table import EmbeddingTable, stored_array
+from topw_deploy.export.tail import GEOMETRY_INPUTS, TAIL_INPUTS
 from topw_deploy.export.verification.probe import SamplerProbe
 from topw_deploy.export.write.weights import MODEL_FILE
-from topw_deploy.manifest import Check, SamplerInfo
+from topw_deploy.manifest import Check, NotCompared, SamplerInfo
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, sample_row
 
 LOGPROB_BOUND = 1e-4
+# The fewest rows that a comparison needs, of the 28 or more that four rows of logits give: without a tie, and of these
+# decided by geometry (not certified).
+FEWEST_ROWS, FEWEST_BY_GEOMETRY = 20, 12
+_MADE_ROWS = 4
 _LARGEST_CROP_WALKED = 6  # every token of a crop up to this size is drawn once, so many of a larger one
 _LARGEST_BATCH = 32
 _POOL_VALUES = 8_000_000  # features of one batch's pools, of which the graph holds several copies of 4 bytes each
+_TOKENS_MEASURED = 48  # for the neighbour bound, each against all others
+_BLOCK = 2048
 
 
-def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
-    """Beside the export's own defaults: settings under which distances decide, a hot one, a cold one, and greedy.
+@dataclass
+class _Tally:
+    """Counts over the rows compared."""
 
-    A distance only changes a crop where it is of the size of differences between scores, about 1. The metrics but
-    `mahalanobis` are; its distances are near sqrt(2 hidden).
-    """
-    one = (2.0 * (sampler.hidden_size or 1)) ** -0.5 if sampler.options.metric == "mahalanobis" else 1.0
-    return (
-        {"lam": 0.5, "beta": 1.0, "temperature": 1.0, "init_top_p": 0.3, "geom_scale": 0.5 * one},
-        {"lam": 1.0, "beta": 3.0, "temperature": 1.0, "init_top_p": 0.3, "geom_scale": 0.25 * one},
-        {"lam": 1.0, "beta": 3.0, "temperature": 1.3, "init_top_p": 0.1, "geom_scale": one},
-        {"lam": 1.8, "beta": 3.2, "temperature": 1.5, "init_top_p": 0.4, "geom_scale": -0.1 * one},
-        {"temperature": 0.7, "selection_temperature": 1.3},
-        {"temperature": 0.0},
-    )
+    rows: int = 0
+    ties: int = 0
+    by_geometry: int = 0
+    kept_sets: int = 0
+    tokens: int = 0
+    certificates: int = 0
+    worst_logprob: float = 0.0
 
+    @property
+    def enough(self) -> bool:
+        return self.rows - self.ties >= FEWEST_ROWS and self.by_geometry >= FEWEST_BY_GEOMETRY
 
-def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
-    """The reference's geometry over the table in the exported graph, statistics taken anew in float64."""
-    if options.metric == "uniform":
-        return Geometry.uniform()
-    model = ir.load(folder / MODEL_FILE)
-    return Geometry.from_embeddings(EmbeddingTable(find_embedding(model.graph), vocab), options.metric)
+    @property
+    def wrong(self) -> dict[str, int]:
+        return {"kept sets": self.kept_sets, "tokens": self.tokens, "certificates": self.certificates}
+
+    def add(self, wanted: Row, found: dict[str, np.ndarray]) -> None:
+        self.rows += 1
+        if wanted.ties.allow(FLOAT32_TIES):
+            self.ties += 1
+            return
+        self.by_geometry += not wanted.certified
+        self.kept_sets += bool(found["kept"] != wanted.kept)
+        # The graph errs towards "not certified", which costs time and changes nothing.
+        false_claim = bool(found["certified"]) and not wanted.certified
+        self.certificates += false_claim and not wanted.ties.allow_certified(FLOAT32_TIES)
+        if wanted.draw_margin <= FLOAT32_TIES.draw:
+            self.ties += 1
+        elif found["next_token"] != wanted.next_token:
+            self.tokens += 1
+        else:  # np.maximum keeps a NaN, which then fails
+            self.worst_logprob = float(np.maximum(self.worst_logprob, abs(float(found["logprob"]) - wanted.logprob)))
 
 
 def sampler_checks(
@@ -54,44 +75,81 @@ def sampler_checks(
     geometry: Geometry,
     logits: np.ndarray,
     title: str = "sampler",
-) -> Iterator[Check]:
-    """Kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab]; `title` begins their names.
+) -> Iterator[Check | NotCompared]:
+    """Compare kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab].
 
-    A crop is compared by its size and by drawing every one of its tokens (six of a large one), each with
-    the uniform number in the middle of its interval. Differences that rounding may cause (docs/contract/graph.md,
-    section 4) are counted, not failed.
+    A crop is compared by its size and by drawing every one of its tokens (six of a large one), each with the uniform
+    number in the middle of its interval. Rows that rounding may decide (docs/contract/graph.md, section 4) are counted
+    and not judged. Where fewer than FEWEST_ROWS remain, or fewer than FEWEST_BY_GEOMETRY that geometry decides, made
+    rows are added; where these do not suffice either, nothing is passed.
+
+    title: the first word of the results' names.
     """
-    wrong = {"kept sets": 0, "tokens": 0, "certificates": 0}
-    ties = uncertified = rows = 0
-    worst = 0.0
-    for wanted, found in _rows(probe, sampler, defaults, geometry, logits):
-        rows += 1
-        uncertified += not wanted.certified
-        if wanted.ties.allow(FLOAT32_TIES):
-            ties += 1
-            continue
-        wrong["kept sets"] += found["kept"] != wanted.kept
-        # The graph's own slack is towards "not certified", which costs time and changes nothing.
-        false_claim = bool(found["certified"]) and not wanted.certified
-        wrong["certificates"] += false_claim and not wanted.ties.allow_certified(FLOAT32_TIES)
-        if wanted.draw_margin <= FLOAT32_TIES.draw:
-            ties += 1
-            continue
-        wrong["tokens"] += found["next_token"] != wanted.next_token
-        if found["next_token"] == wanted.next_token:
-            worst = max(worst, abs(float(found["logprob"]) - wanted.logprob))
-    detail = f"{rows} rows, {uncertified} decided by geometry, {ties} on a tie"
-    for name, count in wrong.items():
-        yield Check(f"{title} {name}", bool(count == 0), float(count), 0.0, detail)
+    tally = _Tally()
+    for wanted, found in _answers(probe, sampler, defaults, geometry, logits):
+        tally.add(wanted, found)
+    given = tally.rows
+    if not tally.enough:
+        for wanted, found in _answers(probe, sampler, defaults, geometry, made_logits(sampler.vocab_size)):
+            tally.add(wanted, found)
+    made = f", {tally.rows - given} of made logits" if tally.rows > given else ""
+    detail = f"{tally.rows} rows{made}, {tally.by_geometry} decided by geometry, {tally.ties} on a tie"
+    if not tally.enough and not any(tally.wrong.values()):
+        least = f"{FEWEST_ROWS} rows without a tie and {FEWEST_BY_GEOMETRY} decided by geometry"
+        yield NotCompared(title, f"it takes {least} ({detail})")
+        return
+    for name, count in tally.wrong.items():
+        yield Check(f"{title} {name}", count == 0, float(count), 0.0, detail)
+    worst = tally.worst_logprob
     yield Check(f"{title} log-probabilities", worst <= LOGPROB_BOUND, worst, LOGPROB_BOUND, detail)
 
 
-def _rows(
+def made_logits(vocab: int) -> np.ndarray:
+    """Logits [_MADE_ROWS, vocab] whose largest are close together, without ties, so that distances decide.
+
+    In each row up to 8 tokens lie evenly spread within a range of 0.5 to 2, and the others 4 below them or more.
+    """
+    generator = np.random.default_rng(1)
+    rows = np.empty((_MADE_ROWS, vocab), np.float32)
+    head = min(8, vocab)
+    below = -4.0 - 8.0 * np.linspace(0.0, 1.0, vocab - head)
+    for row, spread in zip(rows, np.linspace(0.5, 2.0, _MADE_ROWS), strict=True):
+        row[generator.permutation(vocab)] = np.concatenate([-np.linspace(0.0, spread, head), below - spread])
+    return rows
+
+
+def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
+    """The reference's geometry over the exported table, statistics computed anew in float64."""
+    if options.metric == "uniform":
+        return Geometry.uniform()
+    model = ir.load(folder / MODEL_FILE)
+    return Geometry.from_embeddings(EmbeddingTable(find_embedding(model.graph), vocab), options.metric)
+
+
+def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
+    """Parameters to compare under: the export's defaults, four under which distances decide, a hot one, and greedy.
+
+    A distance changes a crop only if it is of the size of differences between scores, about 1. Under `mahalanobis`
+    distances are near sqrt(2 hidden), so geom_scale divides by that.
+    """
+    one = (2.0 * (sampler.hidden_size or 1)) ** -0.5 if sampler.options.metric == "mahalanobis" else 1.0
+    return (
+        {},
+        {"lam": 0.5, "beta": 1.0, "temperature": 1.0, "init_top_p": 0.3, "geom_scale": 0.5 * one},
+        {"lam": 1.0, "beta": 3.0, "temperature": 1.0, "init_top_p": 0.3, "geom_scale": 0.25 * one},
+        {"lam": 1.0, "beta": 3.0, "temperature": 1.3, "init_top_p": 0.1, "geom_scale": one},
+        {"lam": 1.8, "beta": 3.2, "temperature": 1.5, "init_top_p": 0.4, "geom_scale": -0.1 * one},
+        {"temperature": 0.7, "selection_temperature": 1.3},
+        {"temperature": 0.0},
+    )
+
+
+def _answers(
     probe: SamplerProbe, sampler: SamplerInfo, defaults: TopWParameters, geometry: Geometry, logits: np.ndarray
 ) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
-    """The reference's answer and the graph's for every logits row, setting and uniform number."""
+    """(reference, graph) for every row of logits, setting and uniform number."""
     cases: list[tuple[int, TopWParameters, float, Row]] = []
-    for setting in ({}, *_settings(sampler)):
+    for setting in _settings(sampler):
         parameters = TopWParameters(**{**asdict(defaults), **setting})
         for index, row in enumerate(logits):
             first = sample_row(row, parameters, sampler.options, geometry, 0.5)
@@ -109,7 +167,7 @@ def _rows(
 
 
 def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> Row:
-    """The answer `row` with another uniform number: the crop does not depend on it."""
+    """`row` with another uniform number, on which the crop does not depend."""
     if parameters.greedy or not row.valid:
         return row
     drawn = draw(logits, row.kept_ids, float(np.float32(parameters.temperature)), float(np.float32(uniform)))
@@ -117,7 +175,7 @@ def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, unifor
 
 
 def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[float]:
-    """A uniform number in the middle of each kept token's interval, so that drawing with them spells the crop out."""
+    """A uniform number in the middle of each kept token's interval: drawing with all of them lists the crop."""
     if parameters.greedy or not row.valid:
         return [0.5]
     kept = logits[row.kept_ids].astype(np.float64)
@@ -129,3 +187,44 @@ def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[
         return [0.5]
     walked = np.unique(np.linspace(0, len(middles) - 1, _LARGEST_CROP_WALKED).astype(int))
     return [float(middles[i]) for i in walked]
+
+
+def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
+    """The neighbour bound in the sampler node of `folder` against distances in float64, for a sample of tokens.
+
+    geometry: the reference's. The difference is the largest of bound - distance: a bound is never above the truth.
+    """
+    bound = stored_bound(folder)
+    name = "neighbour bound"
+    if bound.shape != (tokens,):
+        return Check(name, False, float("inf"), 0.0, f"it has the shape {bound.shape}, not ({tokens},)")
+    chosen = np.random.default_rng(0).permutation(tokens)[:_TOKENS_MEASURED]
+    nearest = nearest_distances(geometry, chosen, tokens)
+    difference = float(np.max(bound[chosen] - nearest))
+    share = np.mean(bound[chosen] / np.maximum(nearest, np.finfo(np.float32).tiny))
+    detail = f"{len(chosen)} of {tokens} tokens, the bound is {share:.2%} of the distance"
+    return Check(name, difference <= 0.0, difference, 0.0, detail)
+
+
+def stored_bound(folder: Path) -> np.ndarray:
+    """Node input 13 of the sampler, float32 [tokens] or [0]."""
+    model = ir.load(folder / MODEL_FILE)
+    value = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
+    assert value is not None
+    assert value.const_value is not None
+    return np.array(stored_array(value.const_value))
+
+
+def nearest_distances(geometry: Geometry, chosen: np.ndarray, tokens: int) -> np.ndarray:
+    """float64 [n]: the distance of each of the tokens `chosen` [n] to the nearest other of the first `tokens`.
+
+    inf where there is no other.
+    """
+    points = geometry.features(chosen)
+    nearest = np.full(len(chosen), np.inf)
+    for start in range(0, tokens, _BLOCK):
+        others = np.arange(start, min(start + _BLOCK, tokens))
+        distances = geometry.between(points, geometry.features(others))
+        distances[chosen[:, None] == others] = np.inf
+        np.minimum(nearest, distances.min(axis=1), out=nearest)
+    return nearest

@@ -1,6 +1,6 @@
-"""The process that verifies: reads what to check from its argument, writes one JSON line per result.
+"""The process that verifies: `python -m topw_deploy.export.verification.worker JSON`.
 
-Run as `python -m topw_deploy.export.verification.worker JSON`.
+The argument is the task (see `in_subprocess.run_checks`); stdout gets a JSON line per result.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,19 @@ import numpy as np
 from topw_deploy.errors import TopWError
 from topw_deploy.export.foreign.load import text_part
 from topw_deploy.export.quantise.packed_rows import PackedRows
-from topw_deploy.export.quantise.settings import Quantisation
+from topw_deploy.export.quantise.scheme import Quantisation
 from topw_deploy.export.source.packed import PackedCheckpoint
-from topw_deploy.export.verification.bound_check import bound_check
 from topw_deploy.export.verification.decoder_checks import decoder_checks
+from topw_deploy.export.verification.dequantised import dequantise_model, exact_products
 from topw_deploy.export.verification.evaluation_text import encoded, evaluation_text
-from topw_deploy.export.verification.exact_products import exact_products
 from topw_deploy.export.verification.probe import LogitsProbe, SamplerProbe
 from topw_deploy.export.verification.quantised_checks import quantised_checks
 from topw_deploy.export.verification.reference import MakersReference, Reference, TorchReference
-from topw_deploy.export.verification.sampler_checks import graph_geometry, sampler_checks
-from topw_deploy.manifest import Check, DecoderManifest, load_decoder_manifest, open_listed
+from topw_deploy.export.verification.results import Result, encoded_result
+from topw_deploy.export.verification.sampler_checks import bound_check, graph_geometry, sampler_checks
+from topw_deploy.manifest import DecoderManifest, NotCompared, load_decoder_manifest, open_listed
 from topw_deploy.memory import peak_bytes
-from topw_deploy.runtime.native import operator_library
+from topw_deploy.runtime.ort.native_sampler import operator_library
 from topw_deploy.sampling import Geometry
 
 _TEXT = (
@@ -42,11 +41,10 @@ _LONGEST_WINDOW = 512
 
 
 def main(argument: str) -> int:
-    """Print a line per check: {"check": ...}, {"skipped": name, "reason": ...} or, at the end, {"error": ...}; then
-    {"peak": bytes}, the most memory it took."""
+    """Print a line per result (results.encoded_result), then {"error": message} or {"peak": bytes of memory}."""
     try:
         for result in run(json.loads(argument)):
-            _print({"check": asdict(result)} if isinstance(result, Check) else result)
+            _print(encoded_result(result))
     except TopWError as error:
         _print({"error": str(error)})
         return 1
@@ -54,8 +52,8 @@ def main(argument: str) -> int:
     return 0
 
 
-def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
-    """All checks that can be made here of the folder that `task` names (see parent.py for its keys)."""
+def run(task: dict[str, Any]) -> Iterator[Result]:
+    """All results for `task`."""
     folder = Path(task["folder"])
     manifest = load_decoder_manifest(folder)
     reference = _reference(task, manifest)
@@ -67,23 +65,22 @@ def run(task: dict[str, Any]) -> Iterator[Check | dict[str, str]]:
 
 def _checks(
     task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: Reference | None
-) -> Iterator[Check | dict[str, str]]:
+) -> Iterator[Result]:
     """The graph in `folder` against `reference`."""
     decoder = manifest.decoder
-    assert decoder is not None
     sequences = _sequences(folder, manifest)
     geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
     runs_here = decoder.kv_dtype in ("float", "float16")
     probe = LogitsProbe(folder, decoder) if runs_here else None
     if reference is None:
-        yield _skip("decoder logits", task["no_reference"])
+        yield NotCompared("decoder logits", task["no_reference"])
     elif probe is None:
-        yield _skip("decoder logits", f"{decoder.kv_dtype} cannot run on a CPU")
+        yield NotCompared("decoder logits", f"{decoder.kv_dtype} cannot run on a CPU")
     else:
         yield from decoder_checks(probe, reference, decoder, sequences)
     logits = _some_logits(probe, reference, sequences)
     if logits is None:
-        yield _skip("sampler", "there are no logits to sample from")
+        yield NotCompared("sampler", "there are no logits to sample from")
     else:
         yield from sampler_checks(SamplerProbe(folder), manifest.sampler, manifest.defaults, geometry, logits)
         if task.get("native"):
@@ -91,24 +88,22 @@ def _checks(
     if manifest.sampler.neighbour_bound:
         yield bound_check(folder, geometry, manifest.sampler.vocab_size)
     if reference is None:
-        yield _skip("generation", task["no_reference"])
+        yield NotCompared("generation", task["no_reference"])
     elif probe is None:
-        yield _skip("generation", f"{decoder.kv_dtype} cannot run on a CPU")
+        yield NotCompared("generation", f"{decoder.kv_dtype} cannot run on a CPU")
     else:
         from topw_deploy.export.verification.generation_checks import generation_checks
 
-        yield from generation_checks(folder, manifest, reference, geometry, sequences[-1])
+        yield from generation_checks(folder, manifest, reference, geometry, sequences[::-1])
 
 
 def _cost_of_quantisation(
     task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: TorchReference
-) -> Iterator[Check | dict[str, str]]:
-    """The graph as shipped beside the float model; then the weights of `reference` become those of the graph."""
-    from topw_deploy.export.verification.dequantised import dequantise_model
-
+) -> Iterator[Result]:
+    """Compare with the float model, then round the weights of `reference` like the graph's."""
     text = evaluation_text(folder, manifest, reference.parameters)
     if text is None:
-        yield _skip("perplexity", "there is no tokenizer.json")
+        yield NotCompared("perplexity", "there is no tokenizer.json")
     else:
         sampler = manifest.sampler
         geometries = (
@@ -123,14 +118,14 @@ def _cost_of_quantisation(
     reference.name = "torch with the dequantised weights"
 
 
-def _native(
-    folder: Path, manifest: DecoderManifest, geometry: Geometry, logits: np.ndarray
-) -> Iterator[Check | dict[str, str]]:
-    """The same checks of this machine's native sampler on the file's node. It belongs to the installation and not to
-    the file: `topw verify` asks for it, an export does not, and no manifest tells of it."""
+def _native(folder: Path, manifest: DecoderManifest, geometry: Geometry, logits: np.ndarray) -> Iterator[Result]:
+    """The sampler checks with this machine's native sampler.
+
+    It belongs to the installation and not to the file, so `topw verify` runs them, but an export does not.
+    """
     library, why = operator_library("CPUExecutionProvider", manifest.sampler.table_form)
     if library is None:
-        yield _skip("native sampler", why)
+        yield NotCompared("native sampler", why)
         return
     probe = SamplerProbe(folder, library.path)
     yield from sampler_checks(probe, manifest.sampler, manifest.defaults, geometry, logits, "native sampler")
@@ -148,9 +143,9 @@ def _reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | N
 
 
 def _sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]:
-    """Four sequences of very different lengths, longest first: text where the tokenizer gives it, then any ids.
+    """Four sequences of very different lengths, longest first: text if there is a tokenizer, then random ids.
 
-    The longest goes past the sliding window, where there is one of a testable size.
+    The longest exceeds the sliding window, unless that is too long to test.
     """
     longest = _LONGEST
     window = _window(folder, manifest)
@@ -187,7 +182,6 @@ def _text_ids(folder: Path, manifest: DecoderManifest) -> np.ndarray:
 def _some_logits(
     probe: LogitsProbe | None, reference: Reference | None, sequences: list[np.ndarray]
 ) -> np.ndarray | None:
-    """Logits [4, vocab] that the model gives on the way through its longest sequence."""
     ids = sequences[0]
     places = sorted({int(n) for n in np.linspace(1, len(ids), 4)})
     if probe is not None:
@@ -200,10 +194,6 @@ def _some_logits(
     if reference is not None:
         return reference.logits(ids)[[place - 1 for place in places]]
     return None
-
-
-def _skip(name: str, reason: str) -> dict[str, str]:
-    return {"skipped": name, "reason": reason}
 
 
 def _print(line: dict[str, Any]) -> None:

@@ -1,10 +1,8 @@
-"""Key-value caches in the forms that docs/contract/graph.md section 8 names: how each takes prompts, and what a step
-adds.
+"""Key-value caches, one class per form of docs/contract/graph.md section 8.
 
-concat: onnxruntime makes a longer cache at every step. static and shared: one buffer, bound as past and present alike.
+concat: onnxruntime makes a longer cache at every step. static and shared: one buffer, updated in place.
 """
 
-from topw_deploy.runtime.cache.caches import Cache, Caches, takes_ragged_batches
-from topw_deploy.runtime.cache.names import check_layout, check_supported
+from topw_deploy.runtime.cache.caches import Cache, Caches, check_layout, check_supported, takes_ragged_batches
 
 __all__ = ["Cache", "Caches", "check_layout", "check_supported", "takes_ragged_batches"]

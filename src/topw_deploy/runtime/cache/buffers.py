@@ -1,41 +1,49 @@
-"""The memory behind in-place caches: one block, cut into a buffer per layer and part, and lent to one generation.
+"""The memory of in-place caches: one block, split into a buffer for each layer's keys and values.
 
-A block is as long as the model was opened for, or as the largest request so far needed. On the host the operating
-system hands out zeroed pages when they are first written, so the length that nobody uses costs no memory.
+On the host, the operating system provides zeroed pages on their first write, so unused length costs no memory.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 
+from topw_deploy.dtypes import ELEMENT_TYPES, element_bytes
 from topw_deploy.errors import GenerationError
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.cache.names import tensors
-from topw_deploy.runtime.face import Binding, Memory, Session
-from topw_deploy.runtime.session import ELEMENT_TYPES
+from topw_deploy.runtime.protocols import Binding, Memory, Session
 
-_ALIGNMENT = 256  # bytes: what TensorRT asks of a tensor's address; onnxruntime needs less
-_ROUND = 64  # tokens that a buffer's length is a multiple of
-_GROWTH = 32  # a longer buffer is also worth this share of itself more, since growing moves all of it
-_BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1, "uint8": 1, "bool": 1}
+CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "bfloat16")
+"""Element types that a cache may have."""
+
+_ALIGNMENT = 256  # bytes: what TensorRT requires of a tensor's address; onnxruntime needs less
+_ROUND = 64  # tokens: buffers' lengths are multiples of it
+_GROWTH = 32  # buffers grow by at least 1 / _GROWTH of their length, because growing moves all of it
+
+
+def tensors(decoder: DecoderInfo) -> Iterator[tuple[str, str, int, int]]:
+    """(past's name, present's name, kv_heads, head_dim) of every layer's keys and values."""
+    for layer in range(decoder.num_layers):
+        for part in ("key", "value"):
+            sizes = decoder.num_kv_heads[layer], decoder.head_dim[layer]
+            yield f"past_key_values.{layer}.{part}", f"present.{layer}.{part}", *sizes
 
 
 class Layout:
-    """Where each tensor `[batch, kv_heads, length, head_dim]` of a decoder's cache lies in a block of memory."""
+    """Offsets of a decoder's cache tensors, each `[batch, kv_heads, length, head_dim]`, in a block of memory."""
 
     def __init__(self, decoder: DecoderInfo) -> None:
-        self.element_type = ELEMENT_TYPES[decoder.kv_dtype]
+        self.element_type = ELEMENT_TYPES[decoder.kv_dtype].number
         self.tensors = list(tensors(decoder))
-        self._element = _BYTES[decoder.kv_dtype]
+        self._element = element_bytes(decoder.kv_dtype)
 
     def token_bytes(self, heads: int, dim: int) -> int:
-        """Bytes of one token of one row in a tensor of so many heads."""
         return heads * dim * self._element
 
     def starts(self, batch: int, length: int) -> list[int]:
-        """Byte offsets of the tensors, and after them the size of the whole."""
+        """The tensors' byte offsets, then the total size."""
         offsets = [0]
         for _, _, heads, dim in self.tensors:
             offsets.append(offsets[-1] + _round_up(batch * length * self.token_bytes(heads, dim), _ALIGNMENT))
@@ -46,7 +54,7 @@ class Layout:
 
 
 class Buffers:
-    """A cache of `batch` rows and `length` tokens, cut from a block that holds `capacity` tokens of so many rows."""
+    """A cache of `batch` rows and `length` tokens in a block that has room for `capacity` tokens per row."""
 
     def __init__(self, layout: Layout, block: Memory, batch: int, capacity: int, length: int) -> None:
         self.layout, self.block, self.batch = layout, block, batch
@@ -54,7 +62,7 @@ class Buffers:
         self._starts = layout.starts(batch, length)
 
     def bind(self, binding: Binding, rows: range | None = None) -> None:
-        """Bind every tensor as past and as present at once: all rows, or neighbouring ones as a smaller batch."""
+        """Bind each tensor as both past and present. rows: bind only these, as a smaller batch."""
         count, first = (self.batch, 0) if rows is None else (len(rows), rows.start)
         for (past, present, heads, dim), start in zip(self.layout.tensors, self._starts, strict=False):
             pointer = self.block.pointer + start + first * self.length * self.layout.token_bytes(heads, dim)
@@ -62,15 +70,15 @@ class Buffers:
             binding.bind_memory(past, present, self.layout.element_type, shape, pointer)
 
     def clear(self) -> None:
-        """Zero the buffers: an operator that multiplies what it has masked must not meet an earlier request's NaN."""
+        """Zero the buffers, because some operators multiply masked values, and 0 * NaN is NaN."""
         self.block.clear(self._starts[-1])
 
     def grow(self, length: int) -> None:
-        """Give every row `length` tokens, moving what is there and zeroing the rest; they must be bound again."""
+        """Enlarge rows to `length` tokens, keeping their values and zeroing the rest. Bind again afterwards."""
         old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
 
         def spread(memory: np.ndarray) -> None:
-            # from the end on, so that nothing is overwritten before it has been moved
+            # backwards, so that nothing is overwritten before it has been moved
             for index in reversed(range(len(self.layout.tensors))):
                 _, _, heads, dim = self.layout.tensors[index]
                 size = self.layout.token_bytes(1, dim)
@@ -84,10 +92,10 @@ class Buffers:
         self.length, self._starts = length, new_starts
 
 
-class BufferPool:
-    """The session's block of memory, lent to one generation at a time; who comes meanwhile gets one for the time being.
+class MemoryPool:
+    """A session's block of memory, lent to one generation at a time. Concurrent generations get temporary blocks.
 
-    length: tokens per row that are set aside at once, for `rows` rows; without it the block follows the requests.
+    length: tokens to allocate for each of `rows` rows at once. None: as requests need.
     """
 
     def __init__(
@@ -111,11 +119,11 @@ class BufferPool:
 
     @property
     def bytes(self) -> int:
-        """Of all blocks that there are, kept or lent."""
+        """Of all blocks, kept or lent."""
         return self._lent + (self._kept.size if self._kept is not None else 0)
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
-        """Buffers for `batch` rows that will hold up to `tokens` tokens, and `first` of them soon."""
+        """Buffers for `batch` rows of up to `tokens` tokens; the `first` of them fit at once."""
         tokens, first = max(tokens, self._least), max(first, self._least)
         capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
         size = self._layout.size(batch, capacity)
@@ -137,14 +145,13 @@ class BufferPool:
         return buffers
 
     def give_back(self, buffers: Buffers) -> None:
-        """Keep the larger of this block and the one that is kept."""
+        """Return the block; the pool keeps the largest one."""
         with self._lock:
             self._lent -= buffers.block.size
             if self._kept is None or self._kept.size < buffers.block.size:
                 self._kept = buffers.block
 
     def make_room(self, buffers: Buffers, tokens: int) -> None:
-        """Grow `buffers` to hold `tokens` tokens per row."""
         buffers.grow(min(_round_up(tokens + tokens // _GROWTH, self._step), buffers.capacity))
 
     def _new(self, batch: int, length: int) -> Memory:

@@ -1,4 +1,4 @@
-"""Caches that grow by concatenation: the past goes in, the past and the new tokens come out as another tensor."""
+"""Caches that grow by concatenation: each run returns the past and the new tokens as another tensor."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.cache.names import tensors
-from topw_deploy.runtime.cache.neutral import neutral
+from topw_deploy.runtime.cache.buffers import tensors
+from topw_deploy.runtime.cache.prefill import greedy
 from topw_deploy.runtime.memory import zeroed
-from topw_deploy.runtime.session import Binding, OpenGraph, empty_value
+from topw_deploy.runtime.ort.host_binding import HostBinding
+from topw_deploy.runtime.protocols import Session
 
 
 class ConcatCache:
     """`past_key_values.{i}.key|value` in, `present.{i}.key|value` out, each [B, kv_heads, tokens, head_dim].
 
-    The past of a run is the present of the run before, handed over as onnxruntime's own values: no element of it is
-    ever seen by Python or numpy. Prompts are padded on the left, so that the last column is every row's last token.
+    A run's present becomes the next one's past without a copy. Prompts are padded on the left, so that the last column
+    has every row's last token.
     """
 
     def __init__(
         self,
-        session: OpenGraph,
-        binding: Binding,
+        session: Session,
+        binding: HostBinding,
         decoder: DecoderInfo,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
@@ -40,17 +41,16 @@ class ConcatCache:
         self._places = self._begin(binding)
 
     def feed_prompts(self) -> None:
-        """[B, S], in runs of some columns each."""
         ids, positions = self._padded()
         *ends, last = [*range(self._chunk, self._width, self._chunk), self._width]
         start = 0
         if ends:
-            reading = neutral(self._session, self._binding.another(), self._batch)
-            places = self._begin(reading)
+            chunks = greedy(self._session, self._binding.another(), self._batch)
+            places = self._begin(chunks)
             for end in ends:
-                self._bind(reading, ids[:, start:end], positions[:, start:end], end)
-                reading.run()
-                _hand_over(self._names, reading, places, reading if end != ends[-1] else self._binding)
+                self._bind(chunks, ids[:, start:end], positions[:, start:end], end)
+                chunks.run()
+                _hand_over(self._names, chunks, places, chunks if end != ends[-1] else self._binding)
                 start = end
         self._bind(self._binding, ids[:, start:], positions[:, start:], last)
 
@@ -60,11 +60,10 @@ class ConcatCache:
             self._binding.bind_changing("position_ids", self._position_ids)
 
     def advance(self, rows: Iterable[int]) -> None:
-        """Make the present of the last run the past of the next one."""
         _hand_over(self._names, self._binding, self._places, self._binding)
         for row in rows:
             self._mask[row, self._width] = 1
-            # the others stay where they are: positions must not leave the context while these go on
+            # ended rows keep their position, which must not leave the context while others go on
             self._position_ids[row, 0] += 1
         self._width += 1
         if self._has_mask:
@@ -72,7 +71,7 @@ class ConcatCache:
             self._binding.bind_array("attention_mask", mask)
 
     def _padded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and positions of the prompts [B, S]; their columns in the mask are set."""
+        """Token ids and positions [B, S]. Also sets the prompts' columns in the mask."""
         shape = self._batch, self._width
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for row, prompt in enumerate(self._prompts):
@@ -82,15 +81,14 @@ class ConcatCache:
             self._mask[row, start : self._width] = 1
         return ids, positions
 
-    def _begin(self, binding: Binding) -> list[int]:
-        """Bind a past without tokens and fresh presents; the places of these among the outputs of `binding`."""
+    def _begin(self, binding: HostBinding) -> list[int]:
+        """Bind an empty past and fresh presents. Returns their indices among the outputs."""
         for past, _, heads, dim in tensors(self._decoder):
-            nothing = empty_value((self._batch, heads, 0, dim), self._decoder.kv_dtype, self._session.device)
-            binding.bind_value(past, nothing)
+            binding.bind_empty(past, (self._batch, heads, 0, dim), self._decoder.kv_dtype)
         return [binding.bind_fresh(present) for _, present in self._names]
 
-    def _bind(self, binding: Binding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
-        """Feed columns of the prompts, of which `end` is the last but one."""
+    def _bind(self, binding: HostBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
+        """Bind columns of the prompts before column `end`."""
         binding.bind_array("input_ids", np.ascontiguousarray(ids))
         if self._has_mask:
             binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, :end]))  # [B, past + new]
@@ -98,8 +96,10 @@ class ConcatCache:
             binding.bind_array("position_ids", np.ascontiguousarray(positions))
 
 
-def _hand_over(names: Sequence[tuple[str, str]], source: Binding, places: Sequence[int], target: Binding) -> None:
-    """What the last run of `source` made is the past of the next run of `target`."""
+def _hand_over(
+    names: Sequence[tuple[str, str]], source: HostBinding, places: Sequence[int], target: HostBinding
+) -> None:
+    """Make the presents of `source` the pasts of `target`."""
     outputs, bind, fresh = source.outputs(), target.bind_value, source.bind_fresh_again
     for (past, present), place in zip(names, places, strict=True):
         bind(past, outputs[place])

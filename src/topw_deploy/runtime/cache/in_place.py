@@ -1,29 +1,30 @@
-"""Caches that are written where they lie: one buffer, bound once as past and as present."""
+"""Caches updated in place: one buffer, bound as both past and present."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from topw_deploy.manifest import DecoderInfo
-from topw_deploy.runtime.cache.buffers import BufferPool
-from topw_deploy.runtime.cache.neutral import neutral
-from topw_deploy.runtime.face import Binding, Session
+from topw_deploy.runtime.cache.buffers import MemoryPool
+from topw_deploy.runtime.cache.prefill import greedy
+from topw_deploy.runtime.protocols import Binding, Session
 
-Piece = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""ids [b, s], starts [b], lengths [b]: row r adds the first lengths[r] of its ids behind starts[r] tokens."""
+Chunk = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""ids [b, s], starts [b], lengths [b]: row r appends the first lengths[r] of its ids to its starts[r] tokens."""
+_TOTAL = "total_sequence_length"
 
 
 class InPlaceCache(ABC):
     """`past_key_values.{i}.key|value` and `present.{i}.key|value` [B, kv_heads, max_length, head_dim], the same memory.
 
-    How prompts go in, at most `chunk` tokens of all rows in a run:
-    - piece by piece, padded on the right, where one run takes and ends them all or the graph adds ragged pieces;
-    - else first all but the last tokens, of a few rows that fit one run or row by row, and then the last tokens of all
-      rows. That is what GroupQueryAttention asks for: behind a past, it takes one token of each row, or several of a
-      single one.
+    Prompts are fed with at most `chunk` tokens of all rows per run:
+    - all rows together, padded on the right, if one run takes them all or the graph supports ragged chunks;
+    - else in groups of rows all tokens but the last, then the last tokens of all rows: after a past,
+      GroupQueryAttention takes one token of each row or several of a single row.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class InPlaceCache(ABC):
         session: Session,
         binding: Binding,
         decoder: DecoderInfo,
-        pool: BufferPool,
+        pool: MemoryPool,
         prompts: Sequence[Sequence[int]],
         budgets: Sequence[int],
         chunk: int,
@@ -40,21 +41,22 @@ class InPlaceCache(ABC):
         self._prompts, self._chunk = prompts, chunk
         self._lengths = np.array([len(prompt) for prompt in prompts], np.int64)  # [B]
         width = int(self._lengths.max())
-        self._piece = max(1, min(chunk // len(prompts), session.most_columns or chunk))  # tokens of a row
-        in_one_run = width <= self._piece and (self._ends_rows_anywhere or int(self._lengths.min()) == width)
-        self._together = len(prompts) == 1 or in_one_run or self._takes_ragged_pieces
+        self._columns_per_run = max(1, min(chunk // len(prompts), session.most_columns or chunk))
+        in_one_run = width <= self._columns_per_run and (self._ends_rows_anywhere or int(self._lengths.min()) == width)
+        self._together = len(prompts) == 1 or in_one_run or self._takes_ragged_chunks
         self.input_ids = np.zeros((len(prompts), 1), np.int64)
         tokens = max(len(prompt) + budget for prompt, budget in zip(prompts, budgets, strict=True))
-        self._buffers = pool.borrow(len(prompts), tokens, min(width, self._piece) if self._together else width)
+        first = min(width, self._columns_per_run) if self._together else width
+        self._buffers = pool.borrow(len(prompts), tokens, first)
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Return the buffers to the pool."""
         self._pool.give_back(self._buffers)
 
     def feed_prompts(self) -> None:
-        piece = self._feed_together() if self._together else self._feed_in_groups()
+        last = self._feed_together() if self._together else self._feed_in_groups()
         self._buffers.bind(self._binding)
-        self._bind_piece(self._binding, *piece)
+        self._bind_chunk(self._binding, *last)
 
     def begin_decoding(self) -> None:
         self._binding.bind_changing("input_ids", self.input_ids)
@@ -64,70 +66,69 @@ class InPlaceCache(ABC):
 
     @property
     @abstractmethod
-    def _takes_ragged_pieces(self) -> bool:
-        """Whether rows of a batch may add different numbers of tokens behind a past."""
+    def _takes_ragged_chunks(self) -> bool:
+        """Whether rows of a batch may append different numbers of tokens to a past."""
 
     @property
     @abstractmethod
     def _ends_rows_anywhere(self) -> bool:
-        """Whether a run ends in the logits of each row's own last token, and not of the last column."""
+        """Whether a run returns the logits of each row's last token, not of the last column."""
 
     @abstractmethod
-    def _bind_piece(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Feed ids [b, s], of which row r adds the first lengths[r] behind starts[r] tokens."""
+    def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Bind a Chunk."""
 
     def _make_room(self, columns: int) -> bool:
-        """Have at least so many columns in the buffers; whether they were moved for it, and must be bound again."""
+        """Returns whether the buffers moved to hold `columns` and must be bound again."""
         if columns <= self._buffers.length:
             return False
         self._pool.make_room(self._buffers, columns)
         return True
 
-    def _feed_together(self) -> Piece:
-        """All pieces but the last, which is returned."""
-        *undrawn, last = self._pieces()
+    def _feed_together(self) -> Chunk:
+        """Run all chunks but the last, which is returned."""
+        *undrawn, last = self._chunks()
         if undrawn:
-            reading = neutral(self._session, self._binding.another(), len(self._prompts))
-            self._buffers.bind(reading)
-            for piece in undrawn:
-                if self._make_room(_end(piece)):
-                    self._buffers.bind(reading)
-                self._bind_piece(reading, *piece)
-                reading.run()
+            binding = greedy(self._session, self._binding.another(), len(self._prompts))
+            self._buffers.bind(binding)
+            for chunk in undrawn:
+                if self._make_room(_end(chunk)):
+                    self._buffers.bind(binding)
+                self._bind_chunk(binding, *chunk)
+                binding.run()
         self._make_room(_end(last))
         return last
 
-    def _pieces(self) -> Iterator[Piece]:
-        """The prompts, run by run. A row without tokens left repeats its last one where that is, so that every run ends
-        in the logits of the last token of every row that ends before or in it."""
+    def _chunks(self) -> Iterator[Chunk]:
+        """The prompts in chunks of all rows. Ended rows repeat their last token, so that the last run draws for all."""
         width = int(self._lengths.max())
-        for begin in range(0, width, self._piece):
+        for begin in range(0, width, self._columns_per_run):
             starts = np.minimum(begin, self._lengths - 1)
-            lengths = np.minimum(begin + self._piece, self._lengths) - starts
+            lengths = np.minimum(begin + self._columns_per_run, self._lengths) - starts
             ends = zip(self._prompts, starts.tolist(), lengths.tolist(), strict=True)
             yield _right_padded([prompt[start : start + length] for prompt, start, length in ends]), starts, lengths
 
-    def _feed_in_groups(self) -> Piece:
-        """All but the last tokens, which are returned."""
+    def _feed_in_groups(self) -> Chunk:
+        """Run all tokens but each row's last, which are returned."""
         for rows in self._groups():
-            reading = neutral(self._session, self._binding.another(), len(rows))
-            self._buffers.bind(reading, rows)
-            # a row of one token feeds it here too, as a run adds at least one, and then again in its place
+            binding = greedy(self._session, self._binding.another(), len(rows))
+            self._buffers.bind(binding, rows)
+            # a run needs a token: the last run overwrites it
             bodies = [self._prompts[row][:-1] or self._prompts[row] for row in rows]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
-                self._bind_piece(reading, _right_padded(bodies), np.zeros_like(lengths), lengths)
-                reading.run()
+                self._bind_chunk(binding, _right_padded(bodies), np.zeros_like(lengths), lengths)
+                binding.run()
                 continue
             for start in range(0, len(bodies[0]), self._chunk):
                 ids = _right_padded([bodies[0][start : start + self._chunk]])
-                self._bind_piece(reading, ids, np.array([start]), np.array([ids.shape[1]]))
-                reading.run()
+                self._bind_chunk(binding, ids, np.array([start]), np.array([ids.shape[1]]))
+                binding.run()
         last = np.array([[prompt[-1]] for prompt in self._prompts], np.int64)
         return last, self._lengths - 1, np.ones_like(self._lengths)
 
     def _groups(self) -> Iterator[range]:
-        """Neighbouring rows that fit one run together, and rows that do not fit one alone."""
+        """Neighbouring rows that fit one run, or a single row."""
         first, width = 0, 0
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
@@ -138,15 +139,120 @@ class InPlaceCache(ABC):
         yield range(first, len(self._prompts))
 
 
-def _end(piece: Piece) -> int:
-    """Columns of the buffer that a piece needs, with those that its padding is written to."""
-    ids, starts, _ = piece
+class StaticCache(InPlaceCache):
+    """This project's form. Inputs: `write_indices` [B], tokens in each row's buffer; `row_lengths` [B], tokens to add.
+
+    If the cost of attention follows the buffer's length (`buffer_step`), the buffer grows with the rows.
+
+    `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer's for a step, which
+    may be captured and launched again with longer rows.
+    """
+
+    def begin_decoding(self) -> None:
+        super().begin_decoding()
+        self._written = self._lengths - 1  # [B] index of each row's last token
+        self._written_view = self._written.data
+        self._columns = int(self._lengths.max())  # upper bound on those in use
+        self._binding.bind_changing("write_indices", self._written)
+        self._binding.bind_array("row_lengths", np.ones_like(self._lengths))
+        self._bind_total(self._binding, self._buffers.length)
+
+    def advance(self, rows: Iterable[int]) -> None:
+        # ended rows keep their index, which must not leave the buffer while others go on
+        written = self._written_view
+        for row in rows:
+            written[row] += 1
+        self._columns += 1
+        if self._columns > self._buffers.length:
+            self._grow()
+
+    @property
+    def _takes_ragged_chunks(self) -> bool:
+        return self._decoder.ragged_chunks
+
+    @property
+    def _ends_rows_anywhere(self) -> bool:
+        return True
+
+    def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        binding.bind_array("input_ids", ids)
+        binding.bind_array("write_indices", starts)
+        binding.bind_array("row_lengths", lengths)
+        self._bind_total(binding, int(starts.max()) + ids.shape[1])
+
+    def _bind_total(self, binding: Binding, tokens: int) -> None:
+        if _TOTAL in self._session.inputs:
+            binding.bind_on_host(_TOTAL, np.array([tokens], np.int32))
+
+    def _grow(self) -> None:
+        self._columns = int(self._written.max()) + 1
+        if self._make_room(self._columns):
+            self._buffers.bind(self._binding)
+
+
+class SharedCache(InPlaceCache):
+    """The form of other exporters, such as onnxruntime-genai's builder.
+
+    Inputs: `attention_mask` [B, past + new], padded on the right, whose sum is a row's length; `position_ids` [B, new]
+    in some graphs. Without support for rows of different lengths (`right_padding`), ended rows advance with the others.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._has_positions = "position_ids" in self._session.inputs
+        self._ones = np.ones(0, np.int64)  # masks of equal rows are views of it; it grows with them
+        self._position_ids = self._lengths[:, None] - 1  # [B, 1] position of each row's last token
+
+    def begin_decoding(self) -> None:
+        super().begin_decoding()
+        if self._has_positions:
+            self._binding.bind_changing("position_ids", self._position_ids)
+
+    def advance(self, rows: Iterable[int]) -> None:
+        if self._decoder.right_padding:
+            for row in rows:  # ended rows must not leave the buffer while others go on
+                self._position_ids[row, 0] += 1
+        else:
+            self._position_ids += 1
+        self._bind_mask(self._binding, self._position_ids + 1)
+
+    @property
+    def _takes_ragged_chunks(self) -> bool:
+        return False
+
+    @property
+    def _ends_rows_anywhere(self) -> bool:
+        return False
+
+    def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """The mask counts padding as tokens too, because the operator subtracts all columns to find the past."""
+        positions = starts[:, None] + np.arange(ids.shape[1])
+        binding.bind_array("input_ids", ids)
+        self._bind_mask(binding, positions[:, -1:] + 1)
+        if self._has_positions:
+            binding.bind_array("position_ids", positions)
+
+    def _bind_mask(self, binding: Binding, ends: np.ndarray) -> None:
+        """ends: [b, 1], lengths after the run."""
+        rows, width = len(ends), int(ends.max())
+        if int(ends.min()) == width:
+            if rows * width > len(self._ones):
+                self._ones = np.ones(2 * rows * width, np.int64)
+            mask = self._ones[: rows * width].reshape(rows, width)
+        else:
+            mask = (np.arange(width) < ends).astype(np.int64)
+        binding.bind_array("attention_mask", mask)
+
+
+def _end(chunk: Chunk) -> int:
+    """Columns of the buffer that a chunk needs, with padding."""
+    ids, starts, _ = chunk
     return int(starts.max()) + ids.shape[1]
 
 
-def _right_padded(pieces: Sequence[Sequence[int]]) -> np.ndarray:
-    """[b, s]"""
-    ids = np.zeros((len(pieces), max(map(len, pieces))), np.int64)
-    for row, piece in enumerate(pieces):
-        ids[row, : len(piece)] = piece
+def _right_padded(rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """ids [b, s]"""
+    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = row
     return ids

@@ -1,5 +1,5 @@
-"""Jinja with bounds: a model's chat template is somebody else's program, which must end and fit into memory.
+"""Jinja with bounds: a model's chat template is untrusted code that must end and fit into memory.
 
-`rewrite` changes the parsed template so that every loop, comparison and new value is counted; `environment` counts
-operators and calls, `filters` and `methods` Jinja's filters and the methods of text; `meter` holds the counts.
+`rewrite` adds counting of loops, comparisons and new values to a template, `environment` counts operators and calls,
+`filters` and `methods` those of Jinja and text; `meter` holds the counts.
 """

@@ -27,7 +27,7 @@ _CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps that each takes, about as its time
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles templates (`compile_template`) that count on the current meter what they do."""
+    """Compiles templates that count on the current meter."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -48,7 +48,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
 
     def compile_template(self, source: str) -> jinja2.Template:
-        """The template of `source`. Raises TemplateError, or whatever Python's compiler raises for it."""
+        """Raises TemplateError, or what Python's compiler raises."""
         if len(source) > SOURCE:
             raise jinja2.TemplateSyntaxError(f"it has {len(source):,} characters, more than {SOURCE:,}", 1)
         return self.from_string(rewrite(self.parse(source)))
@@ -125,7 +125,7 @@ def _check_integers(meter: Meter, operator: str, left: int, right: int) -> None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a trained model is to learn; when rendering it is transparent."""
+    """`{% generation %}` marks text to train on; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja declares it as a plain set
 
@@ -136,7 +136,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's `namespace`, but a template can put nothing there that Python gives a meaning to."""
+    """Jinja's `namespace` without attributes that Python gives a meaning."""
 
     def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute's name
         self, *rest = arguments

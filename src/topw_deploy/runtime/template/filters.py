@@ -26,13 +26,12 @@ _DIGITS = 308  # most digits to round to: no float has more
 
 
 def bounded_filters() -> dict[str, Callable[..., Any]]:
-    """The filters of chat templates by name. Those for web pages are left out."""
+    """Filters by name, without those for web pages."""
     found = {name: _bounded(FILTERS[name], guard) for name, guard in _GUARDS.items()}
     return {**found, **{name: FILTERS[name] for name in _FREE}, "tojson": _tojson, "format": _format}
 
 
 def bounded_tests() -> dict[str, Callable[..., Any]]:
-    """The tests that read their values to the end."""
     return {name: _read_by(TESTS[name]) for name in _READING}
 
 
@@ -66,7 +65,7 @@ def _read_by(test: Any) -> Callable[..., Any]:
 
 
 def _cost_of_names(rest: list[Any], kwargs: dict[str, Any]) -> int:
-    """Steps for each item: an attribute's name may be a path of many names."""
+    """Steps per item: an attribute's name may be a path."""
     return 1 + sum(len(value) for value in (*rest, *kwargs.values()) if isinstance(value, str)) // 8
 
 
@@ -75,14 +74,14 @@ def _argument(rest: list[Any], kwargs: dict[str, Any], place: int, name: str, de
 
 
 def _text(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Of filters that read a value once and make at most some characters from each."""
+    """For filters that read a value once and make a bounded number of characters of each."""
     meter.read(value, *rest, *kwargs.values())
     meter.expect(meter.printed(value) * (12 if isinstance(value, str) else 1))
     return value
 
 
 def _listed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Of filters that read a list item by item: one whose length is known."""
+    """For filters that read a list item by item."""
     if isinstance(value, Iterator):
         value = list(value)  # counted where it was made
     if isinstance(value, str):

@@ -12,15 +12,14 @@ from typing import Any, NoReturn
 from topw_deploy.errors import TokenizerError
 
 STEPS, STEPS_PER_ITEM, STEPS_PER_INPUT = 2_000_000, 5_000, 2
-"""Steps of any rendering, and more for each value in the messages and for each of their characters. A step is one
-node of the template or the reading of 64 characters; calls, filters and operators are some steps each. Published
-templates take about 1,000 a message."""
+"""Steps of a rendering, plus some per value and per character of the messages. A step is one node of the template or 64
+characters read; calls, filters and operators take several. Published templates take about 1,000 per message."""
 CHARACTERS, CHARACTERS_PER_INPUT = 2**27, 256
-"""Characters of all values together that a rendering makes, and more for each character of the messages."""
+"""Characters that a rendering makes in all, plus some per character of the messages."""
 LONGEST, LONGEST_PER_INPUT = 2**24, 16
-"""Most characters of a single value, or so many times the messages' characters."""
+"""Most characters of a value, or a multiple of the messages' characters."""
 DEPTH = 100
-"""Most lists and mappings within each other: hashing and comparing recurse in C without a bound of their own."""
+"""Most levels of lists and mappings: hashing and comparing recurse in C without a bound."""
 BITS = 4096
 """Most bits of an integer."""
 
@@ -33,9 +32,9 @@ _METER: ContextVar[Meter] = ContextVar("meter")
 
 
 class Meter:
-    """Counts what one rendering uses. Raises TokenizerError, naming the template, where a bound is passed.
+    """Counts what one rendering uses. Raises TokenizerError, naming the template, past a bound.
 
-    name: the template's file. data: the values that the template is given, which nothing changes while it runs.
+    name: the template's file. data: the template's values, which do not change while it runs.
     """
 
     def __init__(self, name: str, data: Collection[Any]) -> None:
@@ -52,7 +51,7 @@ class Meter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this the meter of the rendering within the block."""
+        """Make this the current meter within the block."""
         token = _METER.set(self)
         try:
             yield
@@ -66,7 +65,7 @@ class Meter:
             self.refuse(f"takes more than {self._step_limit:,} steps")
 
     def expect(self, size: int) -> None:
-        """Refuse a value of `size` characters before it is made, if it is too long."""
+        """Refuse a value of `size` characters, before it is made, if too long."""
         if size > self._longest:
             self.refuse(f"makes a value of {size:,} characters, but may make at most {self._longest:,}")
 
@@ -90,12 +89,12 @@ class Meter:
         self.step(2 + (sum(self.measure(value)[0] for value in values) >> 6))
 
     def search(self, text: str, pattern: Any, *, forward: bool) -> None:
-        """Count a search for `pattern` in `text`: Python's has a bad worst case, backwards without a bound."""
+        """Count a search, by Python's worst case; backwards it has no bound."""
         size = len(pattern) if isinstance(pattern, str) else 1
         self.step(len(text) * (min(size, 128) if forward else size) >> 8)
 
     def measure(self, value: Any) -> tuple[int, int]:
-        """The characters of `value` with those of everything in it, as often as it is there, and its depth."""
+        """The characters of `value` and its items, counted as often as they occur, and its depth."""
         if isinstance(value, (str, bytes)):
             return len(value) + _ITEM, 0
         if isinstance(value, int):
@@ -124,7 +123,7 @@ class Meter:
         return weight, depth + 1
 
     def printed(self, value: Any) -> int:
-        """A bound on the characters that `value` prints as."""
+        """A bound on the length of `value` when printed."""
         if isinstance(value, str):
             return len(value)
         return self.measure(value)[0] * _PRINTED + BITS
@@ -136,7 +135,7 @@ class Meter:
         return str(value)
 
     def join(self, parts: Iterable[str]) -> str:
-        """The joined `parts`, refused before they are joined if there is too much."""
+        """Join `parts`; refuse too much before joining."""
         total, kept = 0, []
         for part in parts:
             total += len(part)
@@ -147,7 +146,7 @@ class Meter:
         return "".join(kept)
 
     def each(self, values: Iterable[Any], cost: int = 1) -> Iterator[Any]:
-        """The items of `values`, each of which is `cost` steps."""
+        """Count `cost` steps for each item."""
         for value in values:
             self.step(cost)
             yield value
@@ -160,12 +159,11 @@ class Meter:
 
 
 def current() -> Meter:
-    """The meter of the rendering that runs. LookupError outside of one, where Jinja tries to fold constants."""
+    """The current rendering's meter. LookupError outside of one, where Jinja folds constants."""
     return _METER.get()
 
 
 def is_container(value: Any) -> bool:
-    """Whether `value` holds other values that count towards its size."""
     return isinstance(value, _CONTAINERS)
 
 

@@ -22,7 +22,7 @@ _PIECE = 16  # what each piece of a text weighs
 
 
 def call(meter: Meter, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of the bound `method` of a plain value. Raises SecurityError for one that is not known."""
+    """Call the bound `method` of a plain value. Raises SecurityError for an unknown one."""
     owner, name = method.__self__, method.__name__
     meter.read(owner, *args, *kwargs.values())
     if isinstance(owner, str):
@@ -41,7 +41,7 @@ def call(meter: Meter, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def join(meter: Meter, separator: str, values: Any) -> str:
-    """`separator.join(values)`, refused before it is made if it is too long."""
+    """`separator.join(values)`; refused before joining if too long."""
     items = list(meter.each(values))
     meter.expect(sum(len(item) for item in items if isinstance(item, str)) + len(items) * len(separator))
     text: str = meter.make(separator.join(items))
@@ -60,7 +60,7 @@ def replaced(meter: Meter, text: str, old: Any, new: Any, count: Any = -1) -> in
 
 
 def _size(meter: Meter, text: str, name: str, given: list[Any]) -> int | None:
-    """A bound on the size of what the method `name` of `text` makes; None for an unknown method."""
+    """A bound on the size of the result; None for an unknown method."""
     first = given[0] if given else None
     if name in _SEARCHES or name in _BACKWARDS:
         for pattern in first if isinstance(first, tuple) else [first]:

@@ -1,7 +1,7 @@
-"""Changes a parsed template so that it counts what it does.
+"""Rewrites a parsed template to count what it does.
 
-Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which no environment sees. They are wrapped
-in filters here, whose names no template can write as a filter: they begin with a space.
+Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which no environment intercepts. Here they
+are wrapped in filters whose names no template can write: they begin with a space.
 """
 
 # ruff: noqa: N802, N815  # the names by which Jinja calls a visitor
@@ -19,7 +19,7 @@ _BOUNDED_BY_EITHER = frozenset({"eq", "ne", "gt", "gteq", "lt", "lteq"})  # ends
 
 
 def rewrite(template: nodes.Template) -> nodes.Template:
-    """`template`, changed in place. Raises TemplateAssertionError for what cannot be counted."""
+    """Changes `template` in place. Raises TemplateAssertionError for what cannot be counted."""
     _Rewriter().visit(template)
     return template
 

@@ -1,1 +1,1 @@
-"""The certified algorithm in numpy: the reference's kept sets, without the work that proofs make unnecessary."""
+"""The reference's kept sets in numpy, a row at a time, without the work that proofs make unnecessary."""

@@ -1,6 +1,6 @@
-"""The alternation with as few distances as the row test leaves (docs/contract/theory.md, sections 3 and 4).
+"""The alternation with as few distances as the row test allows (docs/contract/theory.md, sections 3 and 4).
 
-Only for geom_scale >= 0 and c = beta - lam > 0, and only worth it for rows that the certificate does not settle.
+For geom_scale >= 0 and c = beta - lam > 0, and rows that the certificate does not settle.
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from topw_deploy.sampling.fast.distances import Mask
-from topw_deploy.sampling.geometry import Floats, Ids
-from topw_deploy.sampling.reference import first_maximiser, objective
+from topw_deploy.sampling.geometry import Floats, Geometry, Ids
+from topw_deploy.sampling.reference import Mask, first_maximiser, objective
 
-# Tokens measured before the row test is asked again, doubling: the most probable ones say most about the mass and the
-# objective, so they go first and few.
+# Tokens measured before the row test is repeated, doubling. The most probable ones bound the mass and the objective
+# best, so they come first, in a small batch.
 _FIRST_ROWS, _MOST_ROWS = 64, 256
-_SLACK = 1e-9  # times max(1, lam, beta): rounding in the row test may only let more tokens pass
+_FEATURES_AT_ONCE = 128  # rows whose float64 intermediates stay in the CPU's cache
+_SLACK = 1e-9  # times max(1, lam, beta), so that rounding in the row test only lets more tokens pass
 
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """One row's rule over its pool.
+    """The rule over the pool of one row.
 
-    p, scores: weights and lam log p [n], in pool order and in units of the largest. c: beta - lam > 0. unit:
-    max(1, lam, beta). penalty: geom_scale, >= 0. distance_to: dist(i, S) of positions i outside S, or None where it is
-    1 for all of them. bound: lower bounds [n] of every token's distance to any other. settled_at: size from which on
-    a nested step is final (T1).
+    p, scores: weights and lam log p [n], in pool order, in units of the largest weight.
+    c: beta - lam > 0.
+    unit: max(1, lam, beta).
+    penalty: geom_scale >= 0.
+    distance_to: dist(i, S) of positions i outside S; None where it is 1 for all of them.
+    bound: lower bounds [n] of each token's distance to any other.
+    settled_at: a step to a subset of at least this size is final (T1).
     """
 
     p: Floats
@@ -41,7 +44,7 @@ class Alternation:
     settled_at: int
 
     def run(self, S: Mask, most_steps: int) -> tuple[Mask, Mask, int]:
-        """From the warm start S: (the last set, the union of the sets that steps started from, steps taken)."""
+        """Alternate from the warm start S. Returns (the last set, the union of the sets before each step, steps)."""
         seen = S.copy()
         for steps in range(1, most_steps + 1):
             before, S = S, self._step(S)
@@ -53,7 +56,7 @@ class Alternation:
         return S, seen, most_steps
 
     def _step(self, S: Mask) -> Mask:
-        """The set that follows S: measure tokens until those left out provably do not belong to it."""
+        """The set after S: measure tokens until the others provably do not belong to it."""
         phi = np.where(S, self.scores, self.scores - self.penalty * self.bound)  # an upper bound until measured
         known = np.ones_like(S) if self.distance_to is None else S.copy()
         rows = _FIRST_ROWS
@@ -70,7 +73,7 @@ class Alternation:
             rows = min(2 * rows, _MOST_ROWS)
 
     def _best_prefix(self, phi: Floats, known: Mask) -> tuple[Ids, float]:
-        """The first best prefix of the tokens whose phi is known, and its J: no set of such tokens has a larger one."""
+        """The first best prefix of the tokens with known phi, and its J."""
         positions = np.flatnonzero(known)
         order = positions[np.argsort(-phi[positions], kind="stable")]  # equal phi: pool position decides
         J = objective(self.p[order], phi[order], self.c)
@@ -78,9 +81,9 @@ class Alternation:
         return order[:k], float(J[k - 1])
 
     def _may_be_kept(self, phi: Floats, best: float) -> Mask:
-        """The row test with phi at least the token's and `best` at most the step's J.
+        """The row test, with upper bounds `phi` and a lower bound `best` of the step's J.
 
-        The tokens that pass bound the kept mass, and that bound is put into the test again until it stays.
+        The tokens that pass bound the kept mass; repeat with that bound until it settles.
         """
         G = float(self.p.sum())
         while True:
@@ -93,6 +96,67 @@ class Alternation:
 
 
 def loss_of_share(y: Floats) -> Floats:
-    """h(y) = -((1 - y) / y) log(1 - y), clipped to y <= 1: what log-mass loses by a share y, from 1 down to 0."""
+    """h(y) = -((1 - y) / y) log(1 - y) of the row test, y clipped to 1."""
     y = np.minimum(y, 1.0 - 1e-16)
     return -(1.0 - y) / y * np.log1p(-y)
+
+
+class SetDistances:
+    """dist(i, S) for pool tokens i outside the set S, for sets that change from step to step.
+
+    Each distance is computed once, and features only for tokens that need one.
+
+    C: token ids of the pool [n].
+    neighbours: 0 for the smallest distance, else how many of the smallest are averaged.
+    """
+
+    def __init__(self, geometry: Geometry, C: Ids, neighbours: int) -> None:
+        self._geometry = geometry
+        self._C = C
+        self._neighbours = neighbours
+        self._features: Floats | None = None
+        self._has_features = np.zeros(len(C), dtype=np.bool_)
+        self._store = np.empty((len(C), len(C)))
+        # Rows measured in the same steps have the same columns filled. They form a group, so that what is missing is a
+        # rectangle of the store.
+        self._group = np.zeros(len(C), dtype=np.int64)
+        self._known: list[Mask] = [np.zeros(len(C), dtype=np.bool_)]
+        self.computed = 0
+
+    def __call__(self, rows: Ids, S: Mask) -> Floats:
+        """Distances [n] of the pool positions `rows` [n], none of them in S, to S, a mask."""
+        for group in np.unique(self._group[rows]):
+            same = rows[self._group[rows] == group]
+            missing = S & ~self._known[group]
+            if missing.any():
+                self._measure(same, np.flatnonzero(missing))
+                self._group[same] = self._group_with(self._known[group] | missing)
+        to_members = self._store[np.ix_(rows, np.flatnonzero(S))]  # [n, |S|]
+        count = min(self._neighbours or 1, to_members.shape[1])
+        if count == 1:
+            return to_members.min(axis=1)
+        return np.partition(to_members, count - 1, axis=1)[:, :count].mean(axis=1)
+
+    def _measure(self, rows: Ids, columns: Ids) -> None:
+        x, y = self._points(rows), self._points(columns)
+        self._store[np.ix_(rows, columns)] = self._geometry.between(x, y)
+        self.computed += len(rows) * len(columns)
+
+    def _points(self, positions: Ids) -> Floats:
+        missing = positions[~self._has_features[positions]]
+        for start in range(0, len(missing), _FEATURES_AT_ONCE):
+            new = missing[start : start + _FEATURES_AT_ONCE]
+            points = self._geometry.features(self._C[new])
+            if self._features is None:
+                self._features = np.empty((len(self._C), points.shape[1]))
+            self._features[new] = points
+            self._has_features[new] = True
+        assert self._features is not None  # the first positions are all new
+        return self._features[positions]
+
+    def _group_with(self, columns: Mask) -> int:
+        for group, known in enumerate(self._known):
+            if np.array_equal(known, columns):
+                return group
+        self._known.append(columns)
+        return len(self._known) - 1

@@ -1,7 +1,7 @@
-"""The largest logits of a row, without sorting it: one pass of blocked maxima, then only the blocks that matter.
+"""The largest logits of a row without sorting it: one pass of blocked maxima, then only the blocks that matter.
 
-Block j of width W holds tokens j, j + W, j + 2 W, ..., so its maxima are a few long vector operations, and a tie for a
-place in the pool is never hidden: every token at or above a threshold is found through its block.
+Block j holds the tokens j, j + W, j + 2 W, ..., so that the maxima of W blocks are a few long vector operations. Every
+token at or above a threshold is found through its block, ties included.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from topw_deploy.sampling.geometry import Ids
 Logits = NDArray[np.floating]
 
 _ONE_BLOCK_EACH = 4096  # up to this many tokens, a block is a token
-# Rounding in a threshold may only let more tokens pass. Relative to the gap; logits differ by 1e-16 or 6e-8 of it.
+# Relative to the gap, so that rounding in a threshold only lets more tokens pass; logits round at 1e-16 or 6e-8 of it.
 _GAP_SLACK = 1e-9
 
 
 class Blocks:
-    """The maxima of one row of logits [V], float32 or float64; NaN and infinities show in `largest`."""
+    """The maxima of one row of logits [V], float32 or float64. NaN and infinities appear in `largest`."""
 
     def __init__(self, logits: Logits) -> None:
         self._logits = logits
         V = len(logits)
-        # Near 8 sqrt(V): maxima are cheap to make in long rows, and few enough to be searched themselves.
+        # Near 8 sqrt(V): long vector operations, and few enough maxima to search.
         self._width = V if V <= _ONE_BLOCK_EACH else 1 << math.ceil(math.log2(8 * math.sqrt(V)))
         whole = V - V % self._width
-        self._grid = logits[:whole].reshape(-1, self._width)  # [blocks' depth, W]
+        self._grid = logits[:whole].reshape(-1, self._width)  # [tokens of a block, W]
         self._rest = logits[whole:]
         self._maxima = self._grid.max(axis=0)  # [W]
         if len(self._rest):
@@ -52,7 +52,7 @@ class Blocks:
         return np.concatenate([ids, rest + self._grid.size]) if len(rest) else ids
 
     def holding_the_largest(self, count: int) -> Ids:
-        """Ids, ascending, of tokens that include every one of the `count` largest finite logits and its equals."""
+        """Ids, ascending, that include the `count` largest finite logits and their equals."""
         values = self._maxima if count <= len(self._maxima) // 2 else self._logits
         if count >= len(values):
             return np.flatnonzero(self._logits > -np.inf)
@@ -64,21 +64,19 @@ class Blocks:
 
 
 def _rounded_down(threshold: float, dtype: np.dtype) -> np.floating:
-    """The largest number of `dtype` that is not above `threshold`."""
     with np.errstate(over="ignore"):
         near = dtype.type(threshold)
     return near if float(near) <= threshold else np.nextafter(near, dtype.type(-np.inf))
 
 
 def gap(lam: float, c: float, most_mass: float) -> float:
-    """How far below the largest logit, in units of the selection temperature, a kept token can be at most.
+    """The most that a kept logit can be below the largest, in units of the selection temperature.
 
-    (c / lam) (1 + log W) for W >= the kept mass in units of the largest (docs/contract/theory.md, section 4); inf for
-    lam = 0.
+    (c / lam) (1 + log W), W >= the kept mass in units of the largest weight (docs/contract/theory.md, section 4); inf
+    for lam = 0.
     """
     return (c / lam) * (1.0 + math.log(most_mass)) * (1.0 + _GAP_SLACK) if lam > 0 else math.inf
 
 
 def in_pool_order(logits: Logits, ids: Ids) -> Ids:
-    """`ids`, given ascending, by (logit descending, id ascending)."""
     return ids[np.argsort(-logits[ids], kind="stable")]

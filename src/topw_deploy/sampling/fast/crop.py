@@ -1,6 +1,6 @@
-"""Top-W without the work that proofs make unnecessary: the same kept sets as `reference.crop`, far sooner.
+"""Top-W without the work that proofs make unnecessary: the same kept sets as `reference.crop`.
 
-What may be left out, and why, is in docs/contract/theory.md, sections 3, 4 and 7; each step here names its statement.
+docs/contract/theory.md, sections 3, 4 and 7, proves what may be left out; each step here names its statement.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from topw_deploy.errors import ParameterError
-from topw_deploy.sampling.fast.alternation import Alternation
+from topw_deploy.sampling.fast.alternation import Alternation, SetDistances
 from topw_deploy.sampling.fast.candidates import Blocks, Logits, gap, in_pool_order
-from topw_deploy.sampling.fast.distances import SetDistances
 from topw_deploy.sampling.geometry import Floats, Geometry, Ids
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 from topw_deploy.sampling.reference import (
@@ -32,21 +31,16 @@ _DEFAULT_OPTIONS = TopWOptions()
 
 @dataclass(frozen=True, slots=True)
 class FastCrop:
-    """What one row keeps, and what finding it took.
+    """The kept set of one row, and the work it took.
 
-    kept: token ids, int64, by (logit descending, id ascending), as `reference.Crop.kept`.
-    certified: as `reference.Crop.certified`, a property of the row and not of the path taken.
-    stage: what settled the row: "greedy"; "candidates", a few logits and no pool; "pool", the pool's mass and no
-        distance; "geometry", the alternation; "literal", the reference itself, for a negative geom_scale.
-    candidates: tokens whose weights were looked at after the pass over the row: 0 for a greedy row and for
-        beta <= lam, which need the largest alone.
-    steps: alternations taken; 0 where no set had to be followed, whatever the reference takes to confirm it.
-    distances: ordered pairs (pool token, member of a set) whose distance was computed. The uniform metric and
-        geom_scale = 0 need none.
-    distances_avoided: such pairs that the literal algorithm computes beyond these (`reference.Crop.distances` less
-        `distances`): |C| for every token that was in one of the sets S(t) it took distances to. 0 for the stages
-        "greedy" and "literal", where it avoids none; 0 also for "candidates", where neither the pool nor the warm
-        start is known, and so not how many were avoided.
+    kept: token ids, int64, as `reference.Crop.kept`.
+    certified: as `reference.Crop.certified`; a property of the row, not of the path taken.
+    stage: what settled the row: "greedy"; "candidates", without the pool; "pool", without a distance; "geometry", the
+        alternation; "literal", the reference, for a negative geom_scale.
+    candidates: tokens whose weights were computed; 0 for greedy rows and beta <= lam, which need only the largest.
+    steps: alternations, without the reference's confirming one.
+    distances: ordered pairs (pool token, member of a set) whose distance was computed.
+    distances_avoided: `reference.Crop.distances` less `distances`; 0 for "candidates", where it is unknown.
     """
 
     kept: Ids
@@ -65,13 +59,14 @@ def fast_crop(
     geometry: Geometry | None = None,
     neighbour_bound: ArrayLike | None = None,
 ) -> FastCrop:
-    """The kept set of one row of (edited) logits [V]; the answer of `reference.crop` wherever rounding decides nothing.
+    """Choose the kept set of one row: that of `reference.crop`, except on ties of rounding.
 
-    logits: float32 ones are searched as they are, others in float64; -inf bans a token. options: default
-    `TopWOptions()`. geometry: of `options.metric`; may be left out when that is `uniform`. neighbour_bound: float32
-    [V] or longer, for each token a number that its distance to any other token is not below; it saves distances and
-    never changes the answer. Arithmetic that decides is float64 in the reference's order.
-    Raises ParameterError as `reference.crop` does, and for a neighbour bound that is too short or NaN at a pool token.
+    neighbour_bound: float32 [V] or longer, a lower bound of each token's distance to any other. It saves distances and
+        never changes the answer.
+
+    The other arguments and the errors are those of `reference.crop`. float32 logits are searched as they are; decisions
+    are float64, summed in the reference's order. Raises ParameterError also for a neighbour bound that is too short or
+    NaN at a pool token.
     """
     options = _DEFAULT_OPTIONS if options is None else options
     geometry = geometry_for(options, geometry)
@@ -85,8 +80,6 @@ def fast_crop(
 
 
 class _Row:
-    """One row on its way through the stages, geom_scale >= 0."""
-
     def __init__(
         self,
         row: Logits,
@@ -102,7 +95,7 @@ class _Row:
         self.c = parameters.beta - parameters.lam
         self.selection = parameters.selection_temperature or parameters.temperature
         table = geometry.table
-        # Only then may a pool token lack an embedding, which is an error even where no distance is needed.
+        # If not, a pool token may lack an embedding, which is an error even where no distance is needed.
         self.every_token_embedded = table is None or table.shape[0] >= len(row)
 
     def settle(self) -> FastCrop:
@@ -118,7 +111,7 @@ class _Row:
         return self._by_pool(candidates)
 
     def _check(self, largest: float) -> None:
-        if not math.isfinite(largest):  # the maximum of a row with NaN is NaN; and the reference knows what to say
+        if not math.isfinite(largest):  # NaN if the row has one; the reference raises the error
             checked_row(self.row)
 
     def _largest(self) -> FastCrop:
@@ -128,25 +121,24 @@ class _Row:
         return FastCrop(np.array([best], dtype=np.int64), True, stage, 0, 0, 0, 0)
 
     def _candidates(self) -> Ids | None:
-        """All tokens within the gap, which every kept token is; None where there are too many to be worth a look."""
+        """All tokens within the gap, as every kept token is; None if too many."""
         lam, top_m = self.parameters.lam, self.options.top_m
-        reach = gap(lam, self.c, min(top_m, len(self.row)))  # no token weighs more than the largest
-        ids = self.blocks.at_least(self.blocks.largest - self.selection * reach, most=top_m)
+        width = gap(lam, self.c, min(top_m, len(self.row)))  # no token weighs more than the largest
+        ids = self.blocks.at_least(self.blocks.largest - self.selection * width, most=top_m)
         while ids is not None and len(ids) > top_m:
             below = self._log_weights(ids)
-            reach = gap(lam, self.c, float(np.exp(below).sum()) * (1.0 + 1e-12))
-            inside = below >= -reach
+            width = gap(lam, self.c, float(np.exp(below).sum()) * (1.0 + 1e-12))
+            inside = below >= -width
             if inside.all():
                 return ids
             ids = ids[inside]
         return ids
 
     def _log_weights(self, ids: Ids) -> Floats:
-        """log p in units of the largest: no constant changes the answer (F0)."""
         return (self.row[ids].astype(np.float64) - self.blocks.largest) / self.selection
 
     def _by_candidates(self, ids: Ids) -> FastCrop | None:
-        """The certificate without the pool: the candidates are its head, and weigh no more than it."""
+        """The certificate without the pool, of which the candidates are a prefix; None without proof."""
         lam, share = self.parameters.lam, self.parameters.init_top_p
         ordered = in_pool_order(self.row, ids)
         log_p = self._log_weights(ordered)
@@ -159,7 +151,7 @@ class _Row:
         return FastCrop(ordered[:K], True, "candidates", len(ids), 0, 0, 0)
 
     def _by_pool(self, candidates: Ids | None) -> FastCrop:
-        """The pool's own mass decides the certificate (T2); where it fails, the alternation."""
+        """The certificate by the pool (T2), else the alternation."""
         size = self.options.top_m
         if candidates is None or len(candidates) < size:
             candidates = self.blocks.holding_the_largest(size)

@@ -1,7 +1,7 @@
-"""Top-W on torch tensors: a batch of rows, on the device where the logits are. Needs torch; nothing imports it unasked.
+"""Top-W on torch tensors: a batch of rows, on the device of the logits. Nothing else in `sampling` imports it.
 
-Everything that decides is float64. Apple's GPUs have none: there it is float32, with the looser ties of
-docs/contract/graph.md, section 4. Only the CPU path was ever run.
+Decisions are made in float64, on Apple's GPUs, which have none, in float32 with the looser ties of
+docs/contract/graph.md, section 4. Only the CPU has been tested.
 """
 
 from topw_deploy.sampling.torch.crop import Stage, TensorCrop, crop_rows

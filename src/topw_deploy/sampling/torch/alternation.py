@@ -1,6 +1,6 @@
 """Stage C: the alternation of one row over its pool (docs/contract/theory.md, sections 3 and 4), and the literal one.
 
-Its steps depend on what it finds, so it waits for the device; only rows that are not certified come here.
+Its steps depend on values, so it syncs the device; only rows that are not certified need it.
 """
 
 from __future__ import annotations
@@ -13,33 +13,32 @@ from torch import Tensor
 
 from topw_deploy.sampling.torch.geometry import TensorGeometry
 
-# Tokens measured before the row test is asked again, doubling: the most probable ones say most about the mass and the
-# objective, so they go first and few.
+# Tokens measured before the row test is repeated, doubling. The most probable ones bound the mass and the objective
+# best, so they come first, in a small batch.
 _FIRST_ROWS = 64
-_SLACK = {torch.float64: 1e-9, torch.float32: 1e-5}  # of J, in its unit: rounding may only let more tokens pass
+_SLACK = {torch.float64: 1e-9, torch.float32: 1e-5}  # of J, in its unit, so that rounding only lets more tokens pass
 
 
 class SetDistances:
-    """dist(i, S) for tokens i of the pool C [n] outside a set S of it; each pair is computed at most once."""
+    """As `fast.alternation.SetDistances`."""
 
     def __init__(self, geometry: TensorGeometry, C: Tensor, neighbours: int) -> None:
         self._geometry, self._C, self._neighbours = geometry, C, neighbours
         self._points: Tensor | None = None
         self._has_point = torch.zeros_like(C, dtype=torch.bool)
         self._store = geometry.features(C[:0]).new_empty(len(C), len(C))
-        # Rows measured in the same steps know the same columns: a group each, so that what is missing is a rectangle.
+        # Rows measured in the same steps have the same columns filled: a group, so that what is missing is a rectangle.
         self._group = torch.zeros_like(C)
         self._known = [torch.zeros_like(self._has_point)]
         self.computed = 0
 
     def __call__(self, rows: Tensor, S: Tensor) -> Tensor:
-        """Distances [r] of the pool positions `rows` [r], none of them in S, to the set S (a mask over the pool)."""
         for group in self._group[rows].unique().tolist():
             missing = S & ~self._known[group]
             if missing.any():
                 same = rows[self._group[rows] == group]
                 self._measure(same, missing.nonzero()[:, 0])
-                self._group[same] = self._group_that_knows(self._known[group] | missing)
+                self._group[same] = self._group_with(self._known[group] | missing)
         to_members = self._store[rows[:, None], S.nonzero()[:, 0]]
         count = min(self._neighbours or 1, to_members.shape[1])
         return to_members.amin(1) if count == 1 else to_members.topk(count, dim=1, largest=False).values.mean(1)
@@ -58,7 +57,7 @@ class SetDistances:
             self._has_point[new] = True
         return self._points[positions]
 
-    def _group_that_knows(self, columns: Tensor) -> int:
+    def _group_with(self, columns: Tensor) -> int:
         for group, known in enumerate(self._known):
             if torch.equal(known, columns):
                 return group
@@ -68,11 +67,11 @@ class SetDistances:
 
 @dataclass(frozen=True)
 class Alternation:
-    """One row's rule over its pool, for geom_scale >= 0 and c > 0.
+    """As `fast.alternation.Alternation`, for tensors.
 
-    p, scores: weights and lam log p [n], in pool order, in units of the largest. c: beta - lam. unit: max(1, lam,
-    beta). scale: geom_scale. distances: None where every distance to a set is 1, or does not count. bound [n] or 1:
-    lower bounds of each token's distance to any other. settled_at: size from which on a nested step is final (T1).
+    scale: geom_scale.
+    distances: None where every distance to a set is 1, or geom_scale is 0.
+    bound: lower bounds of each token's distance to any other, [n] or 1.
     """
 
     p: Tensor
@@ -85,7 +84,7 @@ class Alternation:
     settled_at: int
 
     def run(self, S: Tensor, most_steps: int) -> tuple[Tensor, Tensor]:
-        """From the warm start S, a mask [n]: (the last set, the union of the sets that steps started from)."""
+        """Alternate from the mask S [n]. Returns (last set, union of the sets before each step)."""
         seen = S.clone()
         for step in range(most_steps):
             before, S = S, self._step(S)
@@ -97,7 +96,6 @@ class Alternation:
         return S, seen
 
     def _step(self, S: Tensor) -> Tensor:
-        """The set that follows S: measure tokens until those left out provably do not belong to it."""
         phi = torch.where(S, self.scores, self.scores - self.scale * self.bound)  # an upper bound until measured
         known = torch.ones_like(S) if self.distances is None else S.clone()
         rows = _FIRST_ROWS
@@ -113,17 +111,12 @@ class Alternation:
             rows *= 2
 
     def _best_prefix(self, phi: Tensor, known: Tensor) -> tuple[Tensor, float]:
-        """The first best prefix of the tokens whose phi is known, and its J: no set of such tokens has a larger one."""
         order = in_order_of(phi, known.nonzero()[:, 0])
         J = objective(self.p[order], phi[order], self.c)
         k = int(J.argmax()) + 1
         return order[:k], float(J[k - 1])
 
     def _may_be_kept(self, phi: Tensor, best: float) -> Tensor:
-        """The row test with phi at least the token's and `best` at most the step's J.
-
-        The tokens that pass bound the kept mass, and that bound is put into the test again until it stays.
-        """
         slack = _SLACK[phi.dtype]
         G = float(self.p.sum())
         while True:
@@ -139,7 +132,7 @@ def literal(
     C: Tensor, p: Tensor, log_p: Tensor, k0: int, lam: float, c: float, scale: float, steps: int, neighbours: int,
     geometry: TensorGeometry,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """The rule as it is written, for geom_scale < 0, where nothing may be skipped: (set [n], distances computed)."""
+    """The literal rule, for geom_scale < 0. Returns (set [n], distances computed)."""
     S = torch.arange(len(C), device=C.device) < k0
     everyone = torch.arange(len(C), device=C.device)
     distance_to = SetDistances(geometry, C, neighbours)
@@ -155,17 +148,15 @@ def literal(
 
 
 def in_order_of(phi: Tensor, positions: Tensor) -> Tensor:
-    """`positions`, given ascending, by phi descending; equal phi: pool position decides."""
+    """`positions`, given ascending, by phi descending; equal phi keep pool order."""
     return positions[phi[positions].neg().argsort(stable=True)]
 
 
 def objective(p: Tensor, phi: Tensor, c: float) -> Tensor:
-    """J of every prefix [n] of tokens already ordered by phi."""
     Gamma = p.cumsum(0)
     return (p * phi).cumsum(0) / Gamma + c * Gamma.log()
 
 
 def _loss_of_share(y: Tensor) -> Tensor:
-    """h(y) = -((1 - y) / y) log(1 - y), for y clipped under 1: what log-mass loses by a share y, from 1 down to 0."""
     y = y.clamp(max=1.0 - torch.finfo(y.dtype).eps)
     return -(1.0 - y) / y * torch.log1p(-y)

@@ -1,4 +1,4 @@
-"""Top-W for a batch of rows on any device: candidates, then the pool, then geometry, each only for the rows left."""
+"""Top-W for a batch of rows: candidates (A), the pool (B), geometry (C), each only for the rows left."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from torch import Tensor
 from topw_deploy.errors import ParameterError
 from topw_deploy.sampling.parameters import TopWOptions
 from topw_deploy.sampling.torch.alternation import Alternation, SetDistances, literal
-from topw_deploy.sampling.torch.candidates import Candidates, settle_by_candidates
+from topw_deploy.sampling.torch.certificate import Candidates, Pool, settle_by_candidates, take_pool
 from topw_deploy.sampling.torch.geometry import TensorGeometry
-from topw_deploy.sampling.torch.pool import Pool, take_pool
 from topw_deploy.sampling.torch.rows import Rows, TensorParameters, read_parameters
 
 
 class Stage(IntEnum):
-    """What settled a row: nothing, as it is invalid; the largest logit; a few candidates and no pool (A); the pool's
-    mass and no distance (B); the alternation (C); the rule without shortcuts, for a negative geom_scale."""
+    """What settled a row."""
 
     INVALID = -1
-    GREEDY = 0
-    CANDIDATES = 1
-    POOL = 2
-    GEOMETRY = 3
-    LITERAL = 4
+    GREEDY = 0  # the largest logit
+    CANDIDATES = 1  # stage A: a few logits, without the pool
+    POOL = 2  # stage B: the pool's mass, without a distance
+    GEOMETRY = 3  # stage C: the alternation
+    LITERAL = 4  # no shortcuts, for a negative geom_scale
 
 
 @dataclass(frozen=True)
 class TensorCrop:
-    """What each row keeps, on the logits' device.
+    """The kept sets of a batch, on the logits' device.
 
-    ids: int64 [B, n], the first `kept` of a row are its tokens, by (logit descending, id ascending); kept: int32 [B];
-    certified: bool [B], a property of the row, as `reference.Crop.certified`; invalid: bool [B], rows with NaN, +inf,
-    nothing finite or a parameter out of range: they keep nothing; stage: int8 [B], see `Stage`; distances: int64 [B],
-    token pairs whose distance was computed; distances_avoided: int64 [B], pairs that the literal algorithm computes
-    beyond these, 0 where the pool was not looked at and the number is therefore unknown. vocab: V. any_invalid: known
-    without waiting for the device.
+    ids: int64 [B, n]; the first `kept` of a row are its tokens, ordered as in `reference.Crop`.
+    kept: int32 [B].
+    certified: bool [B].
+    invalid: bool [B], rows with NaN, +inf, nothing finite or a parameter out of range; they keep nothing.
+    stage: int8 [B], see `Stage`.
+    distances, distances_avoided: int64 [B], as in `FastCrop`.
+    vocab: V.
+    any_invalid: on the host, so that reading it does not sync the device.
     """
 
     ids: Tensor
@@ -54,23 +54,23 @@ class TensorCrop:
 
     @property
     def certified_share(self) -> float:
-        """The share of rows that are certified; waits for the device."""
+        """The share of certified rows. Syncs the device."""
         return float(self.certified.float().mean())
 
     @cached_property
     def keep_mask(self) -> Tensor:
-        """bool [B, V]: which tokens are kept."""
+        """Kept tokens, bool [B, V]."""
         mask = torch.zeros(len(self.kept), self.vocab, dtype=torch.bool, device=self.ids.device)
         return mask.scatter_(1, self._kept_ids, ~self.invalid[:, None].expand_as(self.ids))
 
     def masked(self, logits: Tensor) -> Tensor:
-        """The logits [B, V], of their own type, with -inf for every token that is not kept."""
+        """The logits [B, V], same type, with -inf for tokens that are not kept."""
         chosen = logits.gather(1, self._kept_ids).masked_fill_(self.invalid[:, None], -torch.inf)
         return torch.full_like(logits, -torch.inf).scatter_(1, self._kept_ids, chosen)
 
     @cached_property
     def _kept_ids(self) -> Tensor:
-        """The ids, with the first one of each row in the places of those that are not kept."""
+        """The ids, with a row's first one in place of those not kept."""
         place = torch.arange(self.ids.shape[1], device=self.ids.device)
         return torch.where(place < self.kept[:, None], self.ids, self.ids[:, :1])
 
@@ -83,15 +83,16 @@ def crop_rows(
     geometry: TensorGeometry | None = None,
     neighbour_bound: Tensor | None = None,
 ) -> TensorCrop:
-    """The kept sets of a batch of (edited) logits [B, V], any floating type, cast to float32; -inf bans a token.
+    """Choose the kept sets of a batch of rows [B, V]: those of `reference.crop`, except on ties of rounding.
 
-    parameters: numbers for all rows, or tensors [B] by name. options: default `TopWOptions()`. geometry: of
-    `options.metric`; may be left out when that is `uniform`. neighbour_bound: [V], for each token a number that its
-    distance to any other token is not below; it saves distances and never changes the answer.
-    Equal to `reference.crop` wherever rounding decides nothing, and no row depends on another. Where candidates settle
-    every row, the device is waited for once, for one truth value; no logits are copied to the host in any case.
-    Raises ParameterError for shapes, for numbers out of range, for a geometry of another metric or of fewer tokens
-    than the logits have, and for a NaN bound where one is needed.
+    logits: any floating type, cast to float32; -inf bans a token.
+    parameters: numbers for all rows, or tensors [B] by name.
+    options, geometry: as for `reference.crop`.
+    neighbour_bound: [V], see `fast_crop`.
+
+    Rows do not affect each other. Syncs the device once where candidates settle every row; never copies logits to the
+    host. Raises ParameterError for shapes, for numbers out of range, for a geometry of another metric or with fewer
+    tokens than the logits, and for a NaN bound where one is needed.
     """
     options = TopWOptions() if options is None else options
     geometry = _geometry_for(options, geometry)
@@ -109,7 +110,7 @@ def crop_rows(
     rows = read_parameters(parameters, len(logits), logits.device)
     first = settle_by_candidates(row_logits, rows, options.top_m)
     crop = _by_candidates(first, rows, logits.shape[1])
-    if bool(first.settled.all()):  # the one value that is waited for
+    if bool(first.settled.all()):  # the one sync
         return crop
     left = (first.valid & ~first.settled)[:, 0].nonzero()[:, 0]
     return _finish(crop, left, row_logits[left], rows.at(left), options, geometry, neighbour_bound)
@@ -136,7 +137,7 @@ def _finish(
     crop: TensorCrop, left: Tensor, logits: Tensor, rows: Rows, options: TopWOptions, geometry: TensorGeometry,
     neighbour_bound: Tensor | None,
 ) -> TensorCrop:  # fmt: skip
-    """`crop` with the rows of these indices `left` [R] and `logits` [R, V] taken through the pool and the geometry."""
+    """Settle the rows `left` [R] of `crop`, with logits [R, V], by the pool or by geometry."""
     crop = replace(crop, any_invalid=bool(crop.invalid.any()))
     if not len(left):
         return crop
@@ -163,7 +164,7 @@ def _finish(
 
 @dataclass
 class _Answer:
-    """What the pool's rows are answered with; rows that need geometry are filled in one by one."""
+    """The answers of stage B; the alternation fills in its rows."""
 
     ids: Tensor
     kept: Tensor
@@ -180,8 +181,6 @@ class _Answer:
 
 
 class _PoolRow:
-    """One row that the certificate does not cover, on its way through the alternation."""
-
     def __init__(
         self, pool: Pool, rows: Rows, row: int, geometry: TensorGeometry, options: TopWOptions,
         neighbour_bound: Tensor | None,

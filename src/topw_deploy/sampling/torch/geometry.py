@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 _BLOCK_VALUES = 1 << 19  # numbers held at a time while reading a table: 4 MiB in float64, about a cache
-# As in `sampling.geometry`: where |x - y|^2 is under this share of |x|^2 + |y|^2 it is taken again from x - y. float32
-# has lost more digits by then, so it starts sooner.
+# As in `sampling.geometry`: where |x - y|^2 is below this share of |x|^2 + |y|^2, it is computed from x - y. float32
+# has fewer digits to lose, so its share is larger.
 _NEAR_SHARE = {torch.float64: 1e-3, torch.float32: 0.05}
 
 
 def normalise(points: Tensor) -> Tensor:
-    """`points` [n, d] divided by their norms, a norm under 1e-12 counting as 1e-12."""
+    """`points` [n, d] divided by max(norm, 1e-12)."""
     return points / torch.linalg.vector_norm(points, dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
 
 
 @dataclass(frozen=True)
 class TensorGeometry:
-    """Distances between tokens. Make one with `from_embeddings` or `uniform`, once per model."""
+    """As `sampling.Geometry`, on tensors."""
 
     metric: str
     table: Tensor | None = None  # [V, d], or None for `uniform`
@@ -61,13 +61,13 @@ class TensorGeometry:
 
     @classmethod
     def uniform(cls) -> Self:
-        """The 0-1 geometry: any two different tokens are at distance 1. Needs no table."""
+        """The 0-1 geometry, without a table."""
         return cls("uniform")
 
     def features(self, ids: Tensor) -> Tensor:
-        """The points [n, d] of the tokens `ids` [n], on the device of `ids`; the ids themselves [n, 1] for `uniform`.
+        """The points [n, d] of the tokens `ids` [n], on the device of `ids`; see `Geometry.features`.
 
-        Raises ParameterError for an id that has no embedding.
+        Raises ParameterError for an id without an embedding.
         """
         dtype = working_dtype(ids.device)
         if self.table is None or self.mean is None or self.inverse_std is None:
@@ -81,7 +81,6 @@ class TensorGeometry:
         return normalise((rows - mean) * inverse_std)
 
     def between(self, x: Tensor, y: Tensor) -> Tensor:
-        """Distances [n, m] between features `x` [n, d] and `y` [m, d]."""
         if self.metric == "uniform":
             return (x != y.T).to(x.dtype)
         if self.metric == "cosine":
@@ -90,14 +89,13 @@ class TensorGeometry:
 
 
 def _blocks(table: Tensor, metric: str) -> Iterator[Tensor]:
-    """The table in blocks of rows in the working type, normalised for the metric that takes its statistics so."""
     for block in table.split(max(1, _BLOCK_VALUES // table.shape[1])):
         rows = block.to(working_dtype(table.device), copy=True)
         yield normalise(rows) if metric == "mahalanobis" else rows
 
 
 def _euclidean(x: Tensor, y: Tensor) -> Tensor:
-    """Euclidean distances [n, m]; near pairs from differences, so that near-duplicates lose no digits."""
+    """Euclidean distances [n, m]; see `sampling.geometry.euclidean`."""
     sizes = x.square().sum(1)[:, None] + y.square().sum(1)
     squares = torch.addmm(sizes, x, y.T, alpha=-2.0)
     row, col = torch.nonzero(squares <= _NEAR_SHARE[x.dtype] * sizes, as_tuple=True)

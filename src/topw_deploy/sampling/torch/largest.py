@@ -1,7 +1,7 @@
 """The largest logits of each row by (logit descending, id ascending), without sorting the row.
 
-No backend's topk promises an order among equals. Where the order matters, equal logits are told apart before it: logit
-and position are packed into one integer, and no two integers of a row are equal.
+No backend's topk promises an order among equals. Where it matters, logit and position are combined into one integer,
+so that no two of a row are equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ _MAGNITUDE = 0x7FFFFFFF  # every bit of a float32 but its sign
 
 @dataclass(frozen=True)
 class Largest:
-    """logits float32 [B, n], descending; ids int64 [B, n]; top [B, 1]: the row's largest, NaN if it holds a NaN."""
+    """The largest logits of each row.
+
+    logits: float32 [B, n], descending.
+    ids: int64 [B, n].
+    top: [B, 1], the row's largest; NaN if it holds a NaN.
+    """
 
     logits: Tensor
     ids: Tensor
@@ -27,12 +32,12 @@ class Largest:
 def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = False) -> Largest:
     """The `count` <= V largest logits of each row [B, V], float32.
 
-    One pass takes the maxima of blocks of `block` neighbouring tokens; the `count` blocks that come first by (maximum
-    descending, position ascending) hold all the tokens wanted. For a token outside them is behind `count` others: in
-    each of them one is larger, or equal with a lower id. Tokens behind the last whole block are always looked at.
+    One pass computes the maxima of blocks of `block` neighbouring tokens. The first `count` blocks by (maximum
+    descending, position ascending) contain the result: a token outside them comes after one token of each, which is
+    larger, or equal with a lower id. Tokens after the last whole block are always searched.
 
-    any_last: half the cost, but of the tokens equal to the last one taken, any may be taken. Those above it are exact:
-    a block left out has no larger maximum than the last block taken, and so nothing above the last token.
+    any_last: half the cost, but which of the tokens equal to the last one are taken is undefined. Those above it are
+        exact: no block left out has a larger maximum than the last block taken.
     """
     first = _first_values if any_last else _first
     vocab = logits.shape[1]
@@ -57,7 +62,7 @@ def largest_logits(logits: Tensor, count: int, block: int, *, any_last: bool = F
 
 
 def _first_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `_first`, but which of the values equal to the last one are taken is left to topk."""
+    """As `_first`, with `any_last`."""
     found = values.topk(count, dim=1, sorted=False)
     place, order = found.indices.sort(1)
     ordered, order = torch.sort(found.values.gather(1, order), dim=1, descending=True, stable=True)
@@ -65,20 +70,19 @@ def _first_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Values and positions [B, count] of the first by (value descending, position ascending)."""
+    """Values and positions [B, count], by (value descending, position ascending)."""
     return _decoded(_keys(values).topk(count, dim=1).values, values.shape[1])
 
 
 def _keys(values: Tensor) -> Tensor:
-    """int64 [B, n] that sort as (value, then lower position): no two of a row are equal."""
-    # As integers, float32 numbers keep their order once the magnitude of negative ones is inverted; + 0.0 makes -0 a 0.
+    """int64 [B, n] that sort as (value, lower position); no two of a row are equal."""
+    # The bits of float32 numbers sort as integers once those of negative magnitudes are inverted; + 0.0 makes -0 a 0.
     bits = (values + 0.0).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & _MAGNITUDE)).to(torch.int64)
     return (ordered << _POSITION_BITS) | torch.arange(values.shape[1] - 1, -1, -1, device=values.device)
 
 
 def _decoded(keys: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The values, float32, and positions of keys made of rows of this length."""
     ordered = (keys >> _POSITION_BITS).to(torch.int32)
     bits = ordered ^ ((ordered >> 31) & _MAGNITUDE)
     return bits.view(torch.float32), (length - 1) - (keys & ((1 << _POSITION_BITS) - 1))

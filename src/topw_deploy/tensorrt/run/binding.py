@@ -99,7 +99,7 @@ class EngineBinding:
 
     def run(self, step: int | None = None) -> None:
         try:
-            with self._engine.cuda.turns.using:
+            with self._engine.cuda.lock.using:
                 plan = self._compute(repeated=bool(step))  # step 0 is the last chunk of the prompts
         except GenerationError as error:
             self._stream.loaded = None

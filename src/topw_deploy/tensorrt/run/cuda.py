@@ -19,8 +19,8 @@ from topw_deploy.errors import EngineError, GenerationError
 INSTALL = "pip install 'cuda-python>=12.6'"
 
 
-class Turns(Protocol):
-    """The lock between users of a device and captures of a CUDA graph (runtime/turns.py)."""
+class DeviceLock(Protocol):
+    """The lock between users of a device and captures of a CUDA graph (runtime/device_lock.py)."""
 
     @property
     def using(self) -> AbstractContextManager[None]:
@@ -31,18 +31,18 @@ class Turns(Protocol):
 
 
 class Cuda:
-    """A device, to be used only while holding `turns`.
+    """A device, to be used only while holding `lock`.
 
     Raises EngineError without cuda-python, GenerationError with CUDA's reason for every failed call.
     """
 
-    def __init__(self, turns: Turns, device: int = 0) -> None:
+    def __init__(self, lock: DeviceLock, device: int = 0) -> None:
         try:
             self.api: Any = importlib.import_module("cuda.bindings.runtime")
         except ImportError as error:
             raise EngineError(f"cuda.bindings.runtime cannot be imported ({error}); run: {INSTALL}") from None
         self._device = device
-        self.turns = turns
+        self.lock = lock
         self.use()
 
     def use(self) -> None:
@@ -76,11 +76,11 @@ class Memory:
 
     def __init__(self, cuda: Cuda, pointer: int, size: int, free: str) -> None:
         self.pointer, self.size = pointer, size
-        self._finalizer = weakref.finalize(self, _free, cuda.turns, getattr(cuda.api, free), pointer)
+        self._finalizer = weakref.finalize(self, _free, cuda.lock, getattr(cuda.api, free), pointer)
 
 
-def _free(turns: Turns, function: Callable[[int], object], pointer: int) -> None:
-    with turns.using:
+def _free(lock: DeviceLock, function: Callable[[int], object], pointer: int) -> None:
+    with lock.using:
         function(pointer)
 
 
@@ -157,7 +157,7 @@ class CacheMemory:
 
     def __init__(self, cuda: Cuda, size: int) -> None:
         self.size = size
-        with cuda.turns.using:
+        with cuda.lock.using:
             cuda.use()
             self._cuda, self._memory, self._stream = cuda, cuda.memory(size), cuda.stream()
             self.pointer = self._memory.pointer
@@ -165,7 +165,7 @@ class CacheMemory:
 
     def clear(self, size: int) -> None:
         """Zero the first `size` bytes."""
-        with self._cuda.turns.using:
+        with self._cuda.lock.using:
             self._cuda.use()
             self._stream.zero(self.pointer, size)
             self._stream.wait()
@@ -173,7 +173,7 @@ class CacheMemory:
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
         """Apply `edit` to a host copy, uint8 [size], and copy it back."""
         host = np.empty(self.size, np.uint8)
-        with self._cuda.turns.using:
+        with self._cuda.lock.using:
             self._cuda.use()
             self._stream.copy_out(host.ctypes.data, self.pointer, self.size)
             self._stream.wait()

@@ -38,7 +38,7 @@ class Engine:
         self._profiles = stamp.profiles
         self._results = [spec for spec in outputs if not spec.name.startswith("present.")]
         self._lock = threading.Lock()
-        with cuda.turns.opening():
+        with cuda.lock.opening():
             self._runtime = api.create(trt, "Runtime", self._logger)  # must live as long as the engine
             self._raw = _deserialize(self._runtime, path)
             if self._raw is None:
@@ -57,7 +57,7 @@ class Engine:
         with self._lock:
             stream = self._free.pop() if self._free else None
         if stream is None:
-            with self.cuda.turns.using:
+            with self.cuda.lock.using:
                 self.cuda.use()
                 stream = self._new_stream()
         return stream

@@ -12,7 +12,7 @@ from topw_deploy.manifest import DecoderManifest
 from topw_deploy.tensorrt import api, plugin_choice
 from topw_deploy.tensorrt.engines import fitting, this_machine
 from topw_deploy.tensorrt.run.binding import EngineBinding
-from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda, Turns
+from topw_deploy.tensorrt.run.cuda import CacheMemory, Cuda, DeviceLock
 from topw_deploy.tensorrt.run.engine import Engine
 
 
@@ -25,7 +25,7 @@ class EngineSession:
     provider = "tensorrt"
     cpu_nodes: tuple[Any, ...] = ()
 
-    def __init__(self, folder: Path, manifest: DecoderManifest, turns: Turns, device: int = 0) -> None:
+    def __init__(self, folder: Path, manifest: DecoderManifest, lock: DeviceLock, device: int = 0) -> None:
         trt = api.load()
         path, self.stamp = fitting(folder, this_machine(str(trt.__version__), device))
         try:
@@ -47,7 +47,7 @@ class EngineSession:
         self.most_columns: int | None = self.stamp.most_sequence
         self.most_edits: int | None = self.stamp.most_edits
         try:
-            self.engine = Engine(trt, path, self.stamp, manifest.inputs, manifest.outputs, Cuda(turns, device))
+            self.engine = Engine(trt, path, self.stamp, manifest.inputs, manifest.outputs, Cuda(lock, device))
         except GenerationError as error:
             raise EngineError(f"{path} cannot be opened: {error}") from None
 
@@ -67,7 +67,8 @@ def _check_manifest(manifest: DecoderManifest) -> None:
     if not slots or len(slots[0]) != 2:
         raise ManifestError("the manifest states no input edit_ids of two dimensions; export the model again.")
     for spec in manifest.outputs:
-        sized = spec.dtype in ELEMENT_TYPES and all(isinstance(size, int) for size in spec.shape[1:])
+        whole_bytes = spec.dtype in ELEMENT_TYPES and ELEMENT_TYPES[spec.dtype].bits >= 8
+        sized = whole_bytes and all(isinstance(size, int) for size in spec.shape[1:])
         if not spec.name.startswith("present.") and not sized:
             raise ManifestError(
                 f"the manifest states the output {spec.name} as {spec.dtype} {list(spec.shape)}, which has no fixed "

@@ -1,0 +1,174 @@
+"""The worker of `benchmarks.decode`: one decoder that ends in Top-W or ArgMax, in turns of a few steps.
+
+Two sessions over equal weights differ in speed by several per cent, depending on where their weights lie in memory,
+which is more than a sampler costs. So an input of one graph selects the sampler, and both use the same weights, threads
+and cache length. They take turns in a random order; a turn's result is the median of its steps.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from benchmarks.common import UNCOUNTED, median_step, one_thread_pool
+from topw_deploy.bench.decode.argmax import share_weights
+from topw_deploy.export.tail import OP_TYPE
+from topw_deploy.manifest import DecoderManifest
+from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.cache import Caches
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, prefill
+from topw_deploy.runtime.ort.session import SAMPLER_INPUTS, OrtSession
+from topw_deploy.sampling import TopWParameters
+
+CHOICE = "argmax"  # the input, a bool
+FILE = "either.onnx"
+CONTROL = "control"
+
+
+def write_either(export: Path, folder: Path) -> Path:
+    """Write `folder/either.onnx`: `export` with its sampler in one branch of an If and ArgMax in the other."""
+    model = ir.load(export / "model.onnx")
+    graph = model.graph
+    (sampler,) = [node for node in graph if node.op_type == OP_TYPE]
+    choice = ir.Value(name=CHOICE, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    graph.inputs.append(choice)
+    inside = ir.Node(
+        sampler.domain, OP_TYPE, list(sampler.inputs), list(sampler.attributes.values()),
+        num_outputs=len(sampler.outputs), name="topw_inside",
+    )  # fmt: skip
+    argmax = ir.Node("", "ArgMax", [sampler.inputs[0]], [ir.AttrInt64("axis", 1), ir.AttrInt64("keepdims", 0)])
+    nodes, results = [argmax], [argmax.outputs[0]]
+    for value, new in zip(sampler.outputs, inside.outputs, strict=True):
+        new.name, new.type, new.shape = f"{value.name}_topw", value.type, value.shape
+        if value.name != "next_token":
+            assert value.dtype is not None
+            nothing = ir.tensor(np.zeros(1, value.dtype.numpy()))
+            nodes.append(ir.Node("", "Constant", [], [ir.AttrTensor("value", nothing)]))
+            results.append(nodes[-1].outputs[0])
+    for value, result in zip(sampler.outputs, results, strict=True):
+        result.name, result.type, result.shape = f"{value.name}_argmax", value.type, value.shape
+    branches = [
+        ir.AttrGraph("then_branch", ir.Graph([], results, nodes=nodes, name="with_argmax")),
+        ir.AttrGraph("else_branch", ir.Graph([], list(inside.outputs), nodes=[inside], name="with_topw")),
+    ]
+    either = ir.Node("", "If", [choice], branches, num_outputs=len(sampler.outputs), name="either")
+    graph.insert_after(sampler, either)
+    for old, new in zip(sampler.outputs, either.outputs, strict=True):
+        name, new.type, new.shape = old.name, old.type, old.shape
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        old.name, new.name = None, name
+    graph.remove(sampler, safe=True)
+    share_weights(export, folder)
+    ir.save(model, folder / FILE)
+    return folder / FILE
+
+
+class Either(OrtSession):
+    """A session over the file of `write_either`. native: with the native operator."""
+
+    def __init__(self, path: Path, *, native: bool) -> None:
+        options = ort.SessionOptions()
+        options.use_per_session_threads = False  # the process's pool, made by `start`
+        options.log_severity_level = 3
+        if native:
+            options.register_custom_ops_library(str(library_path()))
+        super().__init__(ort.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
+
+
+class TopW:
+    """The runtime's loop, step by step."""
+
+    def __init__(self, export: Path, session: Either) -> None:
+        self.session = session
+        self.model = TopWModel(ModelFolder(export, DecoderManifest), session, time.perf_counter())
+        self.choice = np.array(False)
+        self.certified: list[bool] = []
+
+    def begin(self, prompt: list[int], new_tokens: int) -> None:
+        asked = {"max_new_tokens": new_tokens + 1, "seed": 1, "ignore_eos": True}
+        requests, _, _ = self.model._requests([prompt], asked)
+        self.row = Row(0, requests[0], None)
+        model = self.model
+        self.generation = Generation(self.session, model._caches, [self.row])
+        self.generation.binding.bind_array(CHOICE, self.choice)
+        accept(self.generation, prefill(self.generation))
+
+    def step(self) -> None:
+        accept(self.generation, decode_one_token(self.generation))
+
+    def end(self) -> None:
+        """Record which steps were certified, and free the cache."""
+        self.certified += self.generation.record.of("certified", 0, self.row.steps)
+        self.generation.close()
+
+
+class ArgMax:
+    """A minimal greedy loop over the same session."""
+
+    def __init__(self, manifest: DecoderManifest, session: Either) -> None:
+        self.session, self.caches = session, Caches(session, manifest.decoder)  # type: ignore[arg-type]
+        self.token = np.zeros(1, np.int64)
+        self.unused = {name: np.zeros((1, 0), np.float32) for name in SAMPLER_INPUTS if name.startswith("edit_")}
+        self.unused |= {name: np.ones(1, np.float32) for name in TopWParameters.__slots__}
+        self.unused |= {"edit_ids": np.zeros((1, 0), np.int64), "uniform": np.zeros(1, np.float32)}
+        self.unused |= {CHOICE: np.array(True)}
+
+    def begin(self, prompt: list[int], new_tokens: int) -> None:
+        self.binding = self.session.bind()
+        for name, array in self.unused.items():
+            self.binding.bind_array(name, array)
+        self.binding.bind_result("next_token", self.token)
+        self.cache = self.caches.open(self.binding, [prompt], [new_tokens + 1])
+        self.cache.feed_prompts()
+        self.binding.run()
+        self.cache.begin_decoding()
+
+    def step(self) -> None:
+        self.cache.input_ids[0, 0] = self.token[0]
+        self.cache.advance((0,))
+        self.binding.run()
+
+    def end(self) -> None:
+        self.caches.close(self.cache)
+
+
+def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings: export, either (the file of `write_either`), samplers, threads, seed."""
+    one_thread_pool(settings["threads"])
+    loops: dict[str, TopW | ArgMax] = {}
+    for name in settings["samplers"]:
+        session = Either(Path(settings["either"]), native=name == "native")
+        topw = TopW(Path(settings["export"]), session)
+        loops |= {name: topw, f"{name} argmax": ArgMax(topw.model.manifest, session)}
+    # ArgMax again over the last session: how far its ratio is from 1 is the measurement's error
+    loops[CONTROL] = ArgMax(topw.model.manifest, session)
+    loops[f"{CONTROL} argmax"] = loops[f"{settings['samplers'][-1]} argmax"]
+    distinct = [name for name in loops if name != f"{CONTROL} argmax"]
+    order = random.Random(settings["seed"])
+
+    def sweep(prompt: list[int], turns: int, steps: int) -> list[dict[str, float]]:
+        """Seconds of a step by name, for each of `turns` turns after the prompt."""
+        for name in distinct:
+            loops[name].begin(prompt, turns * (steps + UNCOUNTED))
+        found = []
+        for _ in range(turns):
+            times = {name: median_step(loops[name].step, steps) for name in order.sample(distinct, len(distinct))}
+            found.append(times | {f"{CONTROL} argmax": times[f"{settings['samplers'][-1]} argmax"]})
+        for name in distinct:
+            loops[name].end()
+        return found
+
+    def certified() -> float:
+        every = [step for way in loops.values() if isinstance(way, TopW) for step in way.certified]
+        return sum(every) / max(1, len(every))
+
+    return {"sweep": sweep, "certified": certified}

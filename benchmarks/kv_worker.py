@@ -1,0 +1,170 @@
+"""The worker of `benchmarks.kv` and `benchmarks.int4`: greedy loops over graphs that end in ArgMax, and memory.
+
+Every graph is driven by the same Python, `ArgMaxLoop`, with its own kind of cache.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+from benchmarks.common import UNCOUNTED, median_step, one_thread_pool
+from benchmarks.models import exported, llama_small
+from topw_deploy.bench.decode.argmax import FILE, ArgMaxLoop, share_weights, with_argmax
+from topw_deploy.export.foreign.load import load_decoder
+from topw_deploy.manifest import DecoderInfo, load_decoder_manifest
+from topw_deploy.runtime import TopWModel
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+INTERVAL = 0.01  # seconds between two samples of the memory
+
+
+def bare_export(export: Path, folder: Path) -> tuple[Path, DecoderInfo]:
+    """An export with ArgMax in place of its sampler, and how its cache is driven."""
+    return with_argmax(export, folder), load_decoder_manifest(export).decoder
+
+
+def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
+    """The graph of onnxruntime-genai's builder, with ArgMax over the last column's logits appended."""
+    info = load_decoder(peer / "model.onnx", peer).info
+    model = ir.load(peer / "model.onnx")
+    graph = model.graph
+    logits = next(value for value in graph.outputs if value.name == "logits")
+    last = ir.Value(name="bare.last", const_value=ir.tensor(-1, dtype=ir.DataType.INT64, name="bare.last"))
+    graph.register_initializer(last)
+    row = ir.node("Gather", [logits, last], attributes={"axis": 1})
+    token = ir.node("ArgMax", [row.outputs[0]], attributes={"axis": 1, "keepdims": 0})
+    graph.extend([row, token])
+    token.outputs[0].name = "next_token"
+    token.outputs[0].type, token.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape(["batch_size"])
+    presents = [value for value in graph.outputs if value is not logits]
+    graph.outputs.clear()
+    graph.outputs.extend([token.outputs[0], *presents])
+    share_weights(peer, folder)
+    ir.save(model, folder / FILE)
+    return folder / FILE, info
+
+
+def _bare_options(threads: int) -> ort.SessionOptions:
+    one_thread_pool(threads)
+    options = ort.SessionOptions()
+    options.use_per_session_threads = False
+    options.log_severity_level = 3
+    return options
+
+
+def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings: scratch (a folder), ours (exports by name), genai (its folder or None), threads, seed."""
+    options = _bare_options(settings["threads"])
+    order = random.Random(settings["seed"])
+    makers = {name: (bare_export, folder) for name, folder in settings["ours"].items()}
+    if settings["genai"] is not None:
+        makers["genai"] = (bare_peer, settings["genai"])
+    loops: dict[str, ArgMaxLoop] = {}
+    # in random order, as where the weights lie in memory affects speed for as long as the sessions are open
+    for name in order.sample(list(makers), len(makers)):
+        make, source = makers[name]
+        folder = Path(settings["scratch"]) / name
+        folder.mkdir(exist_ok=True)
+        file, decoder = make(Path(source), folder)
+        loops[name] = ArgMaxLoop(file, decoder, options)
+
+    def sweep(prompt: list[int], turns: int, steps: int) -> dict[str, Any]:
+        """By loop: seconds of a step for each of `turns` turns, seconds of the prefill, and the first token, which must
+        be the same for all."""
+        room = len(prompt) + turns * (steps + UNCOUNTED) + 1
+        prefills, first, found = {}, {}, []
+        for name in order.sample(list(loops), len(loops)):
+            started = time.perf_counter()
+            first[name] = loops[name].prefill(prompt, room)
+            prefills[name] = time.perf_counter() - started
+        for _ in range(turns):
+            found.append({name: median_step(loops[name].step, steps) for name in order.sample(list(loops), len(loops))})
+        return {"turns": found, "prefill": prefills, "first": first}
+
+    return {"sweep": sweep}
+
+
+def start_loops(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings: scratch (a folder on the exports' file system), threads."""
+    options = _bare_options(settings["threads"])
+    loops: dict[str, ArgMaxLoop] = {}
+
+    def open_(name: str, path: str, length: int) -> None:
+        del length  # each prompt gets its own cache
+        folder = Path(settings["scratch"]) / name.replace(" ", "-")
+        folder.mkdir()
+        loops[name] = ArgMaxLoop(*bare_export(Path(path), folder), options)
+
+    def prefill(name: str, prompt: list[int], room: int) -> float:
+        began = time.perf_counter()
+        loops[name].prefill(prompt, len(prompt) + room)
+        return time.perf_counter() - began
+
+    def turn(name: str, steps: int) -> list[float]:
+        times = []
+        for number in range(steps + UNCOUNTED):
+            began = time.perf_counter()
+            loops[name].step()
+            if number >= UNCOUNTED:
+                times.append(time.perf_counter() - began)
+        return times
+
+    return {"open": open_, "prefill": prefill, "turn": turn}
+
+
+def resident() -> int:
+    """Resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def peak_during(work: Callable[[], object]) -> int:
+    """Peak resident bytes while `work` runs, sampled."""
+    seen, done = [resident()], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(INTERVAL):
+            seen.append(resident())
+
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    try:
+        work()
+    finally:
+        done.set()
+        watcher.join()
+    return max(*seen, resident())
+
+
+def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings: form (options of topw-export), tokens (of the longest sequence)."""
+    tokens = settings["tokens"]
+    folder = exported(llama_small(tokens + 64), *settings["form"])
+    model = TopWModel.from_pretrained(folder, provider="cpu", max_length=tokens + 64, intra_op_num_threads=1)
+
+    def generate(count: int) -> None:
+        result = model.generate([1, 2, 3], max_new_tokens=count, seed=1, ignore_eos=True)
+        assert len(result.token_ids) == count
+
+    def grow() -> dict[str, int]:
+        """Growth of peak memory after a short sequence, for a tenth, a half and all of the tokens."""
+        generate(tokens // 100)
+        before = resident()
+        parts = {"tenth": tokens // 10, "half": tokens // 2, "whole": tokens}
+        found = {name: peak_during(lambda count=count: generate(count)) - before for name, count in parts.items()}
+        return {"cache": model.cache_bytes, **found}
+
+    return {"grow": grow}
+
+
+def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings["task"] selects one of the functions above, which describes the others."""
+    return {"sweeps": start_sweeps, "loops": start_loops, "memory": start_memory}[settings["task"]](settings)

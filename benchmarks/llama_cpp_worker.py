@@ -1,0 +1,173 @@
+"""The worker of `benchmarks.int4` for llama.cpp: GGUF files of the same weights, their losses and steps.
+
+Runs in an environment with llama-cpp-python (tested with 0.3.36) and gguf, and imports nothing of this project. Files
+are written in float32 and quantised by llama.cpp, without an importance matrix.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+
+UNCOUNTED = 2  # steps at the beginning of a turn
+TYPES = {
+    "F32": llama_cpp.LLAMA_FTYPE_ALL_F32,
+    "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "Q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
+    "Q4_K_M": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+}
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem in OUTER:
+        return f"{OUTER[stem]}.weight"
+    _, _, layer, inner = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[inner]}.weight"
+
+
+def rotated_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder rows: llama.cpp rotates neighbouring numbers of a head, Hugging Face's Llama its two halves."""
+    outputs, inputs = weight.shape
+    return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
+
+
+def write(weights: str, config: dict[str, Any], target: str) -> None:
+    """Write a float32 GGUF file. weights: a .npz file of the checkpoint's tensors by name."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps", 1e-6))
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")  # token ids go in, logits come out
+    with np.load(weights) as tensors:
+        for name in tensors.files:
+            weight = tensors[name].astype(np.float32)
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight = rotated_pairs(weight, heads if "q_proj" in name else kv_heads)
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(weight))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    writer.close()
+
+
+class Model:
+    """One context over one GGUF file."""
+
+    def __init__(self, path: str, threads: int, length: int) -> None:
+        settings = llama_cpp.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), settings)
+        if not self.model:
+            raise OSError(f"llama.cpp cannot load {path}")
+        self.vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        given = llama_cpp.llama_context_default_params()
+        given.n_ctx = given.n_batch = given.n_ubatch = max(length, 512)
+        given.n_threads = given.n_threads_batch = threads
+        given.no_perf = True
+        self.context = llama_cpp.llama_init_from_model(self.model, given)
+        self.used = 0
+
+    def clear(self) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        self.used = 0
+
+    def run(self, ids: list[int], *, every: bool) -> np.ndarray:
+        """Logits of every id, or of the last one."""
+        batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for place, token in enumerate(ids):
+            batch.token[place], batch.pos[place] = token, self.used + place
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
+            batch.logits[place] = every or place == len(ids) - 1
+        failed = llama_cpp.llama_decode(self.context, batch)
+        llama_cpp.llama_batch_free(batch)
+        if failed:
+            raise RuntimeError(f"llama_decode returned {failed}")
+        self.used += len(ids)
+        count = len(ids) if every else 1
+        pointer = llama_cpp.llama_get_logits(self.context)
+        floats = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
+        return np.ctypeslib.as_array(floats, shape=(count, self.vocab))
+
+
+def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """settings: threads."""
+    llama_cpp.llama_backend_init()
+    quiet = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(quiet, ctypes.c_void_p())
+    models: dict[str, Model] = {"_": quiet}  # type: ignore[dict-item]  # kept alive
+    threads = int(settings["threads"])
+
+    def make(source: str, kind: str, target: str) -> int:
+        """Quantise a float32 file to `kind`; returns its size."""
+        how = llama_cpp.llama_model_quantize_default_params()
+        how.ftype, how.nthread = TYPES[kind], 2
+        if llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(how)):
+            raise RuntimeError(f"llama.cpp cannot write {kind}")
+        return Path(target).stat().st_size
+
+    def written(weights: str, config: dict[str, Any], target: str) -> int:
+        write(weights, config, target)
+        return Path(target).stat().st_size
+
+    def open_(name: str, path: str, length: int) -> None:
+        models[name] = Model(path, threads, length)
+
+    def losses(name: str, rows: list[list[int]]) -> list[list[float]]:
+        """-log p of each next token, row by row."""
+        model, found = models[name], []
+        for row in rows:
+            model.clear()
+            logits = model.run(row[:-1], every=True).astype(np.float64)
+            most = logits.max(axis=1)
+            chosen = logits[np.arange(len(row) - 1), row[1:]]
+            found.append((np.log(np.exp(logits - most[:, None]).sum(axis=1)) + most - chosen).tolist())
+        return found
+
+    def prefill(name: str, prompt: list[int]) -> float:
+        model = models[name]
+        model.clear()
+        began = time.perf_counter()
+        model.run(prompt, every=False)
+        return time.perf_counter() - began
+
+    def turn(name: str, steps: int) -> list[float]:
+        """Seconds of each of `steps` greedy steps, after UNCOUNTED others."""
+        model, times, token = models[name], [], 5
+        for number in range(steps + UNCOUNTED):
+            began = time.perf_counter()
+            token = int(model.run([token], every=False)[0].argmax())
+            if number >= UNCOUNTED:
+                times.append(time.perf_counter() - began)
+        return times
+
+    return {"write": written, "quantise": make, "open": open_, "losses": losses, "prefill": prefill, "turn": turn}

@@ -1,0 +1,155 @@
+"""The implementations that `fuzz.sampler` compares with the reference, behind one protocol.
+
+An adapter opens an implementation for one scenario and answers lists of rows. It imports what it needs when called, and
+raises `Absent` with the reason if that is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from tests.support.rows import Case
+from tests.support.sampler_cases import Visit
+from topw_deploy.errors import ParameterError
+from topw_deploy.sampling import as_float32, fast_crop
+from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions
+
+Answerer = Callable[[list[Case]], list["Answer"]]
+
+
+class Absent(Exception):  # noqa: N818 - a state, not a failure
+    """Why an implementation cannot run here."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer for one row.
+
+    kept: ids by (logit descending, id ascending), or ascending if not `ordered`.
+    next_token, logprob, mass: None for implementations that do not draw.
+    """
+
+    kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    certified: bool = False
+    stage: str = "invalid"
+    distances: int = 0
+    distances_avoided: int = 0
+    ordered: bool = True
+    next_token: int | None = None
+    logprob: float | None = None
+    mass: float | None = None
+
+
+def open_fast(visit: Visit, bound: np.ndarray | None) -> Answerer:
+    """`sampling.fast_crop`, row by row."""
+
+    def answer(case: Case) -> Answer:
+        try:
+            found = fast_crop(case.logits, as_float32(case.parameters), visit.scenario.options, visit.geometry, bound)
+        except ParameterError:
+            return Answer()
+        return Answer(found.kept, found.certified, found.stage, found.distances, found.distances_avoided)
+
+    return lambda cases: [answer(case) for case in cases]
+
+
+def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
+    """`sampling.torch.crop_rows`, the rows as one batch with parameters per row."""
+    try:
+        import torch
+
+        from topw_deploy.sampling.torch import Stage, TensorGeometry, crop_rows
+    except ImportError as error:
+        raise Absent(str(error)) from error
+    torch.set_num_threads(1)
+    geometry, bounds = None, None if bound is None else torch.from_numpy(bound)
+    if visit.scenario.options.metric != "uniform":
+        points = (
+            torch.from_numpy(np.asarray(a)) for a in (visit.table, visit.geometry.mean, visit.geometry.inverse_std)
+        )
+        geometry = TensorGeometry(visit.scenario.options.metric, *points)
+
+    def answer(cases: list[Case]) -> list[Answer]:
+        logits = torch.from_numpy(np.stack([case.logits for case in cases]))
+        parameters = {
+            name: torch.tensor([case.parameters[name] for case in cases], dtype=torch.float64)
+            for name in PARAMETER_NAMES
+        }
+        found = crop_rows(logits, parameters, visit.scenario.options, geometry, bounds)
+        return [
+            Answer(
+                found.ids[i, : found.kept[i]].numpy(),
+                bool(found.certified[i]),
+                Stage(int(found.stage[i])).name.lower(),
+                int(found.distances[i]),
+                int(found.distances_avoided[i]),
+            )
+            for i in range(len(cases))
+        ]
+
+    return answer
+
+
+def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
+    """The kernel of the native library through ctypes, the rows as one batch; it draws."""
+    from topw_deploy.plugins.kernel import Kernel, KernelTable
+    from topw_deploy.plugins.shared_library import library_path, why_absent
+
+    path = library_path()
+    if path is None:
+        raise Absent(why_absent())
+    options = visit.scenario.options
+    table = None if options.metric == "uniform" else KernelTable.from_geometry(visit.geometry, bound)
+    return open_kernel(Kernel(path), options, table)
+
+
+class Sampling(Protocol):
+    """The interface of plugins.kernel.Kernel, on a CPU, on a GPU or emulated."""
+
+    def sample(self, logits: Any, columns: Any, options: Any, table: Any, *, mass: bool, keep_mask: bool) -> Any: ...
+
+
+def open_kernel(
+    kernel: Sampling, options: TopWOptions, table: object, logits: Callable[[np.ndarray], np.ndarray] = np.asarray
+) -> Answerer:
+    """A kernel with the table and options of one scenario, all rows as one batch.
+
+    table: KernelTable, or None for the uniform metric.
+    logits: converts float32 rows to the kernel's input type.
+    """
+    from topw_deploy.plugins.kernel import STAGES
+
+    def answer(cases: list[Case]) -> list[Answer]:
+        columns = {name: np.array([case.parameters[name] for case in cases]) for name in PARAMETER_NAMES}
+        columns["uniform"] = np.array([case.uniform for case in cases])
+        rows = logits(np.stack([case.logits for case in cases]))
+        found = kernel.sample(rows, columns, options, table, mass=True, keep_mask=True)
+        assert found.mass is not None
+        assert found.keep_mask is not None
+        return [
+            Answer(
+                np.flatnonzero(found.keep_mask[i]),
+                bool(found.certified[i]),
+                STAGES[int(report["stage"])],
+                int(report["distances"]),
+                int(report["distances_avoided"]),
+                False,
+                int(found.next_token[i]),
+                float(found.logprob[i]),
+                float(found.mass[i]),
+            )
+            for i, report in enumerate(found.reports)
+        ]
+
+    return answer
+
+
+ADAPTERS: dict[str, Callable[[Visit, np.ndarray | None], Answerer]] = {
+    "fast": open_fast,
+    "torch": open_torch,
+    "native": open_native,
+}

@@ -1,0 +1,187 @@
+"""How times are taken, and on which machine.
+
+All sides take turns within one run, so a machine whose speed drifts affects all of them. A round calls each side once,
+in a changing order. Reports quote the median over rounds; a ratio of two sides is taken round by round.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+from topw_deploy.progress import Advance
+
+Sample = TypeVar("Sample")
+
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")  # kernels are chosen by these
+DISTRIBUTIONS = ("topw-deploy", "numpy", "onnxruntime", "torch", "transformers")
+
+_TWO_SIDED_95 = 1.96  # standard deviations
+_BUSY = 0.5  # load per core
+
+
+@dataclass(frozen=True)
+class Spread:
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def format(self, scale: float = 1.0, digits: int = 2) -> str:
+        low, median, high = (f"{value * scale:.{digits}f}" for value in (self.low, self.median, self.high))
+        return f"{median} ({low}-{high})"
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % confidence interval of the population's median, for any distribution.
+
+    From order statistics: the number of values below the median is binomial with p = 1/2 (normal approximation; with
+    fewer than six values the interval is the smallest and the largest).
+    """
+    ordered, count = sorted(values), len(values)
+    margin = _TWO_SIDED_95 * math.sqrt(count) / 2
+    low = max(0, math.floor(count / 2 - margin))
+    high = min(count - 1, math.ceil(count / 2 + margin) - 1)
+    return ordered[low], ordered[max(low, high)]
+
+
+def seconds(call: Callable[[], object], repeat: int = 1) -> float:
+    """Wall time of one call, averaged over `repeat` consecutive calls."""
+    started = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    return (time.perf_counter() - started) / repeat
+
+
+def calls_filling(call: Callable[[], object], duration: float, most: int) -> int:
+    """How many consecutive calls take about `duration` seconds, between 1 and `most`; the first call is a warm-up."""
+    call()
+    once = max(seconds(call), 1e-9)
+    return max(1, min(most, round(duration / once)))
+
+
+def interleave(
+    sides: Mapping[str, Callable[[], Sample]],
+    rounds: int,
+    warmup: int = 1,
+    *,
+    seed: int | None = None,
+    advance: Advance = lambda _parts: None,
+) -> dict[str, list[Sample]]:
+    """Call every side once a round and collect the results; those of the warm-up rounds are discarded.
+
+    seed: of the shuffled order of each round; None rotates the order instead.
+    advance: called with 1 after every call of a side.
+    """
+    names = list(sides)
+    shuffled = None if seed is None else random.Random(seed)
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    for index in range(warmup + rounds):
+        shift = index % max(1, len(names))
+        order = names[shift:] + names[:shift] if shuffled is None else shuffled.sample(names, len(names))
+        for name in order:
+            value = sides[name]()
+            if index >= warmup:
+                samples[name].append(value)
+            advance(1)
+    return samples
+
+
+def paired(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
+    """`over` / `under`, round by round."""
+    return [a / b for a, b in zip(samples[over], samples[under], strict=True)]
+
+
+def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> Spread:
+    return Spread.of(paired(samples, over, under))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a measurement ran.
+
+    processor: its name.
+    flags: those of FLAGS that it has.
+    cores: usable by this process.
+    load: mean number of running processes over the last minute; None if unknown.
+    versions: of the installed DISTRIBUTIONS.
+    """
+
+    processor: str
+    flags: tuple[str, ...]
+    cores: int
+    memory_gib: float | None
+    system: str
+    python: str
+    versions: dict[str, str]
+    load: float | None
+
+    @property
+    def busy(self) -> bool:
+        """Whether other processes seem to be running."""
+        return self.load is not None and self.load > _BUSY * self.cores
+
+    def __str__(self) -> str:
+        flags = f" ({', '.join(self.flags)})" if self.flags else ""
+        named = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return f"{self.processor}{flags}, {self.cores} cores; Python {self.python}, {named}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "flags": list(self.flags)}
+
+
+def this_machine() -> Machine:
+    """The machine this process runs on, with its current load."""
+    processor, flags = _processor()
+    affinity = hasattr(os, "sched_getaffinity")
+    return Machine(
+        processor=processor,
+        flags=flags,
+        cores=len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1,
+        memory_gib=_memory(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        versions={name: found for name in DISTRIBUTIONS if (found := _version(name)) is not None},
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> tuple[str, tuple[str, ...]]:
+    """Name and flags, from /proc/cpuinfo where it exists."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as stream:
+            first = stream.read().split("\n\n")[0]
+    except OSError:
+        return platform.processor() or platform.machine(), ()
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in pairs}
+    has = fields.get("flags", fields.get("Features", "")).split()
+    return fields.get("model name", platform.machine()), tuple(flag for flag in FLAGS if flag in has)
+
+
+def _memory() -> float | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    except (AttributeError, OSError, ValueError):
+        return None

@@ -1,0 +1,240 @@
+"""The samplers that need numpy, the native library or onnxruntime; `torch_samplers` has the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from topw_deploy.bench.sampler.inputs import TABLE, Case, Inputs, Logits
+from topw_deploy.errors import ProviderError
+from topw_deploy.sampling import draw
+from topw_deploy.sampling.fast.crop import FastCrop, fast_crop
+from topw_deploy.sampling.parameters import PARAMETER_NAMES
+
+if TYPE_CHECKING:
+    import onnxruntime as ort
+
+    from topw_deploy.plugins.kernel import KernelCall
+
+Call = Callable[[], object]
+
+_OPSET, _IR_VERSION = 18, 10
+
+
+class Sampler(Protocol):
+    """One way to sample. Both methods may cache what they prepare."""
+
+    def step(self, case: Case, logits: Logits) -> Call:
+        """A function that takes one step over all rows [B, V]; everything that can be prepared is prepared."""
+
+    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
+        """The ids kept of each row; None for a sampler without a Top-W set."""
+
+
+class NumpySampler:
+    """`fast_crop` and, unless the row is greedy, `draw`; row by row."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+
+    def step(self, case: Case, logits: Logits) -> Call:
+        numbers, temperature = self._inputs.uniform.tolist(), case.parameters.temperature
+
+        def sample() -> list[int]:
+            if case.parameters.greedy:
+                return [int(self._crop(row, case).kept[0]) for row in logits]
+            pairs = zip(logits, numbers, strict=True)
+            return [draw(row, self._crop(row, case).kept, temperature, uniform).token for row, uniform in pairs]
+
+        return sample
+
+    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
+        return [self._crop(row, case).kept for row in logits]
+
+    def _crop(self, row: Logits, case: Case) -> FastCrop:
+        p = self._inputs
+        return fast_crop(row, case.parameters, p.options, p.geometry, p.neighbour_bound)
+
+
+class NumpyMax:
+    """One maximum per row: the lower bound of anything that reads the logits."""
+
+    def step(self, case: Case, logits: Logits) -> Call:
+        return lambda: np.max(logits, axis=1) if len(logits) > 1 else np.max(logits[0])
+
+    def kept(self, case: Case, logits: Logits) -> None:
+        return None
+
+
+class NativeSampler:
+    """The C function `topw_sample_row` for every row, in one thread, without a runtime around it."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        from topw_deploy.plugins.kernel import Kernel, KernelTable
+        from topw_deploy.plugins.shared_library import library_path, why_absent
+
+        path = library_path()
+        if path is None:
+            raise ProviderError(why_absent())
+        self._kernel, self._inputs = Kernel(path), inputs
+        self._table = KernelTable.from_geometry(inputs.geometry, inputs.neighbour_bound)
+
+    def step(self, case: Case, logits: Logits) -> Call:
+        return self._prepared(case, logits, keep_mask=False)
+
+    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
+        call = self._prepared(case, logits, keep_mask=True)
+        call()
+        mask = call.samples.keep_mask
+        assert mask is not None, "it was asked for"
+        return [np.flatnonzero(row) for row in mask]
+
+    def _prepared(self, case: Case, logits: Logits, *, keep_mask: bool) -> KernelCall:
+        columns = {name: getattr(case.parameters, name) for name in PARAMETER_NAMES}
+        return self._kernel.prepare(
+            logits,
+            {**columns, "uniform": self._inputs.uniform},
+            self._inputs.options,
+            self._table,
+            keep_mask=keep_mask,
+        )
+
+
+class GraphSampler:
+    """The sampler-only model in onnxruntime.
+
+    form: of the function's body.
+    native: run the native operator in place of the function.
+    """
+
+    def __init__(self, inputs: Inputs, form: str, *, native: bool) -> None:
+        self._inputs, self._form, self._native = inputs, form, native
+        self._session: ort.InferenceSession | None = None
+
+    def step(self, case: Case, logits: Logits) -> Call:
+        if self._session is None:
+            self._session = self._open(with_keep_mask=False)
+        return bound(self._session, feeds(self._inputs, case, logits))
+
+    def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
+        # a model of its own: writing the mask costs time
+        (mask,) = self._open(with_keep_mask=True).run(["keep_mask"], feeds(self._inputs, case, logits))
+        return [np.flatnonzero(row) for row in mask]
+
+    def _open(self, *, with_keep_mask: bool) -> ort.InferenceSession:
+        path = sampler_file(self._inputs, self._form, with_keep_mask=with_keep_mask)
+        return open_session(path, self._inputs.threads, native=self._native)
+
+
+class OperatorModel:
+    """A model of one standard operator over the logits, as a yardstick."""
+
+    def __init__(self, inputs: Inputs, op_type: str) -> None:
+        vocab = inputs.logits[0].shape[1]
+        path = inputs.folder / f"{op_type}.onnx"
+        path.write_bytes(operator_model(op_type, vocab, inputs.options.top_m))
+        self._session = open_session(path, inputs.threads)
+
+    def step(self, case: Case, logits: Logits) -> Call:
+        return bound(self._session, {"logits": logits})
+
+    def kept(self, case: Case, logits: Logits) -> None:
+        return None
+
+
+def open_session(path: Path, threads: int, *, native: bool = False) -> ort.InferenceSession:
+    """A session on the CPU. native: run the native operator in place of the function."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    if native:
+        from topw_deploy.plugins.shared_library import library_path
+
+        options.register_custom_ops_library(str(library_path()))
+    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def bound(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call:
+    """A run of the session with its inputs and outputs bound once, as the runtime binds them."""
+    import onnxruntime as ort
+
+    binding = session.io_binding()
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feed.items()}
+    for node in session.get_inputs():
+        binding.bind_ortvalue_input(node.name, values[node.name])
+    for node in session.get_outputs():
+        binding.bind_output(node.name)
+    run, io_binding = session._sess.run_with_iobinding, binding._iobinding
+
+    def call() -> Mapping[str, ort.OrtValue]:
+        run(io_binding, None)
+        return values  # kept alive here, as the binding does not
+
+    return call
+
+
+def feeds(inputs: Inputs, case: Case, logits: Logits) -> dict[str, np.ndarray]:
+    """The inputs of the sampler-only model, with empty edits."""
+    batch = len(logits)
+    nothing = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32}
+    columns = {n: np.full(batch, getattr(case.parameters, n), np.float32) for n in PARAMETER_NAMES}
+    edits = {name: np.zeros((batch, 0), dtype) for name, dtype in nothing.items()}
+    return {"logits": logits, "uniform": inputs.uniform, **edits, **columns}
+
+
+def sampler_file(inputs: Inputs, form: str, *, with_keep_mask: bool) -> Path:
+    """Write the sampler-only model to `inputs.folder`, unless it is there; all models share one table file."""
+    path = inputs.folder / f"{form}{'-mask' if with_keep_mask else ''}.onnx"
+    if path.exists():
+        return path
+    import onnx_ir as ir
+
+    from topw_deploy.export.graft.sampler_node import BOUND_NAME
+    from topw_deploy.export.sampler_only import sampler_model
+    from topw_deploy.export.tail import TailSpec, plain_gather
+
+    vocab, table = inputs.logits[0].shape[1], inputs.embeddings
+    spec = TailSpec(
+        options=inputs.options,
+        vocab_size=vocab,
+        embedding=None if table is None else plain_gather(*table.shape),
+        hidden_size=None if table is None else table.shape[1],
+        form=form,
+        with_keep_mask=with_keep_mask,
+    )
+    model = sampler_model(spec, table, inputs.geometry)
+    constants = model.graph.initializers
+    if table is not None:
+        shape = ir.Shape(table.shape)
+        constants["topw.embedding"].const_value = ir.ExternalTensor(
+            TABLE, 0, table.nbytes, ir.DataType.FLOAT, shape=shape, name="topw.embedding", base_dir=inputs.folder
+        )
+    if inputs.neighbour_bound is not None:
+        value = constants[BOUND_NAME]
+        value.const_value, value.shape = ir.tensor(inputs.neighbour_bound, name=BOUND_NAME), ir.Shape([vocab])
+    ir.save(model, path)
+    return path
+
+
+def operator_model(op_type: str, vocab: int, k: int) -> bytes:
+    """A model of ArgMax over the last axis of `logits` [batch, vocab], or of TopK with `k`."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    kinds = {"ArgMax": (TensorProto.INT64,), "TopK": (TensorProto.FLOAT, TensorProto.INT64)}[op_type]
+    results = [f"result_{i}" for i in range(len(kinds))]
+    constants = [numpy_helper.from_array(np.array([min(k, vocab)]), "k")] if op_type == "TopK" else []
+    graph = helper.make_graph(
+        [helper.make_node(op_type, ["logits", *(constant.name for constant in constants)], results, axis=1)],
+        op_type,
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", vocab])],
+        [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(results, kinds, strict=True)],
+        constants,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION)
+    return bytes(model.SerializeToString())

@@ -1,0 +1,81 @@
+"""Sides of a measurement: the rows of its table, and which of them can run here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from topw_deploy.errors import BenchmarkError, ParameterError
+
+TOP_P, TOP_K, MIN_P = 0.95, 50, 0.05  # of the other samplers
+
+
+@dataclass(frozen=True)
+class Side:
+    """One row of a table.
+
+    name: as --peers takes it.
+    label: as the table shows it.
+    kind: "ours", "peer" or "yardstick".
+    why_not: why it cannot run here and what to do; None if it can.
+    """
+
+    name: str
+    label: str
+    kind: str
+    why_not: str | None = field(default=None, kw_only=True)
+
+
+AnySide = TypeVar("AnySide", bound=Side)
+
+
+def select(sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str]) -> list[AnySide]:
+    """The sides that `names` mean, in the order of `sides`; all of them without names.
+
+    A name in `groups` means every side called "<group>-...". Raises ParameterError for an unknown name.
+    """
+    known = [side.name for side in sides]
+    for name in names:
+        if name not in groups and name not in known:
+            raise ParameterError(f"{name!r} is no side of this benchmark; choose among {', '.join(known)}.", "peers")
+    prefixes = tuple(f"{name}-" for name in names if name in groups)
+    return [side for side in sides if not names or side.name in names or side.name.startswith(prefixes)]
+
+
+def choose(
+    sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str]
+) -> tuple[list[AnySide], list[AnySide]]:
+    """The sides to run, and those left out; arguments as for `select`.
+
+    Raises ParameterError for an unknown name, BenchmarkError for a named side that cannot run.
+    """
+    wanted = select(sides, names, groups)
+    for side in wanted:
+        if names and side.why_not is not None:
+            raise BenchmarkError(f"{side.name} was asked for, but is {side.why_not}.")
+    return [side for side in wanted if side.why_not is None], [side for side in wanted if side.why_not is not None]
+
+
+def load_processor(path: Path) -> Any:
+    """The class TopW_LogitsProcessor of the authors' file, which the user provides: this project has no copy.
+
+    Raises BenchmarkError for a file without it.
+    """
+    os.environ |= {"TOPW_PRINT_PARAMS": "0", "TOPW_PRINT_KEPT": "0"}
+    spec = importlib.util.spec_from_file_location("authors_processor", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise BenchmarkError(f"{path} is not a Python file; give the path of the authors' logit_processor_w1.py.")
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BenchmarkError(f"{path} does not load ({message}); give the authors' logit_processor_w1.py.") from error
+    if not hasattr(module, "TopW_LogitsProcessor"):
+        raise BenchmarkError(f"{path} has no TopW_LogitsProcessor; give the authors' logit_processor_w1.py.")
+    return module.TopW_LogitsProcessor

@@ -1,0 +1,62 @@
+"""Files that commands read and write."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.printable import json_text
+from topw_deploy.reports import require_matplotlib
+
+
+def read_source(path: Path) -> tuple[bytes, str]:
+    """The bytes of a file, or of standard input for `-`, and its name for messages.
+
+    Raises PromptError for an unreadable file, click's UsageError for a closed standard input.
+    """
+    if str(path) == "-":
+        if sys.stdin is None:  # it was closed
+            raise click.UsageError("standard input is closed; give a file.")
+        return sys.stdin.buffer.read(), "standard input"
+    try:
+        return path.read_bytes(), str(path)
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def check_output(path: Path | None, name: str) -> None:
+    """Check before a long run that `path` can be written; `-` is standard output. name: the parameter that gives it.
+
+    Raises ParameterError for a folder, a missing parent folder, or a read-only place.
+    """
+    if path is None or str(path) == "-":
+        return
+    if path.is_dir():
+        raise ParameterError(f"{name} is {path}, which is a folder; choose another name.", name)
+    if not path.parent.is_dir():
+        raise ParameterError(f"{name} is {path}, but {path.parent} is not a folder; choose another name.", name)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ParameterError(f"{name} is {path}, which cannot be written; choose another name.", name)
+
+
+def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
+    """`check_output` for --plot. Also raises ParameterError for another ending, or without matplotlib."""
+    if path is None:
+        return
+    check_output(path, "plot")
+    if path.suffix.lower() not in endings:
+        raise ParameterError(f"plot is {path}, but must end in {' or '.join(endings)}; choose another name.", "plot")
+    require_matplotlib()
+
+
+def write_json(document: Any, path: Path) -> None:
+    """Write `document` as indented JSON. Raises ParameterError if `path` cannot be written."""
+    try:
+        path.write_text(json_text(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ParameterError(f"{path} cannot be written: {error.strerror or error}; name another file.") from None

@@ -1,0 +1,82 @@
+"""A cache that is written in place: its inputs, positions and tensors.
+
+A row's tokens fill its buffer from slot 0. `write_indices` is their number, `row_lengths` the number of real columns of
+this call, which come first. Padded columns are written behind them, where the next call overwrites them before any
+query sees them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from topw_deploy.export.graph.editor import GraphEditor, find_input, required_input
+from topw_deploy.export.lowering.layers import AttentionLayer
+from topw_deploy.export.trace.marker import MARKER_DOMAIN
+
+
+class StaticCache:
+    """Adds the inputs write_indices and row_lengths, int64 [batch].
+
+    sequence: number of columns, int64 [1].
+    total: each row's tokens after this call if every column is real, int64 [batch].
+    """
+
+    def __init__(self, editor: GraphEditor) -> None:
+        self._editor = editor
+        self._ids = required_input(editor.graph, "input_ids")
+        self.write_indices, self.row_lengths = (
+            ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(["batch_size"]))
+            for name in ("write_indices", "row_lengths")
+        )
+        editor.graph.inputs.insert(1, self.write_indices)
+        editor.graph.inputs.insert(2, self.row_lengths)
+        self.sequence = editor.op("Shape", [self._ids], start=1, end=2)
+        self.total = editor.op("Add", [self.write_indices, self.sequence])
+        self._positions: ir.Value | None = None
+
+    def host_length(self) -> ir.Value:
+        """Add total_sequence_length, int32 [1], which GroupQueryAttention reads on the host."""
+        value = ir.Value(name="total_sequence_length", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
+        self._editor.graph.inputs.insert(3, value)
+        return value
+
+    def positions(self) -> ir.Value:
+        """int64 [batch, sequence]. Padded columns repeat the last position, so no table is read beyond its end."""
+        if self._positions is None:
+            op, constant = self._editor.op, self._editor.constant
+            count = op("Squeeze", [self.sequence])
+            columns = op("Range", [constant(np.int64(0)), count, constant(np.int64(1))])  # [sequence]
+            last = op("Sub", [self.row_lengths, constant(np.array([1]))])
+            column = op("Min", [columns, op("Unsqueeze", [last, constant(np.array([1]))])])
+            start = op("Unsqueeze", [self.write_indices, constant(np.array([1]))])
+            shape = ["batch_size", "sequence_length"]
+            self._positions = op("Add", [start, column], dtype=ir.DataType.INT64, shape=shape)
+        return self._positions
+
+    def replace_present(
+        self, layer: AttentionLayer, keys: ir.Value, values: ir.Value, slots: int | str = "max_length"
+    ) -> None:
+        """Make `keys` and `values` [batch, kv_heads, slots, dim] the layer's presents."""
+        outputs = self._editor.graph.outputs
+        for kind, past, present in (("key", layer.past_key, keys), ("value", layer.past_value, values)):
+            name = f"present.{layer.index}.{kind}"
+            place = next(place for place, value in enumerate(outputs) if value.name == name)
+            outputs[place].name = f"{name}.concatenated"
+            outputs[place] = present
+            dim = layer.head_dim if kind == "key" else layer.value_dim
+            present.name, present.type = name, past.type
+            for value in (past, present):
+                value.shape = ir.Shape(["batch_size", layer.kv_heads, slots, dim])
+
+    def finish(self, model: ir.Model) -> None:
+        """Remove the markers' remains and position_ids, which is computed here."""
+        model.opset_imports.pop(MARKER_DOMAIN, None)
+        RemoveUnusedNodesPass()(model)
+        given = find_input(model.graph, "position_ids")
+        if given is not None:
+            for node, place in list(given.uses()):
+                node.replace_input_with(place, self._ids if node.op_type == "Shape" else self.positions())
+            model.graph.inputs.remove(given)
+        self._editor.finish()

@@ -1,0 +1,106 @@
+"""The scheme of a quantised export."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from topw_deploy.errors import ParameterError
+
+DTYPE_BITS = {"int4": 4, "int8": 8}
+"""Values of --dtype -> bits of a weight."""
+ALGORITHMS = ("search", "default", "rtn", "k_quant")
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+ACCURACY_LEVELS = (0, 1, 2, 3, 4)
+_ASYMMETRIC = ("search", "k_quant")  # by default
+_TABLE_BITS = 8
+_SMALLEST_BLOCK = BLOCK_SIZES[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantisation:
+    """How weights are rounded: in blocks along the inputs of each output, with one scale per block.
+
+    bits: 4 or 8.
+    block_size: weights per scale.
+    table_bits: of the token table and the head, `bits` or 8; None for 8.
+    symmetric: all zero points are 2 ** (bits - 1); None for the algorithm's default (false for `search`, `k_quant`).
+    accuracy_level: MatMulNBits' attribute, the least precise type for activations: 0 unset, 1 float32, 2 float16,
+        3 bfloat16, 4 int8.
+    algorithm: `search` minimises squared errors (search.py). The others are onnxruntime's: `default` and `rtn` round to
+        nearest, if symmetric with 8 negative and 7 positive steps or 7 each way; `k_quant` minimises a weighted error.
+    exclude: file-name patterns of nodes or weights that keep their type.
+
+    Raises ParameterError for a value out of range and for a symmetric `k_quant`.
+    """
+
+    bits: int
+    block_size: int = 128
+    table_bits: int | None = None
+    symmetric: bool | None = None
+    accuracy_level: int = 4
+    algorithm: str = "search"
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("bits", tuple(DTYPE_BITS.values())),
+            ("block_size", BLOCK_SIZES),
+            ("accuracy_level", ACCURACY_LEVELS),
+            ("algorithm", ALGORITHMS),
+        ):
+            if getattr(self, name) not in known:
+                choices = ", ".join(map(str, known))
+                raise ParameterError(f"{name} is {getattr(self, name)!r}, but must be one of {choices}.", name)
+        if self.table_bits not in (None, self.bits, _TABLE_BITS):
+            raise ParameterError(
+                f"table_bits is {self.table_bits!r}, but must be {self.bits} (as the other weights) or {_TABLE_BITS}.",
+                "table_bits",
+            )
+        if self.symmetric and self.algorithm == "k_quant":
+            raise ParameterError(
+                "k_quant is never symmetric: it finds a minimum for each block; leave --symmetric out.", "symmetric"
+            )
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.symmetric if self.symmetric is not None else self.algorithm not in _ASYMMETRIC
+
+    @property
+    def dtype(self) -> str:
+        """`int4` or `int8`."""
+        return f"int{self.bits}"
+
+    @property
+    def of_table(self) -> Quantisation:
+        """The scheme of the token table and of the head."""
+        return replace(self, bits=self.table_bits or _TABLE_BITS)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the manifest, with defaults resolved."""
+        resolved = {"symmetric": self.is_symmetric, "table_bits": self.of_table.bits, "exclude": list(self.exclude)}
+        return {**asdict(self), **resolved}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        return cls(**{**data, "exclude": tuple(data["exclude"])})
+
+    def excludes(self, *names: str | None) -> bool:
+        """Whether a pattern matches one of `names`."""
+        return any(name and fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.exclude)
+
+    def table_block_size(self, width: int) -> int | None:
+        """The largest block size up to block_size for table rows of `width` weights, or None.
+
+        Rows must be whole blocks: a tied head reads the same bytes, and onnxruntime's CUDA provider counts blocks
+        through the whole table. With asymmetric 4-bit zero points their number must be even: onnxruntime 1.24, and its
+        CUDA provider up to 1.31, look up an odd number wrongly.
+        """
+        size = self.block_size
+        pairs = self.of_table.bits == 4 and not self.is_symmetric
+        while size >= _SMALLEST_BLOCK:
+            if width % size == 0 and not (pairs and width // size % 2):
+                return size
+            size //= 2
+        return None

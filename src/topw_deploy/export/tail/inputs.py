@@ -1,0 +1,135 @@
+"""The node's inputs: parameters as columns, and logits after their edits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from topw_deploy.export.tail.ops import Ops, Tensor, scope
+from topw_deploy.sampling.parameters import GREEDY_BELOW
+
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
+_BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+
+# Closed interval of each parameter, in the order of `Rows.given`. NaN is in none.
+_INTERVALS = {
+    "temperature": (0.0, LARGEST),
+    "selection_temperature": (0.0, LARGEST),
+    "lam": (0.0, LARGEST),
+    "beta": (0.0, LARGEST),
+    "init_top_p": (SMALLEST, 1.0),
+    "geom_scale": (-LARGEST, LARGEST),
+    "uniform": (0.0, _BELOW_ONE),
+}
+PARAMETERS = tuple(_INTERVALS)
+
+Bounded = tuple[Tensor, float, float]
+"""A column [batch, 1] with its lowest and highest allowed value."""
+
+BLOCK = 128
+"""Tokens per block of the candidate search: maxima of shorter blocks cost more, longer ones leave more to sort."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Parameters as float32 columns [batch, 1].
+
+    given: the inputs in the order of `PARAMETERS`.
+    greedy: bool, temperature below 1e-5. Such rows keep one token: `reward` is -1 and `scale` 0.
+    temperature, selection: T and Ts, never 0.
+    lam, beta: weights of the entropy term and of the log-mass reward.
+    reward: beta - lam, the weight of log Gamma in J.
+    warm_mass, scale: init_top_p and geom_scale.
+    """
+
+    given: tuple[Tensor, ...]
+    greedy: Tensor
+    temperature: Tensor
+    selection: Tensor
+    lam: Tensor
+    beta: Tensor
+    reward: Tensor
+    warm_mass: Tensor
+    scale: Tensor
+    uniform: Tensor
+
+
+@scope
+def row_parameters(op: Ops, inputs: Sequence[Tensor]) -> Rows:
+    axis = op.constant([1], np.int64)
+    given = tuple(op.Unsqueeze(value, axis) for value in inputs)
+    temperature, selection, lam, beta, warm_mass, scale, uniform = given
+    zero = op.constant(0.0)
+    greedy = op.Less(temperature, op.constant(GREEDY_BELOW))
+    nonzero = op.Max(temperature, op.constant(GREEDY_BELOW))
+    return Rows(
+        given=given,
+        greedy=greedy,
+        temperature=nonzero,
+        selection=op.Where(op.Equal(selection, zero), nonzero, selection),
+        lam=lam,
+        beta=beta,
+        reward=op.Where(greedy, op.constant(-1.0), op.Sub(beta, lam)),
+        warm_mass=warm_mass,
+        scale=op.Where(greedy, zero, scale),
+        uniform=uniform,
+    )
+
+
+@scope
+def within(op: Ops, rows: Rows, further: Sequence[Bounded] = ()) -> Tensor:
+    """Whether each parameter and `further` column is in its interval: bool [batch, 7 + further].
+
+    One comparison, because a graph's cost is per node.
+    """
+    bounds = [*_INTERVALS.values(), *((low, high) for _, low, high in further)]
+    columns = op.Concat(*rows.given, *(column for column, _, _ in further), axis=1)
+    lowest = op.constant([low for low, _ in bounds])
+    highest = op.constant([high for _, high in bounds])
+    return op.And(op.GreaterOrEqual(columns, lowest), op.LessOrEqual(columns, highest))
+
+
+@scope
+def all_true(op: Ops, flags: Tensor, axis: int | None = None) -> Tensor:
+    """Logical AND of bool `flags`, over everything or one axis (kept)."""
+    numbers = op.Cast(flags, to=1)
+    if axis is None:
+        return op.Cast(op.ReduceMin(numbers, keepdims=0), to=9)
+    return op.Cast(op.ReduceMin(numbers, op.constant([axis], np.int64), keepdims=1), to=9)
+
+
+def padded_width(vocab_size: int) -> int:
+    """Whole blocks, with at least one column after the vocabulary."""
+    return (vocab_size // BLOCK + 1) * BLOCK
+
+
+@scope
+def apply_edits(op: Ops, logits: Tensor, ids: Tensor, penalty: Tensor, bias: Tensor, vocab_size: int) -> Tensor:
+    """Edit logits [batch, vocab] (docs/contract/graph.md, section 6), padded with -inf to [batch, padded].
+
+    ids: int64 [batch, edits], distinct where >= 0; edits may be 0.
+    penalty, bias: float32 [batch, edits].
+
+    The new logit is l / penalty if l > 0 else l * penalty, then + bias. An id outside the vocabulary edits the column
+    after it, which stays -inf. A penalty <= 0 or NaN makes the logit NaN. Padding copies the logits, so onnxruntime
+    scatters in place.
+    """
+    spare = op.constant(vocab_size, np.int64)
+    nothing = op.constant(-np.inf)
+    widths = op.constant([0, 0, 0, padded_width(vocab_size) - vocab_size], np.int64)
+    wide = op.Pad(logits, widths, nothing)
+    column = op.Min(op.Where(op.Less(ids, op.constant(0, np.int64)), spare, ids), spare)
+    zero = op.constant(0.0)
+    old = op.GatherElements(wide, column, axis=1)
+    scaled = op.Where(op.Greater(old, zero), op.Div(old, penalty), op.Mul(old, penalty))
+    new = op.Where(op.Greater(penalty, zero), op.Add(scaled, bias), op.constant(np.nan))
+    return op.ScatterElements(wide, column, new, axis=1)
+
+
+@scope
+def without_padding(op: Ops, logits: Tensor, vocab_size: int) -> Tensor:
+    start, end = op.constant([0], np.int64), op.constant([vocab_size], np.int64)
+    return op.Slice(logits, start, end, op.constant([1], np.int64))

@@ -1,0 +1,89 @@
+"""Traces without weights: parameters are fake tensors while tracing, initializers afterwards.
+
+Unread weights (`UnreadTensor`) are read when an initializer's values are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnx_ir import tensor_adapters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from topw_deploy.export.graph.lazy_weight import LazyWeight
+from topw_deploy.export.source.safetensors_files import StoredTensor
+from topw_deploy.export.source.unread_tensor import UnreadTensor
+
+
+class Weights:
+    """The real parameters of a model that has fake ones. fake_mode computes the shapes of these."""
+
+    def __init__(self, by_name: dict[str, torch.Tensor]) -> None:
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.by_name = by_name
+
+    def attach(self, model: ir.Model) -> None:
+        """Give fake initializers of `model` their parameters. Raises ValueError for other names."""
+        for name, value in model.graph.initializers.items():
+            fake = getattr(value.const_value, "raw", None)
+            if not isinstance(fake, FakeTensor):
+                continue
+            weight = self.by_name.get(name)
+            if weight is None or weight.shape != fake.shape or weight.dtype != fake.dtype:
+                raise ValueError(f"the weight {name} of the graph is no parameter of the model")
+            value.const_value = weight_tensor(weight, name)
+
+
+@contextlib.contextmanager
+def weightless(model: torch.nn.Module) -> Iterator[Weights]:
+    """Replace the parameters of `model` with fake ones within the block; shared ones stay shared."""
+    real = dict(model.named_parameters(remove_duplicate=False))
+    weights = Weights(
+        {
+            name: parameter if isinstance(parameter, UnreadTensor) else parameter.detach()
+            for name, parameter in real.items()
+        }
+    )
+    fakes: dict[int, torch.nn.Parameter] = {}
+    for parameter in real.values():
+        if id(parameter) not in fakes:
+            with weights.fake_mode:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+            fakes[id(parameter)] = torch.nn.Parameter(empty, requires_grad=False)
+    try:
+        _set_parameters(model, {name: fakes[id(parameter)] for name, parameter in real.items()})
+        yield weights
+    finally:
+        _set_parameters(model, real)
+
+
+def weight_tensor(parameter: torch.Tensor, name: str) -> ir.TensorProtocol:
+    """`parameter` as an initializer, read on demand."""
+    if not isinstance(parameter, UnreadTensor):
+        return tensor_adapters.TorchTensor(parameter.detach(), name=name)
+
+    def whole() -> ir.TensorProtocol:
+        return tensor_adapters.TorchTensor(parameter.values(), name=name)
+
+    dtype, shape = tensor_adapters.from_torch_dtype(parameter.dtype), tuple(parameter.shape)
+    read = None if parameter.file is None else partial(_read, parameter.file, parameter.dtype)
+    return LazyWeight(id(parameter), dtype, shape, whole, read, name)
+
+
+def _set_parameters(model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def _read(file: StoredTensor, dtype: torch.dtype, index: Any) -> np.ndarray:
+    """The part `index` of a stored tensor, cast to `dtype`."""
+    stored = UnreadTensor.of(file).values()  # mapped, and unmapped with the last reference
+    index = torch.from_numpy(index) if isinstance(index, np.ndarray) else index
+    return tensor_adapters.TorchTensor(stored[index].to(dtype).contiguous()).numpy()

@@ -1,0 +1,136 @@
+"""Running the worker process and judging its results, for the exporter and for `topw verify`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from topw_deploy.errors import SourceError, VerificationError
+from topw_deploy.export.job import Job
+from topw_deploy.export.request import HubOptions
+from topw_deploy.export.source.resolve import resolve
+from topw_deploy.export.verification.results import LEFT_PADDED, RIGHT_PADDED, Outcome, Result, decoded_result, printed
+from topw_deploy.manifest import Check, DecoderManifest, Manifest, NotCompared, Verification
+from topw_deploy.progress import Progress
+
+_EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
+
+
+def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
+    """Verify the folder being exported. Returns (its record for the manifest, whether batches may be padded).
+
+    A decoder of another exporter may fail at padding alone: the failed check is recorded with the limit it leads to.
+    Raises VerificationError naming the first check that fails otherwise.
+    """
+    source = job.source
+    task = {
+        "folder": str(folder),
+        "onnx": str(source.onnx) if source.onnx else None,
+        "checkpoint": None if source.onnx else str(source.folder),
+        "num_hidden_layers": job.request.graph.num_hidden_layers,
+        "trust_remote_code": job.request.hub.trust_remote_code,
+    }
+    outcome = run_checks(task, job.progress)
+    job.memory.peaks["verification"] = outcome.peak
+    failed = [check.name for check in outcome.failed]
+    if source.onnx is not None and failed in ([LEFT_PADDED], [RIGHT_PADDED]):
+        return replace(outcome, checks=tuple(map(_limited, outcome.checks))).verification(), False
+    if outcome.failed:
+        worst = outcome.failed[0]
+        raise VerificationError(
+            f"{len(outcome.failed)} of {len(outcome.checks)} checks failed (first: {worst.name}, difference "
+            f"{worst.difference:.3g}, bound {worst.bound:.3g}); nothing was kept, --keep-failed keeps it to look at."
+        )
+    return outcome.verification(), True
+
+
+def _limited(check: Check) -> Check:
+    """A failed padding check with its consequence, and a finite difference, as the manifest's JSON needs one."""
+    if check.passed:
+        return check
+    difference = min(check.difference, sys.float_info.max) if check.difference >= 0 else sys.float_info.max  # NaN
+    return replace(check, difference=difference, detail=f"{check.detail}; {_EQUAL_LENGTHS}")
+
+
+def recheck(
+    folder: Path, manifest: Manifest, named: str | None, trust_remote_code: bool, progress: Progress
+) -> Outcome:
+    """Check a finished export again, against the source `named` or the one in its manifest.
+
+    Nothing is downloaded: a hub model must be in the cache. Nothing of a sampler-only folder is compared.
+    """
+    if not isinstance(manifest, DecoderManifest):
+        reason = "this is a sampler-only model"
+        return Outcome((), (NotCompared("decoder logits", reason), NotCompared("generation", reason)))
+    task: dict[str, Any] = {"folder": str(folder), "trust_remote_code": trust_remote_code, "native": True}
+    try:
+        revision = None if named or manifest.source.get("revision") == "local" else manifest.source.get("revision")
+        source = resolve(named or manifest.source["id"], HubOptions(revision=revision, local_files_only=True))
+    except SourceError as error:
+        task["no_reference"] = f"the source is not here ({error})"
+    else:
+        if source.onnx is not None:
+            task["onnx"] = str(source.onnx)
+        else:
+            task |= {"checkpoint": str(source.folder), "num_hidden_layers": manifest.decoder.num_layers}
+    return run_checks(task, progress)
+
+
+def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
+    """Run the worker on `task` and report each result as soon as it arrives.
+
+    Keys of `task`:
+        folder: the export.
+        onnx or checkpoint: what to compare with; without either, `no_reference` says why.
+        num_hidden_layers, trust_remote_code: how to load the checkpoint.
+        native: also check this machine's native sampler.
+    Raises VerificationError if the worker fails.
+    """
+    results: list[Result] = []
+    error, peak = None, 0
+    for line in _lines(task):
+        result = decoded_result(line)
+        if result is not None:
+            results.append(result)
+            progress.say(printed(result))
+        elif "peak" in line:
+            peak = int(line["peak"])
+        else:
+            error = line["error"]
+    outcome = Outcome.of(results, peak)
+    if error is not None:
+        failed = [check.name for check in outcome.failed]
+        after = f" after these checks had failed: {', '.join(failed)}" if failed else ""
+        raise VerificationError(f"verification stopped{after}: {error}")
+    return outcome
+
+
+def _lines(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The worker's JSON lines as they come. Raises VerificationError if it dies."""
+    command = [sys.executable, "-m", "topw_deploy.export.verification.worker", json.dumps(task)]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as last_words:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=last_words, text=True, encoding="utf-8")
+        try:
+            assert process.stdout is not None
+            reported = False
+            for text in process.stdout:
+                line = json.loads(text)
+                reported = reported or "error" in line
+                yield line
+            if process.wait() != 0 and not reported:
+                last_words.seek(0)
+                words = last_words.read().strip().splitlines() or ["no message"]
+                raise VerificationError(
+                    f"the verification ended with exit code {process.returncode} ({words[-1][:300]}); "
+                    "report this, or export with --no-verify."
+                )
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()

@@ -1,0 +1,84 @@
+"""Checks of the warpers that `generate` applies after a processor: refuse those that would change Top-W's result.
+
+`generate` does not pass its settings to a processor, and appends its own warpers: temperature, top-k (50 by default)
+and others. All of them are in the `LogitsProcessorList` whose `__call__` calls the processor, so the list is read from
+that frame. A processor called by anything else is not checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper
+
+from topw_deploy.errors import ParameterError
+
+# Warpers that cut the crop again: class name -> (generate's argument, the attribute with its value, the value that cuts
+# nothing). By name, as not every version of transformers has all of them.
+_CUTTING = {
+    "TopKLogitsWarper": ("top_k", "top_k", 0),
+    "TopPLogitsWarper": ("top_p", "top_p", 1.0),
+    "MinPLogitsWarper": ("min_p", "min_p", 0.0),
+    "TopHLogitsWarper": ("top_h", "top_h", None),
+    "TypicalLogitsWarper": ("typical_p", "mass", 1.0),
+    "EpsilonLogitsWarper": ("epsilon_cutoff", "epsilon", 0.0),
+    "EtaLogitsWarper": ("eta_cutoff", "epsilon", 0.0),
+}
+
+
+_CALLS_BETWEEN = 4  # a subclass may call its parent
+
+
+def check_warpers(processor: LogitsProcessor, temperature: float | None, frame: FrameType | None) -> None:
+    """Check the list that calls `processor`, and what calls the list.
+
+    temperature: at which the draw must be made, or None for any.
+    frame: of the caller of `processor.__call__`.
+    Raises ParameterError for beam search, for a later warper that removes tokens and for another temperature.
+    """
+    warpers = None
+    for _ in range(_CALLS_BETWEEN):
+        if frame is None or frame.f_code.co_name != "__call__":
+            return
+        warpers = frame.f_locals.get("self")
+        if isinstance(warpers, LogitsProcessorList):
+            break
+        frame = frame.f_back
+    if frame is None or not isinstance(warpers, LogitsProcessorList):
+        return
+    if frame.f_back is not None and frame.f_back.f_code.co_name == "_beam_search":
+        raise ParameterError(
+            "generate runs a beam search, which needs more tokens a step than Top-W may keep; pass num_beams=1."
+        )
+    place = next((i for i, other in enumerate(warpers) if other is processor), len(warpers))
+    drawn_at = 1.0
+    for warper in warpers[place + 1 :]:
+        _refuse_cutting(warper)
+        if isinstance(warper, TemperatureLogitsWarper):
+            drawn_at *= warper.temperature
+    if temperature is not None and drawn_at != temperature:
+        raise ParameterError(
+            f"generate draws at temperature {drawn_at}, but the processor was told {temperature}; give both the same "
+            f"(with do_sample=True), or give the processor selection_temperature alone."
+        )
+
+
+def _refuse_cutting(warper: LogitsProcessor) -> None:
+    name, attribute, neutral = _CUTTING.get(type(warper).__name__, (None, "", None))
+    if name is None:
+        return
+    value = getattr(warper, attribute, None)
+    if neutral is not None and value == neutral:
+        return
+    default = " (its default)" if (name, value) == ("top_k", 50) else ""
+    raise ParameterError(
+        f"generate applies {name}={value} behind Top-W{default}, which would cut the crop again; pass "
+        f"{name}={neutral}, or **processor.generate_arguments()."
+    )
+
+
+def caller() -> FrameType | None:
+    """The frame that called the function which calls this."""
+    return sys._getframe(2) if hasattr(sys, "_getframe") else None

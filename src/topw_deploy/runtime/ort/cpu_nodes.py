@@ -1,0 +1,132 @@
+"""Finds the nodes of a session that onnxruntime left on the CPU although another provider was requested.
+
+onnxruntime keeps arithmetic on shapes and indices there on purpose. Any other operator moves tensors between device and
+host in every step. Before 1.24, onnxruntime does not report nodes; they are read from the profile of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from topw_deploy.errors import ProviderError
+from topw_deploy.runtime.ort.providers import CPU, short_name
+from topw_deploy.runtime.protocols import CpuNode
+
+_RECORD = "session.record_ep_graph_assignment_info"  # onnxruntime 1.24 and newer
+_TIMED = "_kernel_time"  # what a profile appends to a node's name
+
+# Arithmetic on shapes and indices. Every device's provider has these operators, so they are on the CPU by choice.
+# fmt: off
+_ON_SHAPES = frozenset((
+    "Abs", "Add", "And", "Cast", "Ceil", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Floor",
+    "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg",
+    "Not", "Or", "Range", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Shape", "Size", "Slice",
+    "Split", "Squeeze", "Sub", "Unsqueeze", "Where",
+))
+# fmt: on
+
+_HINTS = {
+    "GroupQueryAttention": "onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16, or, for "
+    "int4 and int8, with --compute-dtype fp16",
+    "TopWSample": "the library of the native sampler is not for this provider: see `topw doctor`",
+}
+
+
+def reported() -> bool:
+    """Whether this onnxruntime reports the nodes' providers (1.24 and newer)."""
+    return hasattr(ort.InferenceSession, "get_provider_graph_assignment_info")
+
+
+def record(options: ort.SessionOptions) -> Profile | None:
+    """Record the nodes' providers in sessions opened with `options`. A Profile if that takes a run."""
+    if not reported():
+        return Profile(options)
+    try:
+        recorded = options.get_session_config_entry(_RECORD) == "1"
+    except Exception:  # noqa: BLE001  # onnxruntime raises if there is no such entry
+        recorded = False
+    if not recorded:
+        options.add_session_config_entry(_RECORD, "1")
+    return None
+
+
+def cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
+    """The CPU's nodes, without those in subgraphs. The session was opened after `record`."""
+    return tuple(
+        CpuNode(node.name, node.op_type, bool(node.domain) or node.op_type not in _ON_SHAPES)
+        for group in session.get_provider_graph_assignment_info()
+        if group.ep_name == CPU
+        for node in group.get_nodes()
+    )
+
+
+class Profile:
+    """Profiles the next session opened with `options`."""
+
+    def __init__(self, options: ort.SessionOptions) -> None:
+        folder = tempfile.mkdtemp(prefix="topw-")
+        self._discard = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._options = options
+        self._before = options.enable_profiling, options.profile_file_prefix
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(folder) / "run")
+
+    def restore(self) -> None:
+        """Undo the changes to the caller's `options`."""
+        self._options.enable_profiling, self._options.profile_file_prefix = self._before
+
+    def nodes(self, raw: ort.InferenceSession) -> list[tuple[str, str, str]]:
+        """(name, operator, provider) of each node run. Ends the profile."""
+        events = json.loads(Path(raw.end_profiling()).read_text(encoding="utf-8"))
+        self._discard()
+        found = [event for event in events if event.get("args", {}).get("provider")]
+        return list(dict.fromkeys(_node(event) for event in _outermost(found)))
+
+
+def cpu_nodes_in(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]:
+    """The CPU's nodes among those of `Profile.nodes`."""
+    return tuple(CpuNode(name, kind, kind not in _ON_SHAPES) for name, kind, provider in profile if provider == CPU)
+
+
+def _outermost(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Events that do not lie within another one, unlike those of an If's branches."""
+    end = -1
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= end or event["ts"] + event["dur"] > end:
+            end = event["ts"] + event["dur"]
+            yield event
+
+
+def _node(event: dict[str, Any]) -> tuple[str, str, str]:
+    return event["name"].removesuffix(_TIMED), event["args"]["op_name"], event["args"]["provider"]
+
+
+def complaint(nodes: Sequence[CpuNode], provider: str) -> str:
+    """Which nodes compute on the CPU, as a clause; "" for none."""
+    computing = [node for node in nodes if node.computes]
+    if not computing:
+        return ""
+    counts = Counter(node.operator for node in computing)
+    kinds = ", ".join(f"{count} {operator}" for operator, count in counts.most_common(6))
+    names = ", ".join(node.name or "unnamed" for node in computing[:3])
+    hints = "; ".join(_HINTS[operator] for operator in counts if operator in _HINTS)
+    more = ", ..." if len(computing) > 3 else ""
+    said = f"{short_name(provider)} leaves {len(computing)} nodes to the CPU: {kinds} ({names}{more})"
+    return f"{said}; {hints}" if hints else said
+
+
+def check(nodes: Sequence[CpuNode], provider: str) -> None:
+    what = complaint(nodes, provider)
+    if what:
+        raise ProviderError(
+            f"{what}; pass allow_fallback=True to accept that, or use provider='cpu'.", "allow_fallback", "provider"
+        )

@@ -1,0 +1,91 @@
+"""Loads CUDA's and cuDNN's libraries from Python packages before onnxruntime opens its first session on a GPU.
+
+onnxruntime's providers look on the system's search path alone, not in the packages that the extra [gpu] or PyTorch
+install. onnxruntime.preload_dlls loads those beside onnxruntime; those in other folders of Python's path, such as a
+PyTorch of the system, are found here. Neither imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import onnxruntime as ort
+
+from topw_deploy import install
+
+_MISSING = re.compile(r"Failed to load (\S+?):")
+_lock = threading.Lock()
+_outcome: list[str] = []  # of `preload`, after its first call
+
+
+def preload() -> str:
+    """Load the libraries once per process. Returns which could not be loaded, as a clause; "" for none.
+
+    That is not an error: CUDA may be linked into a build, or be on the system's path under another name.
+    """
+    with _lock:
+        if not _outcome:
+            _outcome.append(_clause(_load()))
+        return _outcome[0]
+
+
+def _load() -> str:
+    """What onnxruntime printed about missing libraries."""
+    load: Callable[..., None] | None = getattr(ort, "preload_dlls", None)
+    if load is None:  # before onnxruntime 1.21
+        return ""
+    said = _said_by(load)
+    for folder in _folders_elsewhere() if said else ():
+        said = _said_by(partial(load, directory=str(folder)))
+    return said
+
+
+def _said_by(load: Callable[[], None]) -> str:
+    """What `load` prints, or the error that it raises."""
+    said = _OfThisThread(sys.stdout)
+    try:
+        with redirect_stdout(said):
+            load()
+    except Exception as error:  # noqa: BLE001  # reported if the provider does not start
+        said.lines.append(f"{type(error).__name__}: {error}")
+    return "".join(said.lines)
+
+
+def _folders_elsewhere() -> list[Path]:
+    """`nvidia` packages' libraries that are not beside onnxruntime; cuDNN's after those it needs."""
+    spec = importlib.util.find_spec("nvidia")
+    beside = Path(ort.__file__).parents[1] / "nvidia"
+    roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ()) if Path(root) != beside]
+    folders = [folder for root in roots for folder in sorted(root.glob("*/lib")) if any(folder.glob("libcu*"))]
+    return sorted(folders, key=lambda folder: "cudnn" in folder.parts)
+
+
+def _clause(said: str) -> str:
+    names = list(dict.fromkeys(Path(path).name for path in _MISSING.findall(said)))
+    if names:
+        return f"onnxruntime found no {', '.join(names)}; to install them, run: {install.how_to('gpu')}"
+    return " ".join(said.split())[:300]
+
+
+class _OfThisThread(io.TextIOBase):
+    """Standard output that captures the `lines` of one thread."""
+
+    def __init__(self, real: TextIO | None) -> None:
+        self.lines: list[str] = []
+        self._real, self._thread = real, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self._thread:
+            self.lines.append(text)
+        elif self._real is not None:
+            self._real.write(text)
+        return len(text)

@@ -1,0 +1,249 @@
+"""Inputs and outputs in a device's memory.
+
+Each step copies its changed inputs to the device in one copy and its results back in another. Addresses stay the same
+while shapes do, so that later generations can launch a step's CUDA graph again. Such steps run on one thread
+(run_thread.py) and are captured alone on the device (device_lock.py).
+
+Tested with doubles of the device and of CUDA's runtime; not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnxruntime as ort
+
+from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.runtime.device_lock import device_lock
+from topw_deploy.runtime.ort.host_binding import HostBinding, RawSession
+from topw_deploy.runtime.ort.run_thread import RunThread
+
+_LEAST = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes: more than most requests need
+_MOST_GRAPHS = 64  # of one session: each keeps memory of the device until the session is closed
+
+_ALIGNMENT = 256  # bytes: what CUDA's own allocator gives
+_NOT_CAPTURED = "-1"
+_END = ""  # no input or output has this name
+_NUMBERS = {kind.numpy: kind.number for kind in ELEMENT_TYPES.values()}
+
+
+class Area:
+    """Memory of the device and a host array of the same size, copied as a whole."""
+
+    def __init__(self, size: int, device: tuple[str, int]) -> None:
+        self.size = size
+        self.host = np.zeros(size, np.uint8)
+        self._value = ort.OrtValue.ortvalue_from_numpy(self.host, *device)
+        self.pointer: int = self._value.data_ptr()
+
+    def upload(self) -> None:
+        self._value.update_inplace(self.host)
+
+    def download(self) -> None:
+        self.host[:] = self._value.numpy()
+
+
+class StepBuffers:
+    """One generation's memory for small tensors.
+
+    areas: one for inputs that every run copies ("changing"), for the "rest" and for "results".
+    loaded: the binding whose inputs are in it.
+    """
+
+    def __init__(self, device: tuple[str, int]) -> None:
+        self._device = device
+        self.areas = {name: Area(size, device) for name, size in _LEAST.items()}
+        self.loaded: object = None
+
+    def reserve(self, sizes: dict[str, int]) -> None:
+        for name, size in sizes.items():
+            if size > self.areas[name].size:
+                self.areas[name] = Area(1 << (size - 1).bit_length(), self._device)
+                self.loaded = None
+
+
+@dataclass
+class Graph:
+    """A step's CUDA graph: options to run it with, and whether it is captured."""
+
+    options: ort.RunOptions | None
+    captured: bool = False
+
+
+class BufferPool:
+    """A session's StepBuffers and CUDA graphs. thread: runs the session if it has graphs."""
+
+    def __init__(self, device: tuple[str, int], *, graphs: bool) -> None:
+        self._device, self._free = device, list[StepBuffers]()
+        self._graphs: dict[object, Graph] = {}
+        self._free_lock = threading.Lock()
+        self.lock = device_lock(device)
+        self.thread = RunThread() if graphs else None
+        self.uncaptured = Graph(_run_options(_NOT_CAPTURED) if graphs else None, captured=True)
+
+    def borrow(self) -> StepBuffers:
+        with self._free_lock:
+            if self._free:
+                return self._free.pop()
+        with self.lock.using:
+            return StepBuffers(self._device)
+
+    def give_back(self, buffers: StepBuffers) -> None:
+        buffers.loaded = None  # or they would keep the session open until the garbage collector runs
+        with self._free_lock:
+            self._free.append(buffers)
+
+    def graph(self, bound: object) -> Graph:
+        """The CUDA graph for these names, addresses and shapes; its first run captures it."""
+        if self.thread is None:
+            return self.uncaptured
+        with self._free_lock:
+            if bound not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
+                self._graphs[bound] = Graph(_run_options(str(len(self._graphs) + 1)))
+            return self._graphs.get(bound, self.uncaptured)
+
+
+def _run_options(graph: str) -> ort.RunOptions:
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", graph)
+    return options
+
+
+class DeviceBinding(HostBinding):
+    """Copies host arrays to and from StepBuffers, which bindings made by `another` share."""
+
+    def __init__(self, session: RawSession, pool: BufferPool, buffers: StepBuffers | None = None) -> None:
+        super().__init__(session)
+        self._pool, self._buffers, self._owns = pool, buffers or pool.borrow(), buffers is None
+        self._results: dict[str, np.ndarray] = {}
+        self._memory: dict[str, tuple[object, ...]] = {}
+        self._on_host: dict[str, np.ndarray] = {}
+        self._changes: set[str] = set()
+        self._placed: dict[str, Area] = {}  # the areas of the bound addresses; empty: nothing is bound yet
+        self._stale = True  # whether the other inputs must be copied again
+        self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # per area: names with their views of host memory
+        self._graph: Graph | None = None  # for a step with these bindings; None: not looked up yet
+
+    def bind_array(self, name: str, array: np.ndarray) -> None:
+        known = self._arrays.get(name)
+        if known is None or known.shape != array.shape or name in self._changes:
+            self._placed = {}
+        self._changes.discard(name)
+        self._arrays[name] = array
+        self._stale = True
+
+    def bind_changing(self, name: str, array: np.ndarray) -> None:
+        self.bind_array(name, array)
+        self._changes.add(name)
+        self._placed = {}
+
+    def bind_on_host(self, name: str, array: np.ndarray) -> None:
+        self._on_host[name] = array
+        self._io.bind_input(name, array)
+        self._graph = None
+
+    def refresh(self, name: str) -> None:
+        self._stale = True
+
+    def bind_result(self, name: str, array: np.ndarray) -> None:
+        self._results[name] = array
+        self._bound_outputs.append(name)
+        self._io.bind_output(name, self._device)  # keeps its index among the outputs; `_place` sets its memory
+        self._placed = {}
+
+    def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
+        super().bind_memory(source, target, element_type, shape, pointer)
+        self._memory[source] = (element_type, tuple(shape), pointer)
+        self._graph = None
+
+    def another(self) -> DeviceBinding:
+        return DeviceBinding(self._session, self._pool, self._buffers)
+
+    def close(self) -> None:
+        if self._owns:
+            self._owns = False
+            self._pool.give_back(self._buffers)
+
+    def run(self, step: int | None = None) -> None:
+        if self._pool.thread is None:
+            self._run_here(step)
+        else:
+            self._pool.thread.call(partial(self._run_here, step))
+        for name, place in self._copies["results"]:
+            self._results[name][...] = place
+
+    def _run_here(self, step: int | None) -> None:
+        lock = self._pool.lock
+        with lock.using:
+            self._load()
+            # Runs over a prompt, up to step 0, are not repeated: their shapes differ.
+            graph = self._repeated() if step else self._pool.uncaptured
+            if graph.captured:
+                self._compute_and_download(step, graph)
+                return
+        with lock.capturing() as captures:
+            self._compute_and_download(step, graph if captures else self._pool.uncaptured)
+            graph.captured = captures
+
+    def _compute_and_download(self, step: int | None, graph: Graph) -> None:
+        self._compute(step, graph.options)
+        if step is not None:
+            self._buffers.areas["results"].download()
+
+    def _load(self) -> None:
+        buffers = self._buffers
+        if not self._placed or any(buffers.areas[name] is not area for name, area in self._placed.items()):
+            self._place()
+        changed = ("changing", "rest") if self._stale or buffers.loaded is not self else ("changing",)
+        for name in changed:
+            for input_, place in self._copies[name]:
+                place[...] = self._arrays[input_]
+            buffers.areas[name].upload()
+        self._stale, buffers.loaded = False, self
+
+    def _place(self) -> None:
+        changing = {name: array for name, array in self._arrays.items() if name in self._changes}
+        rest = {name: array for name, array in self._arrays.items() if name not in self._changes}
+        parts = {"changing": changing, "rest": rest, "results": self._results}
+        starts = {part: _starts(arrays) for part, arrays in parts.items()}
+        self._buffers.reserve({part: found[_END] for part, found in starts.items()})
+        self._placed, self._stale, self._graph = dict(self._buffers.areas), True, None
+        for part, arrays in parts.items():
+            area = self._placed[part]
+            bind = self._io.bind_output if part == "results" else self._io.bind_input
+            self._copies[part] = list(_places(area, arrays, starts[part]))
+            for name, array in arrays.items():
+                pointer = area.pointer + starts[part][name]
+                bind(name, self._device, _NUMBERS[array.dtype.name], array.shape, pointer)
+
+    def _repeated(self) -> Graph:
+        if self._graph is None:
+            arrays = {**self._arrays, **self._results}
+            pointers = tuple(area.pointer for area in self._placed.values())
+            shapes = tuple((name, name in self._changes, arrays[name].shape) for name in sorted(arrays))
+            # A capture bakes in the values that are read on the host.
+            constants = tuple((name, array.tobytes()) for name, array in sorted(self._on_host.items()))
+            self._graph = self._pool.graph((pointers, shapes, constants, tuple(sorted(self._memory.items()))))
+        return self._graph
+
+
+def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Offsets of the arrays in an area, equal for equal shapes, and the end as `_END`."""
+    starts, end = {}, 0
+    for name in sorted(arrays):
+        starts[name] = end
+        end += -(-max(1, arrays[name].nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return {**starts, _END: end}
+
+
+def _places(
+    area: Area, arrays: Mapping[str, np.ndarray], starts: Mapping[str, int]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Views of the arrays in host memory, by name."""
+    for name, array in arrays.items():
+        place = area.host[starts[name] : starts[name] + array.nbytes]
+        yield name, place.view(array.dtype).reshape(array.shape)

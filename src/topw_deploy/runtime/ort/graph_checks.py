@@ -1,0 +1,128 @@
+"""Refuses graphs that this onnxruntime does not know, or computes wrongly without an error.
+
+Before 1.24 (JetPack 6 has 1.23, see docs/guide/edge.md), operators of opset 24 are unknown, and GroupQueryAttention
+makes a sliding window one token too long.
+
+On CUDA, `GatherBlockQuantized` over a uint8 table reads the wrong weights
+
+- before 1.24 where two weights share a byte (int4);
+- before 1.29 where there are no zero points: it subtracts 0 from a code, the CPU provider 2 ** (bits - 1);
+- up to 1.31, and perhaps later, where a row ends within a block: it takes the scales of other rows.
+
+This project's exporter writes tables with zero points and whole blocks; other exporters may not.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import onnxruntime as ort
+
+from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.errors import ManifestError
+from topw_deploy.files import mapped
+from topw_deploy.manifest import Manifest
+from topw_deploy.runtime.folder import ModelFolder
+from topw_deploy.runtime.ort import providers
+from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
+
+_MOST_OPSET = 23  # before 1.24
+# An attribute of a node in ONNX's encoding, with another value than -1, which stands for no window.
+_WINDOW = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
+_LOOKUP = "GatherBlockQuantized"
+_ZERO_POINTS = 3  # input of the operator
+_READS_PAIRS = (1, 24)  # the first version that reads two weights of a byte
+_TAKES_MIDDLE = (1, 29)  # the first version with the CPU's default zero point
+
+
+def check_before_opening(folder: ModelFolder[Manifest]) -> None:
+    """Raises ManifestError for a graph that this onnxruntime cannot run correctly."""
+    if not is_older():
+        return
+    opset = folder.manifest.opset.get("", 0)
+    if opset > _MOST_OPSET:
+        raise ManifestError(
+            f"{folder.path} has operators of opset {opset}, but onnxruntime {ort.__version__} knows them up to opset "
+            f"{_MOST_OPSET}; export without --target tensorrt, or install onnxruntime 1.26 or newer."
+        )
+    with mapped(folder.model) as graph:
+        found = _WINDOW.search(graph)
+    if found:
+        raise ManifestError(
+            f"{folder.path} has attention with a sliding window in GroupQueryAttention, which onnxruntime "
+            f"{ort.__version__} makes a token too long; export with --kv concat, or install onnxruntime 1.24 or newer."
+        )
+
+
+def is_older() -> bool:
+    """Whether this onnxruntime is older than 1.24."""
+    return _numbers(ort.__version__) < (1, 24)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(1, 24) of "1.24.0"."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """An embedding lookup in a uint8 table. width: weights in a row."""
+
+    bits: int
+    block_size: int
+    width: int
+    has_zero_points: bool
+
+
+def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
+    """Raises ManifestError for a lookup that `provider`, a full name, computes wrongly.
+
+    onnxruntime must have opened the graph: `read_graph` checks nothing.
+    """
+    if providers.device_of(provider) != "cuda":
+        return
+    for lookup in lookups(folder):
+        if found := complaint(lookup, ort.__version__):
+            raise ManifestError(f"{folder.path} looks embeddings up in {found}, or use provider='cpu'.", "provider")
+
+
+def complaint(lookup: Lookup, version: str) -> str:
+    """What `version` does wrong on CUDA and a remedy, as a clause; "" for nothing."""
+    wrongly = f"which onnxruntime {version} reads wrongly on CUDA"
+    again = "export the original model again"
+    if lookup.bits < 8 and _numbers(version) < _READS_PAIRS:
+        return f"a table of {lookup.bits} bits, {wrongly}; export with --dtype int8 or fp16, install 1.24 or newer"
+    if not lookup.has_zero_points and _numbers(version) < _TAKES_MIDDLE:
+        return f"a quantised table without zero points, {wrongly}; {again}, install 1.29 or newer"
+    if lookup.width % lookup.block_size:
+        size = f"rows of {lookup.width} weights in blocks of {lookup.block_size}"
+        return f"{size}, {wrongly}; {again}"
+    return ""
+
+
+def lookups(folder: ModelFolder[Manifest]) -> list[Lookup]:
+    with mapped(folder.model) as file:
+        if file.find(_LOOKUP.encode()) < 0:
+            return []
+        nodes, initializers = read_graph(file)
+    made_by = {name: node for node in nodes for name in node.outputs}
+    found = (_lookup(node, made_by, initializers) for node in nodes if node.operator == _LOOKUP)
+    return [lookup for lookup in found if lookup is not None]
+
+
+def _lookup(node: Node, made_by: dict[str, Node], initializers: dict[str, Initializer]) -> Lookup | None:
+    name = node.inputs[0]
+    while name in made_by and made_by[name].operator == "Reshape":  # of the tied head's weight [rows, blocks, bytes]
+        name = made_by[name].inputs[0]
+    table = initializers.get(name)
+    if table is None or table.dtype != ELEMENT_TYPES["uint8"].number:
+        return None
+    bits = node.integers.get("bits", 4)
+    return Lookup(
+        bits=bits,
+        block_size=node.integers.get("block_size", 128),
+        width=math.prod(table.shape[1:]) * 8 // bits,
+        has_zero_points=len(node.inputs) > _ZERO_POINTS and bool(node.inputs[_ZERO_POINTS]),
+    )

@@ -1,0 +1,128 @@
+"""Reads nodes and shapes of initializers from an ONNX file, which onnxruntime does not report. Skips weights.
+
+onnxruntime must have opened the file: nothing is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from mmap import mmap
+
+Span = tuple[int, int]
+"""Start and end of a field's bytes in the file."""
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of Protocol Buffers
+_GRAPH = 7  # field of ModelProto
+_NODE, _INITIALIZER = 1, 5  # of GraphProto
+_INPUT, _OUTPUT, _OPERATOR, _ATTRIBUTE = 1, 2, 4, 5  # of NodeProto
+_ATTRIBUTE_NAME, _INTEGER = 1, 3  # of AttributeProto
+_SIZES, _TYPE, _TENSOR_NAME = 1, 2, 8  # of TensorProto
+
+
+@dataclass
+class Node:
+    """integers: attributes that are one integer."""
+
+    operator: str = ""
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    integers: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Initializer:
+    """dtype: a TensorProto.DataType."""
+
+    name: str = ""
+    dtype: int = 0
+    shape: list[int] = field(default_factory=list)
+
+
+def read_graph(file: mmap) -> tuple[list[Node], dict[str, Initializer]]:
+    """The main graph's nodes, and its initializers by name."""
+    nodes, initializers = [], {}
+    for number, span in _fields(file, (0, len(file))):
+        if number != _GRAPH or isinstance(span, int):
+            continue
+        for kind, part in _fields(file, span):
+            if isinstance(part, int):
+                continue
+            if kind == _NODE:
+                nodes.append(_node(file, part))
+            elif kind == _INITIALIZER:
+                tensor = _initializer(file, part)
+                initializers[tensor.name] = tensor
+    return nodes, initializers
+
+
+def _node(file: mmap, span: Span) -> Node:
+    node = Node()
+    for number, value in _fields(file, span):
+        if isinstance(value, int):
+            continue
+        if number == _INPUT:
+            node.inputs.append(_text(file, value))
+        elif number == _OUTPUT:
+            node.outputs.append(_text(file, value))
+        elif number == _OPERATOR:
+            node.operator = _text(file, value)
+        elif number == _ATTRIBUTE:
+            fields = dict(_fields(file, value))
+            name, integer = fields.get(_ATTRIBUTE_NAME), fields.get(_INTEGER)
+            if isinstance(name, tuple) and isinstance(integer, int):
+                node.integers[_text(file, name)] = integer
+    return node
+
+
+def _initializer(file: mmap, span: Span) -> Initializer:
+    tensor = Initializer()
+    for number, value in _fields(file, span):
+        if number == _SIZES and isinstance(value, int):
+            tensor.shape.append(value)
+        elif number == _SIZES and isinstance(value, tuple):  # several in one field
+            tensor.shape += _packed(file, value)
+        elif number == _TYPE and isinstance(value, int):
+            tensor.dtype = value
+        elif number == _TENSOR_NAME and isinstance(value, tuple):
+            tensor.name = _text(file, value)
+    return tensor
+
+
+def _fields(file: mmap, span: Span) -> Iterator[tuple[int, int | Span]]:
+    """(number, integer or span) of each field of the message in `span`."""
+    at, end = span
+    while at < end:
+        key, at = _varint(file, at)
+        kind = key & 7
+        if kind == _VARINT:
+            value, at = _varint(file, at)
+            yield key >> 3, value
+        elif kind == _BYTES:
+            size, at = _varint(file, at)
+            yield key >> 3, (at, at + size)
+            at += size
+        else:
+            at += {_FIXED64: 8, _FIXED32: 4}[kind]
+
+
+def _packed(file: mmap, span: Span) -> Iterator[int]:
+    at, end = span
+    while at < end:
+        value, at = _varint(file, at)
+        yield value
+
+
+def _varint(file: mmap, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = file[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+
+
+def _text(file: mmap, span: Span) -> str:
+    return file[span[0] : span[1]].decode()

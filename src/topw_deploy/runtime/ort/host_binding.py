@@ -1,0 +1,92 @@
+"""Inputs and outputs in the host's memory: onnxruntime reads and writes numpy's arrays in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import onnxruntime as ort
+
+from topw_deploy.dtypes import ELEMENT_TYPES
+from topw_deploy.errors import GenerationError, one_line
+
+
+class RawSession(Protocol):
+    """An open session, see `OrtSession`."""
+
+    raw: ort.InferenceSession
+    device: tuple[str, int]
+    with_defaults: frozenset[str]
+
+
+class HostBinding:
+    """onnxruntime's IO binding without its Python wrapper, which doubles the cost of binding."""
+
+    def __init__(self, session: RawSession) -> None:
+        self._io = ort.SessionIOBinding(session.raw._sess)
+        self._run = session.raw._sess.run_with_iobinding
+        self._device = ort.OrtDevice.make(*session.device)._get_c_device()
+        self._with_defaults = session.with_defaults
+        self._arrays: dict[str, np.ndarray] = {}
+        self._bound_outputs: list[str] = []
+        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue): no copy, no Python object
+        self.outputs = self._io.get_outputs  # () -> onnxruntime's vector of the last run's, in the order of binding
+        self._session = session  # last, so that it is the last to be released: it frees memory of the device
+
+    def bind_array(self, name: str, array: np.ndarray) -> None:
+        self._arrays[name] = array
+        if name in self._with_defaults:  # onnxruntime's bind_input does not find inputs that have a default
+            self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
+        else:
+            self._io.bind_input(name, array)
+
+    def bind_changing(self, name: str, array: np.ndarray) -> None:
+        self.bind_array(name, array)
+
+    def bind_on_host(self, name: str, array: np.ndarray) -> None:
+        self.bind_array(name, array)
+
+    def refresh(self, name: str) -> None:
+        """Do nothing: runs read the array itself."""
+
+    def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
+        self._bound_outputs.append(target)
+        self._io.bind_input(source, self._device, element_type, shape, pointer)
+        self._io.bind_output(target, self._device, element_type, shape, pointer)
+
+    def bind_result(self, name: str, array: np.ndarray) -> None:
+        self._arrays[name] = array
+        self._bound_outputs.append(name)
+        self._io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
+
+    def bind_empty(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Bind an input without elements. dtype: a key of ELEMENT_TYPES."""
+        value = ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype].number, *self._session.device)
+        self.bind_value(name, value._ortvalue)
+
+    def bind_fresh(self, name: str) -> int:
+        """Have the next run allocate output `name`. Returns its index in `outputs`."""
+        self._bound_outputs.append(name)
+        self._io.bind_output(name, self._device)
+        return len(self._bound_outputs) - 1
+
+    def bind_fresh_again(self, name: str) -> None:
+        """Have the next run allocate output `name` anew."""
+        self._io.bind_output(name, self._device)
+
+    def another(self) -> HostBinding:
+        return HostBinding(self._session)
+
+    def close(self) -> None:
+        """Do nothing: only the arrays belong to one generation."""
+
+    def run(self, step: int | None = None) -> None:
+        self._compute(step, None)
+
+    def _compute(self, step: int | None, options: ort.RunOptions | None) -> None:
+        try:
+            self._run(self._io, options)
+        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+            where = "in the prompt" if step is None else f"at step {step}"
+            raise GenerationError(f"onnxruntime failed {where}: {one_line(error)}") from None

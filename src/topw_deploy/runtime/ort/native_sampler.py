@@ -1,0 +1,127 @@
+"""Opens a session with the native operator for the sampler's node if possible, else with the function in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import onnxruntime as ort
+
+from topw_deploy.errors import ProviderError, one_line
+from topw_deploy.plugins import driver
+from topw_deploy.plugins import shared_library as library
+from topw_deploy.plugins.shared_library import library_path
+from topw_deploy.runtime.ort import providers
+from topw_deploy.runtime.protocols import Sampler
+
+_KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open session. why_graph: why `sampler` is not "native"."""
+
+    raw: ort.InferenceSession
+    sampler: Sampler
+    why_graph: str = ""
+
+
+def operator_library(
+    provider: str, table_form: str, options: ort.SessionOptions | None = None, device: int = 0
+) -> tuple[library.Library | None, str]:
+    """The native library for a session on `provider` (a full name), or None and why not, as a clause.
+
+    table_form: the manifest's. options: may have operators registered already. device: the GPU's number.
+    """
+    kind = _KINDS.get(provider)
+    if kind is None:
+        return None, f"the native sampler is for cpu and cuda, and the provider is {providers.short_name(provider)}"
+    registered = _registered(options)
+    if kind == "cuda" and registered == "cpu":
+        return None, "the session options already hold the CPU's operator, and cannot take the GPU's; give new ones"
+    found, why = _load(registered or kind)
+    if isinstance(found, library.CudaLibrary) and kind == "cuda":
+        why = _no_code(found, device)
+    if found is None or why:
+        return None, why
+    if not found.knows(table_form):
+        return None, f"the native sampler does not read tables by {table_form}"
+    return found, ""
+
+
+def _registered(options: ort.SessionOptions | None) -> library.Kind | None:
+    """Which library's operators are registered with `options`."""
+    if options is None:
+        return None
+    try:
+        entry = options.get_session_config_entry("topw.registered")
+    except Exception:  # noqa: BLE001  # onnxruntime raises if there is no such entry
+        return None
+    return "cuda" if entry == "cuda" else "cpu"
+
+
+def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
+    path = library_path(kind)
+    if path is None:
+        return None, library.why_absent(kind)
+    try:
+        return (library.load_cuda(path) if kind == "cuda" else library.load(path)), ""
+    except OSError as error:
+        named = library.variable_naming(path, kind)
+        which = "the CUDA library" if kind == "cuda" else "the native library"
+        return None, f"{which}{f' that {named} names' if named else ''} does not load ({one_line(error)})"
+
+
+def _no_code(found: library.CudaLibrary, device: int) -> str:
+    """Why the library does not run on this GPU, as a clause; "" if it may."""
+    devices = driver.look().devices
+    if device >= len(devices) or found.serves(devices[device].architecture):
+        return ""
+    number = devices[device].architecture
+    return f"{found.path.name} has no code for sm_{number} (`topw plugins build --cuda --arch {number}` makes it)"
+
+
+def open_session(
+    new_session: Callable[[], ort.InferenceSession],
+    options: ort.SessionOptions,
+    *,
+    provider: str,
+    table_form: str,
+    sampler: str,
+    device: int = 0,
+) -> Opened:
+    """Open a session with `new_session`, which uses `options`: natively if `sampler` allows it and it works.
+
+    If the registered operator refuses, the session does not open, and is opened again without it.
+
+    Raises what `new_session` raises, and ProviderError if `sampler` is "native" and the operator cannot be used.
+    """
+    refused: Exception | None = None
+    if sampler == "graph":
+        why = "sampler='graph' asks for it"
+    else:
+        found, why = operator_library(provider, table_form, options, device)
+        if found is not None:
+            before = found.kernels
+            try:
+                options.register_custom_ops_library(str(found.path))
+                raw = new_session()
+            except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
+                why, refused = f"onnxruntime does not open it with the native sampler ({one_line(error)})", error
+            else:
+                if found.kernels > before:
+                    return Opened(raw, "native")
+                why = "the graph has no node for the native sampler"
+                del raw
+    try:
+        with library.hidden():
+            raw = new_session()
+    except Exception:
+        if refused is not None:  # the operator is not the cause, or this model runs only with it
+            raise refused from None
+        raise
+    if sampler == "native":
+        raise ProviderError(
+            f"sampler='native' cannot be had: {why}; see `topw doctor`, or use sampler='auto'.", "sampler"
+        )
+    return Opened(raw, "graph", why)

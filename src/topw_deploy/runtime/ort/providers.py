@@ -1,0 +1,112 @@
+"""Execution providers: their short names, which one a session gets, and a check that it got it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import onnxruntime as ort
+
+from topw_deploy import install
+from topw_deploy.errors import ProviderError, UnknownProviderError
+from topw_deploy.runtime.ort import cuda_libraries
+
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+_SUFFIX = "ExecutionProvider"
+_CHOOSE = "choose one of those or 'auto'"
+
+# The device memory that providers compute in; the others take and give host memory.
+_DEVICES = {CUDA: "cuda", "TensorrtExecutionProvider": "cuda", "NvTensorRTRTXExecutionProvider": "cuda"}
+_WITH_CUDA_BEHIND = ("TensorrtExecutionProvider", "NvTensorRTRTXExecutionProvider")
+
+
+def short_name(provider: str) -> str:
+    """`CUDAExecutionProvider` -> `cuda`."""
+    return provider.removesuffix(_SUFFIX).lower()
+
+
+def available() -> tuple[str, ...]:
+    """Short names of this onnxruntime's providers, best first."""
+    return tuple(short_name(name) for name in ort.get_available_providers())
+
+
+def resolve(provider: str, allow_fallback: bool = False) -> str:
+    """onnxruntime's full name for `provider`: "auto" (CUDA if this build has it, else the CPU), a short name in any
+    case ("cuda"), or a full one.
+
+    Raises UnknownProviderError for a name that is no provider, and ProviderError if this build of onnxruntime lacks it
+    and `allow_fallback` is False.
+    """
+    built = ort.get_available_providers()
+    if provider == "auto":
+        return CUDA if CUDA in built else CPU
+    wanted = provider.lower().removesuffix(_SUFFIX.lower()).replace("_", "")  # nv_tensorrt_rtx
+    known = {short_name(name): name for name in ort.get_all_providers()}
+    for name in built:
+        if short_name(name) == wanted:
+            return name
+    if allow_fallback and wanted in known:
+        return known[wanted]
+    if wanted in known:
+        raise ProviderError(f"{why_absent(provider)}.")
+    near = difflib.get_close_matches(wanted, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UnknownProviderError(
+        f"provider is {provider!r}, which is not an execution provider: {hint}this onnxruntime has "
+        f"{', '.join(available())}; {_CHOOSE}.",
+        "provider",
+    )
+
+
+def why_absent(provider: str) -> str:
+    """A clause: that this onnxruntime lacks `provider`, and what to do."""
+    remedy = _remedy(provider.lower().removesuffix(_SUFFIX.lower()))
+    what = f"this onnxruntime {ort.__version__} was built without {provider!r}"
+    return f"{what}: it has {', '.join(available())}; {remedy}"
+
+
+def _remedy(wanted: str) -> str:
+    if wanted in ("cuda", "tensorrt"):
+        return f"for NVIDIA devices run: {install.pip('uninstall')} -y onnxruntime && {install.how_to('gpu')}"
+    return _CHOOSE
+
+
+def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
+    """InferenceSession's `providers`: `name`, then those for the nodes it leaves."""
+    chain: list[Any] = [(name, dict(options or {}))]
+    if name in _WITH_CUDA_BEHIND and CUDA in ort.get_available_providers():
+        chain.append((CUDA, {}))
+    if name != CPU:
+        chain.append((CPU, {}))
+    return chain
+
+
+def device_of(provider: str) -> str:
+    """The kind of memory that `provider` computes in, in onnxruntime's words."""
+    return _DEVICES.get(provider, "cpu")
+
+
+def missing_libraries(provider: str) -> str:
+    """Load the libraries that `provider` needs. Returns the missing ones, as a clause."""
+    return cuda_libraries.preload() if device_of(provider) == "cuda" else ""
+
+
+def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:
+    """The provider that `session` runs on. onnxruntime silently drops one that fails to start.
+
+    Raises ProviderError if that is not `wanted` and `allow_fallback` is False.
+    """
+    used = session.get_providers()
+    if wanted in used:
+        return wanted
+    if not allow_fallback:
+        missing = missing_libraries(wanted)
+        raise ProviderError(
+            f"asked for {short_name(wanted)}, but onnxruntime could not start it and would run on "
+            f"{', '.join(map(short_name, used))}{f' ({missing})' if missing else ''}; see `topw doctor`, or pass "
+            "allow_fallback=True to accept that.",
+            "allow_fallback",
+        )
+    return str(used[0])

@@ -1,0 +1,98 @@
+"""How to open a session, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnxruntime as ort
+
+from topw_deploy.errors import ParameterError
+
+SAMPLERS = ("auto", "native", "graph")
+_MOST_THREADS = 1024  # onnxruntime would start as many as it is told and never come back
+_OFF = ("0", "false")  # how onnxruntime's provider options say no
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """Options of a session. Raises ParameterError for a value out of its bounds.
+
+    provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name. "tensorrt" runs the folder's
+        engine if one fits this machine, else onnxruntime's provider.
+    provider_options: as onnxruntime documents them. "enable_cuda_graph" captures each shape of a step once and launches
+        it from then on; the cache must have the form "static".
+    session_options: may serve several sessions. Gets the thread counts and the native operator's registration.
+    intra_op_num_threads, inter_op_num_threads: at most 1024; 0: onnxruntime's choice.
+    allow_fallback: accept another provider, and nodes that a provider leaves to the CPU.
+    sampler: "auto" (the native operator if possible, else the function in the file), "native" or "graph".
+    """
+
+    provider: str = "auto"
+    provider_options: Mapping[str, Any] | None = None
+    session_options: ort.SessionOptions | None = None
+    intra_op_num_threads: int | None = None
+    inter_op_num_threads: int | None = None
+    allow_fallback: bool = False
+    sampler: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_provider(self.provider, self.provider_options)
+        if self.sampler not in SAMPLERS:
+            raise ParameterError(f"sampler is {self.sampler!r}, but must be one of {', '.join(SAMPLERS)}.", "sampler")
+        given = self.session_options
+        if given is not None and not isinstance(given, ort.SessionOptions):
+            raise ParameterError(
+                f"session_options is a {type(given).__name__}, but must be an onnxruntime.SessionOptions."
+            )
+        for name, value in self.threads.items():
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_THREADS:
+                raise ParameterError(
+                    f"{name} is {value!r}, but must be an integer in [0, {_MOST_THREADS}] (0: onnxruntime's choice).",
+                    name,
+                )
+
+    @property
+    def threads(self) -> dict[str, int]:
+        """The given thread counts, by onnxruntime's names."""
+        counts = {
+            "intra_op_num_threads": self.intra_op_num_threads,
+            "inter_op_num_threads": self.inter_op_num_threads,
+        }
+        return {name: value for name, value in counts.items() if value is not None}
+
+    @property
+    def device_number(self) -> int:
+        """The GPU's number."""
+        return int((self.provider_options or {}).get("device_id", 0))
+
+    @property
+    def cuda_graphs(self) -> bool:
+        return str((self.provider_options or {}).get("enable_cuda_graph", "0")).lower() not in _OFF
+
+    def for_onnxruntime(self) -> ort.SessionOptions:
+        options = self.session_options
+        if options is None:
+            options = ort.SessionOptions()
+            options.log_severity_level = 3  # warnings about constant folding are not for users
+        for name, value in self.threads.items():
+            setattr(options, name, value)
+        return options
+
+
+def _check_provider(provider: object, options: object) -> None:
+    if not isinstance(provider, str):
+        raise ParameterError(
+            f"provider is {provider!r}, but must be a name such as 'auto', 'cpu', 'cuda', 'tensorrt'.", "provider"
+        )
+    if options is None:
+        return
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise ParameterError(
+            f"provider_options is {options!r:.60}, but must be a mapping from onnxruntime's names, like "
+            "{'device_id': 0}."
+        )
+    device = str(options.get("device_id", 0))
+    if not device.isdecimal():
+        raise ParameterError(f"device_id is {device!r}, but must be the number of a GPU, from 0.")

@@ -1,0 +1,134 @@
+"""Rows that are settled without a distance: by a few candidates (stage A), or by the whole pool (stage B).
+
+Both compute the objective without geometry over a prefix of the tokens (docs/contract/theory.md, section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from topw_deploy.sampling.reference import SMALLEST_LOG_WEIGHT
+from topw_deploy.sampling.torch.largest import Largest, largest_logits
+from topw_deploy.sampling.torch.rows import Rows
+
+CANDIDATES = 64
+"""Largest logits looked at in stage A; crops of language models at the defaults have a handful."""
+
+_CANDIDATE_BLOCK, _POOL_BLOCK = 64, 8  # of `largest_logits`
+# Slacks against calling a row settled that the pool would not call certified: of J, in its unit, and of the warm
+# start's mass, relative. A row in between goes to the pool, where nothing is estimated.
+_SLACK = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-5)}
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The outcome of stage A; all but `found` are [B, 1].
+
+    found: the largest logits.
+    valid: usable parameters, and logits without NaN or +inf, not all -inf.
+    settled: the first K of `found` are the crop, greedy or certified.
+    """
+
+    found: Largest
+    valid: Tensor
+    settled: Tensor
+    K: Tensor
+
+
+def settle_by_candidates(logits: Tensor, rows: Rows, top_m: int) -> Candidates:
+    """Stage A on logits [B, V]. Never syncs the device."""
+    count = min(CANDIDATES, top_m, logits.shape[1])
+    found = largest_logits(logits, count, _CANDIDATE_BLOCK, any_last=True)
+    valid = (found.top.abs() < torch.inf) & rows.usable
+    scan = base_scan(found, rows)
+    settled = valid & (_inside_warm_start(scan, rows) & _covers_the_pool(scan, rows, logits, top_m) | rows.greedy)
+    if count < logits.shape[1]:  # which of the tokens equal to the last candidate are candidates is left open
+        settled &= found.logits.gather(1, scan.K - 1) > found.logits[:, -1:]
+    return Candidates(found, valid, settled, scan.K)
+
+
+def _inside_warm_start(scan: Scan, rows: Rows) -> Tensor:
+    """K <= k0: the mass before token K is less than `init_top_p` of the candidates'."""
+    slack = _SLACK[scan.p.dtype][1]
+    before = (scan.Gamma - scan.p).gather(1, scan.K - 1)  # 0 for K = 1
+    return (rows.geom_scale >= 0) & (before < rows.init_top_p * (1.0 - slack) * scan.Gamma[:, -1:])
+
+
+def _covers_the_pool(scan: Scan, rows: Rows, logits: Tensor, top_m: int) -> Tensor:
+    """No longer prefix is the first maximiser (block stop).
+
+    The bound gives every other pool token the last candidate's weight and score, which none exceeds.
+    """
+    outside = min(top_m, logits.shape[1]) - scan.p.shape[1]
+    nothing_left = scan.banned[:, -1:]
+    if outside == 0:
+        return torch.ones_like(nothing_left)
+    mass = scan.p[:, -1:] * outside
+    whole = scan.Gamma[:, -1:] + mass
+    longest = (scan.Phi[:, -1:] + mass * (rows.lam * scan.log_p[:, -1:])) / whole + rows.reward * whole.log()
+    slack = _SLACK[scan.p.dtype][0] * rows.unit
+    return (longest < scan.J.gather(1, scan.K - 1) - slack) | nothing_left | (rows.scanned == 0)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The pool of each row.
+
+    found: its tokens in order, -inf logits last.
+    scan: the objective without geometry over its prefixes.
+    size, k0 [B, 1]: tokens of the pool, of the warm start.
+    certified [B, 1]: see `reference.Crop`.
+    """
+
+    found: Largest
+    scan: Scan
+    size: Tensor
+    k0: Tensor
+    certified: Tensor
+
+
+def take_pool(logits: Tensor, rows: Rows, top_m: int) -> Pool:
+    """Stage B on the logits [B, V] of valid rows."""
+    found = largest_logits(logits, min(top_m, logits.shape[1]), _POOL_BLOCK)
+    scan = base_scan(found, rows)
+    size = (~scan.banned).sum(1, keepdim=True)
+    reached = rows.init_top_p * scan.Gamma[:, -1:] <= scan.Gamma
+    k0 = torch.where(rows.init_top_p < 1, reached.int().argmax(1, keepdim=True) + 1, size)
+    return Pool(found, scan, size, k0, rows.greedy | ((rows.geom_scale >= 0) & (k0 >= scan.K)))
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The objective without geometry over the prefixes of each row's tokens; all [B, n] but `K`.
+
+    log_p, p: in units of the largest weight.
+    banned: -inf logits, which belong to no pool; their log_p and p are 0.
+    Gamma, Phi: inclusive sums of p and lam p log p.
+    J: the objective.
+    K [B, 1]: the size of the first best prefix; 1 for greedy rows and for beta <= lam (singleton collapse), whatever
+        rounding gives.
+    """
+
+    log_p: Tensor
+    p: Tensor
+    banned: Tensor
+    Gamma: Tensor
+    Phi: Tensor
+    J: Tensor
+    K: Tensor
+
+
+def base_scan(found: Largest, rows: Rows) -> Scan:
+    """Sum in the reference's order, in float64 (float32 on MPS)."""
+    logits = found.logits.to(rows.lam.dtype)
+    banned = logits == -torch.inf
+    log_p = ((logits - logits[:, :1]) / rows.selection).masked_fill_(banned, 0.0)
+    p = log_p.clamp(min=SMALLEST_LOG_WEIGHT).exp_().masked_fill_(banned, 0.0)
+    Gamma = p.cumsum(1)
+    Phi = (rows.lam * log_p).mul_(p).cumsum(1)
+    J = (Phi / Gamma).add_(rows.reward * Gamma.log())
+    K = J.argmax(1, keepdim=True) * rows.scanned + 1  # argmax answers the first maximiser
+    return Scan(log_p, p, banned, Gamma, Phi, J, K)

@@ -1,0 +1,104 @@
+"""The request of `topw stats`: the prompts, and the settings that are compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from topw_deploy.errors import ParameterError, PromptError
+from topw_deploy.plain_text import numbered_lines
+from topw_deploy.sampling.parameters import ALIASES, PARAMETER_NAMES, check_range, unknown_name
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, and its place for messages."""
+
+    text: str
+    where: str
+
+
+def prompts_of_lines(data: bytes, where: str) -> list[Prompt]:
+    """One prompt per line, without blank lines. Raises PromptError for data that is not text or holds no prompt."""
+    return _not_empty(
+        [Prompt(line, f"line {number} of {where}") for number, line in numbered_lines(data, where)], where
+    )
+
+
+def prompts_of_json_lines(data: bytes, where: str) -> list[Prompt]:
+    """One JSON value per line: a string, or an object with the string `prompt`. Raises PromptError for other lines."""
+    found = []
+    for number, line in numbered_lines(data, where):
+        place = f"line {number} of {where}"
+        try:
+            value: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            raise PromptError(f'{place} is not JSON; write "text" or {{"prompt": "text"}} on each line.') from None
+        text = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            raise PromptError(f'{place} holds no prompt; write "text" or {{"prompt": "text"}} on each line.')
+        found.append(Prompt(text, place))
+    return _not_empty(found, where)
+
+
+def _not_empty(prompts: list[Prompt], where: str) -> list[Prompt]:
+    if not prompts:
+        raise PromptError(f"{where} holds no prompt; write one on each line.")
+    return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Top-W parameters of one run.
+
+    label: the parameters that differ between settings; empty if there is only one.
+    """
+
+    label: str
+    parameters: Mapping[str, float]
+
+
+def settings_of(given: Mapping[str, float], sweeps: Sequence[str]) -> list[Setting]:
+    """`given` with each combination of `sweeps`, which are strings like "temperature=0.5,1,2".
+
+    Raises ParameterError for another form, an unknown or repeated name, or a name that is in `given` too.
+    """
+    columns: dict[str, list[float]] = {}
+    for text in sweeps:
+        name, values = _sweep(text)
+        if name in columns:
+            raise ParameterError(f"{name} is swept twice; give all its values in one --sweep.", name, "sweep")
+        if name in given:
+            raise ParameterError(f"{name} is given as an option and swept; leave one of them out.", name, "sweep")
+        columns[name] = values
+    found = []
+    for combination in itertools.product(*columns.values()):
+        chosen = dict(zip(columns, combination, strict=True))
+        label = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
+        found.append(Setting(label, {**given, **chosen}))
+    return found
+
+
+def _sweep(text: str) -> tuple[str, list[float]]:
+    name, equals, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    name = ALIASES.get(name, name)
+    if equals and name not in PARAMETER_NAMES:
+        error = unknown_name(name, PARAMETER_NAMES)
+        raise ParameterError(str(error), "sweep")
+    try:
+        numbers = list(dict.fromkeys(float(value) for value in values.split(",")))
+    except ValueError:
+        raise ParameterError(
+            f"the sweep {text!r} is not NAME=NUMBER,NUMBER,...; write for example temperature=0.5,1,2.",
+            "sweep",
+        ) from None
+    for number in numbers:
+        try:
+            check_range(name, number)
+        except ParameterError as error:
+            raise ParameterError(str(error), "sweep") from None
+    return name, numbers

@@ -1,0 +1,1 @@
+"""Tests of `benchmarks`; only these and `tests/gpu`, which tests `benchmarks.gpu`, import it."""

@@ -1,0 +1,59 @@
+"""benchmarks/installed_size.py counts what an installation takes, and the pages quote it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import installed_size
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> dict[str, importlib.metadata.Distribution]:
+    """This package, onnxruntime, tokenizers with a hub library behind it, click that both need, and a stranger."""
+    wanted = {
+        "topw-deploy": ["tokenizers>=0.20", "click", 'onnxruntime; extra == "cpu"', 'torch; extra == "export"'],
+        "onnxruntime": [],
+        "tokenizers": ["huggingface_hub<3,>=0.16.4", 'pytest; extra == "testing"'],
+        "huggingface-hub": ["click", "tqdm", 'httpx[socks]; python_version > "3"'],
+        "click": [],
+        "tqdm": [],
+        "httpx": ['socksio; extra == "socks"'],
+        "socksio": [],
+        "torch": [],
+    }
+    found = {}
+    for name, requires in wanted.items():
+        info = tmp_path / f"{name}.dist-info"
+        info.mkdir()
+        lines = [f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {text}" for text in requires)]
+        (info / "METADATA").write_text("\n".join(lines) + "\n")
+        (tmp_path / f"{name}.py").write_bytes(b"#" * 1_000_000)
+        (info / "RECORD").write_text(f"{name}.py,,\ngone.py,,\n")
+        found[name] = importlib.metadata.Distribution.at(info)
+    return found
+
+
+def test_the_report_holds_what_the_runtime_needs_and_marks_what_tokenizers_brings(
+    packages: dict[str, importlib.metadata.Distribution],
+) -> None:
+    lines = installed_size.report(packages)
+    marked = {line.split(" | ")[0].strip("| "): line.endswith("only |") for line in lines[2:-2]}
+    brought = {"huggingface-hub", "tqdm", "httpx", "socksio"}
+    assert marked == {name: name in brought for name in packages if name != "torch"}
+    assert lines[-1] == "8 packages, 8 MB; 4 of them, 4 MB, come through tokenizers only."
+
+
+def test_the_pages_agree_on_the_size() -> None:
+    page = (ROOT / "docs" / "guide" / "install.md").read_text("utf-8")
+    table = re.findall(r"^\| [\w-]+ \| [\d.]+ \| ([\d.]+) \|", page, re.MULTILINE)
+    total = f"{sum(map(float, table)):.0f} MB"
+    assert f"takes {total} on disk" in page
+    assert f"in {len(table)} packages" in page
+    for name in ("README.md", "docs/lab/benchmarks.md"):
+        assert total in (ROOT / name).read_text("utf-8")

@@ -1,0 +1,215 @@
+"""Products are fused only where the result is the same."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from tests.support.lowerings import copy_of
+from tests.support.tiny_models import make_model
+from topw_deploy.export import export_model
+from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.lowering import lower
+from topw_deploy.export.lowering.fused_projections import concatenated, fuse_gate_up, fuse_qkv
+from topw_deploy.export.request import export_request
+from topw_deploy.export.trace.trace import TracedDecoder, trace
+
+HIDDEN, WIDTHS, GATE_WIDTH = 5, (6, 4, 4), 6
+GENERATOR = np.random.default_rng(0)
+WEIGHTS = [GENERATOR.standard_normal((HIDDEN, width)).astype(np.float32) for width in WIDTHS]
+BIASES = [GENERATOR.standard_normal(width).astype(np.float32) for width in WIDTHS]
+
+
+def start() -> tuple[ir.Graph, GraphEditor, ir.Value]:
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
+    editor = GraphEditor(graph, "toy")
+    return graph, editor, editor.input("x", ir.DataType.FLOAT, ["batch", "sequence", HIDDEN])
+
+
+def linear(editor: GraphEditor, source: ir.Value, part: int, bias: bool) -> ir.Value:
+    shape = ["batch", "sequence", WIDTHS[part]]
+    value = editor.op("MatMul", [source, editor.constant(WEIGHTS[part], f"w{part}")], dtype=source.dtype, shape=shape)
+    if bias:
+        value = editor.op("Add", [value, editor.constant(BIASES[part], f"b{part}")], dtype=source.dtype, shape=shape)
+    return value
+
+
+def run(graph: ir.Graph, values: list[ir.Value]) -> list[np.ndarray]:
+    for number, value in enumerate(values):
+        value.name, value.type = f"out{number}", ir.TensorType(ir.DataType.FLOAT)
+        graph.outputs.append(value)
+    graph.sort()
+    model = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    x = np.random.default_rng(1).standard_normal((2, 3, HIDDEN)).astype(np.float32)
+    return ort.InferenceSession(model, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_queries_keys_and_values_of_one_source_are_one_product(bias: bool) -> None:
+    graph, editor, x = start()
+    parts = [linear(editor, x, part, bias) for part in range(3)]
+    fused = fuse_qkv(editor, parts)
+    assert fused is not None
+    query, key, value, whole = run(graph, [*parts, fused])
+    np.testing.assert_allclose(whole, np.concatenate([query, key, value], axis=-1), rtol=1e-5, atol=1e-6)
+
+
+def test_parts_of_which_one_has_a_bias_are_not_fused() -> None:
+    _, editor, x = start()
+    assert fuse_qkv(editor, [linear(editor, x, part, bias=part == 0) for part in range(3)]) is None
+
+
+def test_products_of_different_sources_are_not_fused() -> None:
+    _, editor, x = start()
+    other = editor.op("Neg", [x], dtype=x.dtype, shape=x.shape)
+    assert fuse_qkv(editor, [linear(editor, source, part, False) for part, source in enumerate((x, x, other))]) is None
+
+
+def slices(editor: GraphEditor, whole: ir.Value, bounds: list[tuple[int, int]]) -> list[ir.Value]:
+    def one(number: int) -> ir.Value:
+        return editor.constant(np.array([number]))
+
+    return [editor.op("Slice", [whole, one(start), one(end), one(2), one(1)]) for start, end in bounds]
+
+
+def test_slices_that_cover_a_value_are_replaced_by_it() -> None:
+    _, editor, x = start()
+    assert fuse_qkv(editor, slices(editor, x, [(0, 2), (2, 4), (4, HIDDEN)])) is x
+
+
+@pytest.mark.parametrize("bounds", [[(0, 2), (2, 3), (4, 5)], [(0, 2), (2, 4), (4, 4)], [(2, 4), (0, 2), (4, 5)]])
+def test_slices_with_a_gap_or_in_another_order_are_kept(bounds: list[tuple[int, int]]) -> None:
+    _, editor, x = start()
+    assert fuse_qkv(editor, slices(editor, x, bounds)) is None
+
+
+def test_all_parts_of_a_split_in_order_are_replaced_by_its_input() -> None:
+    _, editor, x = start()
+    parts = editor.outputs("Split", [x, editor.constant(np.array([1, 2, 2]))], 3, axis=2)
+    assert fuse_qkv(editor, list(parts)) is x
+    assert fuse_qkv(editor, [parts[1], parts[0], parts[2]]) is None
+
+
+def test_concatenated_weights_are_read_only_when_they_are_written() -> None:
+    def fail() -> ir.TensorProtocol:
+        raise AssertionError("read")
+
+    unread = ir.LazyTensor(fail, dtype=ir.DataType.FLOAT, shape=ir.Shape([4, 3]))
+    both = concatenated([unread, unread])
+    assert tuple(both.shape) == (4, 6)
+    assert both.nbytes == 96
+    with pytest.raises(AssertionError, match="read"):
+        both.numpy()
+
+
+def weight(editor: GraphEditor, name: str, *shape: int) -> ir.Value:
+    return editor.constant(GENERATOR.standard_normal(shape).astype(np.float32), name)
+
+
+def gated(
+    activation: str = "silu", *, widths: tuple[int, int] = (GATE_WIDTH, GATE_WIDTH), biases: int = 0, sources: int = 1
+) -> ir.Model:
+    """act(gate(x)) * up(x).
+
+    biases: how many of the two products have one.
+    sources: with 2 it is up(-x).
+    """
+    editor = GraphEditor(ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy"), "toy")
+    x = editor.input("x", ir.DataType.FLOAT, ["batch", "sequence", HIDDEN])
+    parts = []
+    for part, (name, width) in enumerate(zip(("gate", "up"), widths, strict=True)):
+        source = editor.op("Neg", [x], dtype=x.dtype, shape=x.shape) if part and sources == 2 else x
+        kind = {"dtype": x.dtype, "shape": ["batch", "sequence", width]}
+        value = editor.op("MatMul", [source, weight(editor, f"{name}_proj", HIDDEN, width)], **kind)
+        if part < biases:
+            value = editor.op("Add", [value, weight(editor, f"{name}_bias", width)], **kind)
+        parts.append(value)
+    gate, up = parts
+    acted = (
+        editor.op("Mul", [gate, editor.op("Sigmoid", [gate])])
+        if activation == "silu"
+        else editor.op(activation, [gate])
+    )
+    result = editor.op("Mul", [acted, up], dtype=x.dtype, name="y")
+    editor.graph.outputs.append(result)
+    return ir.Model(editor.graph, ir_version=10)
+
+
+def products(model: ir.Model) -> int:
+    return sum(node.op_type == "MatMul" for node in model.graph)
+
+
+def run_gated(model: ir.Model) -> np.ndarray:
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(1).standard_normal((2, 3, HIDDEN)).astype(np.float32)
+    return np.asarray(session.run(None, {"x": x})[0])
+
+
+@pytest.mark.parametrize("biases", [0, 2])
+@pytest.mark.parametrize("activation", ["silu", "Gelu", "Relu"])
+def test_gate_and_up_are_one_product_with_the_same_result(activation: str, biases: int) -> None:
+    model = gated(activation, biases=biases)
+    before = run_gated(model)
+    assert fuse_gate_up(model) == 1
+    assert products(model) == 1
+    np.testing.assert_allclose(run_gated(model), before, rtol=1e-5, atol=1e-6)
+    assert not {"gate_proj", "up_proj"} & set(model.graph.initializers)
+
+
+def test_the_fused_weight_matches_a_pattern_for_either() -> None:
+    model = gated()
+    fuse_gate_up(model)
+    (fused,) = (name for name, value in model.graph.initializers.items() if value.shape == (HIDDEN, 2 * GATE_WIDTH))
+    assert fnmatch.fnmatch(fused, "*gate_proj*")
+    assert fnmatch.fnmatch(fused, "*up_proj*")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [gated(widths=(GATE_WIDTH, 1)), gated(biases=1), gated(sources=2), gated("Softmax")],
+    ids=["widths that differ", "a bias on one only", "two sources", "an activation over the row"],
+)
+def test_products_that_are_no_gate_are_not_fused(model: ir.Model) -> None:
+    before = run_gated(model)
+    assert fuse_gate_up(model) == 0
+    assert products(model) == 2
+    np.testing.assert_array_equal(run_gated(model), before)
+
+
+@pytest.fixture(scope="module")
+def traced() -> TracedDecoder:
+    return trace(make_model("llama_untied"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize(("fuse", "fused"), [(True, 2), (False, 0)])
+def test_gates_are_fused_with_a_static_cache_unless_switched_off(
+    traced: TracedDecoder, target: str, fuse: bool, fused: int
+) -> None:
+    decoder = copy_of(traced)
+    lower(decoder, kv=None, target=target, context_length=64, fuse_gates=fuse)
+    assert sum("gate_up" in name for name in decoder.model.graph.initializers) == fused  # one for each layer
+
+
+def test_gates_are_not_fused_with_a_concatenated_cache(traced: TracedDecoder) -> None:
+    decoder = copy_of(traced)
+    lower(decoder, kv="concat", target="onnxruntime", context_length=64)
+    assert not any("gate_up" in name for name in decoder.model.graph.initializers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "fused"), [("fp32", 0), ("int4", 2)])
+def test_an_export_fuses_gates_of_quantised_weights(
+    tmp_path: Path, checkpoint: Callable[[str], Path], dtype: str, fused: int
+) -> None:
+    out = tmp_path / "out"
+    export_model(export_request(model=str(checkpoint("llama_untied")), output=out, dtype=dtype, verify=False))
+    splits = [node for node in ir.load(out / "model.onnx").graph if node.op_type == "Split"]
+    assert len(splits) == fused  # one for each layer

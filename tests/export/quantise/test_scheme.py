@@ -1,0 +1,80 @@
+"""Options of quantisation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from topw_deploy.errors import ParameterError
+from topw_deploy.export.quantise import Quantisation
+from topw_deploy.export.request import export_request
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"bits": 3}, "bits is 3"),
+        ({"bits": 4, "block_size": 48}, "block_size is 48"),
+        ({"bits": 4, "accuracy_level": 5}, "accuracy_level is 5"),
+        ({"bits": 4, "algorithm": "hqq"}, "algorithm is 'hqq'"),
+        ({"bits": 4, "algorithm": "k_quant", "symmetric": True}, "never symmetric"),
+        ({"bits": 8, "table_bits": 4}, "table_bits is 4, but must be 8"),
+        ({"bits": 4, "table_bits": 6}, "table_bits is 6, but must be 4"),
+    ],
+)
+def test_values_out_of_range_are_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ParameterError, match=words):
+        Quantisation(**wrong)
+
+
+def test_search_and_k_quant_are_asymmetric_by_default() -> None:
+    assert Quantisation(bits=4, algorithm="default").is_symmetric
+    assert not Quantisation(bits=4, algorithm="default", symmetric=False).is_symmetric
+    assert Quantisation(bits=4, symmetric=True).is_symmetric
+    assert not Quantisation(bits=4).is_symmetric
+    assert not Quantisation(bits=4, algorithm="k_quant").is_symmetric
+
+
+@pytest.mark.parametrize(
+    ("width", "settings", "size"),
+    [
+        (64, {"block_size": 32}, 32),
+        (64, {"block_size": 128, "symmetric": True}, 64),
+        (96, {"block_size": 64, "symmetric": True}, 32),
+        (64, {"block_size": 64, "symmetric": False}, 32),  # one block is an odd number of zero points
+        (64, {"block_size": 64, "symmetric": False, "bits": 8}, 64),
+        (2880, {"block_size": 256, "symmetric": True}, 64),
+        (24, {"block_size": 32, "symmetric": True}, None),
+        (48, {"block_size": 16, "symmetric": False}, None),
+    ],
+)
+def test_a_tables_block_size_divides_its_rows(width: int, settings: dict[str, Any], size: int | None) -> None:
+    assert (
+        Quantisation(**{"bits": 4, "table_bits": settings.get("bits", 4), **settings}).table_block_size(width) == size
+    )
+
+
+def test_the_table_has_8_bits_by_default_also_through_a_manifest() -> None:
+    assert Quantisation(bits=4).of_table == Quantisation(bits=8)
+    assert Quantisation(bits=4, table_bits=4).of_table.bits == 4
+    made = Quantisation(bits=4, block_size=32)
+    assert Quantisation.from_dict(made.as_dict()).of_table.bits == 8
+
+
+def test_patterns_match_names_of_nodes_and_weights() -> None:
+    scheme = Quantisation(bits=4, exclude=("lm_head*", "node_linear_3"))
+    assert scheme.excludes("node_linear_9", "lm_head.weight")
+    assert scheme.excludes("node_linear_3", None)
+    assert not scheme.excludes("node_linear_30", "model.lm_head.weight")
+
+
+def test_a_request_accepts_options_of_quantisation_only_with_a_quantised_dtype() -> None:
+    request = export_request(model="m", output=Path("o"), dtype="int8", block_size=64, symmetric=False)
+    assert request.weights.quantisation == Quantisation(bits=8, block_size=64, symmetric=False)
+    assert export_request(model="m", output=Path("o"), dtype="fp16").weights.quantisation is None
+    with pytest.raises(ParameterError, match="block_size is an option of quantised weights, but dtype is fp32"):
+        export_request(model="m", output=Path("o"), block_size=64)
+    with pytest.raises(ParameterError, match="tensorrt has no operator"):
+        export_request(model="m", output=Path("o"), dtype="int4", target="tensorrt")

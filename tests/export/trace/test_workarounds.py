@@ -1,0 +1,96 @@
+"""Frequencies stay fixed while a model is traced, and epsilons that torch's optimizer takes for zero stay in."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import onnxscript.optimizer
+import pytest
+from transformers import Gemma3TextConfig, HeliumConfig, LlamaConfig
+
+from tests.support.lowerings import attention_nodes, copy_of
+from tests.support.tiny_models import ONE_LAYER, make_model
+from topw_deploy.export.graph.editor import GraphEditor
+from topw_deploy.export.lowering import lower
+from topw_deploy.export.source.checkpoint import context_length
+from topw_deploy.export.trace.trace import trace
+from topw_deploy.export.trace.workarounds import fixed_frequencies, small_terms_kept
+
+FLOAT = ir.DataType.FLOAT
+PLAIN = 10000.0 ** -(np.arange(0, 16, 2) / 16)
+SHORT = [1.0 + 0.25 * number for number in range(8)]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": SHORT,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 32,
+    "attention_factor": 1.0,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "context", "frequencies"),
+    [(LONGROPE, 32, PLAIN / np.array(SHORT)), (DYNAMIC, 64, PLAIN)],
+    ids=["longrope", "dynamic"],
+)
+def test_the_graph_has_the_frequencies_of_short_sequences(
+    rope: dict[str, object], context: int, frequencies: np.ndarray
+) -> None:
+    model = make_model(LlamaConfig(**ONE_LAYER, rope_parameters=rope))
+    assert context_length(model.config) == context
+    decoder = copy_of(trace(model))
+    lower(decoder, kv=None, target="onnxruntime", context_length=context)
+    (node,) = attention_nodes(decoder)
+    found = node.inputs[7].const_value.numpy()  # type: ignore[union-attr]
+    np.testing.assert_allclose(found, np.cos(np.arange(context)[:, None] * frequencies), atol=1e-5)
+
+
+def test_a_model_changes_its_frequencies_again_after_its_trace() -> None:
+    """Also where layers of another type have other frequencies."""
+    rope = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    types = ["sliding_attention"]
+    model = make_model(Gemma3TextConfig(**ONE_LAYER, head_dim=16, layer_types=types, rope_parameters=rope))
+    rotary = model.model.rotary_emb
+    before = dict(rotary.rope_type)
+    with fixed_frequencies(model):
+        assert set(rotary.rope_type.values()) == {"default"}
+    assert rotary.rope_type == before
+
+
+def quotient(epsilon: float) -> ir.Model:
+    """x -> 1 / (x + epsilon), as the tracer writes it."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
+    editor = GraphEditor(graph, "toy")
+    x = editor.input("x", FLOAT, ["n"])
+    term = editor.op("Constant", [], value=ir.tensor(np.float32(epsilon)), dtype=FLOAT, shape=[])
+    out = editor.op("Reciprocal", [editor.op("Add", [x, term], dtype=FLOAT, shape=["n"])], dtype=FLOAT, shape=["n"])
+    out.name = "out"
+    graph.outputs.append(out)
+    return ir.Model(graph, ir_version=10)
+
+
+@pytest.mark.parametrize("epsilon", [1e-8, -1e-12])
+def test_a_small_term_survives_the_optimizer(epsilon: float) -> None:
+    model = quotient(epsilon)
+    with small_terms_kept(model.graph):
+        onnxscript.optimizer.optimize_ir(model)
+    assert [value.name for value in model.graph.inputs] == ["x"]
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": np.zeros(2, np.float32)})
+    np.testing.assert_allclose(found, 1 / epsilon, rtol=1e-6)
+
+
+def test_a_zero_is_still_dropped() -> None:
+    model = quotient(0.0)
+    with small_terms_kept(model.graph):
+        onnxscript.optimizer.optimize_ir(model)
+    assert [node.op_type for node in model.graph] == ["Reciprocal"]
+
+
+def test_the_norms_of_a_family_have_its_epsilon() -> None:
+    config = HeliumConfig(**ONE_LAYER, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-8)
+    norms = [node for node in trace(make_model(config)).model.graph if node.op_type == "RMSNormalization"]
+    assert [node.attributes["epsilon"].as_float() for node in norms] == pytest.approx([1e-8] * 3)

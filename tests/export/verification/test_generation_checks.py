@@ -1,0 +1,161 @@
+"""The generation check passes only what it compared: at least half of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from topw_deploy.export import export_model
+from topw_deploy.export.request import export_request
+from topw_deploy.export.verification import generation_checks as generation
+from topw_deploy.export.verification.generation_checks import Agreement, compare_tokens, generation_checks
+from topw_deploy.export.verification.sampler_checks import graph_geometry
+from topw_deploy.manifest import Check, DecoderManifest, NotCompared, load_decoder_manifest
+from topw_deploy.sampling import Geometry, TopWParameters, sample_row, uniform_for
+
+PROMPTS = [np.array([5]), np.array([5, 9, 7])]
+
+
+class Fixed:
+    """A reference whose logits depend on the number of tokens alone."""
+
+    name = "fixed"
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows  # [positions, vocab]
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        return self.rows[: len(ids)]
+
+    def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
+        return self.rows[np.cumsum(runs) - 1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("demo") / "out"
+    export_model(export_request(model="demo", output=made, verify=False))
+    return made
+
+
+@pytest.fixture(scope="module")
+def manifest(folder: Path) -> DecoderManifest:
+    return load_decoder_manifest(folder)
+
+
+@pytest.fixture(scope="module")
+def geometry(folder: Path, manifest: DecoderManifest) -> Geometry:
+    return graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
+
+
+def rows(vocab: int, near_ties: Sequence[int]) -> np.ndarray:
+    """Logits [32, vocab] that draw token n in row n; in the rows `near_ties` rounding decides between n and n + 1."""
+    found = np.full((32, vocab), -20.0, np.float32)
+    found[np.arange(32), np.arange(32)] = 20.0
+    for position in near_ties:  # both are kept; which is drawn changes at the middle of their mass
+        uniform = uniform_for(generation.SEED, position + 1)
+        found[position, position] = np.log(uniform / (1 - uniform))
+        found[position, position + 1] = 0.0
+    return found
+
+
+def agreement(
+    manifest: DecoderManifest, geometry: Geometry, near_ties: Sequence[int], change: dict[int, int]
+) -> Agreement:
+    """Of the reference's own ten tokens after a prompt of one, with some changed: position in the text -> token."""
+    parameters = TopWParameters(**{**asdict(manifest.defaults), "lam": 0.0, "beta": 8.0, "geom_scale": 0.0})
+    logits = rows(manifest.sampler.vocab_size, near_ties)
+    tokens = [
+        sample_row(
+            logits[n], parameters, manifest.sampler.options, geometry, uniform_for(generation.SEED, n + 1)
+        ).next_token
+        for n in range(10)
+    ]
+    for place, token in change.items():
+        tokens[place] = token
+    return compare_tokens(tokens, 10, manifest, Fixed(logits), geometry, np.array([5]), parameters)
+
+
+def test_every_token_is_compared_behind_the_same_text(manifest: DecoderManifest, geometry: Geometry) -> None:
+    assert agreement(manifest, geometry, [], {}) == Agreement(equal=10, near_ties=0, wrong=0)
+    assert agreement(manifest, geometry, [], {3: 77}) == Agreement(equal=9, near_ties=0, wrong=1)
+
+
+def test_a_near_tie_does_not_end_the_comparison(manifest: DecoderManifest, geometry: Geometry) -> None:
+    ties = [0, 1, 2]
+    found = [agreement(manifest, geometry, ties, {0: other}) for other in (0, 1)]
+    assert sorted(found, key=lambda each: each.equal)[0] == Agreement(equal=9, near_ties=1, wrong=0)
+    wrong = [agreement(manifest, geometry, ties, {0: other, 7: 99}) for other in (0, 1)]
+    assert all(each.wrong == 1 for each in wrong)
+    assert all(type(each.wrong) is int for each in (*found, *wrong))  # JSON refuses numpy's
+
+
+def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geometry: Geometry) -> None:
+    parameters = TopWParameters()
+    logits = rows(manifest.sampler.vocab_size, [])
+    found = compare_tokens([0, 1], 10, manifest, Fixed(logits), geometry, np.array([5]), parameters)
+    assert found == Agreement(equal=2, near_ties=0, wrong=8)
+
+
+@pytest.mark.parametrize(
+    ("found", "conclusive"),
+    [
+        (Agreement(10, 0, 0), True),
+        (Agreement(5, 5, 0), True),
+        (Agreement(4, 6, 0), False),
+        (Agreement(0, 10, 0), False),
+        (Agreement(0, 0, 0), False),
+        (Agreement(0, 9, 1), True),
+    ],
+)
+def test_half_of_the_tokens_must_be_equal_or_one_wrong(found: Agreement, conclusive: bool) -> None:
+    assert found.conclusive == conclusive
+
+
+def test_a_right_export_passes_and_a_wrong_runtime_fails(
+    folder: Path, manifest: DecoderManifest, geometry: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from topw_deploy.demo import demo_model_path
+    from topw_deploy.export.verification.reference import TorchReference
+
+    reference = TorchReference(demo_model_path(), "float32", None, False)
+    for result in generation_checks(folder, manifest, reference, geometry, PROMPTS):
+        assert isinstance(result, Check)
+        assert (result.passed, result.detail) == (True, "10 of 10 tokens")
+    plain = reference.logits_by_runs
+    monkeypatch.setattr(reference, "logits_by_runs", lambda ids, runs: np.roll(plain(ids, runs), 1, axis=1))
+    assert not any(
+        isinstance(result, Check) and result.passed
+        for result in generation_checks(folder, manifest, reference, geometry, PROMPTS)
+    )
+
+
+def test_a_generation_of_near_ties_alone_is_not_compared(
+    folder: Path, manifest: DecoderManifest, geometry: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def near_ties(_tokens: list[int], _wanted: int, *rest: object) -> Agreement:
+        asked.append(len(rest[3]))  # type: ignore[arg-type]
+        return Agreement(4, 6, 0)
+
+    monkeypatch.setattr(generation, "compare_tokens", near_ties)
+    results = list(generation_checks(folder, manifest, Fixed(np.zeros((1, 1))), geometry, PROMPTS))
+    assert asked == [1, 3, 1, 3]
+    assert all(isinstance(result, NotCompared) for result in results)
+    assert "4 of 10 tokens, fewer than half" in str(results[0])
+
+
+def test_another_prompt_is_tried_after_one_of_near_ties(
+    folder: Path, manifest: DecoderManifest, geometry: Geometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([Agreement(0, 10, 0), Agreement(6, 4, 0), Agreement(10, 0, 0)])
+    monkeypatch.setattr(generation, "compare_tokens", lambda *_rest: next(answers))
+    first, second = generation_checks(folder, manifest, Fixed(np.zeros((1, 1))), geometry, PROMPTS)
+    assert isinstance(first, Check)
+    assert (first.passed, first.detail) == (True, "6 of 10 tokens, 4 on a near-tie")
+    assert isinstance(second, Check)

@@ -1,0 +1,58 @@
+"""What the exporter makes of the worker's results."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from topw_deploy.errors import VerificationError
+from topw_deploy.export.verification import in_subprocess
+from topw_deploy.export.verification.results import LEFT_PADDED, Outcome
+from topw_deploy.manifest import Check
+from topw_deploy.progress import SILENT
+
+GOOD = Check("prefill logits", True, 1e-7, 1e-4, "64 tokens")
+
+
+def job(onnx: Path | None) -> Any:
+    request = SimpleNamespace(
+        graph=SimpleNamespace(num_hidden_layers=None), hub=SimpleNamespace(trust_remote_code=False)
+    )
+    source = SimpleNamespace(onnx=onnx, folder=Path("model"))
+    return SimpleNamespace(source=source, request=request, progress=SILENT, memory=SimpleNamespace(peaks={}))
+
+
+@pytest.mark.parametrize("difference", [3.0, float("inf"), float("nan")])
+def test_padding_that_fails_is_recorded_with_its_limit_for_another_exporters_decoder(
+    difference: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = Check(LEFT_PADDED, False, difference, 1e-4, "lengths [64, 32, 7, 1]")
+    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome((GOOD, failed), peak=5))
+    wanted = job(Path("model.onnx"))
+    verification, may_pad = in_subprocess.verify_in_subprocess(wanted, Path("out"))
+    assert (verification.status, may_pad) == ("partial", False)
+    assert wanted.memory.peaks == {"verification": 5}
+    good, recorded = verification.checks
+    assert good == GOOD
+    assert (recorded.name, recorded.passed) == (LEFT_PADDED, False)
+    assert recorded.detail == "lengths [64, 32, 7, 1]; so the prompts of a batch must have equal lengths"
+    json.dumps(asdict(verification), allow_nan=False)  # a manifest holds finite numbers
+
+
+def test_padding_that_fails_ends_the_export_of_our_own_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Check(LEFT_PADDED, False, 3.0, 1e-4, "lengths [64, 32, 7, 1]")
+    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome((GOOD, failed)))
+    with pytest.raises(VerificationError, match=r"1 of 2 checks failed \(first: left-padded batch logits"):
+        in_subprocess.verify_in_subprocess(job(None), Path("out"))
+
+
+def test_another_failure_beside_padding_ends_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = (Check("prefill logits", False, 3.0, 1e-4), Check(LEFT_PADDED, False, 3.0, 1e-4))
+    monkeypatch.setattr(in_subprocess, "run_checks", lambda *_rest: Outcome(failed))
+    with pytest.raises(VerificationError, match="2 of 2 checks failed"):
+        in_subprocess.verify_in_subprocess(job(Path("model.onnx")), Path("out"))

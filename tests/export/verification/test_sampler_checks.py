@@ -1,0 +1,121 @@
+"""The sampler checks pass only on enough rows, find every wrong answer, and make rows where there are few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from topw_deploy.export.sampler_only import export_sampler, sampler_request
+from topw_deploy.export.verification import sampler_checks as module
+from topw_deploy.export.verification.probe import SamplerProbe
+from topw_deploy.export.verification.sampler_checks import made_logits, sampler_checks
+from topw_deploy.manifest import Check, NotCompared, SamplerManifest, load_manifest
+from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
+
+VOCAB = 300
+TABLE = np.random.default_rng(5).standard_normal((VOCAB, 16)).astype(np.float32)
+ANY = (np.random.default_rng(2).standard_normal((4, VOCAB)) * 2).astype(np.float32)
+# One token has all the mass: every row without a negative geom_scale is certified.
+PEAKED = np.where(np.arange(VOCAB) == 7, 40.0, np.linspace(-1, 1, VOCAB)).astype(np.float32)[None].repeat(4, 0)
+# All logits equal: the pool's cut is a tie in every row.
+FLAT = np.zeros((4, VOCAB), np.float32)
+
+Answers = dict[str, Any]
+
+
+class Changed:
+    """A probe whose answers are changed."""
+
+    def __init__(self, probe: SamplerProbe, change: Callable[[Answers], None]) -> None:
+        self._probe, self._change = probe, change
+
+    def run(self, logits: np.ndarray, parameters: list[dict[str, float]], uniform: list[float]) -> Answers:
+        answers = {name: np.array(value) for name, value in self._probe.run(logits, parameters, uniform).items()}
+        self._change(answers)
+        return answers
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory: pytest.TempPathFactory) -> tuple[SamplerManifest, SamplerProbe, Geometry]:
+    folder = tmp_path_factory.mktemp("sampler")
+    np.save(folder / "table.npy", TABLE)
+    options = TopWOptions(top_m=64)
+    request = sampler_request(embeddings=folder / "table.npy", output=folder / "out", options=options, verify=False)
+    export_sampler(request)
+    manifest = load_manifest(folder / "out")
+    assert isinstance(manifest, SamplerManifest)
+    return manifest, SamplerProbe(folder / "out"), Geometry.from_embeddings(TABLE, "mahalanobis")
+
+
+Sampler = tuple[SamplerManifest, SamplerProbe, Geometry]
+
+
+def results(sampler: Sampler, logits: np.ndarray, change: Callable[[Answers], None] = lambda _answers: None) -> Any:
+    manifest, probe, geometry = sampler
+    changed = Changed(probe, change)
+    return list(sampler_checks(changed, manifest.sampler, TopWParameters(), geometry, logits))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("logits", [ANY, PEAKED, FLAT], ids=["any", "peaked", "flat"])
+def test_a_right_sampler_passes_whatever_the_models_logits_are(sampler: Sampler, logits: np.ndarray) -> None:
+    found = results(sampler, logits)
+    assert [(type(each), each.passed) for each in found] == [(Check, True)] * 4
+    assert ("made logits" in found[0].detail) == (logits is not ANY)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("sampler kept sets", lambda answers: answers["kept"].__iadd__(1)),
+        ("sampler tokens", lambda answers: answers["next_token"].__ixor__(1)),
+        ("sampler certificates", lambda answers: answers["certified"].__ior__(True)),
+        ("sampler log-probabilities", lambda answers: answers["logprob"].__iadd__(np.float32(0.01))),
+        ("sampler log-probabilities", lambda answers: answers["logprob"].__imul__(np.float32(np.nan))),
+    ],
+    ids=["kept", "token", "certificate", "logprob", "logprob of NaN"],
+)
+@pytest.mark.parametrize("logits", [ANY, PEAKED, FLAT], ids=["any", "peaked", "flat"])
+def test_a_wrong_answer_fails_its_check(
+    sampler: Sampler, logits: np.ndarray, name: str, change: Callable[[Answers], None]
+) -> None:
+    assert [each.name for each in results(sampler, logits, change) if not each.passed] == [name]
+
+
+def test_too_few_rows_are_not_compared(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "made_logits", lambda _vocab: PEAKED)
+    (found,) = results(sampler, PEAKED)
+    assert isinstance(found, NotCompared)
+    assert "12 decided by geometry (56 rows" in found.reason
+    monkeypatch.setattr(module, "made_logits", lambda _vocab: FLAT)
+    (found,) = results(sampler, FLAT)
+    assert isinstance(found, NotCompared)
+
+
+def test_a_wrong_row_is_a_failure_however_few_there_are(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "made_logits", lambda _vocab: PEAKED)
+    found = results(sampler, PEAKED, lambda answers: answers["kept"].__iadd__(1))
+    assert [each.name for each in found if not each.passed] == ["sampler kept sets"]
+
+
+@pytest.mark.parametrize("vocab", [2, 7, 300, 50_000])
+def test_made_logits_have_no_ties(vocab: int) -> None:
+    rows = made_logits(vocab)
+    assert rows.shape == (4, vocab)
+    assert all(len(np.unique(row)) == vocab for row in rows)
+
+
+def test_a_sampler_that_could_not_be_compared_is_exported_as_partial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FEWEST_ROWS", 10_000)
+    request = sampler_request(vocab_size=50, output=tmp_path / "out", options=TopWOptions(metric="uniform"))
+    report = export_sampler(request)
+    assert report.verification.status == "partial"
+    assert [each.name for each in report.verification.not_compared] == ["sampler"]
+    assert load_manifest(tmp_path / "out").verification == report.verification
+    assert asdict(report.verification)["checks"] == ()

@@ -1,0 +1,128 @@
+"""Nodes that a provider leaves to the CPU are named, and refused where they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+
+from tests.support.toy_model import Toy, export, export_sampler
+from topw_deploy.errors import ParameterError, ProviderError
+from topw_deploy.runtime import TopWModel, TopWSampler
+from topw_deploy.runtime.ort import cpu_nodes, session
+from topw_deploy.sampling import TopWOptions
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return export(tmp_path / "toy", Toy.random(1, options=TopWOptions(top_m=64, metric="uniform")))
+
+
+needs_a_provider_without_nodes = pytest.mark.skipif(
+    "AzureExecutionProvider" not in ort.get_available_providers(),
+    reason="only the azure provider is in every build and takes no node",
+)
+
+
+@needs_a_provider_without_nodes
+def test_a_provider_that_computes_nothing_is_an_error_that_names_what_the_cpu_would_run(folder: Path) -> None:
+    with pytest.raises(ProviderError, match=r"azure leaves \d+ nodes to the CPU: .*TopK.*; pass allow_fallback=True"):
+        TopWModel.from_pretrained(folder, provider="azure")
+
+
+@needs_a_provider_without_nodes
+def test_what_is_accepted_is_warned_of_and_listed(folder: Path) -> None:
+    with pytest.warns(RuntimeWarning, match=r"azure leaves \d+ nodes to the CPU"):
+        model = TopWModel.from_pretrained(folder, provider="azure", allow_fallback=True)
+    assert model.provider == "AzureExecutionProvider"
+    assert {node.operator for node in model.cpu_nodes if node.computes} >= {"TopK", "If"}
+    assert {node.operator for node in model.cpu_nodes if not node.computes} >= {"Add", "Gather"}
+    assert model.why_graph == "the native sampler is for cpu and cuda, and the provider is azure"
+
+
+def test_on_the_cpu_there_is_nothing_to_name(folder: Path, tmp_path: Path) -> None:
+    assert TopWModel.from_pretrained(folder, provider="cpu").cpu_nodes == ()
+    sampler = TopWSampler.from_pretrained(export_sampler(tmp_path / "sampler", Toy.random(0)), provider="cpu")
+    assert sampler.cpu_nodes == ()
+    assert sampler.why_graph == "" or sampler.sampler == "graph"
+
+
+def test_every_node_of_a_real_session_is_listed_with_its_operator(folder: Path) -> None:
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "0")
+    cpu_nodes.record(options)
+    cpu_nodes.record(options)  # a second time changes nothing
+    raw = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    found = cpu_nodes.cpu_nodes(raw)
+    assert {"TopK", "Concat"} <= {node.operator for node in found}
+    assert all(node.computes == (node.operator not in cpu_nodes._ON_SHAPES) for node in found)
+
+
+def nodes(*operators: str) -> tuple[cpu_nodes.CpuNode, ...]:
+    def group(provider: str, domain: str, operator: str) -> Any:
+        node = SimpleNamespace(name=f"node.{operator}", domain=domain, op_type=operator)
+        return SimpleNamespace(ep_name=provider, get_nodes=lambda: [node])
+
+    groups = [group("CUDAExecutionProvider", "", "MatMul")]
+    for operator in operators:
+        domain = "com.microsoft" if operator in ("GroupQueryAttention", "MatMulNBits") else ""
+        groups.append(group("CPUExecutionProvider", domain, operator))
+    return cpu_nodes.cpu_nodes(SimpleNamespace(get_provider_graph_assignment_info=lambda: groups))  # type: ignore[arg-type]
+
+
+def test_arithmetic_on_shapes_is_no_complaint() -> None:
+    found = nodes("Squeeze", "Concat", "Add", "Sub", "Cast", "ReduceMax")
+    assert [node.computes for node in found] == [False] * 6
+    cpu_nodes.check(found, "CUDAExecutionProvider")
+
+
+def test_an_operator_that_cuda_has_for_other_types_only_comes_with_what_to_do() -> None:
+    with pytest.raises(ProviderError) as raised:
+        cpu_nodes.check(nodes("Shape", *["GroupQueryAttention"] * 4), "CUDAExecutionProvider")
+    assert str(raised.value) == (
+        "cuda leaves 4 nodes to the CPU: 4 GroupQueryAttention (node.GroupQueryAttention, node.GroupQueryAttention, "
+        "node.GroupQueryAttention, ...); onnxruntime has it for CUDA in float16 and bfloat16: export with --dtype fp16"
+        ", or, for int4 and int8, with --compute-dtype fp16; pass allow_fallback=True to accept that, or use "
+        "provider='cpu'."
+    )
+
+
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("form", ["concat", "shared"])
+def test_graphs_of_steps_that_change_their_shape_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    pretend_cuda(monkeypatch)
+    growing = export(tmp_path / form, Toy.random(0), form=form)
+    with pytest.raises(ParameterError, match=rf"enable_cuda_graph needs .* a cache of the form '{form}'"):
+        TopWModel.from_pretrained(growing, provider="cuda", provider_options={"enable_cuda_graph": "1"})
+
+
+def test_graphs_of_a_sampler_alone_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
+    alone = export_sampler(tmp_path / "sampler", Toy.random(0))
+    with pytest.raises(ParameterError, match=r"enable_cuda_graph needs steps of one shape.* has a sampler alone"):
+        TopWSampler.from_pretrained(alone, provider="cuda", provider_options={"enable_cuda_graph": True})
+
+
+def test_a_graph_that_onnxruntime_cannot_capture_is_an_error_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_cuda(monkeypatch)
+    folder = export(tmp_path / "toy", Toy.random(0), form="scatter", buffer_step=64)
+    real = session._new_session
+
+    def refuse(folder: Any, chain: list[Any], options: Any) -> Any:
+        if chain[0][0] == "CUDAExecutionProvider":
+            raise RuntimeError("This session cannot use the graph capture feature as requested by the user")
+        return real(folder, chain, options)
+
+    monkeypatch.setattr(session, "_new_session", refuse)
+    with pytest.raises(ProviderError, match=r"cannot use the graph capture feature .*export again with --dtype fp16"):
+        TopWModel.from_pretrained(folder, provider="cuda", provider_options={"enable_cuda_graph": "1"})

@@ -1,0 +1,157 @@
+"""CUDA's libraries are loaded from Python packages before the first session on a GPU, and what is missing is said."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+
+from tests.support.toy_model import Toy, export
+from topw_deploy import install
+from topw_deploy.cli import doctor
+from topw_deploy.errors import ProviderError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.ort import cuda_libraries, session
+
+NOT_FOUND = "cannot open shared object file: No such file or directory"
+Preload = Callable[[Callable[..., None]], list[Any]]
+
+
+@pytest.fixture
+def preload(monkeypatch: pytest.MonkeyPatch) -> Preload:
+    """Have onnxruntime.preload_dlls do what is given, in a process that has not loaded anything; answers the folders
+    that it is called for."""
+    monkeypatch.setattr(cuda_libraries, "_outcome", [])
+    monkeypatch.setattr(cuda_libraries.importlib.util, "find_spec", lambda _name: None)
+
+    def use(does: Callable[..., None]) -> list[Any]:
+        calls: list[Any] = []
+
+        def preload_dlls(directory: str | None = None) -> None:
+            calls.append(directory)
+            does(directory)
+
+        monkeypatch.setattr(ort, "preload_dlls", preload_dlls, raising=False)
+        return calls
+
+    return use
+
+
+def find_nothing(_directory: str | None) -> None:
+    print(f"Failed to load libcublasLt.so.13: libcublasLt.so.13: {NOT_FOUND}")  # noqa: T201  # as onnxruntime does
+    print(f"Failed to load /opt/nvidia/libcurand.so.10: {NOT_FOUND}")  # noqa: T201
+    print("Please follow https://onnxruntime.ai/docs/install/#cuda-and-cudnn to install CUDA.")  # noqa: T201
+
+
+def test_libraries_are_loaded_once_and_the_console_stays_clean(
+    preload: Preload, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls = preload(find_nothing)
+    expected = f"onnxruntime found no libcublasLt.so.13, libcurand.so.10; to install them, run: {install.how_to('gpu')}"
+    assert {cuda_libraries.preload() for _ in range(3)} == {expected}
+    assert calls == [None]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_threads_that_come_at_once_load_once(preload: Preload) -> None:
+    calls = preload(lambda _directory: None)
+    threads = [threading.Thread(target=cuda_libraries.preload) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [None]
+
+
+def test_what_other_threads_print_meanwhile_is_printed(preload: Preload, capsys: pytest.CaptureFixture[str]) -> None:
+    def load(_directory: str | None) -> None:
+        other = threading.Thread(target=print, args=("from elsewhere",))
+        other.start()
+        other.join()
+
+    preload(load)
+    assert cuda_libraries.preload() == ""
+    assert capsys.readouterr().out == "from elsewhere\n"
+
+
+def test_packages_in_other_folders_are_looked_through_where_something_is_missing(
+    preload: Preload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where onnxruntime is installed for one user, and the system's PyTorch has brought CUDA."""
+    for package, library in (("cudnn", "libcudnn.so.9"), ("cu13", "libcublas.so.13"), ("nccl", "libnccl.so.2")):
+        (tmp_path / "nvidia" / package / "lib").mkdir(parents=True)
+        (tmp_path / "nvidia" / package / "lib" / library).touch()
+    spec = ModuleSpec("nvidia", None, is_package=True)
+    beside = str(Path(ort.__file__).parents[1] / "nvidia")
+    spec.submodule_search_locations = [beside, str(tmp_path / "nvidia")]
+    monkeypatch.setattr(cuda_libraries.importlib.util, "find_spec", lambda _name: spec)
+    calls = preload(lambda directory: find_nothing(directory) if directory is None else None)
+    assert cuda_libraries.preload() == ""
+    folders = [str(tmp_path / "nvidia" / package / "lib") for package in ("cu13", "cudnn")]
+    assert calls == [None, *folders]  # cuDNN needs the others
+
+
+def test_an_onnxruntime_without_the_function_loads_nothing(preload: Preload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ort, "preload_dlls", raising=False)
+    assert cuda_libraries.preload() == ""
+
+
+def test_an_error_of_the_function_is_kept(preload: Preload) -> None:
+    def fail(_directory: str | None) -> None:
+        raise RuntimeError("Invalid parameter of directory")
+
+    preload(fail)
+    assert cuda_libraries.preload() == "RuntimeError: Invalid parameter of directory"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    return export(tmp_path / "toy", Toy.random(0))
+
+
+def test_a_session_on_the_cpu_loads_nothing(preload: Preload, folder: Path) -> None:
+    calls = preload(find_nothing)
+    TopWModel.from_pretrained(folder, provider="cpu")
+    assert calls == []
+
+
+def without_cuda(folder: Any, chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
+    return ort.InferenceSession(folder.model, options, providers=["CPUExecutionProvider"])
+
+
+def test_a_provider_that_does_not_start_says_what_is_missing(
+    preload: Preload, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = preload(find_nothing)
+    monkeypatch.setattr(session, "_new_session", without_cuda)
+    with pytest.raises(ProviderError, match=r"would run on cpu \(onnxruntime found no libcublasLt\.so\.13, libcurand"):
+        TopWModel.from_pretrained(folder, provider="cuda")
+    with pytest.warns(RuntimeWarning, match=r"cuda could not start, running on cpu: onnxruntime found no libcublasLt"):
+        TopWModel.from_pretrained(folder, provider="cuda", allow_fallback=True)
+    assert calls == [None]
+
+
+def test_a_provider_that_raises_says_what_is_missing(
+    preload: Preload, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preload(find_nothing)
+
+    def refuse(folder: Any, chain: list[Any], options: ort.SessionOptions) -> ort.InferenceSession:
+        if chain[0][0] == "CUDAExecutionProvider":
+            raise RuntimeError("libcublasLt.so.13 is not there")
+        return without_cuda(folder, chain, options)
+
+    monkeypatch.setattr(session, "_new_session", refuse)
+    with pytest.raises(ProviderError, match=r"\(libcublasLt\.so\.13 is not there; onnxruntime found no libcublasLt"):
+        TopWModel.from_pretrained(folder, provider="cuda")
+
+
+def test_doctor_says_what_is_missing(preload: Preload, folder: Path) -> None:
+    preload(find_nothing)
+    assert "onnxruntime found no libcublasLt.so.13" in doctor.diagnose().providers["cuda"]

@@ -1,0 +1,126 @@
+"""Quantised lookups that onnxruntime's CUDA provider computes wrongly are refused before a token is drawn."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from tests.support.toy_model import Toy, export
+from topw_deploy.errors import ManifestError
+from topw_deploy.runtime import TopWModel
+from topw_deploy.runtime.ort import graph_checks, providers
+from topw_deploy.runtime.ort.graph_checks import Lookup, complaint
+from topw_deploy.sampling import TopWOptions
+
+ROWS = 6
+
+
+def zeroed(name: str, kind: int, shape: list[int], bits: int) -> TensorProto:
+    return helper.make_tensor(name, kind, shape, bytes(math.prod(shape) * bits // 8), raw=True)
+
+
+def graph(
+    *, bits: int = 4, width: int = 64, block: int = 32, zeros: bool = True, kind: int = TensorProto.UINT8,
+    as_head: bool = False, blank: bool = False,
+) -> bytes:  # fmt: skip
+    """A model of one lookup. as_head: of a tied head's weight, reshaped. blank: zero points are "", not left out."""
+    in_bytes = kind == TensorProto.UINT8
+    blocks = -(-width // block)
+    codes = [ROWS, blocks, block * bits // 8] if as_head else [ROWS, width * bits // 8 if in_bytes else width]
+    tensors = [
+        zeroed("other", TensorProto.FLOAT, [300], 32),
+        zeroed("codes", kind, codes, 8 if in_bytes else 4),
+        zeroed("scales", TensorProto.FLOAT, [ROWS, blocks], 32),
+        zeroed("zeros", TensorProto.UINT8, [ROWS, -(-blocks * bits // 8)], 8),
+        zeroed("flat", TensorProto.INT64, [2], 64),
+    ]
+    nodes = [helper.make_node("Reshape", ["codes", "flat"], ["table"])] if as_head else []
+    inputs = ["table" if as_head else "codes", "ids", "scales"] + (["zeros"] if zeros else [""] if blank else [])
+    nodes.append(
+        helper.make_node(
+            "GatherBlockQuantized", inputs, ["rows"], domain="com.microsoft", bits=bits, block_size=block,
+            gather_axis=0, quantize_axis=1,
+        )
+    )  # fmt: skip
+    ids = helper.make_tensor_value_info("ids", TensorProto.INT64, [None])
+    rows = helper.make_tensor_value_info("rows", TensorProto.FLOAT, None)
+    return bytes(helper.make_model(helper.make_graph(nodes, "g", [ids], [rows], tensors)).SerializeToString())
+
+
+def found(tmp_path: Path, model: bytes) -> list[Lookup]:
+    (tmp_path / "model.onnx").write_bytes(model)
+    return graph_checks.lookups(SimpleNamespace(model=tmp_path / "model.onnx"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, Lookup(4, 32, 64, True)),
+        ({"zeros": False}, Lookup(4, 32, 64, False)),
+        ({"zeros": False, "blank": True}, Lookup(4, 32, 64, False)),
+        ({"bits": 8, "block": 16, "width": 40}, Lookup(8, 16, 40, True)),
+        ({"as_head": True}, Lookup(4, 32, 64, True)),
+        ({"as_head": True, "bits": 8, "zeros": False}, Lookup(8, 32, 64, False)),
+        ({"kind": TensorProto.UINT4}, None),
+        ({"kind": TensorProto.INT4, "zeros": False}, None),
+    ],
+)
+def test_lookups_in_tables_of_bytes_are_read_from_the_file(
+    tmp_path: Path, settings: dict[str, Any], wanted: Lookup | None
+) -> None:
+    assert found(tmp_path, graph(**settings)) == ([] if wanted is None else [wanted])
+
+
+def test_a_graph_without_such_a_lookup_has_none(tmp_path: Path) -> None:
+    node = helper.make_node("Gather", ["table", "ids"], ["rows"])
+    table = helper.make_tensor("table", TensorProto.UINT8, [2, 2], bytes(4), raw=True)
+    model = helper.make_model(helper.make_graph([node], "GatherBlockQuantized", [], [], [table]))
+    assert found(tmp_path, model.SerializeToString()) == []
+
+
+def test_sizes_are_read_in_either_encoding(tmp_path: Path) -> None:
+    """onnx writes each size as a field; other writers put all of them into one."""
+    model = onnx.load_from_string(graph())
+    encoded = model.SerializeToString()
+    sizes = b"\x08\x06\x08\x20\x10\x02"  # 6, 32, and the type behind them
+    assert encoded.count(sizes) == 1
+    assert found(tmp_path, encoded.replace(sizes, b"\x0a\x02\x06\x20\x10\x02")) == [Lookup(4, 32, 64, True)]
+
+
+@pytest.mark.parametrize(
+    ("lookup", "version", "words"),
+    [
+        (Lookup(4, 32, 64, True), "1.23.2", "a table of 4 bits, .* --dtype int8 or fp16, install 1.24 or newer"),
+        (Lookup(4, 32, 64, True), "1.24.1", ""),
+        (Lookup(8, 32, 64, True), "1.23.2", ""),
+        (Lookup(8, 32, 64, False), "1.23.2", "without zero points"),
+        (Lookup(4, 32, 64, False), "1.28.0", r"without zero points, which onnxruntime 1\.28\.0 reads wrongly on CUDA"),
+        (Lookup(4, 32, 64, False), "1.29.0", ""),
+        (Lookup(4, 32, 64, False), "2.0.0", ""),
+        (Lookup(4, 64, 96, True), "1.31.1", "rows of 96 weights in blocks of 64, which"),
+        (Lookup(8, 16, 40, False), "1.31.1", "rows of 40 weights in blocks of 16"),
+    ],
+)
+def test_each_version_has_its_defects(lookup: Lookup, version: str, words: str) -> None:
+    said = complaint(lookup, version)
+    assert re.search(words, said)
+    assert bool(said) == bool(words)
+
+
+def test_only_a_session_on_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = export(tmp_path / "toy", Toy.random(1, options=TopWOptions(top_m=64, metric="uniform")))
+    monkeypatch.setattr(graph_checks, "lookups", lambda _folder: [Lookup(4, 64, 96, True)])
+    TopWModel.from_pretrained(folder, provider="cpu")
+    monkeypatch.setattr(providers, "check_used", lambda *_: providers.CUDA)
+    with pytest.raises(
+        ManifestError, match=rf"looks embeddings up in rows of 96 .*{ort.__version__} .*again, or use provider='cpu'\."
+    ):
+        TopWModel.from_pretrained(folder, provider="cpu")

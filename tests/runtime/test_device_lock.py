@@ -1,0 +1,142 @@
+"""The device lock: users wait for captures, and captures for users."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from topw_deploy.runtime.device_lock import DeviceLock, device_lock
+
+PAUSE = 0.05  # seconds in which a thread that may go on surely does
+
+
+def in_a_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def ends(thread: threading.Thread) -> bool:
+    thread.join(5)
+    return not thread.is_alive()
+
+
+def use(lock: DeviceLock) -> None:
+    with lock.using:
+        pass
+
+
+def open_a_session(lock: DeviceLock) -> None:
+    with lock.opening():
+        pass
+
+
+def capture(lock: DeviceLock) -> None:
+    with lock.capturing() as alone:
+        assert alone
+
+
+def test_several_threads_use_a_device_at_once() -> None:
+    lock = DeviceLock()
+    with lock.using:
+        assert ends(in_a_thread(lambda: use(lock)))
+        assert ends(in_a_thread(lambda: open_a_session(lock)))
+
+
+@pytest.mark.parametrize("other", [use, open_a_session, capture])
+def test_new_users_wait_for_a_capture(other: Callable[[DeviceLock], None]) -> None:
+    lock = DeviceLock()
+    with lock.capturing() as alone:
+        assert alone
+        waiting = in_a_thread(lambda: other(lock))
+        time.sleep(PAUSE)
+        assert waiting.is_alive()
+    assert ends(waiting)
+
+
+def test_a_capture_waits_for_current_users_and_precedes_new_ones() -> None:
+    lock, order = DeviceLock(), list[str]()
+    captured = threading.Event()
+
+    def capture() -> None:
+        with lock.capturing() as alone:
+            order.append(f"capture {alone}")
+            captured.wait(5)
+
+    def come_later() -> None:
+        with lock.using:
+            order.append("later")
+
+    with lock.using:
+        capturing = in_a_thread(capture)
+        time.sleep(PAUSE)
+        later = in_a_thread(come_later)
+        time.sleep(PAUSE)
+        assert order == []
+        with lock.using:  # a thread that is using it does not wait for a capture that waits for it
+            order.append("again")
+    time.sleep(PAUSE)
+    assert order == ["again", "capture True"]
+    captured.set()
+    assert ends(capturing)
+    assert ends(later)
+    assert order == ["again", "capture True", "later"]
+
+
+def test_nothing_is_captured_while_a_session_is_being_opened() -> None:
+    lock = DeviceLock()
+    opened = threading.Event()
+
+    def open_slowly() -> None:
+        with lock.opening():
+            opened.wait(5)
+
+    opening = in_a_thread(open_slowly)
+    time.sleep(PAUSE)
+    with lock.capturing() as alone:
+        assert not alone
+    opened.set()
+    assert ends(opening)
+    with lock.capturing() as alone:
+        assert alone
+
+
+def test_a_run_that_may_not_capture_counts_as_a_user() -> None:
+    lock = DeviceLock()
+    opened, ran = threading.Event(), threading.Event()
+
+    def open_slowly() -> None:
+        with lock.opening():
+            opened.wait(5)
+
+    def run() -> None:
+        with lock.capturing():
+            ran.wait(5)
+
+    threads = [in_a_thread(open_slowly)]
+    time.sleep(PAUSE)
+    threads.append(in_a_thread(run))
+    time.sleep(PAUSE)
+    opened.set()
+    ends(threads[0])
+    capturing = in_a_thread(lambda: capture(lock))
+    time.sleep(PAUSE)
+    assert capturing.is_alive()
+    ran.set()
+    assert ends(capturing)
+
+
+def test_a_failed_capture_releases_the_lock() -> None:
+    lock = DeviceLock()
+    with pytest.raises(RuntimeError), lock.capturing():
+        raise RuntimeError
+    assert ends(in_a_thread(lambda: use(lock)))
+    assert ends(in_a_thread(lambda: capture(lock)))
+
+
+def test_a_device_has_one_lock_in_the_process() -> None:
+    assert device_lock(("cuda", 7)) is device_lock(("cuda", 7))
+    assert device_lock(("cuda", 7)) is not device_lock(("cuda", 8))

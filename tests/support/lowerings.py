@@ -1,0 +1,56 @@
+"""Lowers copies of a trace and runs them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+from topw_deploy.export.graft.last_token import last_logits
+from topw_deploy.export.lowering import Lowered, lower
+from topw_deploy.export.trace.trace import TracedDecoder
+from topw_deploy.export.verification.cache_drivers import CacheDriver, cache_driver
+from topw_deploy.manifest import DecoderInfo
+
+CONTEXT = 256
+LOWERINGS = {
+    "concat": {"kv": "concat", "target": "onnxruntime"},
+    "group_query": {"kv": "static", "target": "onnxruntime"},
+    "scatter": {"kv": "static", "target": "tensorrt", "max_length": 0},
+}
+
+
+def copy_of(traced: TracedDecoder) -> TracedDecoder:
+    return replace(traced, model=traced.model.clone())
+
+
+def lowered(traced: TracedDecoder, lowering: str) -> tuple[TracedDecoder, Lowered]:
+    """A lowered copy of `traced`."""
+    decoder = copy_of(traced)
+    return decoder, lower(decoder, context_length=CONTEXT, **LOWERINGS[lowering])
+
+
+def attention_nodes(decoder: TracedDecoder) -> list[ir.Node]:
+    return [node for node in decoder.model.graph if node.op_type == "GroupQueryAttention"]
+
+
+def driver_of(decoder: TracedDecoder, form: Lowered, kv_dtype: str = "float") -> CacheDriver:
+    """Runs `decoder` for the logits of each row's last token."""
+    graph = decoder.model.graph
+    last = last_logits(graph)
+    last.name = "last"
+    graph.outputs.append(last)
+    info = DecoderInfo(
+        model_type="tiny",
+        kv_form=form.kv_form,
+        num_layers=len(decoder.head_dim),
+        num_kv_heads=decoder.num_kv_heads,
+        head_dim=decoder.head_dim,
+        kv_dtype=kv_dtype,
+        context_length=CONTEXT,
+        left_padding=True,
+        ragged_chunks=form.ragged_chunks,
+    )
+    model = ir.to_proto(decoder.model).SerializeToString()
+    return cache_driver(ort.InferenceSession(model, providers=["CPUExecutionProvider"]), info, "last")

@@ -1,0 +1,166 @@
+"""Random rows for samplers, and which differences from the reference are allowed. Imports numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TieBounds, draw, sample_row
+from topw_deploy.sampling.parameters import TopWOptions
+
+LOGPROB_BOUND = 1e-5  # absolute below 1, relative above: a few float32 roundings of (l - l_max) / T and a logarithm
+MASS_BOUND = 5e-4  # relative: the float32 sum behind it has a term per token, all alike in a flat row
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The baked options of a graph, and its vocabulary and table."""
+
+    options: TopWOptions
+    vocab_size: int
+    hidden_size: int
+    table_kind: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        potential = f"knn{self.options.knn_k}" if self.options.neighbours else "nearest"
+        return (
+            f"{self.options.metric}/{potential}/V={self.vocab_size}/m={self.options.top_m}/it={self.options.alt_iters}"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: logits float32 [V], parameters (float32 values), uniform number and kind."""
+
+    logits: np.ndarray
+    parameters: dict[str, float]
+    uniform: float
+    regime: str
+
+
+def embedding_table(scenario: Scenario) -> np.ndarray:
+    """float32 [V, d] of the scenario's kind: plain, with duplicates, near-duplicates, clusters, or rows of zeros."""
+    rng = np.random.default_rng(scenario.seed)
+    shape = (scenario.vocab_size, scenario.hidden_size)
+    table = rng.standard_normal(shape) * rng.uniform(0.2, 2.0, shape[1]) + rng.standard_normal(shape[1])
+    twins = rng.integers(0, shape[0], shape[0])
+    some = rng.random(shape[0]) < 0.4
+    if scenario.table_kind == "duplicates":
+        table[some] = table[twins[some]]
+    elif scenario.table_kind == "near-duplicates":
+        table[some] = table[twins[some]] * (1 + 1e-4 * rng.standard_normal((int(some.sum()), shape[1])))
+    elif scenario.table_kind == "clusters":
+        table = table[rng.integers(0, max(1, shape[0] // 20), shape[0])] + 0.2 * rng.standard_normal(shape)
+    elif scenario.table_kind == "zeros":
+        table[some] = 0
+    return table.astype(np.float32)
+
+
+def _logits(rng: np.random.Generator, vocab: int) -> tuple[str, np.ndarray]:
+    kind = rng.choice(["gauss", "zipf", "peaked", "flat", "tied", "half", "banned", "few", "equal"],
+                      p=[0.26, 0.24, 0.12, 0.1, 0.1, 0.08, 0.05, 0.03, 0.02])  # fmt: skip
+    row = rng.standard_normal(vocab) * rng.uniform(0.3, 4.0)
+    if kind in ("zipf", "half", "banned"):
+        row = -rng.uniform(0.5, 2.0) * np.log(rng.permutation(vocab) + 1.0) + 0.3 * rng.standard_normal(vocab)
+    elif kind == "peaked":
+        row[rng.integers(0, vocab, rng.integers(1, 6))] += rng.uniform(3, 20)
+    elif kind == "flat":
+        row *= 0.05
+    elif kind == "tied":
+        row = np.round(row * rng.choice([1.0, 2.0, 4.0])) / 4
+    elif kind == "equal":
+        row[:] = row[0]
+    if kind == "half":
+        row = row.astype(np.float16)
+    if kind == "banned":
+        row[rng.random(vocab) < 0.5] = -np.inf
+    if kind == "few":
+        row[rng.permutation(vocab)[rng.integers(1, 12) :]] = -np.inf
+    if not np.isfinite(row).any():
+        row[0] = 0.0
+    return str(kind), row.astype(np.float32)
+
+
+def _parameters(rng: np.random.Generator) -> tuple[str, dict[str, float]]:
+    regime = str(rng.choice(["paper", "released", "geometry", "wild", "singleton", "no-lam", "repulsive", "greedy"],
+                            p=[0.14, 0.08, 0.32, 0.22, 0.06, 0.05, 0.08, 0.05]))  # fmt: skip
+    chosen = {
+        "lam": 2.2,
+        "beta": 2.8,
+        "temperature": 1.0,
+        "selection_temperature": 0.0,
+        "init_top_p": 0.999,
+        "geom_scale": 1.0,
+    }
+    if regime in ("paper", "released"):
+        chosen |= {"temperature": rng.uniform(0.3, 2.5), "geom_scale": 1.0 if regime == "paper" else 0.6}
+    elif regime == "greedy":
+        chosen |= {"temperature": rng.choice([0.0, 9e-6]), "geom_scale": rng.choice([1.0, -1.0])}
+    else:
+        chosen |= {
+            "lam": rng.exponential(0.5), "temperature": rng.uniform(0.2, 3.0), "init_top_p": rng.uniform(0.02, 0.99),
+            "geom_scale": rng.choice([0.02, 0.1, 0.3, 1.0]),
+        }  # fmt: skip
+        chosen["beta"] = chosen["lam"] + rng.exponential(1.0)
+        if regime == "wild":
+            chosen |= {
+                "lam": 10 ** rng.uniform(-3, 1), "beta": 10 ** rng.uniform(-2, 1.3),
+                "init_top_p": rng.choice([1.0, 0.999, 0.5, 1e-3]), "geom_scale": rng.choice([0.0, 1e-3, 3.0]),
+            }  # fmt: skip
+        elif regime == "singleton":
+            chosen["beta"] = chosen["lam"] * rng.choice([0.0, 0.5, 1.0])
+        elif regime == "no-lam":
+            chosen["lam"] = 0.0
+        elif regime == "repulsive":
+            chosen["geom_scale"] = -rng.choice([0.05, 0.3, 1.0])
+    if rng.random() < 0.25:
+        chosen["selection_temperature"] = rng.uniform(0.2, 3.0)
+    return regime, {name: float(np.float32(value)) for name, value in chosen.items()}
+
+
+def random_case(rng: np.random.Generator, vocab: int) -> Case:
+    """One row of random kind, parameters and uniform number."""
+    kind, logits = _logits(rng, vocab)
+    regime, parameters = _parameters(rng)
+    return Case(logits, parameters, float(np.float32(int(rng.integers(0, 1 << 24)) * 2.0**-24)), f"{regime}, {kind}")
+
+
+def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, pool_cut: bool = True) -> str | None:
+    """The tie of docs/contract/graph.md, section 4, that allows the difference; None if none does.
+
+    pool_cut: whether equal logits across the pool's cut count; not for implementations that order them by id.
+    """
+    ties = wanted.ties
+    if difference in ("kept set", "certified"):
+        if ties.pool_cut and pool_cut:
+            return "equal logits across the pool's cut"
+        if ties.objective <= bounds.objective:
+            return f"J of two prefixes within {_plain(bounds.objective)}"
+        if ties.nucleus <= bounds.nucleus:
+            return f"cut of the warm start within {_plain(bounds.nucleus)}"
+        if difference == "certified" and ties.certificate <= bounds.objective:
+            return f"base J across the warm start within {_plain(bounds.objective)}"
+    if difference == "token" and wanted.draw_margin <= bounds.draw:
+        return f"uniform number within {_plain(bounds.draw)} of the next token"
+    return None
+
+
+def _plain(bound: float) -> str:
+    return f"{bound:.0e}".replace("e-0", "e-")
+
+
+def reference(scenario: Scenario, geometry: Geometry, case: Case) -> Row:
+    """The answer of the reference."""
+    return sample_row(case.logits, case.parameters, scenario.options, geometry, case.uniform)
+
+
+def redrawn(row: Row, case: Case, uniform: float) -> tuple[Row, Case]:
+    """The same row with another uniform number: the crop does not depend on it."""
+    again = replace(case, uniform=uniform)
+    if not row.valid or case.parameters["temperature"] < 1e-5:
+        return row, again
+    drawn = draw(case.logits, row.kept_ids, case.parameters["temperature"], uniform)
+    return replace(row, next_token=drawn.token, logprob=drawn.logprob, draw_margin=drawn.margin), again
