@@ -1,4 +1,4 @@
-"""A session gets the native sampler if available, else the function, and says which."""
+"""A session uses the native sampler if available, else the function, and reports which."""
 
 from __future__ import annotations
 
@@ -136,7 +136,6 @@ def test_a_library_in_the_models_folder_or_the_working_folder_is_never_loaded(
 
 
 def change_graph(folder: Path, change: Any) -> None:
-    """Edit model.onnx and update the manifest."""
     model = onnx.load(folder / "model.onnx")
     change(model)
     onnx.save(model, folder / "model.onnx")
@@ -145,7 +144,7 @@ def change_graph(folder: Path, change: Any) -> None:
 
 
 def load_manifest_of(folder: Path) -> Manifest:
-    """The manifest with the graph's size as it is now."""
+    """With the graph's current size."""
     manifest = manifest_from_json((folder / MANIFEST_NAME).read_text())
     return replace(manifest, files={**manifest.files, **describe_files(folder, ["model.onnx"])})
 
@@ -231,7 +230,7 @@ def test_what_the_operator_cannot_serve_fails_when_the_session_opens(
     native_library: Path, change: Any, message: str
 ) -> None:
     model = Wanted().model()
-    del model.functions[:]  # the runtime is not to complain about the body first
+    del model.functions[:]  # otherwise the runtime rejects the body first
     change(model)
     with pytest.raises(Exception, match=message):
         open_model(model, native_library)

@@ -1,4 +1,4 @@
-"""The same library and file on the oldest onnxruntime for this Python and on the installed one."""
+"""The same library and file on the oldest onnxruntime for this Python and the installed one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.sampler_models import Wanted, clear_rows, open_model, run
 from tests.support.tail_cases import feeds, random_case
 from topw_deploy.sampling.parameters import TopWOptions
 
-OLDEST = (1, 17)  # of the interface that the operator is written for
+OLDEST = (1, 17)  # the operator's interface
 CASES = {
     "cosine": Wanted(keep_mask=True),
     "mahalanobis-knn": Wanted(TopWOptions(top_m=60, potential="knn"), mass=True, keep_mask=True),
@@ -42,13 +42,13 @@ np.savez(outputs, version=ort.__version__, **dict(zip(names, session.run(names, 
 
 @pytest.fixture(scope="module")
 def old_python(pytestconfig: pytest.Config) -> Path:
-    """An interpreter with the oldest onnxruntime, made once and kept in pytest's cache."""
+    """An interpreter with the oldest onnxruntime, kept in pytest's cache."""
     folder = Path(pytestconfig.cache.mkdir("topw-oldest")) / f"{sys.version_info.major}.{sys.version_info.minor}"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not (folder / "ready").is_file():
         version = _oldest_version()
         venv.create(folder, with_pip=True, clear=True)
-        # Wheels from before NumPy 2 were built against NumPy 1 and do not run with another.
+        # Older wheels need NumPy 1.
         numpy = ["numpy<2"] if version < (1, 19) else ["numpy"]
         _pip(python, "install", "--only-binary=:all:", f"onnxruntime=={'.'.join(map(str, version))}", *numpy)
         (folder / "ready").touch()
@@ -67,7 +67,7 @@ def _oldest_version() -> tuple[int, ...]:
 
 def _pip(python: Path, *arguments: str) -> str:
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
-    # The tests' home is an empty folder, and pip's settings may be in the real one.
+    # Tests run with an empty home; pip's settings may be in the real one.
     home = {"HOME": os.path.expanduser(f"~{_user()}")} if os.name == "posix" else {}
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **home})
     if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""The operator for onnxruntime's CUDA provider, with the emulated kernels and on the CPU provider; not run on a GPU."""
+"""The CUDA provider's operator with emulated kernels, on the CPU provider."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ OPERATOR = [compile_native.SOURCES / f"ort_{name}.cpp" for name in ("call", "nod
 
 @pytest.fixture(scope="session")
 def operator_library(request: pytest.FixtureRequest) -> Path:
-    """The operator over the emulated kernels, registered for the CPU."""
     try:
         compile_native.find_compiler()
     except compile_native.NotBuiltError as reason:
@@ -44,7 +43,7 @@ def test_the_node_is_answered_as_by_the_cpus_operator(
     wanted = Wanted(TopWOptions(top_m=40, metric=metric), mass=mass, keep_mask=keep_mask)  # type: ignore[arg-type]
     cases, rng = Cases(wanted), np.random.default_rng(6)
     on_a_gpu, on_the_cpu = open_model(wanted.model(), operator_library), open_model(wanted.model(), native_library)
-    for rows, edits in ((1, 0), (5, 2), (3, 17), (12, 1), (1, 0)):  # what it allocated for more serves fewer
+    for rows, edits in ((1, 0), (5, 2), (3, 17), (12, 1), (1, 0)):  # memory for more rows serves fewer
         inputs = cases.feed(rng, rows, edits)
         found, expected = run(on_a_gpu, inputs), run(on_the_cpu, inputs)
         assert list(found) == list(expected)
@@ -55,7 +54,7 @@ def test_the_node_is_answered_as_by_the_cpus_operator(
 
 
 class Cases:
-    """Random rows for a model, with edits that leave their logits as they are."""
+    """Random rows, with edits that change no logit."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._vocab = wanted.vocab_size
@@ -67,7 +66,7 @@ class Cases:
 
 
 def test_threads_that_run_one_session_wait_for_each_others_launches(operator_library: Path) -> None:
-    """The emulator runs one launch at a time, as a stream runs a step's launches together."""
+    """The emulator runs one launch at a time, like a stream."""
     wanted = Wanted(mass=True)
     session, rng = open_model(wanted.model(), operator_library), np.random.default_rng(7)
     given = [Cases(wanted).feed(rng, 6, 2) for _ in range(8)]
@@ -108,7 +107,7 @@ Find = Callable[..., tuple[int, int, int] | None]
 
 @pytest.fixture
 def find(request: pytest.FixtureRequest) -> Iterator[Find]:
-    """(batch, edits, vocab, stream) -> address of the workspace and its most rows and edits; None without memory."""
+    """(batch, edits, vocab, stream) -> workspace address, most rows and edits; None without memory."""
     assert request.config.cache is not None
     library = ctypes.CDLL(str(compiled(request.config.cache.mkdir("emulated"), [HERE / "device_workspaces.cpp"])))
     library.probe_create.restype = library.probe_find.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""The Python plugin with the emulated kernels; tests/nvidia runs it in NVIDIA's parser and builder."""
+"""The Python plugin with emulated kernels; tests/nvidia runs it in NVIDIA's parser and builder."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_an_enqueued_step_answers_as_the_cpus_sampler(
     node = plugin.TopWSamplePlugin(settings, kernels).attach_to_context(None)
     inputs = [described(str(given[name].dtype), given[name].shape) for name in settings.inputs]
     node.on_shape_change(inputs, [])
-    room = np.full(node.get_workspace_size(inputs, []) + 256, 0xA5, np.uint8)  # left by another layer
+    room = np.full(node.get_workspace_size(inputs, []) + 256, 0xA5, np.uint8)  # from another layer
     workspace = room.ctypes.data + -room.ctypes.data % 256
     answers = {name: np.zeros(BATCH, ANSWERS[name]) for name in settings.outputs if name != "keep_mask"}
     if settings.with_keep_mask:
         answers["keep_mask"] = np.zeros((BATCH, VOCAB), np.bool_)
     addresses = [given[name].ctypes.data for name in settings.inputs]
-    for _ in range(2):  # the second run finds the first one's workspace
+    for _ in range(2):  # again with a used workspace
         node.enqueue(inputs, [], addresses, [answers[n].ctypes.data for n in settings.outputs], workspace, 0)
         for name, wanted in cpus_answer(settings, given).items():
             if wanted.dtype == np.float32:
