@@ -33,7 +33,6 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
 
 @pytest.fixture(params=("avx512", "avx2", "generic"))
 def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
-    """With each instruction set."""
     sets = instruction_sets(kernel)
     name = sets[-1] if request.param == "generic" else request.param
     if name not in sets:
@@ -43,7 +42,6 @@ def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
 
 
 def scenarios() -> list[Scenario]:
-    """Every metric, potential and table type, with pools and vocabularies of all sizes."""
     rng = np.random.default_rng(5)
     shapes = ((50, 1200), (53, 7), (97, 40), (257, 100), (1000, 1), (1021, 200), (3000, 90), (2048, 700))
     made = []
@@ -80,7 +78,7 @@ def test_large_vocabularies_are_answered_as_by_the_reference(each_kernel: Kernel
 
 
 def test_a_wide_table_is_answered_as_by_the_reference(each_kernel: Kernel) -> None:
-    """2,048 coordinates, and near-duplicates (1 %) that float32 cannot distinguish."""
+    """2,048 coordinates and near-duplicates (1 %) that float32 cannot distinguish."""
     rng = np.random.default_rng(2)
     embeddings = rng.standard_normal((900, 2048)).astype(np.float32)
     twins = rng.permutation(900)[:300]
@@ -130,7 +128,7 @@ def test_tables_in_half_precision_mean_the_numbers_they_hold(each_kernel: Kernel
 
 
 def edited_cases(rng: np.random.Generator, vocab: int, rows: int, edits: int) -> tuple[list[Case], list[np.ndarray]]:
-    """Rows with edits of all kinds: penalties, biases, bans, padding, in any block."""
+    """Edits of all kinds, in any block."""
     cases = [random_case(rng, vocab) for _ in range(rows)]
     ids = np.stack([rng.permutation(vocab)[:edits] for _ in range(rows)]).astype(np.int64)
     ids[rng.random(ids.shape) < 0.2] = -1
@@ -173,7 +171,6 @@ def test_edits_outside_the_vocabulary_have_no_effect_whatever_is_beside_them(eac
 
 
 def uncertified(metric: str, seed: int = 0) -> tuple[Geometry, list[Case], TopWOptions]:
-    """Rows over a clustered table that need geometry."""
     scenario = Scenario(TopWOptions(metric=metric, top_m=400, alt_iters=9), 1000, 24, "clusters", seed)
     _, geometry, cases = scenario_cases(scenario, 300)
     return geometry, [case for case in cases if case.regime.startswith("geometry")], scenario.options

@@ -1,4 +1,4 @@
-"""The native sampler stops after a few candidates, some hundreds, or the pool."""
+"""The native sampler stops after few candidates, hundreds, or the pool."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def base_objective(log_weights: np.ndarray, beta: float) -> np.ndarray:
 
 
 def shelf_below_the_second_look(best: int) -> np.ndarray:
-    """float64 [FLAT_VOCAB]: `best` large logits, then as many as the second look finds, then just below a shelf of
-    equal ones that fills the pool: the block stop's worst case."""
+    """float64 [FLAT_VOCAB]: `best` large logits, as many as the second look finds, then just below a shelf of equal
+    ones that fills the pool: the block stop's worst case."""
     blocks = FLAT_VOCAB // BLOCK
     reached = int(blocks * (1 - np.exp(-SECOND_LOOK / blocks))) + 6
     place = np.random.default_rng(best).permutation(SECOND_LOOK)
@@ -104,7 +104,7 @@ def test_no_second_look_is_taken_at_a_row_too_flat_for_it(kernel: Kernel) -> Non
 
 
 def arranged(kind: str) -> np.ndarray:
-    """float64 [100,000] logits in non-random places."""
+    """float64 [100,000]."""
     rng = np.random.default_rng(3)
     logits = rng.standard_normal(100_000)
     if kind == "ascending":
@@ -133,7 +133,7 @@ def arranged(kind: str) -> np.ndarray:
     ],
 )  # fmt: skip
 def test_the_pool_is_the_best_wherever_they_lie(kernel: Kernel, kind: str) -> None:
-    """With all tokens as warm start, beta sets how much of the pool is kept, up to all."""
+    """beta sets how much of the pool is kept, up to all."""
     logits = arranged(kind)
     cases = [case(logits, temperature=2.0, beta=beta, init_top_p=1.0) for beta in (2.8, 4.0, 9.0)]
     assert unlike_the_reference(kernel, cases) == []

@@ -33,7 +33,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def states(script: Path) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Reported states without repetitions."""
+    """The reported states without repetitions."""
     reported: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
 
     def watch(state: Compiling) -> None:

@@ -1,4 +1,4 @@
-"""The native operator agrees with the function for all options, outputs and inputs."""
+"""The native operator agrees with the function."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_crops_tokens_and_certificates_equal_the_reference_on_every_row(
     for _ in range(3):
         compare(scenario, sessions, geometry, [random_case(rng, scenario.vocab_size) for _ in range(50)], tallies)
     assert tallies[NATIVE].unexplained == []
-    assert not tallies[NATIVE].explained  # computed in double: no float32 ties
+    assert not tallies[NATIVE].explained  # double: no float32 ties
     assert sum(tallies[NATIVE].rows.values()) == 300
 
 

@@ -144,7 +144,6 @@ def change_graph(folder: Path, change: Any) -> None:
 
 
 def load_manifest_of(folder: Path) -> Manifest:
-    """With the graph's current size."""
     manifest = manifest_from_json((folder / MANIFEST_NAME).read_text())
     return replace(manifest, files={**manifest.files, **describe_files(folder, ["model.onnx"])})
 
@@ -313,7 +312,7 @@ def test_generations_at_the_same_time_on_one_native_model_equal_those_alone(
 
 
 def test_the_manifest_of_an_edited_copy_still_loads(toy_folder: Path, tmp_path: Path) -> None:
-    """Checks the graph edits of the tests above."""
+    """Checks the edits of the tests above."""
     folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
     change_graph(folder, lambda model: None)
     assert load_manifest(folder).files["model.onnx"].size == (folder / "model.onnx").stat().st_size

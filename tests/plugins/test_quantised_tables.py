@@ -54,13 +54,12 @@ def test_a_quantised_table_answers_as_the_rows_that_onnxruntime_reads_from_it(ke
     found, wanted = (
         kernel.sample(logits, columns(rows), OPTIONS, table, mass=True, keep_mask=True) for table in (quantised, plain)
     )
-    assert wanted.reports["distances"].sum() > 1000  # rows were read
+    assert wanted.reports["distances"].sum() > 1000
     for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
 
 
 def operator_model(quantised: Quantised) -> onnx.ModelProto:
-    """A sampler-only model over the quantised table."""
     form = quantised.form
     held = [ir.from_proto(tensor) for tensor in quantised.tensors]
     attributes = {"bits": form.bits, "block_size": form.block_size, "gather_axis": 0, "quantize_axis": 1}
@@ -99,7 +98,7 @@ def test_the_operator_takes_the_nodes_own_tensors_and_answers_as_the_function(na
     np.testing.assert_array_equal(native["keep_mask"], exact.keep_mask)
     function = run(open_model(model), feeds(rows))
     same = (native["keep_mask"] == function["keep_mask"]).all(axis=1)
-    assert same.mean() > 0.9  # float32 distances in the function: near ties may differ
+    assert same.mean() > 0.9  # float32 distances: near ties may differ
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The C++ sources include every standard header they use; not every standard library does so indirectly."""
+"""The C++ sources include every standard header they use."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def differences_from_reference(found: KernelSamples, cases: list[Case], options:
 
 
 def differences_from(cpu: KernelSamples, found: KernelSamples) -> list[str]:
-    """Ignores the last bits of logprob and mass."""
+    """All differences except the last bits of logprob and mass."""
     lines = [name for name in ("next_token", "kept", "certified", "keep_mask") if not _same(cpu, found, name)]
     assert cpu.mass is not None
     assert found.mass is not None
@@ -69,7 +69,6 @@ def differences_from(cpu: KernelSamples, found: KernelSamples) -> list[str]:
 
 
 def same_bits(first: KernelSamples, second: KernelSamples) -> list[str]:
-    """The answers that differ in any bit."""
     return [name for name in ANSWERS if not _same(first, second, name)]
 
 

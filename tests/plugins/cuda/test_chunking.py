@@ -1,4 +1,4 @@
-"""The first launch's chunks cover a row, in one wave if possible."""
+"""The first launch's chunks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ def error(probes: ctypes.CDLL) -> str:
 
 
 def reversals(probes: ctypes.CDLL, with_barrier: bool) -> list[list[int]]:
-    """Values that threads read from each other, per seed."""
     found = []
     for seed in range(1, 9):
         probes.probe_settings(seed, 4)
@@ -133,7 +132,7 @@ def test_blocks_of_no_whole_warps_or_too_many_are_refused(probes: ctypes.CDLL, t
 
 
 def test_many_threads_leave_the_process_its_mappings(probes: ctypes.CDLL) -> None:
-    """Beyond a process's 65,530 mappings unrelated code fails."""
+    """Beyond 65,530 mappings per process unrelated code fails."""
     blocks, before = 128, mappings()
     probes.probe_settings(1, blocks)
     arrived, out = np.zeros(2, np.uint32), np.zeros(1, np.int32)

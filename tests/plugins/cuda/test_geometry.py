@@ -37,7 +37,6 @@ def sampled(
 
 
 def open_rows(options: TopWOptions, vocab: int, hidden: int, rows: int, kind: str = "plain"):  # type: ignore[no-untyped-def]
-    """Cases, most needing geometry, with table and geometry."""
     scenario = Scenario(options, vocab, hidden, kind, vocab + hidden)
     _, geometry, cases = scenario_cases(scenario, 3 * rows)
     wanted = [case for case in cases if case.regime.split(",")[0] in ("geometry", "wild", "repulsive", "no-lam")]

@@ -143,7 +143,7 @@ def test_a_larger_call_gets_at_least_twice_as_much_and_leaves_the_other_workspac
     wider = find(2, edits=17)
     assert wider is not None
     assert wider[1:] == (8, 32)
-    ctypes.memset(first[0], 1, 4096)  # a captured graph still writes there
+    ctypes.memset(first[0], 1, 4096)
     ctypes.memset(grown[0], 1, 4096)
     assert find(60) is not None
     last = find(61)

@@ -40,7 +40,6 @@ def home() -> Path | None:
 
 
 def digest(*words: object) -> str:
-    """A hash of the words and all sources."""
     found = hashlib.sha256("\0".join(map(str, words)).encode())
     for folder in (compile_native.SOURCES, compile_cuda.SOURCES, HERE / "jit"):
         for file in sorted(folder.iterdir()):

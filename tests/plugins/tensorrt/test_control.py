@@ -1,4 +1,4 @@
-"""Allocating, owning and freeing the plugin's control memory, with emulated kernels."""
+"""Allocating and freeing the plugin's control memory, with emulated kernels."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_memory_is_freed_when_tensorrt_deletes_the_plugin(
     for plugin, rows in zip(plugins * 2, (4, 4, MANY, MANY), strict=True):
         step(plugin, rows)
     assert len(kernel.alive) == 4
-    plugins[0].destroy()  # TensorRT's module keeps the Python object alive
+    plugins[0].destroy()  # TensorRT keeps the Python object alive
     assert len(kernel.alive) == 2
     plugins[0].destroy()
     step(plugins[1], 4)
@@ -207,7 +207,7 @@ def test_memory_is_freed_when_a_plugin_is_collected_that_nobody_deleted(
 
 
 def test_memory_that_is_left_at_exit_is_the_drivers_to_free() -> None:
-    """Waiting for the device at exit may wait for a failed one."""
+    """Waiting for a failed device could hang."""
     program = """
 from topw_deploy.plugins.tensorrt.control import ControlMemory
 

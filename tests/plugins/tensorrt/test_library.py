@@ -1,6 +1,6 @@
 """The C++ plugin with emulated kernels, under AddressSanitizer with leak detection.
 
-Compiled against a stand-in for TensorRT's header, and against NVIDIA's if TENSORRT_ROOT names them.
+Compiled against stand-in headers, and NVIDIA's if TENSORRT_ROOT names them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def require_sanitizers(folder: Path) -> None:
 
 @pytest.fixture(scope="module", params=["stand-in", "NVIDIA"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """plugin_steps.cpp's output, file and errors."""
+    """Its output, file and errors."""
     folder = tmp_path_factory.mktemp("library")
     included = headers(request.param)
     require_sanitizers(folder)
