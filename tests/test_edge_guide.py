@@ -40,7 +40,7 @@ def test_every_block_is_one_that_is_run() -> None:
 
 
 def test_trtexec_is_told_to_ask_the_library_for_its_plugin() -> None:
-    """--staticPlugins only opens the library; getCreators registers nothing by itself."""
+    """--staticPlugins only opens the library, which does not register itself: it exports getCreators."""
     assert "--dynamicPlugins=libtopw_tensorrt.so" in PAGE
     assert "--staticPlugins" not in PAGE
 

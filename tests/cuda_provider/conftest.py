@@ -70,7 +70,7 @@ def cuda_library(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def run(python: Path, stand_in: Path, cuda_library: Path) -> Run:
-    """(script of this folder, *arguments, native=True) -> its JSON output in the provider's environment."""
+    """(script of this folder, *arguments, native=True) -> its JSON output."""
 
     def start(script: str, *arguments: object, native: bool = True) -> dict[str, Any]:
         environment = {
@@ -91,7 +91,7 @@ def run(python: Path, stand_in: Path, cuda_library: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def generate(run: Run) -> Generate:
-    """(folder, requests, native=True, **arguments of from_pretrained) -> worker.py's answer."""
+    """(folder, requests, native=True, **from_pretrained's arguments) -> worker.py's answer."""
 
     def answer(
         folder: Path, requests: Sequence[dict[str, Any]] = (), *, native: bool = True, **settings: Any

@@ -12,7 +12,6 @@ HERE = Path(__file__).parent
 _DRIVER = "libcuda.so.1"
 _RUNTIME = "libcudart.so.13"
 
-# Used results.
 _ANSWERS = {
     "cublasCreate_v2": "int cublasCreate_v2(void **handle) { *handle = handle; return 0; }",
     "cublasLtCreate": "int cublasLtCreate(void **handle) { *handle = handle; return 0; }",

@@ -1,5 +1,5 @@
-"""Decoders on the CUDA provider with the emulated sampler: node placement, copies per step, one graph capture. The
-provider's kernels do nothing, so decoder outputs are not checked."""
+"""Decoders on the CUDA provider with the emulated sampler: node placement, copies per step, one graph capture. Decoder
+outputs are not checked, since the provider's kernels do nothing."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_a_decoder_stays_on_the_gpu_and_its_step_is_captured_once(
         assert not any(computes for _, computes in found["cpu_nodes"])
     assert [run["captures"] for run in plain["runs"]] == [0, 0, 0]
     assert [run["captures"] for run in captured["runs"]] == [1, 0, 0]
-    assert [run["replays"] for run in captured["runs"]] == [11, 11, 11]  # all but the prompt's
+    assert [run["replays"] for run in captured["runs"]] == [11, 11, 11]
     assert all(run["mistakes"] == 0 for run in captured["runs"])
     for run in captured["runs"][1:]:
-        assert run["to_host"] == 12  # one copy of results
-        zeros = "target" in settings  # masked cache slots are multiplied
+        assert run["to_host"] == 12  # results, one copy per step
+        zeros = "target" in settings  # masked cache slots are multiplied, so they must be zero
         assert run["to_device"] == 12 + 2 + zeros  # one per step, twice the rest
     assert [run["tokens"] for run in captured["runs"]] == [run["tokens"] for run in plain["runs"]]
     assert len(set(captured["runs"][0]["tokens"][0])) > 3  # replays use the step's own number

@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_step_is_captured_once_whichever_thread_calls(run: Run, folder: Path) -> None:
-    """The provider alone captures again in every thread."""
+    """Alone, the provider captures again in every thread."""
     found = run("threads_worker.py", folder, "in turn")
     assert found["errors"] == []
     assert (found["captures"], found["replays"]) == (1, 6 * 5)

@@ -1,8 +1,7 @@
-"""Models in many threads, in worker.py's environment: python threads_worker.py FOLDER how
+"""python threads_worker.py FOLDER how, in worker.py's environment.
 
-how:
-"in turn": one model with graphs, a thread per generation.
-"at once": two models with graphs, one without, four threads each.
+how "in turn": one model with graphs, a thread per generation.
+how "at once": two models with graphs, one without, four threads each.
 """
 
 from __future__ import annotations

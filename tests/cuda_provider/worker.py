@@ -1,4 +1,4 @@
-"""Generate in the CUDA provider's environment and report the stand-in's calls.
+"""Generate with the CUDA provider and report the stand-in's calls.
 
 python worker.py FOLDER SETTINGS(json) REQUESTS(json)
 """

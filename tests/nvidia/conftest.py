@@ -48,7 +48,6 @@ def nvidia(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> 
 
 
 def assert_built(answer: dict[str, Any], plugins: int) -> None:
-    """A clean parse, the number of plugin layers, an engine per batch range."""
     assert answer["parsed"], answer["errors"]
     assert answer["plugins"] == plugins
     assert answer["bytes"]

@@ -1,7 +1,7 @@
 """Build engines with NVIDIA's builder, in the environment of make_environment.py.
 
-in: JSON file of requests, {"out": folder, ...EngineRequest's fields}; the first "kernels" registers the plugin.
-out: JSON file of stamp, progress and deserialisation result, or the error.
+in: JSON requests, {"out": folder, ...EngineRequest's fields}; the first "kernels" registers the plugin.
+out: JSON answers: stamp, progress, deserialisation result, or error.
 Without a GPU the driver is a double.
 """
 
@@ -48,7 +48,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def opened(path: Path) -> str:
-    """TensorRT's answer; without a GPU it complains of the driver, not the file."""
+    """TensorRT's answer; without a GPU it reports the missing driver."""
     trt = api.load()
     logger = api.new_logger(trt)
     runtime = api.create(trt, "Runtime", logger)

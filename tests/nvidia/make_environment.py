@@ -1,7 +1,7 @@
-"""Make the environment of tests/nvidia: `python -m tests.nvidia.make_environment .nvidia [option of pip ...]`.
+"""Make the environment: `python -m tests.nvidia.make_environment .nvidia [option of pip ...]`.
 
 It has TensorRT-RTX's libraries under TensorRT's names, see requirements.txt. If packages are unavailable, absent.txt
-gives the reason for skipping.
+gives the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The C++ plugin in NVIDIA's parser and builder; headers from TENSORRT_ROOT."""
+"""The C++ plugin in NVIDIA's parser and builder (headers: TENSORRT_ROOT)."""
 
 from __future__ import annotations
 

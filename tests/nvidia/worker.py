@@ -1,9 +1,9 @@
-"""Run NVIDIA's parser and builder, in the environment of make_environment.py: JSON file in, JSON file out.
+"""Run NVIDIA's parser and builder, in the environment of make_environment.py.
 
 in: {"plugin": null | "python" | library path, "kernels": library for "python", "tasks": [task, ...]}
-task: {"model": path, "batches": [[least, most], ...], "sequence": most tokens, "without_function": bool} or {"check":
-folder}
-out: per task what `parsed` or `checked` returns, and counts of Python plugins and of those with control memory.
+task: {"model": path, "batches": [[least, most], ...], "sequence": most tokens, "without_function": bool}
+or {"check": folder}
+out: results of `parsed` or `checked`, with counts of Python plugins and of those with control memory.
 """
 
 from __future__ import annotations

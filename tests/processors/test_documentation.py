@@ -24,7 +24,7 @@ def test_every_example_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
     for block in blocks:
         exec(block, names)
     text = capsys.readouterr().out
-    # Another processor's rounding may change a draw.
+    # Rounding on another processor may change a later draw.
     assert text.startswith("class Path(object):\n")
     assert isinstance(names["topw"], TopWLogitsProcessor)
     assert names["crop"].keep_mask.sum() == names["crop"].kept.sum() > 0

@@ -1,4 +1,4 @@
-"""Runs in the oldest environment and is imported in the newest: results of folders.
+"""Results of folders; runs in the oldest environment, imported in the newest.
 
 python worker.py TASK(json file) prints an answer per step.
 """

@@ -129,7 +129,7 @@ def test_a_sampler_that_neither_function_nor_plugin_serves_is_unsupported(tmp_pa
 
 
 def test_a_node_that_does_not_tell_of_its_outputs_is_inlined_alone(tmp_path: Path) -> None:
-    """As in exports without the attributes with_mass and with_keep_mask."""
+    """As in exports without with_mass and with_keep_mask."""
     out = export(tmp_path / "out", Toy.random(1), form="scatter", max_length=128, with_mass=True)
     model = onnx.load(out / "model.onnx")
     node = model.graph.node[-1]

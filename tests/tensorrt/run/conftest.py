@@ -44,5 +44,5 @@ def opened(out: Path, trt: TensorRT) -> Open:  # noqa: F811
 
 @pytest.fixture(scope="session")
 def on_cpu(exported_toy: Path) -> TopWModel:
-    """onnxruntime's CPU provider, with the function that the double also runs."""
+    """On onnxruntime's CPU provider, with the function that the double runs."""
     return TopWModel.from_pretrained(exported_toy, provider="cpu", intra_op_num_threads=1, sampler="graph")

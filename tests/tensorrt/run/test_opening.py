@@ -1,4 +1,4 @@
-"""`provider="tensorrt"` gives an engine, onnxruntime's provider or an error."""
+"""`provider="tensorrt"`: an engine, onnxruntime's provider or an error."""
 
 from __future__ import annotations
 

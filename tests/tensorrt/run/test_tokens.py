@@ -207,7 +207,7 @@ def test_the_demo(demo_for_tensorrt: Path, trt: TensorRT) -> None:
 
 @pytest.fixture(scope="session")
 def demo_for_tensorrt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model for --target tensorrt --max-length 128."""
+    """The bundled model for --target tensorrt."""
     from topw_deploy.export import export_model
 
     output = tmp_path_factory.mktemp("demo") / "export"
