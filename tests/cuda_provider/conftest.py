@@ -1,4 +1,4 @@
-"""onnxruntime's CUDA provider without a GPU, over a stand-in for CUDA's runtime."""
+"""onnxruntime's CUDA provider without a GPU, over a CUDA stand-in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured models in many threads; the stand-in fails like CUDA during another thread's capture."""
+"""Captured models in many threads; the stand-in fails as CUDA does during a capture."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LOGITS = np.log([0.1, 0.4, 0.2, 0.3])  # keep order: 1, 3, 2
     [(0.0, 1), (0.44, 1), (0.45, 3), (0.77, 3), (0.78, 2), (1 - 2.0**-24, 2)],
 )
 def test_the_first_token_whose_cumulative_mass_exceeds_u_is_drawn(u, token):
-    # 0.4, 0.3 and 0.2 renormalised by 0.9: cuts at 0.4444 and 0.7778.
+    # Cuts at 0.4 / 0.9 = 0.4444 and 0.7 / 0.9 = 0.7778.
     drawn = draw(LOGITS, [1, 3, 2], 1.0, u)
     assert drawn.token == token
     assert drawn.logprob == pytest.approx(math.log(np.exp(LOGITS[token]) / 0.9))
@@ -103,7 +103,7 @@ def test_the_uniform_is_philox_4x64_10_written_in_plain_integers(seed, position,
 
 
 def test_the_plain_philox_gives_the_published_block():
-    # Known answers of Random123 (philox4x64-10, all-zero and all-one input).
+    # From Random123 (philox4x64-10, all-zero and all-one input).
     assert philox_4x64_10([0] * 4, [0] * 2) == [
         0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B,
     ]  # fmt: skip

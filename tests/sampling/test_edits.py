@@ -1,4 +1,4 @@
-"""Edits are float32 operations in a fixed order, change only their tokens, and reject invalid ids."""
+"""Edits are ordered float32 operations, change only their tokens, and reject invalid ids."""
 
 import math
 

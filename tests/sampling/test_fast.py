@@ -1,4 +1,4 @@
-"""The fast crop keeps and refuses what the reference does, and reports its stage."""
+"""The fast crop matches the reference and reports its stage."""
 
 import math
 
@@ -30,7 +30,7 @@ def fast(case: Case, dtype=np.float64, bound=None):
 
 
 def check(found, wanted):
-    """Equal, or a float64 tie other than equal logits. Returns whether the row was compared."""
+    """Equal, or a float64 tie other than equal logits. Returns whether compared."""
     ties, bounds = wanted.ties, FLOAT64_TIES
     if ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus or ties.certificate <= bounds.objective:
         return False
@@ -199,9 +199,6 @@ def test_a_certified_row_of_a_language_models_shape_looks_at_a_handful_of_logits
         found = fast_crop(logits, TopWParameters(temperature=temperature), UNIFORM)
         assert (found.stage, found.certified, found.distances) == ("candidates", True, 0)
         assert found.candidates <= 20
-
-
-# Parts
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 4096, 4097, 10_000])

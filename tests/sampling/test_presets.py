@@ -1,4 +1,4 @@
-"""Parameters of each preset, for any metric and width."""
+"""Preset parameters, for any metric and width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The theorems of docs/contract/theory.md that allow shortcuts, tried on thousands of rows."""
+"""The shortcuts of docs/contract/theory.md, tried on thousands of rows."""
 
 import math
 from itertools import pairwise
@@ -24,7 +24,7 @@ def c_of(case):
 
 
 def base_objective(case, row):
-    """J without geometry in pool order, in units of the largest probability."""
+    """J without geometry in pool order."""
     return objective(row.w, case.parameters.lam * row.log_w, c_of(case))
 
 
@@ -45,7 +45,7 @@ def test_once_a_step_answers_with_a_subset_the_next_step_answers_the_same():
 
 
 def test_with_fewer_members_than_knn_k_a_nested_step_need_not_be_final():
-    # Two members at 0 and 10 keep the block near 0 at mean distance 5; without the far one it is near.
+    # Members at 0 and 10 keep the block near 0 at mean distance 5; without the far one it is near.
     logits = np.array([0.0] + [-1.0] * 7)
     points = Points([[0.0], [10.0]] + [[0.01 * i] for i in range(6)])
     parameters = TopWParameters(lam=1.0, beta=1.7, init_top_p=0.38)
@@ -76,7 +76,7 @@ def test_a_certified_crop_is_the_top_k_of_the_base_scan(metric, potential):
         else:
             uncertified += row.kept != row.pool[:K]
     assert certified > 30
-    assert uncertified > 20  # geometry did act
+    assert uncertified > 20
 
 
 def test_every_step_of_a_certified_row_gives_the_same_answer():
@@ -152,7 +152,7 @@ def test_no_kept_token_is_further_below_the_largest_than_the_gap_allows():
                 below = -row.log_w[max(S)]
                 assert below <= c / lam * (1 + math.log(W)) + 1e-9
                 tightest = max(tightest, below / (c / lam * (1 + math.log(W))))
-    assert tightest > 0.85  # a useful bound
+    assert tightest > 0.85
 
 
 def test_at_the_defaults_nothing_further_than_3_53_temperatures_below_the_largest_is_kept():
@@ -172,7 +172,7 @@ def test_at_the_defaults_a_runner_up_survives_from_0_7035_of_the_top_probability
 
 
 def removal_bound(y):
-    """h(y) = -((1 - y) / y) log(1 - y): the cost in log-mass of dropping a share y of the mass, from 1 down to 0."""
+    """h(y): the log-mass cost of dropping a share y of the mass."""
     return np.where(y >= 1, 0.0, -(1 - y) / y * np.log1p(-np.minimum(y, 1 - 1e-16)))
 
 
@@ -185,7 +185,7 @@ def test_no_token_that_fails_the_row_test_is_kept():
             f = potential(row.distance, S, case.options, case.parameters.geom_scale)
             outside = [i for i in range(len(row.p)) if i not in S]
             weaker = f[outside] * rng.choice([0.0, 0.5, 1.0])  # -scale * delta, delta a lower bound of dist(i, S)
-            LB = objective_of(sorted(S), row.p, phi, c) - rng.choice([0.0, 0.3])  # at most J of some subset
+            LB = objective_of(sorted(S), row.p, phi, c) - rng.choice([0.0, 0.3])
             Gmax = row.p[sorted(after)].sum() * rng.choice([1.0, 1.3])
             y = np.minimum(row.p[outside] / Gmax, 1.0)
             threshold = LB - c * math.log(Gmax) - c * removal_bound(y)

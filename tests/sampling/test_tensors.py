@@ -48,7 +48,7 @@ def ids_of(result, row):
 
 
 def check_row(result, row, wanted):
-    """Equal to the reference's crop, or a float64 tie of docs/contract/graph.md, section 4."""
+    """Equal, or a float64 tie of docs/contract/graph.md, section 4."""
     ties, bounds = wanted.ties, FLOAT64_TIES
     tied = ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus  # a cut pool is no excuse
     if not tied:
@@ -139,9 +139,6 @@ def test_numbers_and_columns_of_the_same_numbers_give_the_same():
     assert shared.kept.min() > 1
 
 
-# Rows
-
-
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.0}, {"lam": 0.0}, {"geom_scale": -1.0}])
 def test_a_vocabulary_of_one_token_keeps_it(parameters):
     result = crop_rows(torch.tensor([[-3.0], [2.0]]), parameters, TopWOptions(metric="uniform", top_m=1200))
@@ -189,9 +186,6 @@ def test_the_masked_logits_are_the_kept_ones_and_minus_infinity():
     assert masked.tolist() == [[-torch.inf, 5.0, PEAKED[0, 2].item(), -torch.inf, -torch.inf]]
 
 
-# Cost
-
-
 def test_certified_rows_wait_for_the_device_once_and_for_one_truth_value():
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -213,8 +207,6 @@ def test_certified_rows_wait_for_the_device_once_and_for_one_truth_value():
 
 
 class Counting(Geometry):
-    """Counts measured pairs."""
-
     pairs = 0
 
     def between(self, x, y):
@@ -256,9 +248,6 @@ def test_a_neighbour_bound_saves_distances_and_changes_nothing_else():
         if plain.stage[0] == Stage.GEOMETRY:
             without, with_bound = without + int(plain.distances), with_bound + int(bounded.distances)
     assert with_bound < 0.6 * without
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(

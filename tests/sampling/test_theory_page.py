@@ -1,4 +1,4 @@
-"""docs/contract/theory.md names a test for every statement, and every theorem's test."""
+"""docs/contract/theory.md names a test for every statement and theorem."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The paper's transport theory against an exact optimal-transport solver on small cases."""
+"""The paper's transport theory against an exact solver on small cases."""
 
 import math
 
@@ -90,7 +90,7 @@ def test_removed_tokens_cost_at_least_their_distance_to_the_crop():
 
 
 def test_the_envelopes_are_the_extremes_of_all_1_lipschitz_functions_anchored_on_the_crop():
-    # A linear programme over all f with f = 0 on S and |f_i - f_j| <= d(i, j) minimises, then maximises one value.
+    # Over all f with f = 0 on S and |f_i - f_j| <= d(i, j): the least, then the largest value.
     for _, d, S in worlds(7, 8):
         n = len(S)
         pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
@@ -127,7 +127,7 @@ def test_with_the_uniform_metric_and_no_other_term_the_best_crop_of_k_tokens_is_
 
 
 def test_with_the_uniform_metric_and_no_mass_reward_the_objective_is_top_hs_lagrangian():
-    # Top-H: the most mass with bounded entropy; its Lagrangian is Gamma_S - lam H(q_S), to be maximised.
+    # Top-H: the most mass with bounded entropy; its Lagrangian, to be maximised, is Gamma_S - lam H(q_S).
     for p, d, _ in worlds(10, 12, n=6, metrics=("uniform",)):
         for lam in (0.1, 0.4, 1.0):
             for S in subsets(6)[::4]:
