@@ -37,7 +37,7 @@ def python() -> Path:
 
 @pytest.fixture(scope="session")
 def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
-    """Stand-ins for CUDA's libraries, compiled once."""
+    """CUDA stand-ins, compiled once."""
     (provider,) = python.parents[1].glob("lib/python*/site-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so")
     digest = hashlib.sha256(str(provider.stat().st_size).encode())
     for source in ("stand_in.cpp", "make_stand_in.py"):
