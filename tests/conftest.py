@@ -1,4 +1,4 @@
-"""What several test folders share."""
+"""Fixtures and hooks shared by test folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No test depends on the clock: a busy machine is slow, not wrong.
+# Tests must not depend on the clock: machines can be slow.
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without a clock")
 
@@ -27,8 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what the options leave out, unless it is named; run the longest files first, so that no worker ends
-    with one alone."""
+    """Deselect by option unless named; run the longest files first to balance workers."""
     unwanted = {"slow", "long"} if config.option.quick else set() if config.option.long else {"long"}
     named = {Path(argument.partition("::")[0]).resolve() for argument in config.args if ".py" in argument}
     left_out = {i for i in items if i.path not in named and any(i.get_closest_marker(mark) for mark in unwanted)}
@@ -43,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header() -> str:
-    """The versions that decide what the tests see."""
+    """Versions that affect the tests."""
     installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions()}
     versions = ", ".join(f"{name} {installed[name]}" for name in REPORTED if name in installed)
     return f"{versions}, {platform.machine()}, {os.cpu_count()} cores"
@@ -51,7 +50,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test reads the user's home or settings, and none reaches the network."""
+    """Isolate tests from the user's home, settings and network."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("TOPW_", "HF_", "HUGGING"))]:
@@ -76,7 +75,7 @@ def _refuse(*arguments: Any, **_: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def demo_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model, exported once with default options."""
+    """The bundled model, exported once."""
     from topw_deploy.export import ExportRequest, export_model
 
     output = tmp_path_factory.mktemp("demo") / "export"

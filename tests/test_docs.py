@@ -1,4 +1,4 @@
-"""Links, paths, modules, `make` targets and commands that the documents name exist."""
+"""Links, paths, modules, `make` targets and commands in documents exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def text(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """GitHub's anchors of a page's headings."""
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.+)$", BLOCK.sub("", text(page)), re.MULTILINE):
         words = LINK.sub(lambda link: link[0][1 : link[0].index("]")], heading).strip().lower()
@@ -68,7 +68,7 @@ def test_every_make_target_exists(page: Path) -> None:
 
 @pages
 def test_every_path_in_backticks_exists(page: Path) -> None:
-    """Paths with a folder; names in capitals stand for the user's own, `out` and `dist` are what commands write."""
+    """Names in capitals are the user's; commands write `out` and `dist`."""
     for code in CODE.findall(BLOCK.sub("", text(page))):
         path = code.split("::")[0]
         if not re.fullmatch(r"[\w.-]+(/[\w.*-]+)+/?|[\w-]+/", path) or re.search(r"[A-Z]{2,}|\*", path):

@@ -1,4 +1,4 @@
-"""docs/guide/edge.md: what it says runs on a CPU does, word for word and in its order."""
+"""The CPU commands of docs/guide/edge.md run, verbatim and in order."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ BLOCK = re.compile(r"<!-- runs on a CPU(?P<needs>[^>]*) -->\n```sh\n(?P<commands
 
 
 def commands(needs: str) -> list[str]:
-    """Those of the page's blocks that need just this, in its order."""
+    """The page's blocks that need just this, in order."""
     blocks = "".join(block["commands"] for block in BLOCK.finditer(PAGE) if block["needs"] == needs)
     lines = blocks.splitlines()
     return [command for line in lines if (command := line.partition(" #")[0].strip())]
 
 
 def run(command: str, folder: Path, **variables: str) -> None:
-    """`command` as a user types it, with this environment's programs."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"} | variables
     words = shlex.split(command)
     program = shutil.which(words[0], path=environment["PATH"])
@@ -43,7 +42,7 @@ def test_every_block_is_one_that_is_run() -> None:
 
 
 def test_trtexec_is_told_to_ask_the_library_for_its_plugin() -> None:
-    """--staticPlugins would only open the library, which registers nothing by itself: it has getCreators."""
+    """--staticPlugins only opens the library, which does not register itself: it exports getCreators."""
     assert "--dynamicPlugins=libtopw_tensorrt.so" in PAGE
     assert "--staticPlugins" not in PAGE
 

@@ -1,4 +1,4 @@
-"""Opening regular files only, and writing them with the permissions that the umask leaves."""
+"""Opening only regular files, and writing them with umask permissions."""
 
 from __future__ import annotations
 

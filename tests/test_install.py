@@ -1,4 +1,4 @@
-"""The commands that errors name: each installs into this environment, from where this copy of the package came from."""
+"""Install commands in errors work from this package's origin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Elsewhere = Callable[..., None]
 
 @pytest.fixture
 def came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
-    """Have the package lie in site-packages, with this direct_url.json."""
+    """Put the package into site-packages, with this direct_url.json."""
 
     def set_up(origin: object) -> None:
         info = tmp_path / "topw_deploy-0.1.0.dist-info"
@@ -52,7 +52,7 @@ def test_a_wheel_or_a_folder_is_named_by_its_path(came_from: Elsewhere, tmp_path
     came_from({"url": place.as_uri(), "archive_info": {}})
     assert shlex.split(install.requirement("cpu")) == [f"{place}[cpu]"]
     place.rmdir()
-    assert install.requirement("cpu") == "'topw-deploy[cpu]'"  # pip finds what is installed
+    assert install.requirement("cpu") == "'topw-deploy[cpu]'"
 
 
 def test_a_repository_and_a_file_on_a_server_are_named_by_their_addresses(came_from: Elsewhere) -> None:

@@ -1,4 +1,4 @@
-"""Imports point one way: cli -> export | runtime -> sampling; and each part needs only its own libraries."""
+"""Imports point one way: cli -> export | runtime -> sampling; each part needs only its own libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support import import_graph
 from tests.support.import_graph import MODULES, imports
 from topw_deploy import install
 
-# What each part of the package may import from the others.
+# Parts that each part may import.
 LEAVES = {"errors", "files", "dtypes", "progress", "manifest", "sampling"}
 ALLOWED = {
     "errors": set(),
@@ -41,7 +41,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 
-# Other libraries that each part imports anywhere, and those that importing any of its modules loads.
+# Other libraries that a part imports anywhere, and those that importing its modules loads.
 RUNTIME = {"numpy", "onnxruntime", "tokenizers", "jinja2"}
 EXPORTER = {"torch", "transformers", "onnx", "onnx_ir", "onnxscript", "ml_dtypes"}
 NAMED = {
@@ -72,17 +72,16 @@ LOADED = {
     "reports": set(),
     "__main__": {"click", "numpy"},
 }
-# Rooms that need more than their part does, and that nothing imports unasked.
+# Subpackages with more libraries; nothing imports them unasked.
 WITHIN = {"sampling/torch": {"numpy", "torch"}}
 
 
 def part_of(module: str) -> str:
-    """`export` of `topw_deploy.export.pipeline`."""
+    """`export` for `topw_deploy.export.pipeline`."""
     return (*module.split("."), "__init__")[1]
 
 
 def libraries(names: set[str]) -> set[str]:
-    """The other projects' packages among modules."""
     return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {import_graph.PACKAGE}
 
 
@@ -125,7 +124,7 @@ def test_the_graph_sees_through_packages() -> None:
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has loaded after `statement`."""
+    """Top-level modules in a fresh interpreter after `statement`."""
     code = f"{statement}\nimport sys\nprint(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split()[-1000:])

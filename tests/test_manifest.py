@@ -1,4 +1,4 @@
-"""The manifest: what is written reads back, and every way a folder can be wrong is refused with its reason."""
+"""Manifests round-trip, and every invalid folder is refused with its reason."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def edit(folder: Path, **changes: object) -> None:
-    """Change fields of the written manifest; a dotted name reaches inside."""
+    """Change fields of the manifest; dotted names are nested."""
     path = folder / m.MANIFEST_NAME
     data = json.loads(path.read_text())
     for name, value in changes.items():

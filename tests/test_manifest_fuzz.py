@@ -1,4 +1,4 @@
-"""Whatever a manifest says, only a TopWError leaves: every field is checked by type and range before it is used."""
+"""Any manifest loads or raises TopWError: fields are checked before use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topw_deploy.manifest import MANIFEST_NAME, FileEntry, Manifest, describe_fi
 
 
 def whole_manifest() -> Manifest:
-    """One with something in every field."""
+    """With something in every field."""
     manifest = a_manifest(files={"model.onnx": FileEntry("0" * 64, 5)})
     told = {"algorithm": "default", "block_size": 32, "symmetric": True, "exclude": ["lm_head"]}
     decoder = replace(manifest.decoder, weights={"float": 12}, quantisation=told, attention="Attention")
@@ -36,7 +36,7 @@ def test_whatever_a_field_says_a_manifest_is_read_or_refused_with_a_manifest_err
         except Exception as error:  # noqa: BLE001
             wrong.append(f"{what}: {error!r:.200}")
     assert not wrong, wrong
-    assert read > 100  # so that it is not all refused for one reason
+    assert read > 100  # not all refused for one reason
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""onnxruntime sends nothing and leaves nothing behind, unless somebody wants it to."""
+"""onnxruntime sends and stores no telemetry unless requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""onnxruntime's CUDA provider on a machine without a GPU, over a stand-in for CUDA's runtime."""
+"""onnxruntime's CUDA provider without a GPU, over a CUDA stand-in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """The interpreter with onnxruntime's CUDA provider."""
     path = tools.ROOT / "onnxruntime" / "bin" / "python"
     if not path.is_file():
         reason = f"{tools.ROOT / 'onnxruntime'} is not there; `make cuda-tools` brings it"
@@ -38,7 +37,7 @@ def python() -> Path:
 
 @pytest.fixture(scope="session")
 def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
-    """A folder with stand-ins for CUDA's libraries, compiled once for the same sources."""
+    """CUDA stand-ins, compiled once."""
     (provider,) = python.parents[1].glob("lib/python*/site-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so")
     digest = hashlib.sha256(str(provider.stat().st_size).encode())
     for source in ("stand_in.cpp", "make_stand_in.py"):
@@ -60,7 +59,6 @@ def stand_in(python: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def cuda_library(request: pytest.FixtureRequest) -> Path:
-    """The CUDA library with the emulated kernels."""
     assert request.config.cache is not None
     sources = [
         HERE / "sampler_kernels.cpp",
@@ -72,7 +70,7 @@ def cuda_library(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def run(python: Path, stand_in: Path, cuda_library: Path) -> Run:
-    """(script of this folder, *arguments, native=True) -> its JSON output in the provider's environment."""
+    """(script of this folder, *arguments, native=True) -> its JSON output."""
 
     def start(script: str, *arguments: object, native: bool = True) -> dict[str, Any]:
         environment = {
@@ -93,7 +91,7 @@ def run(python: Path, stand_in: Path, cuda_library: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def generate(run: Run) -> Generate:
-    """(folder, requests, native=True, **arguments of from_pretrained) -> worker.py's answer."""
+    """(folder, requests, native=True, **from_pretrained's arguments) -> worker.py's answer."""
 
     def answer(
         folder: Path, requests: Sequence[dict[str, Any]] = (), *, native: bool = True, **settings: Any

@@ -1,4 +1,4 @@
-"""Stand-ins for the libraries that onnxruntime's CUDA provider links: stand_in.cpp, and functions that return 0."""
+"""Stand-ins for the CUDA provider's libraries: stand_in.cpp, and functions that return 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ HERE = Path(__file__).parent
 _DRIVER = "libcuda.so.1"
 _RUNTIME = "libcudart.so.13"
 
-# Those whose result is used.
 _ANSWERS = {
     "cublasCreate_v2": "int cublasCreate_v2(void **handle) { *handle = handle; return 0; }",
     "cublasLtCreate": "int cublasLtCreate(void **handle) { *handle = handle; return 0; }",
@@ -29,7 +28,9 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attri
 
 
 def make(folder: Path, provider: Path, headers: Path) -> None:
-    """Compile the provider's libraries into `folder`. headers: of CUDA's runtime.
+    """Compile the provider's libraries into `folder`.
+
+    headers: of CUDA's runtime.
 
     Raises compile_native.NotBuiltError or CalledProcessError.
     """
@@ -41,7 +42,7 @@ def make(folder: Path, provider: Path, headers: Path) -> None:
         text = "\n".join(_ANSWERS.get(name, f"int {name}() {{ return 0; }}") for name in missing)
         stub = folder / f"{library}.c"
         stub.write_text(text + (_GPU if library == _DRIVER else ""), encoding="ascii")
-        # As in the real ones: the loader resolves functions by version, which is the library's name.
+        # The loader resolves functions by version: the library's name.
         versions = folder / f"{library}.map"
         versions.write_text(f"{library} {{ *; }};\n", encoding="ascii")
         script = [] if library == _DRIVER else [f"-Wl,--version-script={versions}"]
@@ -52,7 +53,7 @@ def make(folder: Path, provider: Path, headers: Path) -> None:
 
 
 def _wanted(provider: Path) -> dict[str, list[str]]:
-    """The CUDA libraries that the file needs, with its undefined functions."""
+    """The CUDA libraries it needs, with its undefined functions."""
     found: dict[str, list[str]] = {name: [] for name in re.findall(r"\[(libcu\S+)\]", _said("readelf", "-d", provider))}
     undefined = _said("nm", "-D", "--undefined-only", provider)
     for name, library in re.findall(r" U ((?:__)?cu\w+)(?:@(\S+))?", undefined):

@@ -1,5 +1,5 @@
-// topw_cuda_launch over the emulated kernels, which a captured graph runs again with the addresses that it was given.
-// Control memory that comes for the first time while a graph is captured is refused: it was allocated then.
+// topw_cuda_launch over the emulated kernels; a captured graph replays it with the same addresses. Refuses control
+// memory first used during a capture, since it was allocated then.
 
 #include <dlfcn.h>
 
@@ -15,7 +15,7 @@ extern "C" {
 
 constexpr int kCaptureUnsupported = 900;
 
-static std::mutex emulator;  // which runs the kernels of one thread at a time
+static std::mutex emulator;  // runs one thread's kernels at a time
 
 struct Step {
   topw_cuda_shape shape;

@@ -1,6 +1,6 @@
-// A stand-in for CUDA's runtime, under which onnxruntime's CUDA provider opens sessions and goes through the motions of
-// a run: the device's memory is the host's, copies are copies, kernels do nothing. What must not happen while a graph
-// is captured is counted and refused. Functions that are not here answer 0: see stand_in.py.
+// A stand-in for CUDA's runtime: onnxruntime's CUDA provider opens sessions and runs them. Device memory is host
+// memory, copies are copies, kernels do nothing. Calls forbidden during a capture are counted and refused. Other
+// functions return 0: see make_stand_in.py.
 
 #include <cuda_runtime_api.h>
 #include <stdlib.h>
@@ -21,11 +21,11 @@ struct Enqueued {
 using Graph = std::vector<Enqueued>;
 
 std::atomic<long> launches, replays, captures, mistakes, to_device, to_host;
-std::atomic<long> global_captures;  // under way, of any thread, in the mode that forbids it to all others
+std::atomic<long> global_captures;  // running captures, in any thread, in the mode that restricts all threads
 thread_local Graph *capturing = nullptr;
 thread_local bool capturing_for_all = false;
 
-// Whether what may not be asked for during a capture is asked for now.
+// Whether the current call is forbidden during a capture.
 bool forbidden() {
   const bool now = capturing != nullptr || global_captures > 0;
   if (now) ++mistakes;
@@ -43,7 +43,7 @@ cudaError_t launched() {
 cudaError_t copied(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
   if (kind == cudaMemcpyHostToDevice) ++to_device;
   if (kind == cudaMemcpyDeviceToHost) ++to_host;
-  if (capturing && kind != cudaMemcpyDeviceToDevice) ++mistakes;  // a replay would copy what is there by then
+  if (capturing && kind != cudaMemcpyDeviceToDevice) ++mistakes;  // a replay would copy later contents
   memmove(to, from, bytes);
   return cudaSuccess;
 }
@@ -54,7 +54,7 @@ SAID void stand_in_counts(long *counts) {
   const long now[] = {launches, replays, captures, mistakes, to_device, to_host};
   memcpy(counts, now, sizeof now);
 }
-// Has `function` run when the graph that is being captured is replayed; 0 where none is.
+// Runs `function` on every replay of the graph being captured. Returns 0 without a capture.
 SAID int stand_in_capture(void (*function)(void *), void *data) {
   if (!capturing) return 0;
   capturing->push_back({function, data});

@@ -1,5 +1,5 @@
-"""Exported decoders on onnxruntime's CUDA provider with the emulated sampler: placement of nodes, copies of a step, one
-capture of its graph. The provider's kernels do nothing here, so a decoder's numbers are not checked."""
+"""Decoders on the CUDA provider with the emulated sampler: node placement, copies per step, one graph capture. Decoder
+outputs are not checked, since the provider's kernels do nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRAPHS = {"provider_options": {"enable_cuda_graph": "1"}}
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """(family, **arguments of the export) -> the folder, exported once."""
+    """(family, **export arguments) -> the folder, exported once."""
     made: dict[str, Path] = {}
 
     def find(family: str, **settings: Any) -> Path:
@@ -72,14 +72,14 @@ def test_a_decoder_stays_on_the_gpu_and_its_step_is_captured_once(
         assert not any(computes for _, computes in found["cpu_nodes"])
     assert [run["captures"] for run in plain["runs"]] == [0, 0, 0]
     assert [run["captures"] for run in captured["runs"]] == [1, 0, 0]
-    assert [run["replays"] for run in captured["runs"]] == [11, 11, 11]  # all but the prompt's draw
+    assert [run["replays"] for run in captured["runs"]] == [11, 11, 11]
     assert all(run["mistakes"] == 0 for run in captured["runs"])
     for run in captured["runs"][1:]:
-        assert run["to_host"] == 12  # the results, in one copy
-        zeros = "target" in settings  # for a cache whose masked slots are multiplied
-        assert run["to_device"] == 12 + 2 + zeros  # what changes, in one copy; twice the rest
+        assert run["to_host"] == 12  # results, one copy per step
+        zeros = "target" in settings  # masked cache slots are multiplied, so they must be zero
+        assert run["to_device"] == 12 + 2 + zeros  # one per step, twice the rest
     assert [run["tokens"] for run in captured["runs"]] == [run["tokens"] for run in plain["runs"]]
-    assert len(set(captured["runs"][0]["tokens"][0])) > 3  # a replay draws with the step's own number
+    assert len(set(captured["runs"][0]["tokens"][0])) > 3  # replays use the step's own number
     assert captured["runs"][0]["tokens"] == captured["runs"][2]["tokens"] != captured["runs"][1]["tokens"]
 
 
@@ -89,7 +89,7 @@ def test_edits_change_in_a_captured_step(generate: Generate, folder: Folder) -> 
     plain, captured = generate(path, penalised), generate(path, penalised, **GRAPHS)
     (run,) = captured["runs"]
     assert run["tokens"] == plain["runs"][0]["tokens"]
-    assert all(len(set(row)) == 12 for row in run["tokens"])  # no token comes twice
+    assert all(len(set(row)) == 12 for row in run["tokens"])  # no repeated token
     assert run["mistakes"] == 0
 
 

@@ -1,7 +1,7 @@
-"""Runs as worker.py does: models of one process, called from many threads. python threads_worker.py FOLDER how
+"""python threads_worker.py FOLDER how, in worker.py's environment.
 
-how: "in turn", one model with graphs, each generation from a thread of its own; "at once", two models with graphs and
-one without, from four threads each.
+how "in turn": one model with graphs, a thread per generation.
+how "at once": two models with graphs, one without, four threads each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Open a folder and generate, in the environment of onnxruntime's CUDA provider, and report the calls of the stand-in.
+"""Generate with the CUDA provider and report the stand-in's calls.
 
 python worker.py FOLDER SETTINGS(json) REQUESTS(json)
 """

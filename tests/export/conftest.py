@@ -1,4 +1,4 @@
-"""Exports that several test files look at, each made once."""
+"""Exports shared by several test files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """family -> its Hugging Face folder."""
-    from tests.support.tiny_models import write_checkpoint  # torch, which most tests of the graph do without
+    from tests.support.tiny_models import write_checkpoint  # imports torch
 
     made: dict[str, Path] = {}
 
@@ -41,7 +41,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str
 
 @pytest.fixture(scope="session")
 def foreign_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder without a sampler, as another exporter would have written it."""
+    """A decoder without a sampler, as from another exporter."""
     from tests.support.tiny_models import write_decoder
 
     return write_decoder(tmp_path_factory.mktemp("foreign") / "llama", "llama_tied")

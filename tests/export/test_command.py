@@ -1,4 +1,4 @@
-"""`topw-export` and `topw verify` on the command line."""
+"""`topw-export` and `topw verify`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from topw_deploy.plugins.shared_library import why_absent
 
 @dataclass(frozen=True)
 class Done:
-    """Exit code and output of a run."""
+    """Exit code and output."""
 
     exit_code: int
     stdout: str
@@ -30,7 +30,7 @@ class Done:
 def run(*arguments: object) -> Done:
     runner = CliRunner()
     with runner.isolation() as (out, err, _), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warnings, "showwarning", warnings.showwarning)  # which `main.run` replaces
+        patch.setattr(warnings, "showwarning", warnings.showwarning)  # `main.run` replaces it
         code = main.run(None, "topw-export", "TOPW_EXPORT", [str(argument) for argument in arguments])
         assert err is not None
         return Done(code, out.getvalue().decode(), err.getvalue().decode())
@@ -65,7 +65,7 @@ def test_both_spellings_and_every_top_w_name_parse(tmp_path: Path, foreign_decod
     assert result.exit_code == 0, result.stderr
     manifest = load_manifest(tmp_path / "out")
     assert (manifest.defaults.lam, manifest.defaults.init_top_p) == (1.5, 0.9)
-    assert manifest.defaults.geom_scale == 0.6  # the preset's
+    assert manifest.defaults.geom_scale == 0.6  # from the preset
     assert (manifest.sampler.options.top_m, manifest.sampler.options.alt_iters) == (40, 5)
     assert manifest.sampler.options.neighbours == 3
     assert manifest.sampler.tail == "static"
@@ -125,7 +125,7 @@ def test_verify_repeats_hashes_and_checks(finished: Path, foreign_decoder: Path)
     report = json.loads(result.stdout)
     assert result.exit_code == 0
     of_native = [check for check in report["checks"] if check["name"].startswith("native sampler")]
-    assert len(report["checks"]) - len(of_native) == 9  # unverified, so padding was not promised
+    assert len(report["checks"]) - len(of_native) == 9  # unverified: padding was not promised
     assert all(check["passed"] for check in report["checks"])
     if why_absent():
         assert report["skipped"] == [["native sampler", why_absent()]]

@@ -1,4 +1,4 @@
-"""Every family, in every lowering, agrees with torch for all chunks, batches and paddings."""
+"""Every family and lowering agrees with torch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from topw_deploy.export.verification import worker
 from topw_deploy.export.verification.cache_drivers import CacheDriver
 from topw_deploy.manifest import Check, load_decoder_manifest
 
-FLOAT32 = 1e-4  # what an export promises; measured differences are below 3e-6
-LENGTHS = (7, 90, 1, 40)  # the longest passes the sliding window ten times over
-# Families that GroupQueryAttention rotates itself; the others have heads of 8 numbers.
+FLOAT32 = 1e-4  # the export's bound; measured: below 3e-6
+LENGTHS = (7, 90, 1, 40)  # ten sliding windows at most
+# GroupQueryAttention rotates these; the others have heads of 8 numbers.
 ROTATED_INSIDE = {"llama_untied", "qwen2", "qwen3", "phi3", "mistral"}
 FUSED = {"llama_untied", "qwen2", "phi3", "mistral", "gpt2"}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """sequences: token ids. logits: torch's [tokens, vocab] for each alone."""
+    """sequences: token ids.
+    logits: torch's [tokens, vocab] each."""
 
     sequences: Sequence[np.ndarray]
     logits: Sequence[np.ndarray]
@@ -98,7 +99,7 @@ def test_padded_rows_of_a_batch_agree_with_torch_alone(
     for size in chunks:
         start, end = end, end + size
         found = driver.step(ids[:, start:end], mask[:, :end])
-        assert np.isfinite(found).all()  # also of rows that have only padding here
+        assert np.isfinite(found).all()  # also in rows of padding
         for row, rows in enumerate(wanted.logits):
             if mask[row, start:end].any():
                 np.testing.assert_allclose(found[row], rows[mask[row, :end].sum() - 1], atol=FLOAT32)
@@ -120,7 +121,7 @@ def test_inputs_and_operators_are_those_of_the_lowering(family: str, lowering: s
     decoder, form = lowered(traced(family), lowering)
     kinds = [node.op_type for node in decoder.model.graph]
     inputs = {value.name for value in decoder.model.graph.inputs if not (value.name or "").startswith("past")}
-    assert (form.notice is None) == (lowering != "scatter")  # whose notice says what NVIDIA's parser needs
+    assert (form.notice is None) == (lowering != "scatter")  # says what NVIDIA's parser needs
     if lowering == "concat":
         assert (form.kv_form, form.ragged_chunks, form.buffer_step) == ("concat", True, 0)
         assert inputs - {"position_ids"} == {"input_ids", "attention_mask"}
@@ -135,7 +136,7 @@ def test_inputs_and_operators_are_those_of_the_lowering(family: str, lowering: s
         assert kinds.count("RotaryEmbedding") == (0 if family in ROTATED_INSIDE | {"gpt2"} else 2 * layers)
         fused = [n for n in decoder.model.graph if n.op_type == "GroupQueryAttention" and n.inputs[1] is None]
         assert len(fused) == (layers if family in FUSED else 0)
-        position_sum = family == "gpt2"  # adds its positions, too
+        position_sum = family == "gpt2"  # position embeddings
         assert sum(kind.startswith("Skip") for kind in kinds) == 2 * layers + position_sum
     else:
         assert (form.attention, form.ragged_chunks, form.buffer_step) == ("Attention", True, 64)
@@ -166,7 +167,7 @@ def test_each_layer_leaves_one_marker_with_its_window_and_cap() -> None:
     ("name", "value"), [("window", ir.AttrInt64("window", 0)), ("softcap", ir.AttrFloat32("softcap", 0.0))]
 )
 def test_losing_the_window_or_the_cap_would_fail(lowering: str, name: str, value: ir.Attr) -> None:
-    """Losing either changes the logits far beyond the bound."""
+    """Losing either exceeds the bound by far."""
     outputs = []
     for lose in (False, True):
         decoder = copy_of(traced("gemma2"))

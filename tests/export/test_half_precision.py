@@ -1,4 +1,4 @@
-"""Families in float16, in every lowering: near torch's own float16, and every rotation fused."""
+"""Families in float16: near torch's, with every rotation fused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = 40
 
 @cache
 def model_of(family: str) -> PreTrainedModel:
-    """In float16 as a checkpoint is loaded: frequencies stay float32."""
+    """Frequencies stay float32, as loaded."""
     model = make_model(family)
     frequencies = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     model.half()

@@ -1,4 +1,4 @@
-"""The export from end to end, traced and grafted."""
+"""Whole exports, traced and grafted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_sampler_is_one_node_and_a_copied_cache_needs_standard_operators_onl
     attention = [node for node in model.graph if node.op_type == "Attention"]
     assert len(attention) == 2
     assert all(len(node.outputs) == 1 and len(node.inputs) == 4 for node in attention)
-    assert len({node.inputs[3].name for node in attention}) == 2  # one mask per kind of window
+    assert len({node.inputs[3].name for node in attention}) == 2
     assert set(model.opset_imports) == {"", "topw"}
 
 
@@ -184,7 +184,7 @@ def test_the_uniform_metric_carries_no_geometry(tmp_path: Path, foreign_decoder:
     assert "topw.embedding_mean" not in ir.load(tmp_path / "out" / "model.onnx").graph.initializers
 
 
-# Decoders of other exporters
+# Other exporters' decoders
 
 
 @pytest.mark.slow
@@ -200,8 +200,8 @@ def test_a_foreign_decoder_is_grafted_onto_by_reference(tmp_path: Path, foreign_
     assert data.read_bytes() == original.read_bytes()
     assert (data.stat().st_ino == original.stat().st_ino) is hard_link
     if hard_link:
-        shutil.rmtree(tmp_path / "out")  # removes the second hard link of the fixture's file
-    else:  # the source folder still loads
+        shutil.rmtree(tmp_path / "out")  # drops the fixture's second hard link
+    else:
         ir.load(foreign_decoder / "model.onnx").graph.initializers["lm_head.weight"].const_value.numpy()
 
 
@@ -216,7 +216,6 @@ def test_an_unverified_foreign_decoder_is_not_padded(tmp_path: Path, foreign_dec
 @pytest.mark.slow
 def test_a_foreign_decoder_that_is_wrong_with_padding_is_noted(tmp_path: Path) -> None:
     def ignore_the_mask(model: ir.Model) -> None:
-        """Use only the length of attention_mask."""
         mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
         for node, index in list(mask.uses()):
             if node.op_type == "Cast":
@@ -249,7 +248,7 @@ def test_a_foreign_decoder_keeps_its_own_logits_on_request(tmp_path: Path, forei
 def test_the_tokenizer_may_come_from_elsewhere(
     tmp_path: Path, foreign_decoder: Path, checkpoint: Callable[[str], Path]
 ) -> None:
-    """mobius writes the graph alone."""
+    """mobius writes only the graph."""
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("model.onnx", "model.onnx.data"):

@@ -27,7 +27,7 @@ from topw_deploy.runtime import TopWModel
 def test_a_failed_verification_leaves_nothing_and_an_earlier_export_alone(
     tmp_path: Path, foreign_decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graph is damaged after grafting, which only the subprocess can notice."""
+    """The graph is damaged after grafting; only the subprocess can detect it."""
     export(foreign_decoder, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     write = pipeline.write_model
@@ -103,7 +103,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, foreign_decoder: Path, monke
 
 
 def test_a_killed_export_leaves_nothing_that_loads(tmp_path: Path, foreign_decoder: Path) -> None:
-    """Killed while verifying, when everything is written but not final."""
+    """Killed while verifying, before the files are final."""
     out = tmp_path / "out"
     export(foreign_decoder, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}

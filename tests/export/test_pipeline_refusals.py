@@ -1,4 +1,4 @@
-"""Models that cannot be exported are refused by name before anything is written."""
+"""Unsupported models are rejected before anything is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dry run reports, and data files of limited size."""
+"""Dry-run reports and data file size limits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def export(model: Path, out: Path, **settings: Any) -> ExportReport:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory, checkpoint: Callable[[str], Path]) -> tuple[Path, ExportReport]:
-    """An export with data files of at most `SHARD` bytes, and its dry run."""
+    """An export with data files of at most `SHARD` bytes."""
     out = tmp_path_factory.mktemp("sharded") / "out"
     settings = {"max_shard_size": SHARD, "dtype": "fp16"}
     foreseen = export(checkpoint("llama_untied"), out, dry_run=True, **settings)
@@ -71,7 +71,7 @@ def test_a_dry_run_counts_a_quantised_table_with_its_zero_points(
 def test_a_dry_run_estimates_the_memory_of_each_stage(sharded: tuple[Path, ExportReport]) -> None:
     foreseen = sharded[1].memory
     assert list(foreseen) == ["graph", "writing"]
-    assert foreseen["graph"] > resident_bytes() / 4  # torch at least
+    assert foreseen["graph"] > resident_bytes() / 4  # at least torch
     assert foreseen["writing"] < 2 * foreseen["graph"]
 
 
@@ -104,7 +104,7 @@ def test_shards_respect_the_maximum_size_and_load(sharded: tuple[Path, ExportRep
         f"model-{number:05d}-of-{len(shards):05d}.onnx_data" for number in range(1, len(shards) + 1)
     ]
     assert all(path.stat().st_size <= SHARD for path in shards)
-    check_hashes(out, load_manifest(out))  # hashes taken while writing are those of the files
+    check_hashes(out, load_manifest(out))
     ort.InferenceSession(str(out / "model.onnx"))
 
 
@@ -174,7 +174,7 @@ def test_each_stage_has_its_own_peak() -> None:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with more layers than the verification needs."""
+    """More layers than verification needs."""
     config = LlamaConfig(
         vocab_size=320,
         hidden_size=32,

@@ -1,4 +1,4 @@
-"""NVIDIA's parser and builder on a machine without a GPU; the engines are not run."""
+"""NVIDIA's parser and builder without a GPU; engines are not run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ask = Callable[..., list[dict[str, Any]]]
 
 
 def pytest_runtest_setup() -> None:
-    """Without the packages these tests are skipped, with the reason."""
+    """Skip without the packages."""
     if (ROOT / REASON).is_file():
         pytest.skip(f"NVIDIA's parser is not here: {(ROOT / REASON).read_text(encoding='utf-8').strip()}")
     if not (ROOT / "bin" / "python").exists():
@@ -48,7 +48,6 @@ def nvidia(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> 
 
 
 def assert_built(answer: dict[str, Any], plugins: int) -> None:
-    """Assert a clean parse, the number of plugin layers, and an engine per range of batches."""
     assert answer["parsed"], answer["errors"]
     assert answer["plugins"] == plugins
     assert answer["bytes"]

@@ -1,8 +1,8 @@
 """Build engines with NVIDIA's builder, in the environment of make_environment.py.
 
-Reads a JSON file of requests ({"out": folder, ...EngineRequest's fields}) and writes one of answers: the stamp, the
-progress and the result of deserializing, or the error. Without a GPU the driver is a double. The first request with
-"kernels" registers the plugin with that library.
+in: JSON requests, {"out": folder, ...EngineRequest's fields}; the first "kernels" registers the plugin.
+out: JSON answers: stamp, progress, deserialisation result, or error.
+Without a GPU the driver is a double.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def opened(path: Path) -> str:
-    """TensorRT's answer to the file; without a GPU: that there is no driver, not that it is no engine."""
+    """TensorRT's answer; without a GPU it reports the missing driver."""
     trt = api.load()
     logger = api.new_logger(trt)
     runtime = api.create(trt, "Runtime", logger)
@@ -60,7 +60,7 @@ def opened(path: Path) -> str:
 def main() -> None:
     driver.look = lambda: GPU
     trt = api.load()
-    del trt.IStreamWriter  # TensorRT-RTX lacks the function that takes it
+    del trt.IStreamWriter  # missing in TensorRT-RTX
     requests = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     Path(sys.argv[2]).write_text(json.dumps([answer(request) for request in requests]), encoding="utf-8")
 

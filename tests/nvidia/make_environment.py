@@ -1,7 +1,7 @@
-"""Make the environment of tests/nvidia: `python -m tests.nvidia.make_environment .nvidia [option of pip ...]`.
+"""Make the environment: `python -m tests.nvidia.make_environment .nvidia [option of pip ...]`.
 
-It has TensorRT-RTX's libraries under TensorRT's names, see requirements.txt. If the packages are not available (another
-processor, no network, withdrawn), absent.txt has the reason, with which the tests are skipped.
+It has TensorRT-RTX's libraries under TensorRT's names, see requirements.txt. If packages are unavailable, absent.txt
+gives the reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make(folder: Path, pip_options: list[str]) -> None:
     package = next(folder.glob(f"lib/python3.*/site-packages/{PACKAGE}")).absolute()
     for link, pattern in _LINKS.items():
         target = next(package.glob(pattern))
-        for place in (folder / link, package / link):  # the builder reopens its own library by name
+        for place in (folder / link, package / link):  # the builder reopens its library by name
             place.unlink(missing_ok=True)
             place.symlink_to(target)
     stub = folder / "libnvinfer_plugin.so.11"
@@ -42,7 +42,7 @@ def make(folder: Path, pip_options: list[str]) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The variables for its Python: paths of libraries and sources."""
+    """Library and source paths."""
     package = next(folder.glob(f"lib/python3.*/site-packages/{PACKAGE}")).absolute()
     sources = HERE.parents[1] / "src"
     return {"LD_LIBRARY_PATH": f"{folder.absolute()}:{package}", "PYTHONPATH": str(sources), "PATH": "/usr/bin:/bin"}

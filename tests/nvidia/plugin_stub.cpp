@@ -1,3 +1,2 @@
-// Stands in for TensorRT's library of its own plugins, which the Python module wants to be there and which nothing here
-// uses.
+// TensorRT's library of its own plugins: the Python module requires it, but nothing here uses it.
 extern "C" bool initLibNvInferPlugins(void*, const char*) { return true; }

@@ -1,4 +1,4 @@
-"""`topw build-engine` with NVIDIA's parser and builder: parsed and built, not run."""
+"""`topw build-engine` with NVIDIA's parser and builder; engines are not run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answers(
     tmp_path_factory: pytest.TempPathFactory,
     emulated_library: Path,  # noqa: F811
 ) -> dict[str, dict[str, Any]]:
-    """The answers by name, from one process."""
+    """By name, from one process."""
     folder = tmp_path_factory.mktemp("engines")
     asked: dict[str, dict[str, Any]] = {
         "both": {"max_batch": 4, "max_sequence": 32, "timing_cache": str(folder / "timings"), "workspace": 1 << 28},
@@ -58,8 +58,8 @@ def test_the_demo_becomes_an_engine_with_a_stamp_that_fits(
     assert "error" not in found, found
     assert len(found["stamp"]["profiles"]) == profiles
     assert found["stamp"]["plugin"] == ("python" if name == "plugin" else "none")
-    assert found["stamp"]["size"] == Path(found["path"]).stat().st_size > 15_000_000  # its weights alone
-    assert sum(found["shown"]) == 100  # NVIDIA's phases and steps end where ours do
+    assert found["stamp"]["size"] == Path(found["path"]).stat().st_size > 15_000_000  # weights alone
+    assert sum(found["shown"]) == 100  # NVIDIA's phases and steps end with ours
     assert len(found["shown"]) > 10
 
 

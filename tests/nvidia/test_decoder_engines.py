@@ -1,4 +1,4 @@
-"""Tiny decoders of every family, exported with --target tensorrt, become engines with their samplers."""
+"""Tiny decoders of every family, for --target tensorrt, become engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "gemma": (GemmaConfig(**COMMON, head_dim=8), {}),
     "gemma-half": (GemmaConfig(**COMMON, head_dim=16), {"dtype": "fp16"}),
-    "glm": (GlmConfig(**COMMON, head_dim=32), {}),  # turns neighbours, and half of each head
+    "glm": (GlmConfig(**COMMON, head_dim=32), {}),  # rotates neighbours, half of each head
     "demo": ("demo", {"max_length": 256}),
     "demo-default-length": ("demo", {"max_length": None}),
 }
@@ -35,7 +35,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session")
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Exported folders by the names of MODELS."""
     folder = tmp_path_factory.mktemp("decoders")
     for name, (family, settings) in MODELS.items():
         source = "demo" if family == "demo" else write_checkpoint(folder / "checkpoints" / name, family)

@@ -1,4 +1,4 @@
-"""docs/guide/edge.md: the page's commands export for TensorRT and build an engine."""
+"""The TensorRT commands of docs/guide/edge.md run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ plugin, compiled against the headers in TENSORRT_ROOT, in NVIDIA's parser and builder."""
+"""The C++ plugin in NVIDIA's parser and builder (headers: TENSORRT_ROOT)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_library_is_the_plugin_that_the_python_class_is(nvidia: Ask, library: Path, tmp_path: Path) -> None:
-    """The engines differ only in what the builder changes each time; the fields are the same bytes."""
+    """Engines differ only in what the builder always changes; fields are equal."""
     options = TopWOptions(metric="uniform", top_m=64)
     export_sampler(sampler_request(output=tmp_path / "out", vocab_size=8192, options=options, verify=False))
     task = {"model": str(tmp_path / "out" / "model.onnx"), "batches": [[1, 1], [8, 8], [1, 16]]}

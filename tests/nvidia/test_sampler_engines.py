@@ -1,4 +1,4 @@
-"""A sampler-only graph becomes an engine, with the plugin and with its function."""
+"""A sampler-only graph becomes an engine, with plugin and function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .conftest import Ask, assert_built
 
 pytestmark = pytest.mark.long
 
-VOCAB, HIDDEN = 8192, 32  # complete blocks, enough for the branch that does not copy the logits
+VOCAB, HIDDEN = 8192, 32  # enough complete blocks for the branch that does not copy logits
 BATCHES = [[1, 1], [8, 8], [1, 16]]
 VARIANTS: dict[str, dict[str, Any]] = {
     "portable": {"tail": "portable"},
@@ -32,7 +32,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def samplers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models by the names of VARIANTS."""
     folder = tmp_path_factory.mktemp("samplers")
     table = folder / "table.npy"
     np.save(table, np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype(np.float32))
@@ -66,20 +65,20 @@ def test_without_a_plugin_the_function_is_inlined_and_an_engine_built(
 @pytest.mark.parametrize("name", VARIANTS)
 def test_with_the_plugin_the_node_is_one_layer_of_the_engine(plugged: dict[str, dict[str, Any]], name: str) -> None:
     assert_built(plugged[name], plugins=1)
-    assert plugged[name]["layers"] <= 1 + 4  # the table, its statistics and bounds are constants
+    assert plugged[name]["layers"] <= 1 + 4  # table, statistics and bounds: constants
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_plugins_in_python_free_their_memory_when_tensorrt_deletes_them(
     plugged: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """The Python objects stay, as TensorRT's module never releases its references."""
+    """TensorRT's module never releases its Python references."""
     assert plugged[name]["plugins_made"] > 1
     assert plugged[name]["left"] == 0
 
 
 def test_a_graph_without_the_function_needs_the_plugin_and_takes_it(nvidia: Ask, samplers: dict[str, Path]) -> None:
-    """As needed for TensorRT before 10.15."""
+    """TensorRT before 10.15 needs this."""
     task = {"model": str(samplers["portable"]), "batches": BATCHES[:1], "without_function": True}
     (refused,) = nvidia([task])
     assert not refused["parsed"]

@@ -1,9 +1,9 @@
-"""Run NVIDIA's parser and builder, in the environment of make_environment.py: a JSON file in, a JSON file out.
+"""Run NVIDIA's parser and builder, in the environment of make_environment.py.
 
-{"plugin": null | "python" | path of a library, "kernels": library for "python", "tasks": [task, ...]} ->
-[answer, ...], where a task is {"model": path, "batches": [[least, most], ...], "sequence": most tokens,
-"without_function": bool} or {"check": folder}, and an answer is what `parsed` or `checked` returns, with the numbers
-of Python plugins created so far and of those with control memory left.
+in: {"plugin": null | "python" | library path, "kernels": library for "python", "tasks": [task, ...]}
+task: {"model": path, "batches": [[least, most], ...], "sequence": most tokens, "without_function": bool}
+or {"check": folder}
+out: results of `parsed` or `checked`, with counts of Python plugins and of those with control memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def load_plugin(plugin: str | None, kernels: str | None) -> None:
     from topw_deploy.plugins.tensorrt.kernels import Kernels
 
     class Watched(Kernels):
-        """Give every plugin control memory at once, as a builder without a GPU announces no shapes."""
+        """Give plugins control memory at once: a builder without a GPU announces no shapes."""
 
         def control_memory(self) -> ControlMemory:
             control = super().control_memory()
@@ -54,8 +54,7 @@ def load_plugin(plugin: str | None, kernels: str | None) -> None:
 
 
 def parsed(task: dict[str, Any]) -> dict[str, Any]:
-    """Whether the model was parsed; layers and plugin layers; bytes of the engine per range of batches, 0 for none;
-    seconds; errors."""
+    """Engine bytes per batch range are 0 without an engine."""
     from topw_deploy.tensorrt.onnx_file import without_function
 
     logger, started = Logger(), time.perf_counter()
@@ -87,7 +86,7 @@ def parsed(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def shape(tensor: Any, batch: int, task: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """An input's smallest and largest shape; a copied cache is as long as the call's tokens."""
+    """(smallest, largest) shape of an input; a copied cache is as long as the call's tokens."""
     least, most = 1, EDITS if tensor.name.startswith("edit_") else int(task.get("sequence", 1))
     if tensor.name == "attention_mask":
         least, most = 2 * least, 2 * most
@@ -96,7 +95,6 @@ def shape(tensor: Any, batch: int, task: dict[str, Any]) -> tuple[list[int], lis
 
 
 def checked(folder: str) -> dict[str, Any]:
-    """`topw check` with this parser."""
     from topw_deploy.tensorrt.check import check
 
     report = check(Path(folder), "tensorrt")

@@ -1,4 +1,4 @@
-"""Folders that other exporters really made, and their own tools to run them with (`make peers`)."""
+"""Folders made by real exporters, and their tools (`make peers`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENVIRONMENTS = {"optimum": "optimum", "genai": "genai", "mobius": "genai"}
 
 
 def pytest_runtest_setup() -> None:
-    """Without the folders these tests are skipped, and fail where they must not be skipped."""
+    """Without the folders, skip, or fail where required."""
     for name in PEERS:
         if not (ROOT / "folders" / name / "model.onnx").is_file():
             reason = f"{ROOT / 'folders'} lacks {name}; `make peers` makes it"
@@ -35,7 +35,7 @@ def pytest_runtest_setup() -> None:
 
 @dataclass(frozen=True)
 class Folder:
-    """A peer's folder and the checkpoint that it was made from."""
+    """A peer's folder and its source checkpoint."""
 
     name: str
     peer: Peer
@@ -45,7 +45,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Grafted:
-    """A graft onto `source`, and what the export said."""
+    """A graft, and the export's output."""
 
     source: Folder
     path: Path
@@ -54,8 +54,6 @@ class Grafted:
 
 @pytest.fixture(scope="session")
 def folder() -> Callable[[str], Folder]:
-    """name -> the folder as its maker wrote it."""
-
     def find(name: str) -> Folder:
         peer = PEERS[name]
         return Folder(name, peer, ROOT / "folders" / name, ROOT / "checkpoints" / peer.checkpoint)
@@ -65,7 +63,10 @@ def folder() -> Callable[[str], Folder]:
 
 @pytest.fixture(scope="session")
 def grafted(tmp_path_factory: pytest.TempPathFactory, folder: Callable[[str], Folder]) -> Callable[..., Grafted]:
-    """name -> its graft, keeping its maker's logits; `verify` decides whether the export verifies. Made once each."""
+    """name -> its graft with its maker's logits, made once.
+
+    verify: verify the export.
+    """
     made: dict[tuple[str, bool], Grafted] = {}
 
     def make(name: str, *, verify: bool = False) -> Grafted:
@@ -88,7 +89,7 @@ def grafted(tmp_path_factory: pytest.TempPathFactory, folder: Callable[[str], Fo
 
 @pytest.fixture(scope="session")
 def own_tool() -> Callable[..., list[list[list[int]]]]:
-    """(maker, folders, prompts, new_tokens) -> greedy tokens per folder and row, by the maker's own loop."""
+    """(maker, folders, prompts, new_tokens) -> greedy tokens per folder and row."""
 
     def run(maker: str, folders: list[Path], prompts: list[list[int]], new_tokens: int) -> list[list[list[int]]]:
         environment = _ENVIRONMENTS[maker]
@@ -108,7 +109,7 @@ def own_tool() -> Callable[..., list[list[list[int]]]]:
 
 @pytest.fixture(scope="session")
 def torch_logits() -> Callable[[Path, np.ndarray], np.ndarray]:
-    """(checkpoint, ids [n]) -> float32 [n, vocab] of transformers in float32."""
+    """(checkpoint, ids [n]) -> float32 [n, vocab] from transformers."""
     models: dict[Path, Any] = {}
 
     def logits(checkpoint: Path, ids: np.ndarray) -> np.ndarray:
@@ -126,7 +127,7 @@ def torch_logits() -> Callable[[Path, np.ndarray], np.ndarray]:
 
 @pytest.fixture(scope="session")
 def torch_greedy(torch_logits: Callable[[Path, np.ndarray], np.ndarray]) -> Callable[[Path, list[int], int], list[int]]:
-    """(checkpoint, prompt, new tokens) -> the tokens that transformers finds likeliest, one after the other."""
+    """(checkpoint, prompt, new tokens) -> transformers' greedy tokens."""
 
     def generate(checkpoint: Path, prompt: list[int], new_tokens: int) -> list[int]:
         ids = list(prompt)

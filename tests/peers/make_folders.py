@@ -26,7 +26,7 @@ ENVIRONMENTS = {"optimum": "optimum", "genai": "genai", "mobius": "genai"}
 
 
 def command(peer: Peer, checkpoint: Path, folder: Path) -> list[str]:
-    """The words that make `folder`, the first naming the tool."""
+    """First the tool, then its arguments."""
     if peer.maker == "optimum":
         task = ("--task", "text-generation-with-past", "--framework", "pt")
         return ["optimum", "--model", str(checkpoint), *task, *peer.options, str(folder)]
@@ -37,7 +37,7 @@ def command(peer: Peer, checkpoint: Path, folder: Path) -> list[str]:
 
 
 def build(python: Path, commands: list[list[str]], log: Path) -> None:
-    """Run `commands` by the tools of `python`; what they print goes to `log`, whose end is shown if they fail."""
+    """Run `commands` by the tools of `python`, with output to `log`; show its end on failure."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("w") as out:
         done = subprocess.run(
@@ -52,7 +52,7 @@ def build(python: Path, commands: list[list[str]], log: Path) -> None:
 
 
 def make(root: Path, pythons: dict[str, Path], names: list[str]) -> None:
-    """Checkpoints into root/checkpoints, folders into root/folders, logs beside them."""
+    """Checkpoints to root/checkpoints, folders to root/folders, logs beside them."""
     logging.disable_progress_bar()
     checkpoints, folders = root / "checkpoints", root / "folders"
     for name in sorted({PEERS[name].checkpoint for name in names}):

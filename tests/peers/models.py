@@ -1,6 +1,6 @@
-"""The tiny checkpoints that other exporters are given, and the folders they make of them.
+"""Tiny random checkpoints for other exporters, and folders made from them.
 
-Random weights, but real shapes: sizes that 4-bit blocks, grouped heads and fused attention all accept.
+Their sizes suit 4-bit blocks, grouped heads and fused attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COMMON = {
     "num_key_value_heads": HEADS,
     "max_position_embeddings": CONTEXT,
     "bos_token_id": 1,
-    "eos_token_id": 2,  # onnxruntime-genai's builder wants one
+    "eos_token_id": 2,  # onnxruntime-genai's builder needs one
     "pad_token_id": 0,
 }
 
@@ -51,7 +51,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 @dataclass(frozen=True)
 class Peer:
-    """One folder: who made it (`optimum`, `mobius`, `genai`), of which checkpoint, with which words of its command."""
+    """One folder: its maker (`optimum`, `mobius`, `genai`), checkpoint, and command-line words."""
 
     maker: str
     checkpoint: str

@@ -1,7 +1,6 @@
-"""Runs in the environment of the builders: each command line of the JSON argument, all in one process.
+"""Run the JSON argument's command lines, in the builders' environment.
 
-A command line is what a user would type, its first word the tool. One process, because importing the tools takes
-longer than building these models.
+One process, because importing the tools takes longer than building.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Runs in onnxruntime-genai's environment: greedy tokens after the prompts, by its own loop.
+"""Greedy tokens by onnxruntime-genai's loop, in its environment.
 
-Argument and answer are JSON: [{"folder", "prompts" (of equal length), "new_tokens"}, ...] -> per task its rows' tokens.
+JSON in and out: [{"folder", "prompts" (of equal length), "new_tokens"}, ...] -> per task its rows' tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import onnxruntime_genai as og
 
 def generate(folder: str, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     config = og.Config(folder)
-    config.clear_providers()  # the CPU's stays; a folder made for CUDA is run here all the same
+    config.clear_providers()  # leaves the CPU's
     model = og.Model(config)
     parameters = og.GeneratorParams(model)
     length = len(prompts[0])

@@ -1,6 +1,6 @@
-"""Runs in optimum's environment: greedy tokens after the prompts, by ORTModelForCausalLM.generate.
+"""Greedy tokens by ORTModelForCausalLM.generate, in optimum's environment.
 
-Argument and answer as those of run_genai.py.
+Argument and answer as in run_genai.py.
 """
 
 from __future__ import annotations

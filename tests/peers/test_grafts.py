@@ -1,4 +1,4 @@
-"""Grafts onto folders that optimum, mobius and onnxruntime-genai's builder really made, run by this project."""
+"""Grafts onto folders of optimum, mobius and onnxruntime-genai's builder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 PROMPT = [5, 9, 30, 44, 61]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-# Right beside torch for as long as a sequence goes: the rest leave something of their model out, or are quantised.
+# Equal to torch at any length; the rest omit parts of the model or are quantised.
 FAITHFUL = (
     "optimum-llama-tied",
     "optimum-llama-untied",
@@ -103,7 +103,7 @@ def test_greedy_tokens_of_half_and_quarter_precision_are_their_makers(
     with TopWModel.from_pretrained(graft.path) as model:
         found = model.generate(PROMPT, max_new_tokens=30, temperature=0.0).token_ids
     assert found == wanted[: len(found)]
-    assert len(found) == len(wanted) or found[-1] == 2  # the end of a sequence ends ours
+    assert len(found) == len(wanted) or found[-1] == 2  # end of sequence
 
 
 @pytest.mark.parametrize("name", sorted(set(PADDED_RIGHT) & set(FAITHFUL)))
@@ -131,7 +131,7 @@ def test_a_batch_padded_on_the_right_is_part_of_the_verification(grafted: Callab
 
 @pytest.mark.parametrize("name", ["genai-llama-tied", "mobius-cpu-mistral", "genai-gemma2"])
 def test_a_batch_and_pieces_of_a_prompt_draw_the_same_tokens(grafted: Callable, name: str) -> None:
-    """onnxruntime refuses several new tokens behind a past for a batch: the runtime takes the rows one by one."""
+    """onnxruntime refuses several new tokens per row after a past, so the runtime runs single rows."""
     prompts = [[(7 * i + row) % 300 + 3 for i in range(2 * WINDOW + 5)] for row in range(3)]
     setting = {"seed": [1, 2, 3], "lam": 0.5, "temperature": 1.5, "ignore_eos": True, "max_new_tokens": 12}
     path = grafted(name).path
@@ -147,7 +147,7 @@ def test_a_batch_and_pieces_of_a_prompt_draw_the_same_tokens(grafted: Callable, 
 def test_a_window_kept_alone_gets_a_buffer_of_its_size_for_short_requests(
     grafted: Callable, torch_greedy: Callable
 ) -> None:
-    """onnxruntime-genai's own loop refuses a max_length below the window in this graph."""
+    """onnxruntime-genai's loop refuses a max_length below this graph's window."""
     graft = grafted("genai-gemma2")
     wanted = torch_greedy(graft.source.checkpoint, PROMPT, 3)
     with TopWModel.from_pretrained(graft.path, max_length=8) as model:
@@ -172,7 +172,7 @@ def test_sequences_end_where_the_graph_does(grafted: Callable, name: str) -> Non
 def test_the_models_own_configuration_says_the_same_of_its_window(
     folder: Callable, grafted: Callable, name: str
 ) -> None:
-    """genai_config.json is all that the builder writes; --tokenizer names a folder with config.json."""
+    """The builder writes only genai_config.json; --tokenizer names a folder with config.json."""
     source = folder(name)
     decoder = load_decoder(source.path / "model.onnx", source.checkpoint)
     assert decoder.info.context_length == described(grafted(name).path).context_length

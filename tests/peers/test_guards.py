@@ -1,4 +1,4 @@
-"""What the graphs of others cannot do is an error that says so, never another text."""
+"""Unsupported uses of others' graphs raise errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IN_PLACE = ("genai-llama-tied", "genai-int4-llama-untied", "genai-gemma2", "mobi
 
 @pytest.mark.parametrize(
     ("name", "verify"),
-    [*((name, False) for name in IN_PLACE), ("genai-gemma2", True)],  # which keeps a window alone
+    [*((name, False) for name in IN_PLACE), ("genai-gemma2", True)],  # keeps only a window
 )
 def test_prompts_of_different_lengths_are_refused_unless_they_were_verified(
     grafted: Callable, name: str, verify: bool

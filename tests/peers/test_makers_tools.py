@@ -1,4 +1,4 @@
-"""A graft that keeps `logits` still runs in its maker's own tool, and says there what it said before."""
+"""A graft with `logits` behaves the same in its maker's tool."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_optimum_generates_the_same_tokens_as_before(grafted: Callable, own_tool
 
 @pytest.mark.parametrize("name", ["mobius-llama-tied", "mobius-llama-untied", "mobius-gemma3"])
 def test_onnxruntime_alone_gives_the_logits_it_gave_before(grafted: Callable, name: str) -> None:
-    """What mobius's own examples do: a session, fed by hand."""
+    """As in mobius's examples."""
     graft = grafted(name)
     ids = np.array(PROMPTS)
     before, after = (logits(path, ids) for path in (graft.source.path, graft.path))
@@ -56,7 +56,7 @@ def test_onnxruntime_alone_gives_the_logits_it_gave_before(grafted: Callable, na
 
 
 def logits(folder: Path, ids: np.ndarray) -> np.ndarray:
-    """All positions' logits of an empty cache, with nothing fed but a decoder's own inputs."""
+    """All positions, empty cache, only a decoder's own inputs."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     session = ort.InferenceSession(folder / "model.onnx", options, providers=["CPUExecutionProvider"])

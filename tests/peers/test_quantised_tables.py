@@ -1,4 +1,4 @@
-"""int4 folders of onnxruntime-genai's builder: the sampler reads the table as it lies there, in 4-bit blocks."""
+"""The sampler reads 4-bit tables of onnxruntime-genai's builder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 
 def dequantised(graph: ir.Graph) -> np.ndarray:
-    """The table [vocab, hidden] of a GatherBlockQuantized with 4-bit weights, by the operator's definition, in NumPy.
+    """The table [vocab, hidden] of a 4-bit GatherBlockQuantized, by definition.
 
     Two weights per byte, the lower half first; (weight - zero point) * scale of its block; without zero points 8.
     """
@@ -42,7 +42,7 @@ def dequantised(graph: ir.Graph) -> np.ndarray:
 
 
 def constant(value: ir.Value | None) -> np.ndarray:
-    """An initializer, or one that a Reshape gives its shape: the tied head's own table is in blocks."""
+    """An initializer, or a reshaped one: a tied head's table is in blocks."""
     assert value is not None
     if value.const_value is not None:
         return value.const_value.numpy()
@@ -78,7 +78,7 @@ def test_its_rows_are_those_of_the_definition(tied: Path) -> None:
     graph = ir.load(tied / "model.onnx").graph
     table = dequantised(graph)
     read = np.asarray(EmbeddingTable(find_embedding(graph)))
-    np.testing.assert_allclose(read, table, rtol=1e-6, atol=1e-7)  # one product of two float32 numbers
+    np.testing.assert_allclose(read, table, rtol=1e-6, atol=1e-7)
 
 
 def test_kept_sets_are_the_references_over_the_dequantised_table(tied: Path) -> None:
@@ -92,7 +92,7 @@ def test_kept_sets_are_the_references_over_the_dequantised_table(tied: Path) -> 
 
 @pytest.mark.parametrize("name", ["genai-int4-llama-tied", "genai-int4-llama-untied"])
 def test_the_sampler_in_use_draws_what_the_graphs_own_draws(grafted: Callable, name: str) -> None:
-    """Native where the native library reads such a table, the function in the file where it does not."""
+    """Native if the library reads such a table, else the function."""
     setting = {"lam": 0.5, "init_top_p": 0.3, "temperature": 1.5, "seed": 4, "max_new_tokens": 20, "ignore_eos": True}
     path = grafted(name).path
     with TopWModel.from_pretrained(path) as used, TopWModel.from_pretrained(path, sampler="graph") as function:

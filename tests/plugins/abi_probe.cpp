@@ -1,4 +1,4 @@
-// A library of operators that has none: it tries ort_abi.h on the runtime that loads it, and keeps what it found.
+// A library without operators: it tries ort_abi.h on the runtime that loads it and records the results.
 #include <string.h>
 
 #include "ort_abi.h"
@@ -7,7 +7,7 @@
 namespace {
 char found_version[64];
 char found_message[64];
-int steps;  // how many of the checks below have passed
+int steps;  // checks passed so far
 }  // namespace
 
 extern "C" {
@@ -17,7 +17,7 @@ TOPW_EXPORT int probe_steps() { return steps; }
 
 TOPW_EXPORT ort::Status *RegisterCustomOps(ort::SessionOptions *options, const ort::ApiBase *base) {
   strncpy(found_version, base->version_string(), sizeof found_version - 1);
-  if (base->get_api(100000)) return nullptr;  // no runtime has that version
+  if (base->get_api(100000)) return nullptr;  // no such version
   const ort::Api api(base->get_api(ort::kVersion));
   if (!api) return nullptr;
   steps = 1;

@@ -10,7 +10,7 @@ from topw_deploy.plugins.shared_library import library_path
 
 @pytest.fixture(scope="session")
 def native_library() -> Path:
-    """The native library, without which a test is skipped with the reason."""
+    """Skips the test if the library is not built."""
     path = library_path()
     if path is None:
         pytest.skip(f"no native sampler: {library.why_absent()}")

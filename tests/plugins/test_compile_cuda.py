@@ -1,4 +1,4 @@
-"""Finding nvcc, choosing architectures, and nvcc's command; cuda/test_nvcc.py really compiles."""
+"""Finding nvcc and architectures; cuda/test_nvcc.py compiles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ esac
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put an nvcc of CUDA 12.6 under `root`, the only one to be found."""
+    """Put CUDA 12.6's nvcc under `root`, hiding others."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'empty'}:/usr/bin:/bin")
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -187,7 +187,6 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 
 @pytest.fixture
 def fake_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """A driver whose cuInit returns `code`, with `count` GPUs."""
     try:
         compiler = compile_native.find_compiler()
     except compile_native.NotBuiltError as reason:

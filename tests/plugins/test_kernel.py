@@ -1,4 +1,4 @@
-"""The native sampler agrees with the reference in every stage, metric, potential, instruction set and table type."""
+"""The native sampler against the reference: every stage, metric, potential, instruction set and table type."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
 
 @pytest.fixture(params=("avx512", "avx2", "generic"))
 def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
-    """The kernel with each instruction set in use."""
     sets = instruction_sets(kernel)
     name = sets[-1] if request.param == "generic" else request.param
     if name not in sets:
@@ -43,7 +42,6 @@ def each_kernel(request: pytest.FixtureRequest, kernel: Kernel) -> Kernel:
 
 
 def scenarios() -> list[Scenario]:
-    """Every metric and potential over every kind of table, with pools and vocabularies of all sizes."""
     rng = np.random.default_rng(5)
     shapes = ((50, 1200), (53, 7), (97, 40), (257, 100), (1000, 1), (1021, 200), (3000, 90), (2048, 700))
     made = []
@@ -81,7 +79,7 @@ def test_large_vocabularies_are_answered_as_by_the_reference(each_kernel: Kernel
 
 
 def test_a_wide_table_is_answered_as_by_the_reference(each_kernel: Kernel) -> None:
-    """2,048 coordinates, and near-duplicates (1 % of the tokens) that float32 cannot distinguish."""
+    """2,048 coordinates and near-duplicates (1 %) that float32 cannot distinguish."""
     rng = np.random.default_rng(2)
     embeddings = rng.standard_normal((900, 2048)).astype(np.float32)
     twins = rng.permutation(900)[:300]
@@ -131,7 +129,7 @@ def test_tables_in_half_precision_mean_the_numbers_they_hold(each_kernel: Kernel
 
 
 def edited_cases(rng: np.random.Generator, vocab: int, rows: int, edits: int) -> tuple[list[Case], list[np.ndarray]]:
-    """Rows, and for each of them edits of all kinds: penalties, biases, bans, padding, in any block."""
+    """Edits of all kinds, in any block."""
     cases = [random_case(rng, vocab) for _ in range(rows)]
     ids = np.stack([rng.permutation(vocab)[:edits] for _ in range(rows)]).astype(np.int64)
     ids[rng.random(ids.shape) < 0.2] = -1
@@ -174,7 +172,6 @@ def test_edits_outside_the_vocabulary_have_no_effect_whatever_is_beside_them(eac
 
 
 def uncertified(metric: str, seed: int = 0) -> tuple[Geometry, list[Case], TopWOptions]:
-    """Rows over a clustered table in which geometry acts."""
     scenario = Scenario(TopWOptions(metric=metric, top_m=400, alt_iters=9), 1000, 24, "clusters", seed)
     _, geometry, cases = scenario_cases(scenario, 300)
     return geometry, [case for case in cases if case.regime.startswith("geometry")], scenario.options
@@ -203,7 +200,7 @@ def test_pruning_avoids_distances_and_says_how_many(each_kernel: Kernel) -> None
 
 
 def test_a_repulsive_row_that_cycles_ends_where_the_literal_rule_ends(each_kernel: Kernel) -> None:
-    """A huge alt_iters: the cycle's length decides which of its sets is the last."""
+    """With huge alt_iters the cycle's length decides which set is last."""
     rng = np.random.default_rng(4)
     cycles = 0
     for _ in range(40):

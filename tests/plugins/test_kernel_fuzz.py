@@ -16,7 +16,7 @@ SECONDS = 4
 
 
 def test_random_bytes_break_no_promise_and_touch_no_foreign_byte(tmp_path: Path) -> None:
-    """Random bytes as options, parameters, logits, edits and tables; `python -m fuzz.native` is the long run."""
+    """All inputs random; `python -m fuzz.native` is the long run."""
     program = tmp_path / "native_rows"
     try:
         fuzz.build(program, "c++", libfuzzer=False)

@@ -1,4 +1,4 @@
-"""The native sampler answers or refuses bad input without affecting other rows."""
+"""Bad input to the native sampler does not affect other rows."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_equal_logits_and_extreme_ones_are_answered_as_by_the_reference(kernel: 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 3e38, 1e-45])
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])
 def test_a_poisoned_table_is_answered_with_some_token_of_the_row(kernel: Kernel, metric: str, poison: float) -> None:
-    """An export refuses such tables; here only an answer within the row is promised."""
+    """Exports reject such tables; any token of the row will do."""
     rng = np.random.default_rng(1)
     for share in (0.1, 1.0):
         rows = rng.standard_normal((300, 9)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The native sampler stops after a few candidates, after some hundreds, or at the pool."""
+"""The native sampler stops after few candidates, hundreds, or the pool."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from topw_deploy.plugins.kernel import STAGES, Kernel
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 
 OPTIONS = TopWOptions(metric="uniform")
-BLOCK = 128  # logits that share a maximum
-FIRST_LOOK = 200  # more candidates than a first look finds without ties
-SECOND_LOOK = 640  # candidates that the second look is after
+BLOCK = 128  # logits per block maximum
+FIRST_LOOK = 200  # exceeds the first look's candidates without ties
+SECOND_LOOK = 640  # the second look's candidates
 LAM, FLAT_VOCAB = 2.2, 80_000
 
 
@@ -36,15 +36,15 @@ def stages(kernel: Kernel, cases: list[Case]) -> list[str]:
 
 
 def base_objective(log_weights: np.ndarray, beta: float) -> np.ndarray:
-    """J without potential over every prefix."""
+    """J of every prefix, without potential."""
     weights = np.exp(log_weights)
     masses = weights.cumsum()
     return (LAM * log_weights * weights).cumsum() / masses + (beta - LAM) * np.log(masses)
 
 
 def shelf_below_the_second_look(best: int) -> np.ndarray:
-    """float64 [FLAT_VOCAB]: `best` large logits, then just as many as the second look finds, and right under the last
-    of these a shelf of equal ones that fills the pool: the block stop's worst case."""
+    """float64 [FLAT_VOCAB]: `best` large logits, as many as the second look finds, then just below a shelf of equal
+    ones that fills the pool: the block stop's worst case."""
     blocks = FLAT_VOCAB // BLOCK
     reached = int(blocks * (1 - np.exp(-SECOND_LOOK / blocks))) + 6
     place = np.random.default_rng(best).permutation(SECOND_LOOK)
@@ -57,7 +57,7 @@ def shelf_below_the_second_look(best: int) -> np.ndarray:
 
 
 def beta_at_the_tie(logits: np.ndarray) -> float:
-    """The beta for which the whole pool equals the best prefix of the second look's tokens."""
+    """The beta for which the whole pool ties with the best prefix of the second look."""
     pool = np.sort(logits.astype(np.float32).astype(np.float64))[::-1][: OPTIONS.top_m]
     low, high = LAM + 1e-3, LAM + 3
     for _ in range(60):
@@ -104,7 +104,7 @@ def test_no_second_look_is_taken_at_a_row_too_flat_for_it(kernel: Kernel) -> Non
 
 
 def arranged(kind: str) -> np.ndarray:
-    """float64 [100,000] logits in non-random places."""
+    """float64 [100,000]."""
     rng = np.random.default_rng(3)
     logits = rng.standard_normal(100_000)
     if kind == "ascending":
@@ -133,7 +133,7 @@ def arranged(kind: str) -> np.ndarray:
     ],
 )  # fmt: skip
 def test_the_pool_is_the_best_wherever_they_lie(kernel: Kernel, kind: str) -> None:
-    """With all tokens as warm start, beta determines how much of the pool is kept, up to all of it."""
+    """beta sets how much of the pool is kept, up to all."""
     logits = arranged(kind)
     cases = [case(logits, temperature=2.0, beta=beta, init_top_p=1.0) for beta in (2.8, 4.0, 9.0)]
     assert unlike_the_reference(kernel, cases) == []

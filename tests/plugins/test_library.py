@@ -1,4 +1,4 @@
-"""Finding the native library, and failing to build it."""
+"""Finding and building the native library."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def need_setuptools() -> None:
-    """Skip if setuptools is older than setup.py needs. Not imported: the demo's corpus imports the standard
-    library's distutils, which prevents that."""
+    """Skip if setuptools is too old for setup.py. Not imported: the demo's corpus imports distutils, which prevents
+    that."""
     try:
         version = metadata.version("setuptools")
     except metadata.PackageNotFoundError:
@@ -111,7 +111,6 @@ def test_no_compiler_and_no_wish_are_reasons_too(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def source_tree(tmp_path: Path) -> Path:
-    """The files of this repository that a build needs."""
     tree = tmp_path / "tree"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "model", "*.so")
     shutil.copytree(ROOT / "src", tree / "src", ignore=ignored)
@@ -121,7 +120,6 @@ def source_tree(tmp_path: Path) -> Path:
 
 
 def wheel_of(tree: Path) -> tuple[str, list[str]]:
-    """Its tag, and the names of its files under plugins/."""
     need_setuptools()
     command = [sys.executable, "setup.py", "-q", "bdist_wheel"]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
@@ -143,7 +141,7 @@ def test_a_wheel_with_the_library_is_for_one_platform_and_one_without_for_all(
     assert tag != "py3-none-any"
     assert compile_native.LIBRARY_NAME in files
     assert {"native/topw.h", "native/ort_node.cpp", "cuda/launch.cu"} <= set(files)  # for `topw plugins build`
-    # The build folder exists: an earlier build's library must not get into a wheel for all platforms.
+    # An earlier build's library must not enter a wheel for all platforms.
     monkeypatch.setenv("CXX", "false")
     tag, files = wheel_of(source_tree)
     assert tag == "py3-none-any"

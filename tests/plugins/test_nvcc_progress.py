@@ -1,4 +1,4 @@
-"""Progress of a compilation, from nvcc --verbose and ptxas's files."""
+"""Compilation progress from nvcc --verbose and ptxas's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ echo "launch.cu(7): warning: odd"
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvcc that waits for the files `seen` and `seen90`."""
+    """An nvcc that waits for files `seen` and `seen90`."""
     monkeypatch.setattr(nvcc, "_INTERVAL", 0.02)
     path = tmp_path / "nvcc"
     path.write_text(NVCC.format(folder=tmp_path, end="exit 0"))

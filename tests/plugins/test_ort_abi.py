@@ -1,6 +1,6 @@
 """ort_abi.h fits the installed onnxruntime.
 
-Each test runs in its own process, which a wrong slot may kill.
+A wrong slot may crash, so each test has its own process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ np.savez(outputs, **dict(zip(names, session.run(names, dict(np.load(inputs))))))
 
 
 def alone(code: str, *arguments: object) -> str:
-    """stdout of the code in a new interpreter, which must succeed."""
+    """Run `code` in a new interpreter; returns stdout."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"ended with {done.returncode}: {done.stderr[-2000:]}"
@@ -73,7 +73,7 @@ def test_versions_errors_and_options_are_where_the_declarations_say(tmp_path: Pa
 
 
 def test_a_node_with_everything_is_read_and_answered(native_library: Path, tmp_path: Path) -> None:
-    """Every slot that a kernel uses, with a batch for the runtime's threads."""
+    """Every slot a kernel uses, with a batch for the runtime's threads."""
     wanted = Wanted(mass=True, keep_mask=True)
     rng = np.random.default_rng(0)
     inputs = feeds([random_case(rng, wanted.vocab_size) for _ in range(16)], edits=2)

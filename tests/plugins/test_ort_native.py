@@ -1,4 +1,4 @@
-"""The native operator agrees with the function for all options, outputs and inputs."""
+"""The native operator agrees with the function."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_crops_tokens_and_certificates_equal_the_reference_on_every_row(
     for _ in range(3):
         compare(scenario, sessions, geometry, [random_case(rng, scenario.vocab_size) for _ in range(50)], tallies)
     assert tallies[NATIVE].unexplained == []
-    assert not tallies[NATIVE].explained  # it computes in double: no tie of float32 excuses it
+    assert not tallies[NATIVE].explained  # double: no float32 ties
     assert sum(tallies[NATIVE].rows.values()) == 300
 
 
@@ -107,7 +107,7 @@ def test_edits_change_the_logits_as_the_contract_says(native_library: Path, edit
 
 
 def edited_row(inputs: dict[str, np.ndarray], row: int) -> np.ndarray:
-    """The row's logits after those of its edits that name a token."""
+    """The row's logits after its valid edits."""
     ids = inputs["edit_ids"][row]
     real = (ids >= 0) & (ids < inputs["logits"].shape[1])
     return apply_edits(

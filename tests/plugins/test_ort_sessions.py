@@ -1,4 +1,4 @@
-"""A session gets the native sampler if available, else the function, and says which."""
+"""A session uses the native sampler if available, else the function, and reports which."""
 
 from __future__ import annotations
 
@@ -136,7 +136,6 @@ def test_a_library_in_the_models_folder_or_the_working_folder_is_never_loaded(
 
 
 def change_graph(folder: Path, change: Any) -> None:
-    """Edit model.onnx and update the manifest."""
     model = onnx.load(folder / "model.onnx")
     change(model)
     onnx.save(model, folder / "model.onnx")
@@ -145,7 +144,6 @@ def change_graph(folder: Path, change: Any) -> None:
 
 
 def load_manifest_of(folder: Path) -> Manifest:
-    """The manifest with the graph's size as it is now."""
     manifest = manifest_from_json((folder / MANIFEST_NAME).read_text())
     return replace(manifest, files={**manifest.files, **describe_files(folder, ["model.onnx"])})
 
@@ -231,7 +229,7 @@ def test_what_the_operator_cannot_serve_fails_when_the_session_opens(
     native_library: Path, change: Any, message: str
 ) -> None:
     model = Wanted().model()
-    del model.functions[:]  # the runtime is not to complain about the body first
+    del model.functions[:]  # otherwise the runtime rejects the body first
     change(model)
     with pytest.raises(Exception, match=message):
         open_model(model, native_library)
@@ -314,7 +312,7 @@ def test_generations_at_the_same_time_on_one_native_model_equal_those_alone(
 
 
 def test_the_manifest_of_an_edited_copy_still_loads(toy_folder: Path, tmp_path: Path) -> None:
-    """Checks the graph edits of the tests above."""
+    """Checks the edits of the tests above."""
     folder = Path(shutil.copytree(toy_folder, tmp_path / "copy"))
     change_graph(folder, lambda model: None)
     assert load_manifest(folder).files["model.onnx"].size == (folder / "model.onnx").stat().st_size

@@ -1,4 +1,4 @@
-"""The same library and file on the oldest onnxruntime for this Python and on the installed one."""
+"""The library and file on the oldest and the installed onnxruntime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 pytestmark = pytest.mark.long
 
-OLDEST = (1, 17)  # of the interface that the operator is written for
+OLDEST = (1, 17)  # the operator's interface
 CASES = {
     "cosine": Wanted(keep_mask=True),
     "mahalanobis-knn": Wanted(TopWOptions(top_m=60, potential="knn"), mass=True, keep_mask=True),
@@ -44,13 +44,13 @@ np.savez(outputs, version=ort.__version__, **dict(zip(names, session.run(names, 
 
 @pytest.fixture(scope="module")
 def old_python(pytestconfig: pytest.Config) -> Path:
-    """An interpreter with the oldest onnxruntime, made once and kept in pytest's cache."""
+    """An interpreter with the oldest onnxruntime, cached."""
     folder = Path(pytestconfig.cache.mkdir("topw-oldest")) / f"{sys.version_info.major}.{sys.version_info.minor}"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not (folder / "ready").is_file():
         version = _oldest_version()
         venv.create(folder, with_pip=True, clear=True)
-        # Wheels from before NumPy 2 were built against NumPy 1 and do not run with another.
+        # Older wheels need NumPy 1.
         numpy = ["numpy<2"] if version < (1, 19) else ["numpy"]
         _pip(python, "install", "--only-binary=:all:", f"onnxruntime=={'.'.join(map(str, version))}", *numpy)
         (folder / "ready").touch()
@@ -58,7 +58,7 @@ def old_python(pytestconfig: pytest.Config) -> Path:
 
 
 def _oldest_version() -> tuple[int, ...]:
-    """The oldest release from OLDEST on with a wheel for this Python, by pip's index."""
+    """The oldest release from OLDEST on with a wheel, by pip's index."""
     listed = _pip(Path(sys.executable), "index", "versions", "onnxruntime", "--only-binary=:all:")
     found = re.search(r"Available versions: (.*)", listed)
     versions = [tuple(map(int, name.split("."))) for name in re.findall(r"\d+(?:\.\d+)+", found[1] if found else "")]
@@ -69,7 +69,7 @@ def _oldest_version() -> tuple[int, ...]:
 
 def _pip(python: Path, *arguments: str) -> str:
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
-    # The tests' home is an empty folder, and pip's settings may be in the real one.
+    # Tests have an empty home; pip's settings may be in the real one.
     home = {"HOME": os.path.expanduser(f"~{_user()}")} if os.name == "posix" else {}
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **home})
     if done.returncode != 0:

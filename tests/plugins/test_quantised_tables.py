@@ -1,4 +1,4 @@
-"""The native sampler decodes quantised tables bit for bit as onnxruntime's GatherBlockQuantized."""
+"""The native sampler decodes quantised tables exactly like GatherBlockQuantized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from topw_deploy.sampling import Geometry, TopWOptions
 
 VOCAB = 200
 OPTIONS = TopWOptions(top_m=120, metric="unit")
-# Few rows are certified, so that the table is read.
+# Few rows are certified, so the table is read.
 _WIDE = {"lam": 1.0, "init_top_p": 0.5, "temperature": 2.0}
 
 
@@ -40,7 +40,7 @@ def cases(rows: int) -> list[Case]:
 
 
 def tables(quantised: Quantised) -> tuple[KernelTable, KernelTable]:
-    """The quantised table, and the float32 one of the rows that onnxruntime reads from it."""
+    """The quantised table, and onnxruntime's float32 rows of it."""
     plain = KernelTable.from_geometry(Geometry.from_embeddings(quantised.rows(), OPTIONS.metric))
     assert plain is not None
     return replace(plain, rows=quantised.codes, blocks=quantised.blocks), plain
@@ -54,13 +54,12 @@ def test_a_quantised_table_answers_as_the_rows_that_onnxruntime_reads_from_it(ke
     found, wanted = (
         kernel.sample(logits, columns(rows), OPTIONS, table, mass=True, keep_mask=True) for table in (quantised, plain)
     )
-    assert wanted.reports["distances"].sum() > 1000  # rows were read
+    assert wanted.reports["distances"].sum() > 1000
     for name in ("next_token", "logprob", "kept", "certified", "mass", "keep_mask", "reports"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
 
 
 def operator_model(quantised: Quantised) -> onnx.ModelProto:
-    """A sampler-only model over the quantised table."""
     form = quantised.form
     held = [ir.from_proto(tensor) for tensor in quantised.tensors]
     attributes = {"bits": form.bits, "block_size": form.block_size, "gather_axis": 0, "quantize_axis": 1}
@@ -100,7 +99,7 @@ def test_the_operator_takes_the_nodes_own_tensors_and_answers_as_the_function(na
     np.testing.assert_array_equal(native["keep_mask"], exact.keep_mask)
     function = run(open_model(model), feeds(rows))
     same = (native["keep_mask"] == function["keep_mask"]).all(axis=1)
-    assert same.mean() > 0.9  # the function computes distances in float32, so near ties may fall the other way
+    assert same.mean() > 0.9  # float32 distances: near ties may differ
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The C++ sources include every standard header that they use; another library may not include it indirectly."""
+"""The C++ sources include every standard header they use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = sorted([*compile_native.SOURCES.glob("*.cpp"), *compile_cuda.SOURCES.g
 
 
 def included(source: Path, seen: set[Path]) -> set[str]:
-    """Headers in <> of a source and of the files of this project that it includes."""
+    """Headers in <> of a source and the project files it includes."""
     if source in seen:
         return set()
     seen.add(source)

@@ -1,4 +1,4 @@
-"""Fixtures of this folder."""
+"""Fixtures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """For tiny models more threads are slower."""
+    """Tiny models are slower with more threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""examples/custom_generate runs Top-W through `generate(custom_generate=...)`: no export, no network."""
+"""examples/custom_generate runs Top-W through `generate(custom_generate=...)`, without export or network."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def modules_in_a_folder_of_their_own(tmp_path, monkeypatch):
-    """transformers copies the code it trusts to a cache in the user's home, and imports it from there."""
+    """transformers imports trusted code from a copy in the user's home."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:

@@ -1,4 +1,4 @@
-"""The examples of docs/guide/transformers.md run, and it names every argument of the processor."""
+"""The examples of docs/guide/transformers.md run; it names every processor argument."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def test_every_example_of_the_page_runs_in_order(tmp_path, monkeypatch, capsys):
     for block in blocks:
         exec(block, names)
     text = capsys.readouterr().out
-    # Rounding on another processor may move a draw; what is certain comes first.
+    # Rounding on another processor may change a later draw.
     assert text.startswith("class Path(object):\n")
     assert isinstance(names["topw"], TopWLogitsProcessor)
     assert names["crop"].keep_mask.sum() == names["crop"].kept.sum() > 0

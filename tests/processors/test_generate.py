@@ -1,6 +1,4 @@
-"""What transformers' `generate` does before and after Top-W: every statement of docs/guide/transformers.md about
-order.
-"""
+"""Top-W's place in transformers' `generate`, as in docs/guide/transformers.md."""
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from topw_deploy.processors import TopWLogitsProcessor
 from .tiny import EOS, PAD, WIDE, Seen, kept_sets, reference_sets, tiny_llama
 
 PROMPT = torch.tensor([[1, 5, 9, 30]])
-# Two prompts, the first padded on the left.
+# Two prompts, the first left-padded.
 BATCH = {
     "input_ids": torch.tensor([[PAD, PAD, 1, 5], [1, 5, 9, 30]]),
     "attention_mask": torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]),
@@ -121,7 +119,7 @@ def test_a_custom_penalty_given_behind_top_w_no_longer_reaches_the_crop_but_gene
     assert reference_sets(topw, penalised, table) != reference_sets(topw, out.logits[0], table)
 
 
-# Behind Top-W
+# After Top-W
 
 
 def test_selection_temperature_chooses_the_crop_and_generates_temperature_only_the_draw(model, table):
@@ -178,7 +176,7 @@ def test_another_truncation_behind_it_is_refused_also_from_the_models_configurat
             max_new_tokens=3,
             **({} if name == "top_k" else {"top_k": 0}),
         )
-    run(model, TopWLogitsProcessor(model), inputs=PROMPT)  # its arguments switch it off
+    run(model, TopWLogitsProcessor(model), inputs=PROMPT)  # its arguments disable it
     if name == "min_p":
         run(model, TopWLogitsProcessor(model), inputs=PROMPT, min_p=0.0)
 

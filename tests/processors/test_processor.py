@@ -1,4 +1,4 @@
-"""`TopWLogitsProcessor` keeps what the reference keeps, and refuses what it cannot do."""
+"""`TopWLogitsProcessor` keeps the reference's tokens."""
 
 import gc
 import subprocess
@@ -117,7 +117,7 @@ def test_a_source_without_embeddings_or_of_another_metric_is_refused(table):
 def test_scores_wider_than_the_embedding_table_are_refused_at_the_first_call(model):
     topw = TopWLogitsProcessor(model)
     peaked = torch.zeros(1, VOCAB + 3)
-    peaked[0, 0] = 50.0  # one candidate: no distance is ever asked for
+    peaked[0, 0] = 50.0  # one candidate: no distances
     with pytest.raises(ParameterError, match=f"logits are {VOCAB + 3} wide, but the embedding table has {VOCAB} rows"):
         topw(PROMPT, peaked)
     assert topw(PROMPT, peaked[:, : VOCAB - 3]).isfinite().sum() == 1

@@ -1,4 +1,4 @@
-"""A tiny random Llama with crops of some tokens, and a processor that records its scores."""
+"""A tiny random Llama with crops of some tokens, and a processor that records scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topw_deploy.sampling import Geometry, crop
 
 VOCAB, BOS, EOS, PAD = 320, 1, 2, 0
 
-# Geometry decides here: at the defaults hardly any row of any model needs it.
+# Geometry decides here; at the defaults hardly any row needs it.
 WIDE = {"lam": 0.3, "beta": 1.0, "init_top_p": 0.5, "geom_scale": 0.05}
 
 
@@ -31,7 +31,7 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
 
 
 class Seen(LogitsProcessor):
-    """Records the scores and changes nothing."""
+    """Records scores unchanged."""
 
     def __init__(self) -> None:
         self.scores: list[torch.Tensor] = []
@@ -42,7 +42,6 @@ class Seen(LogitsProcessor):
 
 
 def reference_sets(processor: TopWLogitsProcessor, scores: torch.Tensor, table: torch.Tensor) -> list[list[int]]:
-    """The tokens that the reference keeps, per row."""
     metric = processor.options.metric
     geometry = Geometry.uniform() if metric == "uniform" else Geometry.from_embeddings(table.detach().numpy(), metric)
     rows = np.asarray(scores.float())

@@ -1,4 +1,4 @@
-"""The oldest Python and onnxruntime that the runtime supports, as JetPack 6 has them (`make python310`)."""
+"""The oldest supported Python and onnxruntime, those of JetPack 6 (`make python310`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def programs() -> Path:
-    """The folder of the environment's programs."""
     if not (ROOT / "bin" / "python").exists():
         reason = f"Python 3.10 is not in {ROOT}; `make python310` makes the environment"
         if os.environ.get("CI") == "true":
@@ -36,7 +35,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def ask(programs: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Ask:
-    """(steps of worker.py) -> its answers, of one process."""
+    """(steps of worker.py) -> its answers, from one process."""
 
     def answers(steps: Sequence[Sequence[object]]) -> list[Any]:
         task = tmp_path_factory.mktemp("tasks") / "task.json"
@@ -52,7 +51,7 @@ def ask(programs: Path, environment: dict[str, str], tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="session")
 def command(programs: Path, environment: dict[str, str]) -> Command:
-    """(program, *arguments) -> what became of it, in the environment."""
+    """(program, *arguments) -> its result."""
 
     def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         words = [str(programs / program), *map(str, arguments)]

@@ -1,4 +1,4 @@
-"""The runtime on Python 3.10 with onnxruntime 1.23: the same folders, the same tokens."""
+"""Python 3.10 with onnxruntime 1.23 gives the same tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Folder = Callable[[str, dict[str, Any]], Path]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """(family, settings of the export) -> a new folder."""
+    """(family, export settings) -> a new folder."""
     checkpoints: dict[str, Path] = {}
 
     def make(family: str, settings: dict[str, Any]) -> Path:

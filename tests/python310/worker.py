@@ -1,6 +1,6 @@
-"""Runs in the oldest environment, and imported in the newest: what folders give there.
+"""Results of folders; runs in the oldest environment, imported in the newest.
 
-python worker.py TASK(json file), which prints an answer for every step of the task.
+python worker.py TASK(json file) prints an answer per step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def imported() -> list[str]:
-    """Every module of PARTS, which must import here."""
+    """All modules of PARTS must import here."""
     names = []
     for part in PARTS:
         package = importlib.import_module(f"topw_deploy.{part}")
@@ -43,7 +43,7 @@ def imported() -> list[str]:
 
 
 def generated(folder: str, sampler: str = "auto", provider: str = "cpu") -> dict[str, Any]:
-    """Tokens of a batch, of a stream, and of a batch with edits; or the error that opening the folder raises."""
+    """Tokens of a batch, a stream, and a batch with edits; or the error on opening."""
     from topw_deploy.errors import TopWError
     from topw_deploy.runtime import TopWModel
 
@@ -67,7 +67,6 @@ def generated(folder: str, sampler: str = "auto", provider: str = "cpu") -> dict
 
 
 def sampled(folder: str) -> dict[str, Any]:
-    """What a sampler alone draws from logits."""
     import numpy as np
 
     from topw_deploy.runtime import TopWSampler
@@ -79,7 +78,7 @@ def sampled(folder: str) -> dict[str, Any]:
 
 
 def placed(folder: str) -> dict[str, Any]:
-    """Opening with a provider that takes no node, as asked and where that is accepted."""
+    """Open with a provider that takes no node, as asked and where accepted."""
     from topw_deploy.errors import ProviderError
     from topw_deploy.runtime import TopWModel
 

@@ -1,4 +1,4 @@
-"""A second, slow implementation of the rule, and enumeration of small cases."""
+"""A slow second implementation of the rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRUE_METRICS = ("mahalanobis", "unit", "uniform")  # `cosine` breaks the triangl
 
 
 class Points(Geometry):
-    """Euclidean geometry with the tokens at the given points, one row each."""
+    """Euclidean geometry with tokens at the given points."""
 
     def __new__(cls, points):
         return super().__new__(cls)
@@ -40,7 +40,6 @@ class Case:
     geometry: Geometry
 
     def but(self, **changes):
-        """This case with other parameters or options."""
         parameters = {k: v for k, v in changes.items() if hasattr(self.parameters, k)}
         options = {k: v for k, v in changes.items() if k not in parameters}
         return replace(
@@ -54,14 +53,14 @@ class Case:
 def random_cases(seed: int, count: int, **fixed) -> Iterator[Case]:
     """Small rows: peaked, flat, heavy-tailed, tied; scattered, clustered and duplicated embeddings.
 
-    `fixed` parameters and options hold for all of them; the others vary, geom_scale over >= 0.
+    fixed: parameters and options; the others vary, with geom_scale >= 0.
     """
     rng = np.random.default_rng(seed)
     for _ in range(count):
         V = int(rng.integers(2, 25))
         metric = fixed.get("metric", str(rng.choice(METRICS)))
         table = rng.normal(size=(V, int(rng.integers(2, 5))))
-        if rng.random() < 0.3:  # clusters, and now and then exact duplicates
+        if rng.random() < 0.3:
             noise = rng.choice([0.0, 0.05]) * rng.normal(size=table.shape)
             table = table[rng.integers(0, max(1, V // 3), size=V)] + noise
         logits = rng.choice([0.3, 1.0, 3.0]) * rng.choice([rng.normal(size=V), rng.standard_t(2, size=V)])
@@ -94,21 +93,21 @@ def random_cases(seed: int, count: int, **fixed) -> Iterator[Case]:
 
 @dataclass
 class Trace:
-    """Every intermediate of the rule for one row. sets[0] is the warm start, sets[t + 1] the answer of step t."""
+    """All intermediates for one row; sets[0] is the warm start, sets[t + 1] the answer of step t."""
 
     pool: list[int]
-    p: np.ndarray  # softmax over the full row, at the pool's tokens
+    p: np.ndarray  # over the full row, at the pool's tokens
     log_p: np.ndarray
     distance: np.ndarray
     k0: int
-    sets: list[frozenset[int]]  # of pool positions
+    sets: list[frozenset[int]]
     phis: list[np.ndarray] = field(default_factory=list)
     orders: list[list[int]] = field(default_factory=list)
     Js: list[list[float]] = field(default_factory=list)
 
     @property
     def w(self) -> np.ndarray:
-        """Weights in units of the largest probability."""
+        """Weights relative to the largest probability."""
         return np.exp(self.log_w)
 
     @property
@@ -121,9 +120,7 @@ class Trace:
 
 
 def trace(case: Case, iterations: int | None = None) -> Trace:
-    """The rule of docs/contract/graph.md, section 3, in plain Python; stops as the rule does, or after `iterations`
-    steps.
-    """
+    """The rule of docs/contract/graph.md, section 3, for at most `iterations` steps."""
     P, options = case.parameters, case.options
     Ts = P.selection_temperature or P.temperature
     weights = [math.exp((logit - case.logits.max()) / Ts) for logit in case.logits]
@@ -153,7 +150,7 @@ def trace(case: Case, iterations: int | None = None) -> Trace:
 
 
 def direct_distances(geometry: Geometry, ids) -> np.ndarray:
-    """All distances among `ids`, by definition, in extended precision."""
+    """By definition, in extended precision."""
     x = geometry.features(ids).astype(np.longdouble)
     if geometry.metric == "uniform":
         return (x != x.T).astype(np.float64)
@@ -163,21 +160,20 @@ def direct_distances(geometry: Geometry, ids) -> np.ndarray:
 
 
 def potential(distance, S, options: TopWOptions, scale: float) -> np.ndarray:
-    """f(i) = -scale * dist(i, S), 0 for members."""
     count = min(options.neighbours or 1, len(S))
     to_set = [sum(sorted(row[j] for j in S)[:count]) / count for row in distance]
     return np.array([0.0 if i in S else -scale * to_set[i] for i in range(len(distance))])
 
 
 def objective_of(S, p, phi, c) -> float:
-    """J of any set S: the mean of phi under p, plus c times the log of its mass."""
+    """J of any set."""
     S = list(S)
     mass = math.fsum(p[S])
     return math.fsum(p[S] * phi[S]) / mass + c * math.log(mass)
 
 
 def subsets(n: int) -> np.ndarray:
-    """All non-empty subsets of n tokens, bool [2^n - 1, n]."""
+    """All non-empty ones, bool [2^n - 1, n]."""
     return (np.arange(1, 2**n)[:, None] >> np.arange(n)) & 1 == 1
 
 
@@ -193,16 +189,16 @@ def entropy(q) -> float:
 
 
 def wasserstein(p, q, distance) -> float:
-    """W1 by an exact linear programme."""
+    """W1 by a linear programme."""
     return float(ot.emd2(p / p.sum(), q / q.sum(), np.ascontiguousarray(distance), numItermax=1_000_000))
 
 
 def cropped(p, S) -> np.ndarray:
-    """q_S: p restricted to the mask S and renormalised."""
+    """p restricted to S and renormalised."""
     return np.where(S, p, 0.0) / p[S].sum()
 
 
 def whole_objective(p, S, distance, lam, beta) -> float:
-    """The paper's F(S) = W1(p, q_S) + lam H(q_S) - beta log Gamma_S, to be minimised."""
+    """F(S) = W1(p, q_S) + lam H(q_S) - beta log Gamma_S, to be minimised."""
     q = cropped(p, S)
     return wasserstein(p, q, distance) + lam * entropy(q) - beta * math.log(p[S].sum())

@@ -1,4 +1,4 @@
-"""The draw takes the token whose interval holds u; u depends on seed, position and sample only."""
+"""The draw takes the token whose interval contains u; u depends only on seed, position and sample."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from topw_deploy.errors import ParameterError
 from topw_deploy.sampling import TopWOptions, TopWParameters, crop, draw, uniform_for
 
 RANDOM_MD = Path(__file__).parents[2] / "docs" / "contract" / "random.md"
-LOGITS = np.log([0.1, 0.4, 0.2, 0.3])  # kept in order: 1, 3, 2
+LOGITS = np.log([0.1, 0.4, 0.2, 0.3])  # keep order: 1, 3, 2
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ LOGITS = np.log([0.1, 0.4, 0.2, 0.3])  # kept in order: 1, 3, 2
     [(0.0, 1), (0.44, 1), (0.45, 3), (0.77, 3), (0.78, 2), (1 - 2.0**-24, 2)],
 )
 def test_the_first_token_whose_cumulative_mass_exceeds_u_is_drawn(u, token):
-    # 0.4, 0.3 and 0.2 renormalised by 0.9: cuts at 0.4444 and 0.7778.
+    # Cuts at 0.4 / 0.9 = 0.4444 and 0.7 / 0.9 = 0.7778.
     drawn = draw(LOGITS, [1, 3, 2], 1.0, u)
     assert drawn.token == token
     assert drawn.logprob == pytest.approx(math.log(np.exp(LOGITS[token]) / 0.9))
@@ -55,7 +55,7 @@ def test_frequencies_follow_the_renormalised_crop():
     chi_square = float((np.square(counts - 20_000 * probability) / (20_000 * probability)).sum())
     freedom = len(kept) - 1
     assert freedom > 5
-    assert abs(chi_square - freedom) < 4 * math.sqrt(2 * freedom)  # its standard deviation is sqrt(2 freedom)
+    assert abs(chi_square - freedom) < 4 * math.sqrt(2 * freedom)  # standard deviation: sqrt(2 freedom)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_draw_from_nothing_or_out_of_range_is_refused(kept, temperature, unifo
 
 
 def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
-    """One block, from the definition in Salmon et al. 2011."""
+    """One block, by Salmon et al. 2011."""
     mask = (1 << 64) - 1
     x, k = list(counter), list(key)
     for _ in range(10):
@@ -87,7 +87,7 @@ def philox_4x64_10(counter: list[int], key: list[int]) -> list[int]:
 
 
 def plain_uniform(seed: int, position: int, sample: int) -> float:
-    """As docs/contract/random.md defines it."""
+    """By docs/contract/random.md."""
     counter = position + (sample << 64) + 1
     words = [(counter >> (64 * i)) & ((1 << 64) - 1) for i in range(4)]
     return (philox_4x64_10(words, [seed, 0])[0] >> 40) / 2**24
@@ -103,7 +103,7 @@ def test_the_uniform_is_philox_4x64_10_written_in_plain_integers(seed, position,
 
 
 def test_the_plain_philox_gives_the_published_block():
-    # Known answer of the Random123 distribution (philox4x64-10, all-zero and all-one input).
+    # From Random123 (philox4x64-10, all-zero and all-one input).
     assert philox_4x64_10([0] * 4, [0] * 2) == [
         0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B,
     ]  # fmt: skip

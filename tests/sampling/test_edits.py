@@ -1,4 +1,4 @@
-"""Edits are float32 arithmetic in a fixed order, change their tokens only, and refuse invalid ids."""
+"""Edits are ordered float32 operations, change only their tokens, and reject invalid ids."""
 
 import math
 
@@ -15,7 +15,7 @@ def test_a_penalty_divides_positive_and_multiplies_other_logits_and_the_bias_fol
     logits = np.array([2.0, -2.0, 0.0, 5.0], dtype=np.float32)
     edited = apply_edits(logits, [0, 1, 2], [4.0, 4.0, 4.0], [0.25, 0.25, 0.25])
     assert edited.tolist() == [0.75, -7.75, 0.25, 5.0]
-    assert logits.tolist() == [2.0, -2.0, 0.0, 5.0]  # a new array
+    assert logits.tolist() == [2.0, -2.0, 0.0, 5.0]
 
 
 def test_a_bias_of_minus_infinity_bans_a_token():

@@ -1,4 +1,4 @@
-"""The fast crop keeps and refuses what the reference does, and reports its stage."""
+"""The fast crop matches the reference and reports its stage."""
 
 import math
 
@@ -30,7 +30,7 @@ def fast(case: Case, dtype=np.float64, bound=None):
 
 
 def check(found, wanted):
-    """Equal, or a float64 tie other than equal logits. Returns whether the row was compared."""
+    """Equal, or a float64 tie other than equal logits. Returns whether compared."""
     ties, bounds = wanted.ties, FLOAT64_TIES
     if ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus or ties.certificate <= bounds.objective:
         return False
@@ -146,7 +146,7 @@ def test_invalid_logits_are_refused_in_the_definitions_words(wrong, vocab, beta,
 )
 def test_wrong_shapes_and_geometries_are_refused_in_the_definitions_words(logits, options, geometry):
     if geometry is not None and geometry.metric == options.metric:
-        geometry = Geometry.from_embeddings(geometry.table, "mahalanobis")  # whose features check their ids
+        geometry = Geometry.from_embeddings(geometry.table, "mahalanobis")  # these features check ids
     for parameters in (TopWParameters(), TopWParameters(beta=1.0)):
         with pytest.raises(ParameterError) as ours:
             fast_crop(logits, parameters, options, geometry)
@@ -169,7 +169,7 @@ def test_the_logits_are_not_changed():
     fast_crop(row, TopWParameters(init_top_p=0.3, lam=0.1), UNIFORM)
 
 
-# Each stage, by rows made for it
+# Each stage
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_the_logits_are_not_changed():
     [
         ({"temperature": 0.0}, "greedy", 0),
         ({"temperature": 0.0, "geom_scale": -1.0}, "greedy", 0),
-        ({"beta": 2.2}, "candidates", 0),  # the largest token answers for beta <= lam
+        ({"beta": 2.2}, "candidates", 0),  # one token for beta <= lam
         ({}, "candidates", 2),
-        ({"lam": 0.0, "init_top_p": 1.0}, "pool", 5),  # without lam there is no gap
+        ({"lam": 0.0, "init_top_p": 1.0}, "pool", 5),  # no gap without lam
         ({"lam": 0.0, "init_top_p": 0.1}, "geometry", 5),
         ({"geom_scale": -1.0}, "literal", 5),
     ],
@@ -199,9 +199,6 @@ def test_a_certified_row_of_a_language_models_shape_looks_at_a_handful_of_logits
         found = fast_crop(logits, TopWParameters(temperature=temperature), UNIFORM)
         assert (found.stage, found.certified, found.distances) == ("candidates", True, 0)
         assert found.candidates <= 20
-
-
-# The pieces
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 4096, 4097, 10_000])

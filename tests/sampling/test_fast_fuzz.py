@@ -1,4 +1,4 @@
-"""A small share of the rows of `fuzz.sampler`, and proof that it detects wrong shortcuts."""
+"""A few rows of `fuzz.sampler`; it detects wrong shortcuts."""
 
 import math
 

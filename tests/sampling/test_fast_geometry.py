@@ -1,4 +1,4 @@
-"""Where geometry decides, the fast crop computes few distances, none twice, and stops in time."""
+"""The fast crop computes few distances, none twice."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from .brute_force import Case, Points, direct_distances, random_cases, trace
 
 
 class Watched(Points):
-    """A geometry that records the tokens and pairs measured."""
+    """Records the tokens and pairs measured."""
 
     def __init__(self, points):
         super().__init__(points)
@@ -30,7 +30,7 @@ class Watched(Points):
 
 
 def uncertified(seed, count, **fixed):
-    """Random rows over recorded points, neither certified nor tied."""
+    """Random rows, neither certified nor tied."""
     for case in random_cases(seed, count, metric="mahalanobis", **fixed):
         watched = replace(case, geometry=Watched(case.geometry.features(np.arange(len(case.logits)))))
         wanted = crop(case.logits, case.parameters, case.options, Points(watched.geometry.table))
@@ -43,7 +43,7 @@ def answer(case, bound=None):
 
 
 def nearest_other(geometry, vocab):
-    """The true distance of every token to its nearest other, rounded down to float32."""
+    """Rounded down to float32."""
     distance = direct_distances(geometry, np.arange(vocab))
     np.fill_diagonal(distance, np.inf)
     return np.nextafter(distance.min(axis=1).astype(np.float32), np.float32(0))
@@ -105,7 +105,7 @@ def test_a_distance_that_is_known_beforehand_is_not_computed(scale):
 
 
 def shrinking(seed, count, **fixed):
-    """A head and equal, distant others: a warm start with some of these shrinks to the head."""
+    """Equal, distant tokens in the warm start are dropped."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         others = int(rng.integers(8, 14))
@@ -134,7 +134,7 @@ def test_the_steps_are_the_definitions_less_those_that_confirm_a_nested_answer(p
 
 
 def test_a_knn_set_smaller_than_its_neighbours_is_not_taken_for_final():
-    # The case of test_shortcuts.py: the far member is dropped, and then the block near the other one enters.
+    # As in test_shortcuts.py: the far member leaves, then the block near the other enters.
     points = Points([[0.0], [10.0]] + [[0.01 * i] for i in range(6)])
     parameters = TopWParameters(lam=1.0, beta=1.7, init_top_p=0.38)
     case = Case(np.array([0.0] + [-1.0] * 7), parameters, TopWOptions(potential="knn", knn_k=2), points)
@@ -143,7 +143,7 @@ def test_a_knn_set_smaller_than_its_neighbours_is_not_taken_for_final():
     assert answer(case.but(alt_iters=1)).kept.tolist() == [0]
 
 
-# The row test and the neighbour bound
+# Row test and neighbour bound
 
 
 def test_the_loss_of_a_share_falls_from_one_to_nothing():
@@ -187,7 +187,7 @@ def test_a_bound_that_is_too_short_or_not_a_number_is_refused():
         fast_crop(row, parameters, TopWOptions(), points, np.array([0.0, np.nan, 0.0], np.float32))
 
 
-# Distances to sets that change
+# Distances to changing sets
 
 
 @pytest.mark.parametrize("metric", ["mahalanobis", "unit", "cosine"])

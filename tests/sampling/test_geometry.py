@@ -1,4 +1,4 @@
-"""Distances follow the definition to twelve digits, for every metric and any table."""
+"""Distances match the definition to twelve digits."""
 
 import numpy as np
 import pytest
@@ -101,7 +101,7 @@ def test_statistics_do_not_depend_on_the_block_size(table, monkeypatch):
 
 
 def test_statistics_are_taken_in_float64_whatever_the_tables_type(tmp_path):
-    # A float32 sum of these would miss the mean by far more than the tolerance.
+    # A float32 sum would miss the mean.
     table = (1e3 + np.random.default_rng(0).normal(size=(5000, 2))).astype(np.float16)
     path = tmp_path / "table.npy"
     np.save(path, table)

@@ -1,4 +1,4 @@
-"""The step's optimum against all subsets of small rows: prefix, singleton, monotonicity, invariance."""
+"""The step's optimum against all subsets of small rows."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,6 @@ def small_problems(seed, count, n=9):
 
 
 def scanned(p, phi, c):
-    """(the prefix the scan keeps, its J)"""
     order = np.argsort(-phi, kind="stable")
     J = objective(p[order], phi[order], c)
     k = first_maximiser(J, c)
@@ -48,9 +47,9 @@ def test_for_beta_at_least_lam_no_subset_beats_the_best_prefix_of_the_phi_order(
 
 
 def test_for_beta_below_lam_and_arbitrary_potentials_the_best_subset_need_not_be_a_prefix():
-    # Why the prefix theorem asks for beta >= lam, and singleton collapse of the scan for anchored potentials.
+    # The prefix theorem needs beta >= lam; singleton collapse needs anchored potentials.
     p, phi, c = np.array([0.1, 0.9]), np.array([0.0, 0.5]), -1.0
-    assert objectives_of_all(p, phi, c, subsets(2)).argmax() == 0  # of {0}, {1}, {0, 1}
+    assert objectives_of_all(p, phi, c, subsets(2)).argmax() == 0
     assert scanned(p, phi, c)[0].tolist() == [1]
 
 
@@ -130,7 +129,7 @@ def test_without_geometry_and_entropy_the_crop_is_top_k_with_k_the_pool():
 def test_adding_a_constant_to_all_logits_changes_nothing():
     for case in random_cases(8, 300):
         a = case.crop()
-        b = replace(case, logits=case.logits + 64.0).crop()  # exact in float64 for these float32 logits
+        b = replace(case, logits=case.logits + 64.0).crop()  # exact in float64
         assert a.kept.tolist() == b.kept.tolist()
         assert a.certified == b.certified
 
@@ -152,7 +151,7 @@ def test_scaling_lam_beta_and_geom_scale_together_changes_nothing():
 
 
 def test_multiplying_all_probabilities_changes_neither_the_order_nor_the_cuts():
-    # F0: the plain trace takes softmax over the whole row, the reference weights in units of the largest.
+    # F0: the plain trace uses softmax over the whole row, the reference weights relative to the largest.
     for case in random_cases(11, 300, top_m=5):
         row = trace(case, iterations=1)
         if case.parameters.beta <= case.parameters.lam:
@@ -180,7 +179,7 @@ def test_a_token_that_is_near_the_crop_never_does_worse_than_a_far_one():
 
 
 def test_the_pool_is_exact_once_no_token_beyond_it_can_pass_the_gap():
-    # With the same warm start, a larger pool answers the same when the gap excludes all it adds.
+    # A larger pool changes nothing if the gap excludes all it adds.
     compared = uncertified = 0
     for case in random_cases(13, 900, lam=1.0, beta=1.6, geom_scale=1.0, alt_iters=9, top_m=1200, potential="nearest"):
         wide = trace(case)

@@ -1,4 +1,4 @@
-"""Parameters check their ranges and suggest names."""
+"""Parameter ranges and suggested names."""
 
 import math
 

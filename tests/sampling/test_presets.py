@@ -1,4 +1,4 @@
-"""Presets: the parameters of each name, for any metric and width."""
+"""Preset parameters, for any metric and width."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_typical_distance_counts_the_same_under_lively_at_every_width() -> Non
 
 
 def test_under_lively_geometry_passes_over_a_far_token_for_a_less_likely_near_one() -> None:
-    """Four tokens: the likeliest, a distant one, a less likely near-duplicate of the first, an unlikely one."""
+    """Tokens: likeliest, distant, a less likely near-duplicate of the first, unlikely."""
     table = np.array([[5.0, 0.0], [-5.0, 1.0], [5.0, 0.1], [0.0, -5.0]], np.float32)
     logits = np.log(np.array([0.6, 0.05, 0.04, 0.0001], np.float32))
     geometry = Geometry.from_embeddings(table, "cosine")

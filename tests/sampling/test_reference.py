@@ -1,4 +1,4 @@
-"""The reference against a second implementation of the rule, and against cases computed by hand."""
+"""The reference against a second implementation and hand-computed cases."""
 
 import math
 
@@ -36,7 +36,7 @@ def test_the_crop_is_what_a_second_plain_implementation_keeps(seed):
             assert found.kept.tolist() == plain.kept
             assert (found.warm_size, found.steps) == (plain.k0, len(plain.Js))
             compared += 1
-    assert compared > 400  # the rest sit on a tie
+    assert compared > 400  # the rest are ties
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -55,18 +55,17 @@ def test_the_crop_is_also_plain_with_a_repulsive_geometry(seed):
     ("logits", "parameters", "expected"),
     [
         ([0.0], {}, [0]),
-        # Two tokens: the second stays iff 0.6 log(1 + r) > 2.2 r log(1 / r) / (1 + r), from r = 0.70344 on.
+        # The second of two tokens stays iff 0.6 log(1 + r) > 2.2 r log(1 / r) / (1 + r): r > 0.70344.
         ([0.0, math.log(0.7034)], {}, [0]),
         ([0.0, math.log(0.7035)], {}, [0, 1]),
         ([math.log(0.7035), 0.0], {}, [1, 0]),
-        # One and five at e^-0.5 of it: J falls for two tokens and is highest for all six.
+        # J falls for two tokens and is highest for all six.
         ([0.0] + [-0.5] * 5, {}, [0, 1, 2, 3, 4, 5]),
         ([0.0] + [-0.5] * 4, {}, [0]),
         # Equal logits all stay or all go, lower ids first.
         ([1.0, 3.0, 3.0, 1.0], {}, [1, 2]),
-        # Without the entropy term all mass is welcome: the pool as it is.
+        # No entropy term: the whole pool stays.
         ([1.0, 3.0, 2.0], {"lam": 0.0}, [1, 2, 0]),
-        # beta <= lam: one token.
         ([1.0, 1.0, 1.0], {"beta": 2.2}, [0]),
         ([1.0, 1.0, 1.0], {"beta": 0.0, "lam": 0.0}, [0]),
         ([-np.inf, 0.0, -np.inf], {}, [1]),
@@ -86,19 +85,19 @@ def test_geometry_drops_a_far_token_and_keeps_a_near_one_of_the_same_probability
 
 def test_a_token_inside_the_warm_start_is_not_judged_by_its_distance():
     logits, far = [0.0, -0.1], Points([[0.0], [1000.0]])
-    assert kept(logits, far, TopWOptions()) == [0, 1]  # 0.999 of the mass takes both
+    assert kept(logits, far, TopWOptions()) == [0, 1]
     assert kept(logits, far, TopWOptions(), init_top_p=0.5) == [0]
 
 
 def test_the_knn_potential_takes_the_mean_of_the_nearest_members_and_all_of_a_smaller_set():
-    # Members at 0 and 4, an outsider at 1: nearest 1, two nearest (1 + 3) / 2 = 2, four of two members also 2.
+    # Members at 0 and 4, an outsider at 1: nearest 1, two nearest (1 + 3) / 2 = 2, as with four.
     case = Case(
         np.array([0.0, 0.0, -0.5]),
         TopWParameters(lam=1.0, beta=4.0, init_top_p=0.6),
         TopWOptions(potential="knn", knn_k=2),
         Points([[0.0], [4.0], [1.0]]),
     )
-    # phi of the outsider is -0.5 - g * dist, it enters iff that exceeds about m - c h: 1 is near enough, 2 is not.
+    # The outsider's phi is -0.5 - g * dist; it enters iff that exceeds about m - c h: for 1, not 2.
     scale = {"geom_scale": 2.0}
     assert kept(case.logits, case.geometry, TopWOptions(), lam=1.0, beta=4.0, init_top_p=0.6, **scale) == [0, 1, 2]
     for knn_k in (2, 4):
@@ -116,7 +115,7 @@ def test_the_pool_takes_the_lowest_ids_among_equal_logits_and_says_so():
 
 
 def test_equal_logits_at_the_warm_starts_cut_are_reported_where_they_matter():
-    # S(0) holds one of three equal tokens, the lowest id, and the last is near it; another sort might take another.
+    # S(0) holds the lowest id of three equal tokens; another sort might take another.
     logits, points = np.log([0.4, 0.2, 0.2, 0.2]), Points([[0.0], [5.0], [50.0], [5.1]])
     parameters = TopWParameters(lam=0.1, beta=4.0, init_top_p=0.6)
     found = crop(logits, parameters, TopWOptions(), points)
@@ -160,7 +159,7 @@ def test_temperatures_that_underflow_every_other_weight_still_give_the_argmax():
 
 
 def test_a_repulsive_prefix_of_vanishing_mass_is_judged_without_nan():
-    # The far token comes first in phi order although its probability is e^-5000, so the prefixes are {1} and {1, 0}.
+    # The far token, of probability e^-5000, is first in phi order: prefixes {1} and {1, 0}.
     far, once = Points([[0.0], [40.0]]), TopWOptions(alt_iters=1)
     with np.errstate(divide="raise", invalid="raise"):
         assert kept([0.0, -50.0], far, once, temperature=0.01, geom_scale=-1.0, lam=0.001) == [0, 1]
@@ -226,7 +225,7 @@ def test_ties_are_allowed_within_the_bounds_and_not_beyond():
 
 
 def test_the_margins_are_the_ones_of_the_run():
-    # Two tokens with J_1 = 0 and J_2 = mean + c log(1 + r); the warm start takes the second, 0.3 over its cut.
+    # J_1 = 0 and J_2 = mean + c log(1 + r); the warm start takes the second, 0.3 over its cut.
     r, lam, beta = 0.7, 2.2, 2.8
     found = crop(np.log([1.0, r]), TopWParameters(), UNIFORM)
     J2 = lam * r * math.log(r) / (1 + r) + (beta - lam) * math.log(1 + r)

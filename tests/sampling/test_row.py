@@ -1,4 +1,4 @@
-"""One row from logits to token: float32 inputs, and invalid rows without an error."""
+"""One row from float32 logits to token; invalid rows raise no error."""
 
 import math
 import re

@@ -1,6 +1,4 @@
-"""Everything a fast path may skip is proven in docs/contract/theory.md; each statement is tried here on thousands of
-rows.
-"""
+"""The shortcuts of docs/contract/theory.md, tried on thousands of rows."""
 
 import math
 from itertools import pairwise
@@ -15,7 +13,7 @@ from .brute_force import Case, Points, objective_of, potential, random_cases, tr
 
 
 def positive_mass_reward(seed, count, **fixed):
-    """Random rows with c = beta - lam > 0 and lam > 0, the domain of the gap, the row test and the block stop."""
+    """Random rows with c = beta - lam > 0 and lam > 0, the domain of gap, row test and block stop."""
     for case in random_cases(seed, count, **fixed):
         if case.parameters.beta > case.parameters.lam > 0:
             yield case
@@ -26,7 +24,7 @@ def c_of(case):
 
 
 def base_objective(case, row):
-    """J without geometry over the pool's own order, in units of the largest probability."""
+    """J without geometry in pool order."""
     return objective(row.w, case.parameters.lam * row.log_w, c_of(case))
 
 
@@ -47,7 +45,7 @@ def test_once_a_step_answers_with_a_subset_the_next_step_answers_the_same():
 
 
 def test_with_fewer_members_than_knn_k_a_nested_step_need_not_be_final():
-    # Two members at 0 and 10 keep the block near 0 at a mean distance of 5; once the far one is dropped it is near.
+    # Members at 0 and 10 keep the block near 0 at mean distance 5; without the far one it is near.
     logits = np.array([0.0] + [-1.0] * 7)
     points = Points([[0.0], [10.0]] + [[0.01 * i] for i in range(6)])
     parameters = TopWParameters(lam=1.0, beta=1.7, init_top_p=0.38)
@@ -79,7 +77,7 @@ def test_a_certified_crop_is_the_top_k_of_the_base_scan(metric, potential):
         else:
             uncertified += row.kept != row.pool[:K]
     assert certified > 30
-    assert uncertified > 20  # geometry did act where the certificate was missing
+    assert uncertified > 20
 
 
 def test_every_step_of_a_certified_row_gives_the_same_answer():
@@ -155,7 +153,7 @@ def test_no_kept_token_is_further_below_the_largest_than_the_gap_allows():
                 below = -row.log_w[max(S)]
                 assert below <= c / lam * (1 + math.log(W)) + 1e-9
                 tightest = max(tightest, below / (c / lam * (1 + math.log(W))))
-    assert tightest > 0.85  # the bound is of use
+    assert tightest > 0.85
 
 
 def test_at_the_defaults_nothing_further_than_3_53_temperatures_below_the_largest_is_kept():
@@ -175,7 +173,7 @@ def test_at_the_defaults_a_runner_up_survives_from_0_7035_of_the_top_probability
 
 
 def removal_bound(y):
-    """h(y) = -((1 - y) / y) log(1 - y): what dropping a share y of the mass costs in log-mass, from 1 down to 0."""
+    """h(y): the log-mass cost of dropping a share y of the mass."""
     return np.where(y >= 1, 0.0, -(1 - y) / y * np.log1p(-np.minimum(y, 1 - 1e-16)))
 
 
@@ -188,7 +186,7 @@ def test_no_token_that_fails_the_row_test_is_kept():
             f = potential(row.distance, S, case.options, case.parameters.geom_scale)
             outside = [i for i in range(len(row.p)) if i not in S]
             weaker = f[outside] * rng.choice([0.0, 0.5, 1.0])  # -scale * delta, delta a lower bound of dist(i, S)
-            LB = objective_of(sorted(S), row.p, phi, c) - rng.choice([0.0, 0.3])  # J of some subset, or less
+            LB = objective_of(sorted(S), row.p, phi, c) - rng.choice([0.0, 0.3])
             Gmax = row.p[sorted(after)].sum() * rng.choice([1.0, 1.3])
             y = np.minimum(row.p[outside] / Gmax, 1.0)
             threshold = LB - c * math.log(Gmax) - c * removal_bound(y)
@@ -235,7 +233,7 @@ def test_any_candidates_that_cover_the_members_certify_by_their_own_mass():
             else:
                 missed += row.k0 >= K
     assert seen > 3000
-    assert missed > 0  # it is sufficient, not necessary
+    assert missed > 0  # sufficient, not necessary
 
 
 # Ties
@@ -272,7 +270,7 @@ def test_a_tie_across_the_pools_cut_is_the_exception():
     assert found.ties.pool_cut
 
 
-# What is not true
+# False statements
 
 
 def test_the_objective_can_fall_and_rise_again_so_the_scan_must_not_stop_at_the_first_descent():

@@ -1,4 +1,4 @@
-"""The torch sampler keeps what the reference keeps."""
+"""The torch sampler keeps the reference's tokens."""
 
 from collections import Counter
 from dataclasses import fields
@@ -48,9 +48,9 @@ def ids_of(result, row):
 
 
 def check_row(result, row, wanted):
-    """Equal to the reference's crop, or a tie that docs/contract/graph.md, section 4, allows in float64."""
+    """Equal, or a float64 tie of docs/contract/graph.md, section 4."""
     ties, bounds = wanted.ties, FLOAT64_TIES
-    tied = ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus  # a cut pool is no excuse here
+    tied = ties.objective <= bounds.objective or ties.nucleus <= bounds.nucleus  # a cut pool is no excuse
     if not tied:
         assert ids_of(result, row) == wanted.kept.tolist()
         assert result.keep_mask[row].nonzero()[:, 0].tolist() == sorted(wanted.kept.tolist())
@@ -140,9 +140,6 @@ def test_numbers_and_columns_of_the_same_numbers_give_the_same():
     assert shared.kept.min() > 1
 
 
-# Kinds of rows
-
-
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.0}, {"lam": 0.0}, {"geom_scale": -1.0}])
 def test_a_vocabulary_of_one_token_keeps_it(parameters):
     result = crop_rows(torch.tensor([[-3.0], [2.0]]), parameters, TopWOptions(metric="uniform", top_m=1200))
@@ -168,7 +165,7 @@ def test_the_lowest_of_equal_largest_tokens_is_the_greedy_one_and_minus_zero_equ
     logits = torch.full((1, 20_000), -5.0)
     logits[0, [17, 9000, 19_999]] = torch.tensor([-0.0, 0.0, 0.0])
     assert ids_of(crop_rows(logits, {"temperature": 0.0}, UNIFORM), 0) == [17]
-    assert ids_of(crop_rows(logits, {"beta": 1.0}, UNIFORM), 0) == [17]  # beta <= lam keeps one token
+    assert ids_of(crop_rows(logits, {"beta": 1.0}, UNIFORM), 0) == [17]  # one token for beta <= lam
     assert ids_of(crop_rows(logits, {}, UNIFORM), 0) == [17, 9000, 19_999]
 
 
@@ -188,9 +185,6 @@ def test_banned_tokens_are_never_kept_even_if_the_pool_is_larger():
 def test_the_masked_logits_are_the_kept_ones_and_minus_infinity():
     masked = crop_rows(PEAKED, {}, UNIFORM).masked(PEAKED)
     assert masked.tolist() == [[-torch.inf, 5.0, PEAKED[0, 2].item(), -torch.inf, -torch.inf]]
-
-
-# Cost
 
 
 def test_certified_rows_wait_for_the_device_once_and_for_one_truth_value():
@@ -214,8 +208,6 @@ def test_certified_rows_wait_for_the_device_once_and_for_one_truth_value():
 
 
 class Counting(Geometry):
-    """A geometry that counts the pairs measured."""
-
     pairs = 0
 
     def between(self, x, y):
@@ -257,9 +249,6 @@ def test_a_neighbour_bound_saves_distances_and_changes_nothing_else():
         if plain.stage[0] == Stage.GEOMETRY:
             without, with_bound = without + int(plain.distances), with_bound + int(bounded.distances)
     assert with_bound < 0.6 * without
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Distances on tensors are the reference's."""
+"""Distances on tensors equal the reference's."""
 
 import numpy as np
 import pytest

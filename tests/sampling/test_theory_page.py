@@ -1,4 +1,4 @@
-"""docs/contract/theory.md names a test for every statement, and names every theorem's test."""
+"""docs/contract/theory.md names a test for every statement and theorem."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ PAGE = HERE.parents[1] / "docs" / "contract" / "theory.md"
 
 
 def named_on_the_page():
-    """Patterns of the test names between backticks; three dots stand for the words left out."""
+    """Patterns of test names in backticks; three dots stand for omitted words."""
     names = re.findall(r"`((?:test_|\.\.\.)\w+(?:\.\.\.)?)`", PAGE.read_text())
     return [re.compile(name.replace("...", ".*")) for name in names]
 

@@ -1,7 +1,7 @@
-"""A float32 implementation may answer differently only where the reference reports a tie.
+"""A float32 implementation may differ only where the reference reports a tie.
 
-The float32 walk below is the rule with every array in single precision: what a graph computes, without its shortcuts.
-Rows are pushed onto their ties on purpose, so that differences do occur and the reported margins are what is tested.
+The float32 walk is the rule in single precision, without shortcuts. Rows are moved onto their ties, so that differences
+test the reported margins.
 """
 
 import math
@@ -42,14 +42,13 @@ def float32_kept(case: Case) -> list[int]:
 
 
 def as_float32(case: Case) -> Case:
-    """The case with float32-rounded parameters."""
     P = case.parameters
     names = ("lam", "beta", "temperature", "init_top_p", "geom_scale")
     return replace(case, parameters=replace(P, **{name: float(f32(getattr(P, name))) for name in names}))
 
 
 def onto_an_objective_tie(case: Case, rng) -> Case | None:
-    """beta moved to where the step's best J and another prefix's are equal, within a few float32 roundings."""
+    """beta where the step's best J equals another prefix's, within a few float32 roundings."""
     row = trace(case, iterations=1)
     J, log_gamma = np.array(row.Js[0]), np.log(np.cumsum(row.w[row.orders[0]]))
     k = int(np.argmax(J))
@@ -68,7 +67,7 @@ def onto_a_nucleus_tie(case: Case, rng) -> Case:
 
 
 def compare(cases):
-    """(rows compared, rows that differ, differing rows whose ties do not excuse it)"""
+    """Returns (rows compared, rows that differ, differing rows not excused by ties)."""
     rows = different = 0
     unexcused = []
     for case in map(as_float32, filter(None, cases)):
@@ -105,7 +104,7 @@ def test_rows_on_a_nucleus_tie_differ_in_float32_and_the_margin_says_so():
 
 
 def test_equal_phi_needs_no_margin_of_its_own_when_beta_exceeds_lam():
-    # Two outsiders whose phi differ by less than float32 can hold: the objective takes both or neither, or reports it.
+    # Two outsiders whose phi float32 cannot distinguish: the objective takes both or neither, or reports it.
     rng = np.random.default_rng(43)
     cases = []
     for _ in range(400):
@@ -123,7 +122,7 @@ def test_equal_phi_needs_no_margin_of_its_own_when_beta_exceeds_lam():
 
 
 def test_for_beta_at_most_lam_a_repulsive_row_reports_the_lead_of_the_best_phi():
-    # No prefix of this order holds the runner-up alone, so no margin of J could tell how near it was.
+    # No prefix holds the runner-up alone, so no margin of J shows how near it was.
     logits, points = np.array([0.0, -1.0, -1.0]), Points([[0.0], [2.0], [-2.0 - 1e-7]])
     parameters = TopWParameters(lam=1.0, beta=0.5, init_top_p=0.3, geom_scale=-1.0)
     case = Case(logits, parameters, TopWOptions(alt_iters=1), points)

@@ -1,4 +1,4 @@
-"""The paper's theory of the transport term, against an exact optimal-transport solver on small cases."""
+"""The paper's transport theory against an exact solver on small cases."""
 
 import math
 
@@ -22,7 +22,7 @@ from .brute_force import (
 
 
 def worlds(seed, count, n=7, metrics=TRUE_METRICS):
-    """Random (probabilities [n], distances [n, n], mask of a proper subset [n]) under each metric."""
+    """Random (probabilities [n], distances [n, n], mask of a proper subset [n]) per metric."""
     rng = np.random.default_rng(seed)
     for metric in metrics:
         for _ in range(count):
@@ -53,7 +53,7 @@ def test_the_factorisation_fails_for_cosine_which_is_no_metric():
     for p, d, S in worlds(2, 60, metrics=("cosine",)):
         halves = wasserstein(cropped(p, ~S), cropped(p, S), d)
         gaps.append((1 - p[S].sum()) * halves - wasserstein(p, cropped(p, S), d))
-    assert min(gaps) > -1e-9  # a detour over a third token can only be cheaper
+    assert min(gaps) > -1e-9  # a detour can only be cheaper
     assert max(gaps) > 1e-3
 
 
@@ -90,7 +90,7 @@ def test_removed_tokens_cost_at_least_their_distance_to_the_crop():
 
 
 def test_the_envelopes_are_the_extremes_of_all_1_lipschitz_functions_anchored_on_the_crop():
-    # A linear programme over all f with f = 0 on S and |f_i - f_j| <= d(i, j) pushes one value down, then up.
+    # Over all f with f = 0 on S and |f_i - f_j| <= d(i, j): the least, then the largest value.
     for _, d, S in worlds(7, 8):
         n = len(S)
         pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
@@ -127,7 +127,7 @@ def test_with_the_uniform_metric_and_no_other_term_the_best_crop_of_k_tokens_is_
 
 
 def test_with_the_uniform_metric_and_no_mass_reward_the_objective_is_top_hs_lagrangian():
-    # Top-H: the most mass with entropy at most some bound; its Lagrangian is Gamma_S - lam H(q_S), to be maximised.
+    # Top-H: the most mass with bounded entropy; its Lagrangian, to be maximised, is Gamma_S - lam H(q_S).
     for p, d, _ in worlds(10, 12, n=6, metrics=("uniform",)):
         for lam in (0.1, 0.4, 1.0):
             for S in subsets(6)[::4]:

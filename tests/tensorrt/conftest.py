@@ -13,11 +13,10 @@ CACHE = 128
 
 @pytest.fixture(scope="session")
 def exported_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder as --target tensorrt writes it, with a cache of 128 tokens."""
+    """A decoder for --target tensorrt, with a cache of 128 tokens."""
     return export(tmp_path_factory.mktemp("toy") / "out", Toy.random(1), form="scatter", max_length=CACHE)
 
 
 @pytest.fixture
 def out(exported_toy: Path, tmp_path: Path) -> Path:
-    """A copy to build engines into."""
     return Path(shutil.copytree(exported_toy, tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""Building an engine: TensorRT's configuration, the files written, and those left by a failure."""
+"""Building an engine: configuration, files written or left by a failure."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_progress_grows_to_a_hundred(trt: TensorRT, out: Path) -> None:
         yield shown.append
 
     build_engine(EngineRequest(out=out), Progress(bar=bar))
-    assert shown == [16, 17, 17, 50]  # three steps within the first of two, its end, then the second
+    assert shown == [16, 17, 17, 50]  # the first of two phases in three steps, then the second
 
 
 def test_an_interrupt_while_building_leaves_the_earlier_engine(trt: TensorRT, out: Path) -> None:

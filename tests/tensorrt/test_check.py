@@ -23,7 +23,6 @@ from topw_deploy.tensorrt.check import CheckReport, check
 
 
 def sampler(folder: Path, *, tail: str = "portable", options: TopWOptions | None = None, vocab: int = 300) -> Path:
-    """A sampler-only export over random embeddings."""
     table = folder / "table.npy"
     np.save(table, np.random.default_rng(0).standard_normal((vocab, 8)).astype(np.float32))
     options = options or TopWOptions(top_m=64)
@@ -34,7 +33,6 @@ def sampler(folder: Path, *, tail: str = "portable", options: TopWOptions | None
 
 
 def rewrite(out: Path, model: onnx.ModelProto) -> None:
-    """Replace the folder's model and adapt the manifest."""
     manifest = load_manifest(out)
     onnx.save(model, out / "model.onnx")
     save_manifest(out, replace(manifest, files=describe_files(out, list(manifest.files))))
@@ -131,7 +129,7 @@ def test_a_sampler_that_neither_function_nor_plugin_serves_is_unsupported(tmp_pa
 
 
 def test_a_node_that_does_not_tell_of_its_outputs_is_inlined_alone(tmp_path: Path) -> None:
-    """As exports before the attributes with_mass and with_keep_mask have it."""
+    """As in exports without with_mass and with_keep_mask."""
     out = export(tmp_path / "out", Toy.random(1), form="scatter", max_length=128, with_mass=True)
     model = onnx.load(out / "model.onnx")
     node = model.graph.node[-1]
@@ -186,7 +184,7 @@ def test_an_onnxruntime_that_is_too_old_is_named(exported_toy: Path, monkeypatch
 
 
 def test_a_tensorrt_that_is_too_old_is_named(exported_toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jetsons have one: its parser knows no TensorScatter."""
+    """Jetsons have one, without TensorScatter."""
     old = ModuleType("tensorrt")
     old.__version__ = "10.3.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "tensorrt", old)

@@ -1,4 +1,4 @@
-"""An engine is used if its stamp fits and the file is intact; every other case is one sentence."""
+"""An engine is used if its stamp fits and its file is intact; else one sentence says why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of supported operators, with a graph per rule."""
+"""The table of supported operators, one graph per rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ FLOAT, HALF, INT64 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT64
 
 
 def refusals(folder: Path, nodes: Sequence[NodeProto], inputs: dict[str, tuple[int, list[int | str]]]) -> list[str]:
-    """The refusals of a graph of these nodes, in order."""
     values = [helper.make_tensor_value_info(name, *given) for name, given in inputs.items()]
     stored = [numpy_helper.from_array(np.array([4000]), "many"), numpy_helper.from_array(np.array([64]), "few")]
     graph = helper.make_graph(list(nodes), "g", values, [], [*stored, numpy_helper.from_array(np.uint8([1]), "bytes")])

@@ -1,4 +1,4 @@
-"""The shapes that profiles cover, and the profile that a run takes."""
+"""Shapes of profiles, and choosing one."""
 
 from __future__ import annotations
 

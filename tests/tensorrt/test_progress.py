@@ -1,4 +1,4 @@
-"""Nested phases, steps from several threads, and errors while reporting."""
+"""Nested phases, steps from several threads, reporting errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_phases_within_phases_make_one_growing_number() -> None:
     phases.step("part", 1)
     phases.finish("part")
     phases.step("all", 3)
-    assert shown == [25, 12, 13, 50]  # 1/4, then half of the next quarter, then all of it, then the end
+    assert shown == [25, 12, 13, 50]  # 1/4, half of the next, its rest, the end
     assert phases.stopped is None
 
 

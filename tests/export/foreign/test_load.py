@@ -1,4 +1,4 @@
-"""Decoders of other exporters: cache, longest sequence, and what they leave out, found from graph and configuration."""
+"""Cache, context length and missing inputs of other exporters' decoders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def decoder(
     cache: ir.DataType = ir.DataType.FLOAT,
     extra_input: str = "",
 ) -> ir.Model:
-    """Inputs, outputs and attention as onnxruntime-genai's builder writes them, and nothing between."""
+    """Inputs, outputs and attention as onnxruntime-genai's builder writes them, without layers."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 21, "com.microsoft": 1}, name="decoder")
     editor = GraphEditor(graph, "made")
     ids = editor.input("input_ids", ir.DataType.INT64, ["batch_size", "sequence_length"])
@@ -200,7 +200,7 @@ def test_a_window_in_plain_operators_is_a_number_in_a_comparison(number: int, fo
     editor = GraphEditor(graph, "made")
     distance = editor.input("distance", ir.DataType.INT64, ["sequence_length"])
     editor.op("Greater", [distance, editor.constant(np.int64(number))])
-    editor.op("Reshape", [distance, editor.constant(np.array([16]))])  # a size is not a comparison
+    editor.op("Reshape", [distance, editor.constant(np.array([16]))])  # a size, not a comparison
     assert applies_window(graph, Window(16, None)) is found
 
 

@@ -1,4 +1,4 @@
-"""The embedding lookup is found in the forms that exporters write, and its rows are the graph's."""
+"""Find the embedding lookup in every exporter's form."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ def plain(editor: GraphEditor, ids: ir.Value) -> ir.Value:
 
 
 def through_a_reshape(editor: GraphEditor, ids: ir.Value) -> ir.Value:
-    """GPT-2: the ids are flattened to [-1, sequence]."""
+    """GPT-2: ids flattened to [-1, sequence]."""
     editor.op("Shape", [ids])
     flat = editor.op("Reshape", [ids, editor.constant(np.array([-1, 4]))])
     return editor.op("Gather", [editor.constant(TABLE, "table"), editor.op("Cast", [flat], to=6)])
 
 
 def of_the_transposed_head(editor: GraphEditor, ids: ir.Value) -> ir.Value:
-    """onnxruntime-genai, tied: the head's weight [hidden, vocab], transposed."""
+    """onnxruntime-genai, tied: the transposed head weight [hidden, vocab]."""
     head = editor.constant(TABLE.T.copy(), "head")
     table = editor.op("Transpose", [head], perm=[1, 0], dtype=ir.DataType.FLOAT, shape=[ROWS, HIDDEN])
     return editor.op("Gather", [table, ids], axis=0)
 
 
 def quantised() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packed 4-bit codes, scales, and the dequantised rows."""
     blocks = TABLE.reshape(ROWS, HIDDEN // 16, 16)
     scales = (np.abs(blocks).max(axis=2) / 7).astype(np.float32)
     codes = np.clip(np.rint(blocks / scales[..., None]) + 8, 0, 15).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Which row the logits come from, and where it is selected."""
+"""The row that gives the logits."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def matmuls_of_one_row(graph: ir.Graph) -> int:
     [
         ([[1, 1, 1], [0, 0, 1]], [2, 2]),  # left padding
         ([[1, 1, 1], [1, 0, 0]], [2, 0]),  # right padding
-        ([[0, 1, 1, 1], [1, 1, 1, 0]], [2, 1]),  # after a cached token
-        ([[0, 0, 0], [1, 1, 0]], [0, 1]),  # a row of padding does not fail
+        ([[0, 1, 1, 1], [1, 1, 1, 0]], [2, 1]),  # one cached token
+        ([[0, 0, 0], [1, 1, 0]], [0, 1]),  # an empty row does not fail
     ],
 )
 def test_logits_are_those_of_the_last_attended_position(after: str, mask: list[list[int]], columns: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The neighbour bound: never above a distance, usually tight, independent of block sizes."""
+"""Bounds on the distance to the nearest other token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def random_table(rows: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def truth(table: np.ndarray, metric: str) -> np.ndarray:
-    """float64 [V]: the distance to the nearest other token, by definition."""
     points = Geometry.from_embeddings(table, metric).features(np.arange(len(table)))
     nearest = np.full(len(table), np.inf)
     for i, x in enumerate(points):
@@ -87,7 +86,7 @@ def test_duplicates_are_at_zero_and_near_duplicates_not_above_their_distance(met
 
 @st.composite
 def tables(draw: st.DrawFn) -> np.ndarray:
-    """Small tables of any scale and type, with duplicates, near-duplicates, zero rows and outliers."""
+    """With duplicates, near-duplicates, zero rows and outliers."""
     rows, width = draw(st.integers(2, 24)), draw(st.integers(1, 12))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     table = random.standard_normal((rows, width)) * 10.0 ** draw(st.integers(-18, 18))
@@ -107,7 +106,7 @@ def tables(draw: st.DrawFn) -> np.ndarray:
 @settings(max_examples=300, deadline=None)
 @given(tables(), st.sampled_from(METRICS), st.booleans())
 def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, rounded: bool) -> None:
-    """Under float64 statistics and their float32 roundings, which a graph contains."""
+    """With float64 statistics and a graph's float32 ones."""
     geometry = Geometry.from_embeddings(table, metric)
     bound = neighbour_bound(geometry, len(table))
     if rounded:
@@ -122,7 +121,7 @@ def test_no_bound_is_ever_above_a_distance(table: np.ndarray, metric: str, round
 @settings(max_examples=100, deadline=None)
 @given(tables(), st.sampled_from(METRICS), st.integers(1, 7), st.integers(1, 3))
 def test_blocks_of_any_size_give_the_same_bound(table: np.ndarray, metric: str, block: int, held: int) -> None:
-    """Up to the rounding of float32 sums in another order."""
+    """Up to float32 summation order."""
     geometry = Geometry.from_embeddings(table, metric)
     whole = neighbour_bound(geometry, len(table))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A grafted decoder that keeps its own logits also runs without the sampler's inputs."""
+"""A grafted decoder that keeps its logits runs without sampler inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def with_logits(foreign_decoder: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def feeds(session: ort.InferenceSession, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """The inputs of the decoder without the sampler."""
     batch, length = ids.shape
     given = {
         "input_ids": ids,
@@ -49,7 +48,7 @@ def test_the_decoders_own_logits_need_none_of_the_samplers_inputs(
     (wanted,) = before.run(["logits"], feeds(before, ids))
     found, token = after.run(["logits", "next_token"], feeds(after, ids))
     np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(token, wanted[:, -1].argmax(axis=1))  # the default is greedy
+    np.testing.assert_array_equal(token, wanted[:, -1].argmax(axis=1))
 
 
 def test_the_runtime_feeds_optional_inputs(foreign_decoder: Path, with_logits: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Each target gets its lowering; what that cannot serve falls back to a concatenated cache, with the reason."""
+"""Each target's lowering, and the fallback: a concatenated cache and a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tiny(**changes: object) -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def narrow() -> TracedDecoder:
-    """Heads of 4 numbers, which GroupQueryAttention refuses."""
+    """Heads of 4 numbers, which GroupQueryAttention rejects."""
     return trace(make_model(tiny()))
 
 

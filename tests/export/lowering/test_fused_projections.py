@@ -1,4 +1,4 @@
-"""Products are fused only where the result is the same."""
+"""Projections are fused only if the result is the same."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def gated(
 ) -> ir.Model:
     """act(gate(x)) * up(x).
 
-    biases: how many of the two products have one.
-    sources: with 2 it is up(-x).
+    biases: number of projections with one.
+    sources: 2 gives up(-x).
     """
     editor = GraphEditor(ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy"), "toy")
     x = editor.input("x", ir.DataType.FLOAT, ["batch", "sequence", HIDDEN])
@@ -195,7 +195,7 @@ def test_gates_are_fused_with_a_static_cache_unless_switched_off(
 ) -> None:
     decoder = copy_of(traced)
     lower(decoder, kv=None, target=target, context_length=64, fuse_gates=fuse)
-    assert sum("gate_up" in name for name in decoder.model.graph.initializers) == fused  # one for each layer
+    assert sum("gate_up" in name for name in decoder.model.graph.initializers) == fused
 
 
 def test_gates_are_not_fused_with_a_concatenated_cache(traced: TracedDecoder) -> None:
@@ -212,4 +212,4 @@ def test_an_export_fuses_gates_of_quantised_weights(
     out = tmp_path / "out"
     export_model(export_request(model=str(checkpoint("llama_untied")), output=out, dtype=dtype, verify=False))
     splits = [node for node in ir.load(out / "model.onnx").graph if node.op_type == "Split"]
-    assert len(splits) == fused  # one for each layer
+    assert len(splits) == fused

@@ -1,4 +1,4 @@
-"""Rotations become operators where both halves of cos and sin are provably equal, and only there."""
+"""Rotations become operators only if both halves of cos and sin are provably equal."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_half_precision_heads_are_rotated_without_widening_them() -> None:
     assert narrow_rotary(fused) == 1
     (node,) = [node for node in fused.graph if node.op_type == "RotaryEmbedding"]
     assert node.inputs[0] is fused.graph.inputs[0]
-    np.testing.assert_allclose(run(fused), run(plain), atol=4e-3)  # of numbers up to 4 with 11 bits
+    np.testing.assert_allclose(run(fused), run(plain), atol=4e-3)  # 11 bits
 
 
 def test_a_rotation_without_casts_is_not_narrowed() -> None:
@@ -171,7 +171,11 @@ def test_a_rotation_without_casts_is_not_narrowed() -> None:
 
 
 def part_of_a_head(gap: int = 0, swapped: bool = False) -> ir.Model:
-    """x [.., 2 * DIM] with the first DIM numbers rotated. gap: numbers left out. swapped: the rest first."""
+    """x [.., 2 * DIM], first DIM numbers rotated.
+
+    gap: numbers left out.
+    swapped: rest first.
+    """
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     whole = ["batch", HEADS, "sequence", 2 * DIM]
@@ -222,7 +226,7 @@ def test_a_rotation_with_different_halves_is_not_fused(model: ir.Model) -> None:
 def attention(config: PreTrainedConfig, dtype: torch.dtype) -> ir.Node:
     model = make_model(config)
     frequencies = model.model.rotary_emb.inv_freq.clone()
-    model.to(dtype).model.rotary_emb.inv_freq = frequencies  # float32 in a loaded model
+    model.to(dtype).model.rotary_emb.inv_freq = frequencies
     decoder = copy_of(trace(model))
     lower(decoder, kv="static", target="onnxruntime", context_length=48)
     (node,) = attention_nodes(decoder)
@@ -237,14 +241,14 @@ SIZES = {**ONE_LAYER, "pad_token_id": 0}
 def test_attention_rotates_half_precision_from_tables_of_that_type(dtype: torch.dtype) -> None:
     node = attention(LlamaConfig(**SIZES), dtype)
     assert node.attributes["do_rotary"].as_int() == 1
-    assert node.inputs[1] is None  # queries, keys and values are one product
+    assert node.inputs[1] is None  # fused projection
     cos = node.inputs[7]
     assert cos.dtype == node.inputs[0].dtype != FLOAT
     angles = np.arange(48)[:, None] * 10000.0 ** -(np.arange(0, 16, 2) / 16)
     np.testing.assert_allclose(cos.const_value.numpy().astype(np.float64), np.cos(angles), atol=torch.finfo(dtype).eps)
 
 
-KINDS = {  # interleaved, and how many of 32 numbers are rotated
+KINDS = {  # interleaved, rotated numbers out of 32
     CohereConfig: (1, 32),
     Ernie4_5Config: (1, 32),
     GlmConfig: (1, 16),
@@ -278,4 +282,4 @@ def test_attention_scaling_is_in_the_tables() -> None:
     node = attention(LlamaConfig(**SIZES, rope_parameters=yarn), torch.float32)
     assert node.attributes["do_rotary"].as_int() == 1
     squares = [node.inputs[place].const_value.numpy() ** 2 for place in (7, 8)]
-    np.testing.assert_allclose(sum(squares), (0.1 * np.log(4.0) + 1) ** 2, rtol=1e-5)  # YaRN's factor
+    np.testing.assert_allclose(sum(squares), (0.1 * np.log(4.0) + 1) ** 2, rtol=1e-5)

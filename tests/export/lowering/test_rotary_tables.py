@@ -1,4 +1,4 @@
-"""Rotary tables have the trace's angles for every position, are shared, and are made only if they are small."""
+"""Rotary tables: the trace's angles, shared, only if small."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def lowered(traced: TracedDecoder) -> TracedDecoder:
 
 def test_rows_are_the_angles_of_their_positions(traced: TracedDecoder) -> None:
     first, second = attention_nodes(lowered(traced))
-    assert first.inputs[7] is second.inputs[7]  # shared by the layers
+    assert first.inputs[7] is second.inputs[7]
     assert first.inputs[8] is second.inputs[8]
     frequencies = 10000.0 ** -(np.arange(0, 16, 2) / 16)
     angles = np.arange(LENGTH)[:, None] * frequencies
     for value, function in ((first.inputs[7], np.cos), (first.inputs[8], np.sin)):
         found = value.const_value.numpy()
         assert found.dtype == np.float32
-        np.testing.assert_allclose(found, function(angles), atol=1e-5)  # float32 angles up to 47
+        np.testing.assert_allclose(found, function(angles), atol=1e-5)  # float32 angles
 
 
 def test_scaled_frequencies_are_in_the_table() -> None:

@@ -1,7 +1,4 @@
-"""Tiny checkpoints in the formats of AutoGPTQ and AutoAWQ: a random model with rounded, packed linear layers.
-
-The layouts are written bit by bit in loops, independently of the reader's code.
-"""
+"""Tiny AutoGPTQ and AutoAWQ checkpoints with random weights, packed bit by bit, independently of the reader."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 @dataclass(frozen=True)
 class Rounded:
-    """A linear layer: codes [inputs, outputs], float16 scales and zeros [groups, outputs], groups [inputs]."""
+    """codes [inputs, outputs], float16 scales and zeros [groups, outputs], groups [inputs]."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -36,7 +33,7 @@ class Rounded:
 
 
 def rounded(weight: np.ndarray, bits: int, group: int, *, symmetric: bool, act_order: bool) -> Rounded:
-    """Round weight [outputs, inputs]; `act_order` scatters the inputs of a group."""
+    """Round weight [outputs, inputs]; `act_order` scatters a group's inputs."""
     inputs = weight.shape[1]
     groups = np.arange(inputs) // group
     if act_order:
@@ -90,7 +87,7 @@ def pack_awq(layer: Rounded) -> dict[str, np.ndarray]:
 def write_packed(
     folder: Path, family: str, settings: dict[str, object], *, symmetric: bool, act_order: bool = False
 ) -> dict[str, Rounded]:
-    """Write a folder with `settings` as quantization_config; returns the rounded layers by name."""
+    """`settings`: quantization_config. Returns rounded layers by name."""
     bits, group = int(str(settings["bits"])), int(str(settings["group_size"]))
     model = make_model(family)
     model.config.save_pretrained(folder)

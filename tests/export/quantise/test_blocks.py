@@ -1,4 +1,4 @@
-"""Blocks: the results of all quantisers, read as onnxruntime's operators read them."""
+"""Every quantiser's blocks, as onnxruntime reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from topw_deploy.export.quantise.blocks import (
 )
 from topw_deploy.export.quantise.scheme import Quantisation
 
-OUTPUTS, INPUTS = 24, 80  # 80: the last block of 32 is half empty, and 80 / 16 = 5 blocks are an odd number
+OUTPUTS, INPUTS = 24, 80  # 80: the last block of 32 is half empty; 80 / 16 = 5 blocks is odd
 WEIGHT = np.random.default_rng(0).standard_normal((OUTPUTS, INPUTS)).astype(np.float32)
 WAYS = [
     ("search", True),
@@ -42,7 +42,7 @@ def quantised(scheme: Quantisation, weight: np.ndarray = WEIGHT) -> tuple[Blocks
 
 
 def product(x: np.ndarray, blocks: Blocks, shape: BlocksShape) -> np.ndarray:
-    """x @ weight^T by onnxruntime's MatMulNBits in float32."""
+    """x @ weight^T by MatMulNBits in float32."""
     feeds = {"x": x, "codes": blocks.codes, "scales": blocks.scales}
     feeds |= {} if blocks.zero_points is None else {"zeros": blocks.zero_points}
     attributes = {"K": shape.inputs, "N": shape.outputs, "bits": shape.bits, "block_size": shape.block_size}
@@ -73,9 +73,9 @@ def test_dequantised_blocks_are_the_weights_that_the_operator_multiplies_with(
     blocks, shape = quantised(scheme)
     weight = dequantise(blocks, shape)
     x = np.random.default_rng(1).standard_normal((5, INPUTS)).astype(np.float32)
-    np.testing.assert_allclose(product(x, blocks, shape), x @ weight.T, atol=2e-5)  # sums of 80 float32 products
-    # A quantisation step is at most the block's range / (2^bits - 2). Rounding is off by half a step; the symmetric
-    # `default` has one step fewer above zero, and search and k_quant move both ends: up to a whole step.
+    np.testing.assert_allclose(product(x, blocks, shape), x @ weight.T, atol=2e-5)
+    # A step is at most the range / (2^bits - 2). Rounding is off by half a step; symmetric `default` has one step fewer
+    # above zero, and search and k_quant move both ends: a whole step.
     assert np.abs(weight - WEIGHT).max() <= 2 * np.abs(WEIGHT).max() / (2**bits - 2)
 
 
@@ -98,9 +98,9 @@ def test_the_scales_have_the_weights_type() -> None:
         blocks, shape = quantised(Quantisation(bits=4, block_size=32, algorithm=algorithm), WEIGHT.astype(np.float16))
         assert blocks.scales.dtype == np.float16
         lost = dequantise(blocks, shape) - WEIGHT
-        assert np.sqrt(np.square(lost).mean()) < 0.12  # of normal weights: 0.08 in blocks of 32
+        assert np.sqrt(np.square(lost).mean()) < 0.12  # normal weights: 0.08 in blocks of 32
         if algorithm == "default":
-            assert np.abs(lost).max() < 0.3  # one step, the range / 14; `search` clips
+            assert np.abs(lost).max() < 0.3  # one step = range / 14; `search` clips
 
 
 def test_blocks_of_zeros_stay_zeros() -> None:
@@ -131,7 +131,7 @@ def test_search_has_a_smaller_error_than_every_quantiser_of_onnxruntime(
 def test_search_reproduces_weights_that_codes_can_represent() -> None:
     rng = np.random.default_rng(5)
     codes, zeros = rng.integers(0, 16, (32, 4, 32)), rng.integers(0, 16, (32, 4, 1))
-    codes[..., 0], codes[..., 1] = 0, 15  # the whole range, as the first candidate assumes
+    codes[..., 0], codes[..., 1] = 0, 15  # the whole range
     scales = rng.uniform(0.5, 2.0, (32, 4, 1))
     weight = ((codes - zeros) * scales).reshape(32, 128).astype(np.float32)
     blocks, shape = quantised(Quantisation(bits=4, block_size=32), weight)
@@ -139,7 +139,7 @@ def test_search_reproduces_weights_that_codes_can_represent() -> None:
 
 
 def test_search_rounds_codes_with_the_float16_scale() -> None:
-    weight = WEIGHT.astype(np.float16) * np.float16(1e-3)  # scales near float16's smallest normal number
+    weight = WEIGHT.astype(np.float16) * np.float16(1e-3)  # near float16's smallest normal
     blocks, shape = quantised(Quantisation(bits=4, block_size=16), weight)
     assert blocks.zero_points is not None
     zeros = unpack_codes(blocks.zero_points, 4)[:, : shape.blocks, None].astype(np.float32)
@@ -180,7 +180,7 @@ def test_an_unexpected_result_of_the_tool_is_an_error(monkeypatch: pytest.Monkey
             self.model = type("Wrapped", (), {"model": model})()
 
         def process(self) -> None:
-            """Does not quantise."""
+            """Quantises nothing."""
 
     monkeypatch.setattr(tool, "MatMulNBitsQuantizer", Unwilling)
     with pytest.raises(ExportError, match="answered with MatMul"):

@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints are read exactly, and their codes reach the graph unchanged."""
+"""GPTQ and AWQ checkpoints keep their exact codes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_layers_are_read_as_their_dequantised_weights(kind: str, tmp_path: Path)
 
 
 def codes_in(folder: Path) -> set[bytes]:
-    """The codes of every output of every product in the exported graph, in the checkpoint's order."""
+    """Codes per output of every product, in the checkpoint's order."""
     found: set[bytes] = set()
     for node in ir.load(folder / "model.onnx").graph:
         if node.op_type != "MatMulNBits" or node.inputs[1].const_value is None:

@@ -1,4 +1,4 @@
-"""The bound on quantisation's cost in perplexity: exceeded by badly rounded weights, and not by good ones."""
+"""The perplexity bound rejects bad rounding and accepts good."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reference() -> TorchReference:
 
 
 def changed(folder: Path, target: Path, part: str, ending: str, change: Change) -> Path:
-    """A copy of the export with `change` applied to the initializers whose names have `part` and `ending`."""
+    """Apply `change` to initializers whose names contain `part` and `ending`."""
     shutil.copytree(folder, target)
     model = ir.load(target / "model.onnx")
     found = [v for n, v in model.graph.initializers.items() if n is not None and part in n and n.endswith(ending)]
@@ -67,7 +67,6 @@ def changed(folder: Path, target: Path, part: str, ending: str, change: Change) 
 
 
 def cost(folder: Path, reference: TorchReference, monkeypatch: pytest.MonkeyPatch) -> Check:
-    """The check of perplexity on 1,024 tokens."""
     monkeypatch.setattr(texts, "_MOST", 1024)
     manifest = load_decoder_manifest(folder)
     text = evaluation_text(folder, manifest, reference.parameters)
@@ -154,7 +153,7 @@ def test_a_model_that_only_guesses_passes_no_check_but_can_fail_one(exported: Ca
 
 def test_the_standard_error_is_that_of_a_mean_of_rows() -> None:
     exact, quantised = np.zeros((3, 2)), np.array([[0.0, 0.2], [0.2, 0.2], [0.4, 0.2]])
-    loss = Loss.of(exact, quantised)  # rows differ by 0.1, 0.2, 0.3
+    loss = Loss.of(exact, quantised)
     assert (loss.difference, loss.error) == pytest.approx((0.2, 0.1 / np.sqrt(3)))
 
 

@@ -1,4 +1,4 @@
-"""Products and tables are found in the forms that tracing produces, replaced, and stored once."""
+"""Quantised products and tables in every traced form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLOAT = ir.DataType.FLOAT
 
 
 def toy(*, tied: bool, gemm: bool = False, others: Callable[[GraphEditor, ir.Value], object] | None = None) -> ir.Model:
-    """Embedding, product, product with a bias (or Gemm), head."""
+    """Embedding, product, product with bias (or Gemm), head."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     op = editor.op
@@ -67,7 +67,7 @@ def answers(model: ir.Model, ids: np.ndarray) -> np.ndarray:
 
 
 def float_stored(model: ir.Model) -> set[str]:
-    """Names of the float32 matrices in the model, without scales."""
+    """Float32 matrices other than scales."""
     return {
         name
         for name, value in model.graph.initializers.items()
@@ -95,7 +95,7 @@ def test_a_quantised_decoder_has_only_quantised_products(bits: int, symmetric: b
     assert float_stored(model) == set()
     found = answers(model, IDS)
     error = np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
-    assert error < (0.25 if bits == 4 else 0.02)  # four roundings, each of about 1/12 or 1/100
+    assert error < (0.25 if bits == 4 else 0.02)  # four roundings
 
 
 def test_a_tied_head_shares_the_tables_bytes() -> None:
@@ -124,7 +124,7 @@ def test_the_table_and_the_head_have_8_bits_by_default(tied: bool) -> None:
 
 
 def lookup_of(model: ir.Model) -> tuple[ir.Node, list[np.ndarray]]:
-    """The lookup node, and its codes, scales and zero points."""
+    """The lookup node, codes, scales and zero points."""
     (node,) = [node for node in model.graph if node.op_type == "GatherBlockQuantized"]
     tensors = [value.const_value for place, value in enumerate(node.inputs) if value is not None and place != 1]
     return node, [tensor.numpy() for tensor in tensors if tensor is not None]
@@ -137,7 +137,7 @@ def lookup_of(model: ir.Model) -> tuple[ir.Node, list[np.ndarray]]:
 def test_a_symmetric_table_has_the_middle_of_its_codes_as_zero_points(
     bits: int, block_size: int, size: int, byte: int, tied: bool
 ) -> None:
-    """A row of one 4-bit block has half a byte of zero points; the unused half is the middle too."""
+    """A row of one 4-bit block uses half a byte; the other half is the middle too."""
     model = toy(tied=tied)
     quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=True))
     _, tensors = lookup_of(model)
@@ -164,9 +164,9 @@ def test_a_symmetric_tables_rows_are_codes_minus_the_middle_times_scales(bits: i
 def test_rows_are_the_same_with_blocks_counted_through_the_whole_table(
     bits: int, block_size: int, symmetric: bool
 ) -> None:
-    """onnxruntime's CUDA kernel finds scale and zero point by a weight's index in the whole table / block size.
+    """onnxruntime's CUDA kernel finds scale and zero point by weight index in the whole table / block size.
 
-    Before 1.29 it assumes 0 for missing zero points.
+    Before 1.29 it takes missing zero points as 0.
     """
     model = toy(tied=False)
     quantise(model, Quantisation(bits=bits, table_bits=bits, block_size=block_size, symmetric=symmetric))
@@ -276,7 +276,7 @@ def test_each_weight_is_quantised_once_while_it_is_written(
     monkeypatch.setattr(weight_module, "_HELD_BYTES", held)
     model = toy(tied=False)
     quantise(model, Quantisation(bits=4, symmetric=False))
-    assert made == []  # computed only when written
+    assert made == []
     ir.save(model, tmp_path / "m.onnx", external_data="m.data", size_threshold_bytes=0)
     assert sorted(made) == sorted([VOCAB, INNER, HIDDEN, VOCAB])
     if held:

@@ -1,4 +1,4 @@
-"""Options of quantisation."""
+"""Quantisation options."""
 
 from __future__ import annotations
 

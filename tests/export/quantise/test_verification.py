@@ -1,4 +1,4 @@
-"""Quantised exports are verified against their dequantised weights and report the cost of rounding."""
+"""Quantised exports are checked against dequantised weights and report the rounding cost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_export_agrees_with_its_dequantised_weights_and_reports_the_cost_of_r
     checks = {check.name: check for check in manifest.verification.checks}
     assert manifest.verification.status == "passed"
     assert "dequantised" in checks["prefill logits"].detail
-    # float32's rounding over two layers; float16 keeps 13 bits less. Quantisation itself changes logits by over 0.01.
+    # float32 rounding over two layers; float16 keeps 13 bits less. Quantisation changes logits by over 0.01.
     assert 0 < checks["prefill logits"].difference < (2e-3 if manifest.decoder.kv_dtype == "float16" else 2e-6)
     notes = {note.name: note.text for note in manifest.verification.notes}
     assert "no better than guessing" in notes["perplexity, log of the ratio"]
@@ -109,7 +109,7 @@ def test_wrong_zero_points_in_one_weight_fail_the_verification(
         seen.append(1)
         if len(seen) == 3:
             assert made.zero_points is not None
-            made.zero_points[:] ^= 0x11  # each by one, up or down
+            made.zero_points[:] ^= 0x11
         return made
 
     monkeypatch.setattr(weight_module, "quantise_weight", wrong)
@@ -151,7 +151,7 @@ def test_layers_that_the_export_keeps_in_float_are_not_rounded(
 
 @pytest.mark.slow
 def test_block_sizes_that_a_table_cannot_have_are_halved(tmp_path: Path) -> None:
-    """hidden_size 96, block size 64: 16 for the table (32 gives an odd number of blocks), 64 for the products."""
+    """hidden_size 96, block size 64: 16 for the table (32 gives an odd number of blocks)."""
     config = Qwen2Config(
         vocab_size=320, hidden_size=96, intermediate_size=80, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,

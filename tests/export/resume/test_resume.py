@@ -1,4 +1,4 @@
-"""A killed export is resumed or removed by the next one."""
+"""Resuming or removing a killed export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from topw_deploy.manifest import load_manifest
 from topw_deploy.progress import Progress
 from topw_deploy.sampling.parameters import TopWParameters
 
-# Export MODEL to OUT; kill it at the line that starts with STOP, or before weight number STOP.
+# Export MODEL to OUT; kill it at the line starting with STOP, or before weight STOP.
 EXPORT = """
 import os, signal, sys
 from pathlib import Path
@@ -57,7 +57,6 @@ STOPS = ("Lowered", "Writing", "9", "Verifying", "Moving")
 
 
 def killed_export(model: Path, out: Path, stop: str) -> list[str]:
-    """The lines of an export that killed itself."""
     process = subprocess.run(
         [sys.executable, "-c", EXPORT, str(model), str(out), stop], capture_output=True, text=True, timeout=300
     )
@@ -93,7 +92,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
-    """An export killed at every stage in turn and then finished, and the lines of each attempt."""
+    """An export killed at every stage and then finished, with each attempt's lines."""
     out = tmp_path_factory.mktemp("killed") / "out"
     lines = {stop: killed_export(model, out, stop) for stop in STOPS}
     assert not out.exists()
@@ -114,7 +113,7 @@ def test_each_attempt_continues_where_the_previous_one_was_killed(history: tuple
     ]
     assert [name.split(" ", 1)[-1] for name in kept(lines["Moving"])[2:]] == [
         "weights of model.onnx_data",
-        "files",  # of the tokenizer
+        "files",
     ]
     assert kept(lines["never"])[-1] == "verification"
     assert not any("Tracing" in line or "Starting over" in line for stop in STOPS[1:] for line in lines[stop])
@@ -138,7 +137,7 @@ def test_a_killed_export_is_removed_by_the_next_one_that_does_not_resume(foreign
 
 
 def test_a_changed_source_starts_over_with_a_message(tmp_path: Path, foreign_decoder: Path) -> None:
-    """One byte of the weights changes, with the time of modification set back."""
+    """The modification time stays."""
     data = (foreign_decoder / "model.onnx.data").read_bytes()
     source = tmp_path / "in"
     source.mkdir()
@@ -273,7 +272,7 @@ def fresh(model: Path, out: Path) -> Path:
 
 
 def interrupted(model: Path, out: Path, stop: str, **settings: object) -> None:
-    """A resumable export, interrupted at the line that starts with `stop`."""
+    """A resumable export interrupted at the line starting with `stop`."""
 
     def say(line: str) -> None:
         if line.startswith(stop):
@@ -288,7 +287,7 @@ def interrupted(model: Path, out: Path, stop: str, **settings: object) -> None:
 
 @pytest.mark.slow
 def test_resuming_with_another_model_never_writes_into_a_hard_linked_file(model: Path, tmp_path: Path) -> None:
-    """An ONNX decoder's data file may have the name of a traced model's."""
+    """ONNX and traced models can share a data file name."""
     source = write_decoder(tmp_path / "onnx", "llama_untied")
     decoder = onnx.load(source / "model.onnx")
     onnx.save(decoder, source / "model.onnx", save_as_external_data=True, location=data_files.DATA_FILE)
@@ -322,7 +321,7 @@ def test_a_hard_link_does_not_stand_for_a_copy(foreign_decoder: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_files_that_only_an_earlier_attempt_wrote_are_removed(model: Path, tmp_path: Path) -> None:
-    """Shards of another size, and a chat template that the model has lost."""
+    """Shards of another size; a removed chat template."""
     source = tmp_path / "source"
     shutil.copytree(model, source)
     (source / "chat_template.jinja").write_text("{{ messages }}")

@@ -30,7 +30,7 @@ LLAMA3 = {
     [
         (GPT2Config(n_positions=77), 77),
         (LlamaConfig(max_position_embeddings=300), 300),
-        (LlamaConfig(max_position_embeddings=300, rope_parameters=LLAMA3), 300),  # one set of frequencies for all
+        (LlamaConfig(max_position_embeddings=300, rope_parameters=LLAMA3), 300),
         (
             Phi3Config(
                 hidden_size=32,
@@ -39,7 +39,7 @@ LLAMA3 = {
                 original_max_position_embeddings=64,
                 rope_parameters=LONG,
             ),
-            64,  # beyond, the model uses other frequencies than the graph
+            64,  # beyond it the model's frequencies differ from the graph's
         ),
     ],
     ids=["gpt2", "plain", "llama3", "longrope"],

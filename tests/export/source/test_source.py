@@ -1,4 +1,4 @@
-"""Finding a model, and the messages when it cannot be found."""
+"""Finding a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from topw_deploy.manifest import MANIFEST_NAME
 
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tests use neither the network nor the user's cache."""
+    """Use neither the network nor the user's cache."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
@@ -34,7 +34,7 @@ def touch(folder: Path, *names: str) -> Path:
 
 
 def hub_cache(cache: Path, *names: str) -> str:
-    """A model in the hub's cache layout, links into blobs; returns the commit."""
+    """The hub's cache layout; returns the commit."""
     commit = "a" * 40
     home = cache / "models--me--tiny"
     touch(home / "blobs", *(name.replace("/", "_") for name in names))
@@ -160,7 +160,7 @@ def test_a_missing_hub_model_says_how_to_get_it(tmp_path: Path, given: dict[str,
 
 
 def answer(status: int) -> Any:
-    """As much of an HTTP response as the hub's errors need."""
+    """A minimal HTTP response for hub errors."""
     return SimpleNamespace(status_code=status, headers={}, request=SimpleNamespace(method="GET", url="https://hub"))
 
 

@@ -1,4 +1,4 @@
-"""Special files in a source are refused before anything reads them."""
+"""Reject special files before reading them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ GENAI = {
 
 @pytest.fixture
 def folder(foreign_decoder: Path, tmp_path: Path) -> Path:
-    """A copy of another exporter's folder."""
     return Path(shutil.copytree(foreign_decoder, tmp_path / "copy"))
 
 

@@ -1,4 +1,4 @@
-"""A model assembled from unread tensors equals the one that transformers loads."""
+"""Unread tensors give the model that transformers loads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_parameter_and_buffer_equals_the_loaded_one(
 
 
 def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]) -> None:
-    """transformers stacks the experts of a checkpoint into one parameter."""
+    """transformers stacks experts into one parameter."""
     model = load_checkpoint(checkpoint("qwen3_moe"), "float32", unread=True)
     merged = parameters(model)["model.layers.0.mlp.experts.gate_up_proj"]
     assert isinstance(merged, UnreadTensor)
@@ -62,7 +62,7 @@ def test_experts_are_merged_without_being_read(checkpoint: Callable[[str], Path]
 
 @pytest.mark.slow
 def test_buffers_of_a_checkpoint_are_read(tmp_path: Path) -> None:
-    """Routers add such a buffer to their scores and modify the sum in place."""
+    """Routers add such a buffer to their scores in place."""
     config = Glm4MoeConfig(
         vocab_size=50,
         hidden_size=32,
@@ -151,7 +151,7 @@ def test_operations_are_recorded_and_values_recomputed(tmp_path: Path) -> None:
     assert first.shape == (2, 4, 3)
     assert torch.equal(second.values()[0], tensor.T[:, 3:])
     assert second.values().data_ptr() != second.values().data_ptr()
-    assert torch.equal(unread, unread.clone())  # needs the values
+    assert torch.equal(unread, unread.clone())  # reads the values
 
 
 def test_a_single_cast_keeps_the_stored_tensor(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_single_cast_keeps_the_stored_tensor(tmp_path: Path) -> None:
 
     unread = stored(tmp_path, torch.randn(3, 2))
     assert file(unread.half()) == file(unread.detach()) == unread.file
-    assert file(unread.half().float()) is None  # rounded, so the stored values differ
+    assert file(unread.half().float()) is None  # rounded
     assert file(unread.t()) is None
 
 
@@ -202,7 +202,7 @@ def test_unread_weights_take_no_memory_and_written_ones_a_part_at_a_time(tmp_pat
         tie_word_embeddings=True,
     )
     make_model(config).save_pretrained(tmp_path)
-    load_checkpoint(tmp_path, "float16", unread=True)  # the imports
+    load_checkpoint(tmp_path, "float16", unread=True)  # imports
     gc.collect()
     memory, before = StageMemory(), resident_bytes()
     with memory.stage("unread"):

@@ -1,4 +1,4 @@
-"""The whole tail against the reference: a fixed sample of the rows of `make fuzz`."""
+"""The whole tail against the reference, on a sample of `make fuzz`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_form_equals_the_reference_in_kept_sets_tokens_and_certificates(sc
     for form, tally in tallies.items():
         assert tally.unexplained == [], form
         assert sum(tally.rows.values()) == 2 * batches * batch
-        assert sum(tally.explained.values()) < 0.02 * 2 * batches * batch  # ties are rare among these rows
+        assert sum(tally.explained.values()) < 0.02 * 2 * batches * batch
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129])
@@ -53,7 +53,7 @@ def test_the_smallest_vocabularies_work(vocab: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_crop_holds_a_banned_token_with_several_threads(form: str) -> None:
-    """Banned tokens add no mass: J of a prefix with them differs in the last bit only."""
+    """J of a prefix with banned tokens differs only in the last bit."""
     scenario = Scenario(TopWOptions(top_m=200, metric="cosine"), 600, 16, "plain", 1)
     embeddings = embedding_table(scenario)
     session = graph(scenario, form, embeddings, Geometry.from_embeddings(embeddings, "cosine"), threads=2)

@@ -1,4 +1,4 @@
-"""Forms with branches compute geometry only for a batch with an uncertified row."""
+"""Branches compute geometry only for a batch with an uncertified row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 SCENARIO = Scenario(TopWOptions(top_m=300), 2000, 8, "plain", 0)
 TABLES = {
     "whole": embedding_table(SCENARIO),
-    "unreadable": np.zeros((1, 8), np.float32),  # looking up any token but 0 is an error
+    "unreadable": np.zeros((1, 8), np.float32),  # only token 0 can be looked up
     "poisoned": np.full((2000, 8), np.nan, np.float32),
 }
 
@@ -34,7 +34,7 @@ def row(seed: int, uniform: float = 0.4, **chosen: float) -> Case:
 
 
 def flat(seed: int) -> Case:
-    """A certified row whose crop is larger than the number of candidates."""
+    """A certified row whose crop exceeds the candidates."""
     return row(seed, temperature=2.0, init_top_p=1.0)
 
 

@@ -1,4 +1,4 @@
-"""The ONNX function: valid at every opset, unique names, inputs and outputs of the contract, refused specs."""
+"""The ONNX function: validity, names, inputs, outputs, rejected specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the tail, evaluated operator by operator through onnxscript."""
+"""Parts of the tail, evaluated by onnxscript."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_distances_to_a_set_match_the_reference(metric: str, neighbours: int) ->
         all_distances = np.sort(geometry.distances(np.arange(len(embeddings)), np.flatnonzero(members[0])), axis=1)
         wanted = all_distances[:, : max(1, neighbours)].mean(axis=1)
         outside = ~members[0]
-        assert np.abs(found - wanted)[outside].max() < 5e-6  # a few float32 roundings of features near 1
+        assert np.abs(found - wanted)[outside].max() < 5e-6  # float32 roundings of features near 1
     assert np.finfo(np.float32).max > FARTHER
 
 

@@ -1,4 +1,4 @@
-"""Rows of a batch: invalid, greedy and edited rows, and their independence of each other."""
+"""Invalid, greedy and edited rows are independent."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_draws_follow_the_probabilities_of_the_crop() -> None:
     weights = np.exp(logits[kept].astype(np.float32) / 1.5)
     counts = np.bincount(found["next_token"], minlength=300)[kept]
     assert counts.sum() == 512
-    # Evenly spread uniforms hit an interval of length p either floor(512 p) or that plus one times.
+    # Evenly spread uniforms hit an interval of length p floor(512 p) times, or once more.
     assert np.abs(counts - 512 * weights / weights.sum()).max() <= 1.01
 
 

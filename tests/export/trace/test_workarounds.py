@@ -1,4 +1,4 @@
-"""Frequencies stay fixed while a model is traced, and epsilons that torch's optimizer takes for zero stay in."""
+"""Frequencies stay fixed; small epsilons survive torch's optimizer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_graph_has_the_frequencies_of_short_sequences(
 
 
 def test_a_model_changes_its_frequencies_again_after_its_trace() -> None:
-    """Also where layers of another type have other frequencies."""
+    """Also with different frequencies per layer type."""
     rope = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
     types = ["sliding_attention"]
     model = make_model(Gemma3TextConfig(**ONE_LAYER, head_dim=16, layer_types=types, rope_parameters=rope))
@@ -61,7 +61,7 @@ def test_a_model_changes_its_frequencies_again_after_its_trace() -> None:
 
 
 def quotient(epsilon: float) -> ir.Model:
-    """x -> 1 / (x + epsilon), as the tracer writes it."""
+    """x -> 1 / (x + epsilon), as traced."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="toy")
     editor = GraphEditor(graph, "toy")
     x = editor.input("x", FLOAT, ["n"])

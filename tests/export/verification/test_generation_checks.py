@@ -1,4 +1,4 @@
-"""The generation check passes only what it compared: at least half of the tokens."""
+"""The generation check compares at least half of the tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [np.array([5]), np.array([5, 9, 7])]
 
 
 class Fixed:
-    """A reference whose logits depend on the number of tokens alone."""
+    """Logits depend only on the number of tokens."""
 
     name = "fixed"
 
@@ -53,10 +53,10 @@ def geometry(folder: Path, manifest: DecoderManifest) -> Geometry:
 
 
 def rows(vocab: int, near_ties: Sequence[int]) -> np.ndarray:
-    """Logits [32, vocab] that draw token n in row n; in the rows `near_ties` rounding decides between n and n + 1."""
+    """Logits [32, vocab] that draw token n in row n; in rows `near_ties` rounding may draw n + 1."""
     found = np.full((32, vocab), -20.0, np.float32)
     found[np.arange(32), np.arange(32)] = 20.0
-    for position in near_ties:  # both are kept; which is drawn changes at the middle of their mass
+    for position in near_ties:  # the draw changes at the middle of both tokens' mass
         uniform = uniform_for(generation.SEED, position + 1)
         found[position, position] = np.log(uniform / (1 - uniform))
         found[position, position + 1] = 0.0
@@ -66,7 +66,7 @@ def rows(vocab: int, near_ties: Sequence[int]) -> np.ndarray:
 def agreement(
     manifest: DecoderManifest, geometry: Geometry, near_ties: Sequence[int], change: dict[int, int]
 ) -> Agreement:
-    """Of the reference's own ten tokens after a prompt of one, with some changed: position in the text -> token."""
+    """Ten reference tokens after a one-token prompt; `change`: position -> token."""
     parameters = TopWParameters(**{**asdict(manifest.defaults), "lam": 0.0, "beta": 8.0, "geom_scale": 0.0})
     logits = rows(manifest.sampler.vocab_size, near_ties)
     tokens = [
@@ -91,7 +91,7 @@ def test_a_near_tie_does_not_end_the_comparison(manifest: DecoderManifest, geome
     assert sorted(found, key=lambda each: each.equal)[0] == Agreement(equal=9, near_ties=1, wrong=0)
     wrong = [agreement(manifest, geometry, ties, {0: other, 7: 99}) for other in (0, 1)]
     assert all(each.wrong == 1 for each in wrong)
-    assert all(type(each.wrong) is int for each in (*found, *wrong))  # JSON refuses numpy's
+    assert all(type(each.wrong) is int for each in (*found, *wrong))  # JSON rejects numpy's
 
 
 def test_a_token_that_was_not_generated_is_wrong(manifest: DecoderManifest, geometry: Geometry) -> None:

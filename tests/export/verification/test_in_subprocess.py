@@ -1,4 +1,4 @@
-"""What the exporter makes of the worker's results."""
+"""Handling the worker's results."""
 
 from __future__ import annotations
 

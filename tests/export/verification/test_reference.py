@@ -1,4 +1,4 @@
-"""What an export is compared with, however its tokens go in."""
+"""The reference does not depend on how tokens are fed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_makers_decoder_gives_the_same_rows_by_runs_as_at_once(foreign_decod
 
 
 class Jumpy:
-    """A decoder whose logits tell how its tokens went in, as those of quantised activations do."""
+    """Logits depend on how tokens are fed, as with quantised activations."""
 
     name = "itself"
 

@@ -1,4 +1,4 @@
-"""Results of a verification: what counts, how it is sent, and how it is printed."""
+"""Verification results: counting, serialising, printing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler checks pass only on enough rows, find every wrong answer, and make rows where there are few."""
+"""Sampler checks need enough rows and find every wrong answer."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters
 VOCAB = 300
 TABLE = np.random.default_rng(5).standard_normal((VOCAB, 16)).astype(np.float32)
 ANY = (np.random.default_rng(2).standard_normal((4, VOCAB)) * 2).astype(np.float32)
-# One token has all the mass: every row without a negative geom_scale is certified.
+# One token has all mass: rows with geom_scale >= 0 are certified.
 PEAKED = np.where(np.arange(VOCAB) == 7, 40.0, np.linspace(-1, 1, VOCAB)).astype(np.float32)[None].repeat(4, 0)
-# All logits equal: the pool's cut is a tie in every row.
+# Equal logits: the pool cut is always a tie.
 FLAT = np.zeros((4, VOCAB), np.float32)
 
 Answers = dict[str, Any]
 
 
 class Changed:
-    """A probe whose answers are changed."""
-
     def __init__(self, probe: SamplerProbe, change: Callable[[Answers], None]) -> None:
         self._probe, self._change = probe, change
 

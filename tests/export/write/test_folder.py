@@ -177,7 +177,7 @@ def test_a_terminated_process_cleans_up(tmp_path: Path, number: int) -> None:
 
 
 def test_an_existing_empty_folder_is_filled_in_place(tmp_path: Path) -> None:
-    """It may be a shell's working directory, or a mount point, which no rename can replace."""
+    """A rename cannot replace a working directory or mount point."""
     out = tmp_path / "out"
     out.mkdir()
     before = out.stat().st_ino

@@ -1,4 +1,4 @@
-"""Folders and files of an export follow the umask."""
+"""Exports follow the umask."""
 
 from __future__ import annotations
 

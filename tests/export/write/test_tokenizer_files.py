@@ -1,4 +1,4 @@
-"""Every tokenizer is exported as tokenizer.json."""
+"""Every tokenizer becomes tokenizer.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ TEXT = "the quick brown fox jumps over the lazy dog and returns a list of words"
 
 @pytest.fixture
 def sentencepiece_folder(tmp_path: Path) -> Path:
-    """A Llama tokenizer that is only a tokenizer.model."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "text").write_text("\n".join([TEXT] * 50))

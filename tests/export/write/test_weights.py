@@ -1,4 +1,4 @@
-"""Each weight is stored once, and outside the graph when large."""
+"""Each weight is stored once, outside the graph when large."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_the_file_passes_onnx_own_check(exported: Callable[[str], Path], family:
 
 
 def test_the_file_is_little_larger_than_the_parameters(demo_export: Path) -> None:
-    """Initializers within 1 % of the float16 parameters in float32, so no table is stored twice."""
+    """Initializers within 1 % of the float16 parameters in float32."""
     halves = sum(file.stat().st_size for file in demo_model_path().glob("*.safetensors"))
     model = ir.load(demo_export / "model.onnx")
     assert abs(weight_bytes(model) / (2 * halves) - 1) < 0.01
-    assert abs((demo_export / "model.onnx").stat().st_size / (2 * halves) - 1) < 0.02  # the sampler's nodes too
+    assert abs((demo_export / "model.onnx").stat().st_size / (2 * halves) - 1) < 0.02  # including sampler nodes
 
 
 def test_an_untied_head_is_stored_transposed(exported: Callable[[str], Path]) -> None:

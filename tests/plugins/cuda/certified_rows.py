@@ -1,4 +1,4 @@
-"""Rows that the first launch answers alone, and their comparison with the CPU kernel."""
+"""Compare rows that the first launch answers alone with the CPU kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sampled(kernel: Kernel | EmulatedKernel, cases: list[Case], options: TopWOpt
 
 
 def settled(cpu: Kernel, cases: list[Case], options: TopWOptions) -> list[Case]:
-    """Rows that the CPU kernel answers from candidates or without any, under the uniform metric."""
+    """Rows that the CPU kernel answers without the pool, under the uniform metric."""
     stages = sampled(cpu, cases, options).reports["stage"]
     return [case for case, stage in zip(cases, stages, strict=True) if stage in ALONE]
 
@@ -46,7 +46,7 @@ def random_rows(cpu: Kernel, seed: int, vocab: int, rows: int, options: TopWOpti
 
 
 def differences_from_reference(found: KernelSamples, cases: list[Case], options: TopWOptions) -> list[str]:
-    """One line per answer that the ties of docs/contract/graph.md, section 4, do not explain."""
+    """Answers not explained by the ties of docs/contract/graph.md, section 4."""
     lines = []
     for i, case in enumerate(cases):
         if np.isnan(case.logits).any() or np.isposinf(case.logits).any() or not np.isfinite(case.logits).any():
@@ -59,7 +59,7 @@ def differences_from_reference(found: KernelSamples, cases: list[Case], options:
 
 
 def differences_from(cpu: KernelSamples, found: KernelSamples) -> list[str]:
-    """Differences between both kernels, except the last bits of logprob and mass."""
+    """All differences except the last bits of logprob and mass."""
     lines = [name for name in ("next_token", "kept", "certified", "keep_mask") if not _same(cpu, found, name)]
     assert cpu.mass is not None
     assert found.mass is not None
@@ -69,7 +69,6 @@ def differences_from(cpu: KernelSamples, found: KernelSamples) -> list[str]:
 
 
 def same_bits(first: KernelSamples, second: KernelSamples) -> list[str]:
-    """The answers that differ in any bit."""
     return [name for name in ANSWERS if not _same(first, second, name)]
 
 

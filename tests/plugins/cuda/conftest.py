@@ -11,7 +11,7 @@ from topw_deploy.plugins import compile_native
 
 @pytest.fixture(scope="session")
 def emulated_library(request: pytest.FixtureRequest) -> Path:
-    """The kernels compiled as C++ over fibres, once for the same sources; skipped without a compiler."""
+    """The kernels compiled as C++ over fibres; skipped without a compiler."""
     try:
         compile_native.find_compiler()
     except compile_native.NotBuiltError as reason:
@@ -22,7 +22,7 @@ def emulated_library(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def kernel(emulated_library: Path) -> EmulatedKernel:
-    """The emulated kernels with small blocks, of which there are few at once."""
+    """Few, small blocks."""
     opened = EmulatedKernel(emulated_library)
     opened.emulate(seed=1, threads=64, blocks=3)
     return opened
@@ -42,7 +42,6 @@ def probing(request: pytest.FixtureRequest, source: str) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session")
 def probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """The kernels of probes.cu."""
     library = probing(request, "probes.cu")
     library.probe_settings.argtypes = (ctypes.c_uint64, ctypes.c_uint32)
     library.probe_settings(1, 4)
@@ -51,5 +50,4 @@ def probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session")
 def geometry_probes(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """The kernel of geometry_probes.cu."""
     return probing(request, "geometry_probes.cu")

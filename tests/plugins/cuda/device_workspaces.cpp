@@ -1,4 +1,4 @@
-// ort_device_memory.h for ctypes, over kernels that serve 100 rows and need a byte for each of them and a page.
+// ort_device_memory.h for ctypes, over kernels that serve 100 rows and need a byte per row plus a page.
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -24,7 +24,7 @@ TOPW_EXPORT int topw_cuda_release(void *memory) { return free(memory), 0; }
 TOPW_EXPORT void *probe_create(void) { return new topw::DeviceWorkspaces; }
 TOPW_EXPORT void probe_destroy(void *all) { delete static_cast<topw::DeviceWorkspaces *>(all); }
 
-// The address of the memory for such a call, and the most rows and edits that it is for; 0 where there is none.
+// Returns the memory's address for such a call and its most rows and edits; 0 if there is none.
 TOPW_EXPORT uint8_t *probe_find(void *all, int64_t batch, int64_t edits, int64_t vocab, intptr_t stream,
                                 int64_t *most_rows, int64_t *most_edits) {
   topw_cuda_shape shape = {};

@@ -1,4 +1,4 @@
-// The CUDA operator over the emulated kernels, registered for onnxruntime's CPU provider, whose memory is theirs.
+// The CUDA operator over the emulated kernels, registered for onnxruntime's CPU provider and using its memory.
 
 #include "../../../src/topw_deploy/plugins/native/ort_operator.h"
 #include "../../../src/topw_deploy/plugins/native/ort_shape.h"

@@ -1,11 +1,11 @@
-// One part of `geometry` alone, for test_geometry_distances.py: distances of rows to a set, measured by blocks together.
+// The distance part of `geometry`, for test_geometry_distances.py: rows to a set, measured by cooperating blocks.
 
 #include "geometry.cuh"
 
 namespace topw {
 namespace {
 
-// The first block to come leads, the others help.
+// The first block to arrive leads; the others help.
 __global__ void measure(const Call call, const crop::Memory memory, const crop::Job given) {
   TOPW_SHARED(int32_t, word);
   TOPW_SHARED(crop::Claim, claim);
@@ -50,8 +50,8 @@ extern "C" {
 
 TOPW_EXPORT const char *probe_error(void) { return emulator::error(); }
 
-/* Distances of the tokens rows [row_count] to the set of the tokens cols [col_count], into distance [row_count]. Token n
- * of a table is place n of the pool. `pairs_room`: floats for sums of pairs, at least row_count * col_count. */
+/* Distances of tokens rows [row_count] to the set cols [col_count], into distance [row_count]. Token n of a table is
+ * place n of the pool. `pairs_room`: floats for sums of pairs, at least row_count * col_count. */
 TOPW_EXPORT int probe_distances(uint64_t seed, unsigned threads, unsigned blocks, int32_t metric, int32_t knn_k,
                                 const topw_table *table, int32_t *rows, int32_t row_count, int32_t *cols,
                                 int32_t col_count, int64_t pairs_room, float *distance) {

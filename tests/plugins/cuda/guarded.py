@@ -1,6 +1,6 @@
-"""Run emulated kernels on arrays that end at an unreadable page and start at any multiple of their elements' size.
+"""Run emulated kernels on arrays that end at an unreadable page, at any element-aligned start.
 
-A separate program, as a read beyond an array kills it: python guarded.py LIBRARY
+A read beyond an array kills the program: python guarded.py LIBRARY
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ NO_ACCESS = 0
 
 
 class Guarded(EmulatedKernel):
-    """Copies arrays to such places and back. spare: elements left before the page's end."""
+    """Copies arrays to such places and back.
+
+    spare: elements left before the page's end.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -54,7 +57,6 @@ class Guarded(EmulatedKernel):
 
 
 def edits_of(rng: np.random.Generator, rows: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The last token and three others of every row."""
     ids = rng.integers(0, vocab, (rows, 4))
     ids[:, 0] = vocab - 1
     return ids, np.full((rows, 4), 1.25), np.full((rows, 4), 0.5)

@@ -1,5 +1,5 @@
-// Kernels that do one thing each, for test_emulator.py and test_block.py: what the emulator must show or refuse, and
-// what the threads of a block do together.
+// Single-purpose kernels for test_emulator.py and test_block.py: errors the emulator must detect, and block-wide
+// operations.
 
 #include "block.h"
 #include "chunking.h"
@@ -21,18 +21,18 @@ __global__ void reverse(int32_t *out, bool with_barrier) {
 }
 
 __global__ void diverge(int32_t kind) {
-  if (kind == 0) {  // half of the threads do not come
+  if (kind == 0) {  // half of the threads skip the barrier
     if (threadIdx.x < blockDim.x / 2) __syncthreads();
-  } else if (kind == 1) {  // all come, but not to the same place
+  } else if (kind == 1) {  // two barriers in different places
     if (threadIdx.x < blockDim.x / 2)
       __syncthreads();
     else
       __syncthreads();
-  } else if (kind == 2) {  // a warp function without one lane
+  } else if (kind == 2) {  // a warp function without one thread
     if (threadIdx.x % kWarp != 5) __ballot_sync(kEveryLane, 1);
-  } else if (kind == 3) {  // for a part of the warp
+  } else if (kind == 3) {  // only part of the warp
     __ballot_sync(0xffffu, 1);
-  } else {  // for memory that no one writes
+  } else {  // memory that nothing writes
     TOPW_SHARED(int32_t, never);
     never = 0;
     while (*static_cast<volatile int32_t *>(&never) == 0) pause();
@@ -75,7 +75,7 @@ __global__ void write_behind(int32_t bytes) {
   if (threadIdx.x == 0) dynamic_shared()[bytes] = 1;
 }
 
-// Every block waits until all have come, in turns; `out` counts the threads that found it so.
+// Every block waits for all, `turns` times; `out` counts the threads that saw all arrive.
 __global__ void meet(uint32_t *arrived, int32_t *out, int32_t turns) {
   for (int32_t turn = 1; turn <= turns; ++turn) {
     __syncthreads();

@@ -1,4 +1,4 @@
-"""Block-wide operations agree with numpy for any number of threads."""
+"""Block-wide operations agree with numpy."""
 
 from __future__ import annotations
 

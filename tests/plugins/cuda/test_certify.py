@@ -1,4 +1,4 @@
-"""The emulated first launch agrees with the reference and the CPU kernel on the rows it answers."""
+"""The emulated first launch against the reference and the CPU kernel."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_logits_in_half_precision_mean_the_numbers_they_hold(
     else:
         stored = (given.view(np.uint32) >> 16).astype(np.uint16)
         held = (stored.astype(np.uint32) << 16).view(np.float32)
-    held[np.isinf(held)] = -np.inf  # what is too large for the type
+    held[np.isinf(held)] = -np.inf  # overflow
     stored = held.astype(np.float16) if kind == "float16" else (held.view(np.uint32) >> 16).astype(np.uint16)
     half = kernel.sample(stored, options=UNIFORM, mass=True, keep_mask=True)
     assert same_bits(kernel.sample(held, options=UNIFORM, mass=True, keep_mask=True), half) == []
@@ -115,7 +115,7 @@ def test_logits_in_half_precision_mean_the_numbers_they_hold(
 
 
 def test_as_many_rows_are_settled_from_candidates_as_on_the_cpu(kernel: EmulatedKernel, cpu: Kernel) -> None:
-    """With too many tokens in the gap (a small lam, for example) the best few hundred must suffice."""
+    """If the gap holds too many tokens (small lam), the best few hundred suffice."""
     rng = np.random.default_rng(8)
     settled = {"few": 0, "many": 0}
     for _ in range(12):
@@ -133,7 +133,7 @@ def test_as_many_rows_are_settled_from_candidates_as_on_the_cpu(kernel: Emulated
 
 
 def test_the_largest_logit_is_kept_alone_and_of_equals_the_first(kernel: EmulatedKernel, cpu: Kernel) -> None:
-    """Greedy rows, and rows with beta at most lam, in which many tokens have the largest logit."""
+    """Greedy rows, and rows with beta <= lam and several largest logits."""
     rng = np.random.default_rng(0)
     for vocab in (1, 40, 64, 300, 5000):
         logits = np.round(rng.standard_normal((8, vocab))).astype(np.float32)
@@ -183,7 +183,7 @@ def test_a_pool_smaller_than_the_candidates_settles_the_row_by_itself(kernel: Em
 def test_rows_of_which_most_groups_are_masked_are_answered_as_by_the_cpu(
     kernel: EmulatedKernel, cpu: Kernel, spread: float
 ) -> None:
-    """With too few groups that have a finite logit, the bound of the look at the best tokens is beyond -inf."""
+    """With too few groups that have a finite logit, the bound is -inf."""
     groups, options = 66, TopWOptions(metric="uniform", top_m=200)
     logits = (np.random.default_rng(4).standard_normal((groups + 1, groups * 64)) * spread).astype(np.float32)
     for row, finite in enumerate(range(groups, 0, -1)):

@@ -1,4 +1,4 @@
-"""The first launch's chunks cover a row, in one wave if possible."""
+"""The first launch's chunks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import ctypes
 import numpy as np
 import pytest
 
-GROUPS = 2374  # of 64 logits in a vocabulary of 151,936
+GROUPS = 2374  # of 64; vocabulary 151,936
 H200 = (132, 4 * 132)
 RTX_4090 = (128, 3 * 128)
 ORIN = (16, 3 * 16)
 
 
 def cut(probes: ctypes.CDLL, groups: int, batch: int, device: tuple[int, int], step: int = 16) -> tuple[int, int]:
-    """(groups of a chunk, chunks of a row) for multiprocessors and resident blocks."""
+    """Returns (groups per chunk, chunks per row). device: multiprocessors, resident blocks."""
     found = np.zeros(2, np.int64)
     sizes = [ctypes.c_int64(size) for size in (groups, batch, step, *device)]
     probes.probe_chunks(*sizes, ctypes.c_void_p(found.ctypes.data))

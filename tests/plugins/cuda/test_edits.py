@@ -1,4 +1,4 @@
-"""Edited logits are the same float32 numbers on device and CPU, anywhere in a row."""
+"""Device and CPU edit logits identically."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ def error(probes: ctypes.CDLL) -> str:
 
 
 def reversals(probes: ctypes.CDLL, with_barrier: bool) -> list[list[int]]:
-    """The values that threads read from each other, for several seeds."""
     found = []
     for seed in range(1, 9):
         probes.probe_settings(seed, 4)
@@ -133,7 +132,7 @@ def test_blocks_of_no_whole_warps_or_too_many_are_refused(probes: ctypes.CDLL, t
 
 
 def test_many_threads_leave_the_process_its_mappings(probes: ctypes.CDLL) -> None:
-    """A process may have 65,530 of them; beyond, failures appear in unrelated places."""
+    """Beyond 65,530 mappings per process unrelated code fails."""
     blocks, before = 128, mappings()
     probes.probe_settings(1, blocks)
     arrived, out = np.zeros(2, np.uint32), np.zeros(1, np.int32)
@@ -151,7 +150,7 @@ def mappings() -> int:
 def test_no_kernel_reads_behind_an_array_or_from_an_address_that_is_not_aligned(
     request: pytest.FixtureRequest, emulated_library: Path
 ) -> None:
-    """The compiler checks loads by neither __ldg nor __ldcg."""
+    """The sanitizer checks neither __ldg nor __ldcg."""
     assert request.config.cache is not None
     checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     path = built(request.config.cache.mkdir("emulated"), checks)

@@ -1,5 +1,5 @@
-"""The emulated second launch: open rows agree with the reference and the CPU kernel outside the float32 ties of
-docs/contract/graph.md, section 4; no bit depends on which block does the work."""
+"""The emulated second launch against the reference and the CPU kernel up to the float32 ties of docs/contract/graph.md,
+section 4; no bit depends on scheduling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def sampled(
 
 
 def open_rows(options: TopWOptions, vocab: int, hidden: int, rows: int, kind: str = "plain"):  # type: ignore[no-untyped-def]
-    """Cases most of which need geometry, with table and geometry."""
     scenario = Scenario(options, vocab, hidden, kind, vocab + hidden)
     _, geometry, cases = scenario_cases(scenario, 3 * rows)
     wanted = [case for case in cases if case.regime.split(",")[0] in ("geometry", "wild", "repulsive", "no-lam")]
@@ -45,7 +44,7 @@ def open_rows(options: TopWOptions, vocab: int, hidden: int, rows: int, kind: st
 
 
 def unexplained(found: KernelSamples, cases: list[Case], options: TopWOptions, geometry: Geometry) -> list[str]:
-    """Rows whose crop or certificate differs from the reference without a tie."""
+    """Rows that differ from the reference without a tie."""
     lines = []
     assert found.keep_mask is not None
     for i, case in enumerate(cases):
@@ -127,7 +126,7 @@ def test_stages_steps_and_pools_are_reported_as_by_the_cpu(kernel: EmulatedKerne
         table, _, cases = open_rows(options, 900, 32, 40)
         found = sampled(kernel, cases, options, table).reports
         wanted = cpu.sample(np.stack([case.logits for case in cases]), columns(cases), options, table).reports
-        opened = np.isin(wanted["stage"], OPEN[1:])  # from candidates or from the pool: two ways to a certificate
+        opened = np.isin(wanted["stage"], OPEN[1:])  # from candidates or pool
         assert opened.sum() > 15
         for name in ("stage", "candidates", "steps"):
             assert np.array_equal(found[name][opened], wanted[name][opened]), name
@@ -144,7 +143,7 @@ def test_a_repulsive_row_that_never_comes_to_rest_ends_where_the_reference_does(
     found = sampled(kernel, cases, options, table)
     assert unexplained(found, cases, options, geometry) == []
     endless = replace(options, alt_iters=10**12 + 1)
-    again = sampled(kernel, cases, endless, table)  # cycles are seen, so this ends
+    again = sampled(kernel, cases, endless, table)  # cycles are detected, so this ends
     assert (again.reports["steps"] < 100_000).all()
 
 
@@ -199,7 +198,7 @@ def test_blocks_of_codes_that_are_not_whole_eights_are_refused(kernel: EmulatedK
 
 
 class Leaderless(EmulatedKernel):
-    """Its first launch finds other leaders, which do not exist, so its rows are never answered."""
+    """The first launch names leaders that do not exist."""
 
     _first = True
 
@@ -217,7 +216,7 @@ class Leaderless(EmulatedKernel):
 def test_a_step_that_waits_in_vain_ends_and_leaves_no_rows_to_the_next(
     emulated_library: Path, tick: int, words: str
 ) -> None:
-    """Detected by the emulator and, if its clock runs, by the kernel's limit on waits."""
+    """The emulator detects it, or the kernel's time limit if the clock runs."""
     options = TopWOptions(top_m=60)
     table, _, cases = open_rows(options, 300, 8, 4)
     kernel = Leaderless(emulated_library)
@@ -232,7 +231,7 @@ def test_a_step_that_waits_in_vain_ends_and_leaves_no_rows_to_the_next(
 
 @pytest.mark.parametrize("resident", [1, 2, 5])
 def test_rows_are_answered_however_few_blocks_run_at_once(kernel: EmulatedKernel, resident: int) -> None:
-    """No block waits for one that has not started, so the device may be shared with other kernels."""
+    """Blocks never wait for one that has not started: others may share the device."""
     options = TopWOptions(top_m=150)
     table, _, cases = open_rows(options, 700, 40, 7)
     kernel.emulate(seed=1, threads=64, blocks=1)

@@ -1,6 +1,6 @@
-"""The second launch's float32 distances against the reference's in float64.
+"""The second launch's float32 distances against the float64 reference.
 
-Emulated on a CPU, with the kernel's rounding except fused multiplications.
+The emulation rounds as the kernel does, except fused multiplications.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from topw_deploy.plugins.kernel import KernelTable
 from topw_deploy.plugins.kernel_table import table_struct
 from topw_deploy.sampling import Geometry
 
-# Float32 roundings of a distance: of coordinates, norms and 32 + 4 + 4 + 16 partial sums.
+# Float32 rounding of coordinates, norms and 32 + 4 + 4 + 16 partial sums.
 RELATIVE = 1e-6
 METRICS = ("mahalanobis", "unit", "cosine")
 KNN = (0, 2, 16)
 
 
 def embeddings(tokens: int, hidden: int, seed: int) -> np.ndarray:
-    """Rows of several sizes around a mean; some are duplicates, near-duplicates down to 1e-6, opposites, zeros."""
+    """Rows of several sizes around a mean: duplicates, near-duplicates down to 1e-6, opposites, zeros."""
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((tokens, hidden)) * rng.uniform(0.2, 2.0, hidden) + rng.standard_normal(hidden)
     rows *= 10 ** rng.uniform(-2, 1, (tokens, 1))
@@ -58,7 +58,7 @@ def measured(
 
 
 def to_set(geometry: Geometry, rows: np.ndarray, cols: np.ndarray, knn: int) -> np.ndarray:
-    """The reference's distances of the tokens `rows` to the set `cols`."""
+    """The reference's distances of tokens `rows` to the set `cols`."""
     every = np.sort(geometry.distances(rows, cols), axis=1)
     return np.asarray(every[:, : max(1, knn)].mean(axis=1))
 
@@ -76,12 +76,12 @@ def test_distances_are_those_of_the_reference(geometry_probes: ctypes.CDLL, metr
     geometry = geometry_of(rows, metric)
     table = KernelTable.from_geometry(geometry)
     assert table is not None
-    order = np.random.default_rng(hidden).permutation(tokens)  # so that relatives are on both sides
+    order = np.random.default_rng(hidden).permutation(tokens)
     outside, members = order[: tokens // 2], order[tokens // 2 :]
     for knn in KNN:
         found = measured(geometry_probes, table, metric, knn, outside, members)
         wanted = to_set(geometry, outside, members, knn)
-        # A cosine is 1 less something: its own rounding is of 1, in float64 as well.
+        # A cosine is 1 minus something: rounding is relative to 1, also in float64.
         np.testing.assert_allclose(found, wanted, rtol=RELATIVE, atol=1e-14 if metric == "cosine" else 1e-13)
 
 
@@ -131,7 +131,7 @@ def test_every_form_of_a_quantised_table_is_read_as_its_operator_reads_it(
 
 @pytest.mark.parametrize("short", ["float16", "bfloat16"])
 def test_the_short_types_are_read_wherever_a_row_begins(geometry_probes: ctypes.CDLL, short: str) -> None:
-    for hidden in (16, 20, 31):  # rows that begin at 32, 8 and 2 bytes
+    for hidden in (16, 20, 31):  # rows aligned to 32, 8 and 2 bytes
         rows = embeddings(40, hidden, hidden).astype(np.float16)
         bits = rows if short == "float16" else (rows.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
         decoded = rows.astype(np.float32) if short == "float16" else (bits.astype(np.uint32) << 16).view(np.float32)
@@ -143,7 +143,7 @@ def test_the_short_types_are_read_wherever_a_row_begins(geometry_probes: ctypes.
 
 
 def test_no_bit_depends_on_who_measures(geometry_probes: ctypes.CDLL) -> None:
-    """On threads, blocks, the cut of coordinates, and the order of execution."""
+    """On threads, blocks, the split of coordinates, or execution order."""
     for hidden in (48, 700, 1100):
         rows = embeddings(120, hidden, hidden)
         table = KernelTable.from_geometry(geometry_of(rows, "unit"))

@@ -1,7 +1,7 @@
-"""The pool of any row, emulated, has its best tokens by (logit descending, id ascending).
+"""The emulated pool has the best tokens by (logit descending, id ascending).
 
-A row with lam = 0 and geom_scale = 0 keeps its whole pool, unless weights vanish in the sum. With init_top_p < 1 it is
-not certified, so the second launch answers it and keeps the pool.
+With lam = 0 and geom_scale = 0 a row keeps its pool, unless weights vanish in the sum; with init_top_p < 1 it is
+uncertified, so the second launch answers it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ def pools(kernel: EmulatedKernel, logits: np.ndarray, top_m: int, edits: tuple |
 
 
 def rows(vocab: int, seed: int) -> dict[str, np.ndarray]:
-    """Rows with random, sorted, crowded, tied and few finite logits."""
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal(vocab).astype(np.float32)
     few = np.full(vocab, -np.inf, np.float32)

@@ -1,4 +1,4 @@
-"""topw_cuda.h: refusals, workspace sizes, and that it compiles as C."""
+"""topw_cuda.h: refusals, workspace sizes, valid C."""
 
 from __future__ import annotations
 

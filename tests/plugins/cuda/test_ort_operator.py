@@ -1,4 +1,4 @@
-"""The operator for onnxruntime's CUDA provider, with the emulated kernels and on the CPU provider; not run on a GPU."""
+"""The CUDA provider's operator with emulated kernels, on the CPU provider."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ OPERATOR = [compile_native.SOURCES / f"ort_{name}.cpp" for name in ("call", "nod
 
 @pytest.fixture(scope="session")
 def operator_library(request: pytest.FixtureRequest) -> Path:
-    """The operator over the emulated kernels, registered for the CPU."""
     try:
         compile_native.find_compiler()
     except compile_native.NotBuiltError as reason:
@@ -45,7 +44,7 @@ def test_the_node_is_answered_as_by_the_cpus_operator(
     wanted = Wanted(TopWOptions(top_m=40, metric=metric), mass=mass, keep_mask=keep_mask)  # type: ignore[arg-type]
     cases, rng = Cases(wanted), np.random.default_rng(6)
     on_a_gpu, on_the_cpu = open_model(wanted.model(), operator_library), open_model(wanted.model(), native_library)
-    for rows, edits in ((1, 0), (5, 2), (3, 17), (12, 1), (1, 0)):  # what it allocated for more serves fewer
+    for rows, edits in ((1, 0), (5, 2), (3, 17), (12, 1), (1, 0)):  # memory for more rows serves fewer
         inputs = cases.feed(rng, rows, edits)
         found, expected = run(on_a_gpu, inputs), run(on_the_cpu, inputs)
         assert list(found) == list(expected)
@@ -56,7 +55,7 @@ def test_the_node_is_answered_as_by_the_cpus_operator(
 
 
 class Cases:
-    """Random rows for a model, with edits that leave their logits as they are."""
+    """Random rows, with edits that change no logit."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._vocab = wanted.vocab_size
@@ -68,7 +67,7 @@ class Cases:
 
 
 def test_threads_that_run_one_session_wait_for_each_others_launches(operator_library: Path) -> None:
-    """The emulator runs one launch at a time, as a stream runs a step's launches together."""
+    """The emulator runs one launch at a time, like a stream."""
     wanted = Wanted(mass=True)
     session, rng = open_model(wanted.model(), operator_library), np.random.default_rng(7)
     given = [Cases(wanted).feed(rng, 6, 2) for _ in range(8)]
@@ -109,7 +108,7 @@ Find = Callable[..., tuple[int, int, int] | None]
 
 @pytest.fixture
 def find(request: pytest.FixtureRequest) -> Iterator[Find]:
-    """(batch, edits, vocab, stream) -> address of the workspace and its most rows and edits; None without memory."""
+    """(batch, edits, vocab, stream) -> workspace address, most rows and edits; None without memory."""
     assert request.config.cache is not None
     library = ctypes.CDLL(str(compiled(request.config.cache.mkdir("emulated"), [HERE / "device_workspaces.cpp"])))
     library.probe_create.restype = library.probe_find.restype = ctypes.c_void_p
@@ -145,7 +144,7 @@ def test_a_larger_call_gets_at_least_twice_as_much_and_leaves_the_other_workspac
     wider = find(2, edits=17)
     assert wider is not None
     assert wider[1:] == (8, 32)
-    ctypes.memset(first[0], 1, 4096)  # a captured graph still writes there
+    ctypes.memset(first[0], 1, 4096)
     ctypes.memset(grown[0], 1, 4096)
     assert find(60) is not None
     last = find(61)

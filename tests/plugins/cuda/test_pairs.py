@@ -1,4 +1,4 @@
-"""Weights as pairs of float32 numbers against numpy's longest floats, and the kernels with fast doubles."""
+"""Weights as pairs of float32 against numpy's longest floats; kernels with fast doubles."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.plugins.cuda.test_emulator import address
 from tests.support.emulated import EmulatedKernel, built
 from tests.support.sampler_cases import SMALL
 
-OF_LOG = 2.0**-45  # relative: a few roundings of a pair's 47 bits
-OF_EXPONENTIAL = 2.0**-42  # relative: 16 times those, by squaring, plus the series' error
+OF_LOG = 2.0**-45  # relative: a few roundings of 47 bits
+OF_EXPONENTIAL = 2.0**-42  # relative: 16 times that, by squaring, plus the series' error
 LEAST = np.exp(-60.0)
 
 
@@ -61,7 +61,7 @@ def test_numbers_that_float32_cannot_hold_are_weighed_in_double(probes: ctypes.C
 
 @pytest.mark.slow
 def test_kernels_that_weigh_in_double_answer_as_the_reference(request: pytest.FixtureRequest) -> None:
-    """As they are compiled for sm_80, 90 and 100."""
+    """As compiled for sm_80, 90 and 100."""
     assert request.config.cache is not None
     kernel = EmulatedKernel(built(request.config.cache.mkdir("emulated"), ["-DTOPW_FAST_DOUBLES=1"]))
     outcome = fuzz(kernel, 600, 8, lambda number, _: kernel.emulate(number, 64, 3), SMALL)

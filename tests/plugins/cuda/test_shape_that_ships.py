@@ -1,6 +1,6 @@
-"""The launches of an H200, emulated: 256 threads per block, 132 multiprocessors, a vocabulary of 151,936.
+"""An H200's launches, emulated: 256 threads per block, 132 multiprocessors, a vocabulary of 151,936.
 
-Open rows come alone, fewer than leaders, and more than leaders; beside them certified, edited, greedy and invalid rows.
+Open rows, fewer or more than leaders, alone or beside certified, edited, greedy and invalid rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def geometry() -> Geometry:
 
 
 def step(opened: int) -> tuple[np.ndarray, dict[str, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """`opened` flat rows that distances decide, then a certified, a greedy, an invalid and an edited peaked row."""
+    """`opened` flat rows that need distances, then certified, greedy, invalid and edited rows."""
     rng = np.random.default_rng(opened)
     logits = (rng.standard_normal((opened + 4, VOCAB)) * 1.6).astype(np.float32)
     logits[opened:, :20] += 12

@@ -1,4 +1,4 @@
-"""NVIDIA's compilers for tests, from the environment of `make cuda-tools` (tools.txt), and a cache of their output."""
+"""NVIDIA's compilers from the environment of `make cuda-tools` (tools.txt), with cached output."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from topw_deploy.plugins import compile_cuda, compile_native
 
 HERE = Path(__file__).parent
 ROOT = Path(os.environ.get("TOPW_CUDA_TOOLS", HERE.parents[2] / ".cuda"))
-# CUDA 12: complete for Jetson Orin; only PTX, a fifth of the time, for its oldest and newest.
+# CUDA 12: code for Jetson Orin, PTX (a fifth of the time) for the oldest and newest.
 CUDA12 = ("compute_75", "sm_87", "compute_90")
-# Architectures, read before tests clear such variables; empty for all, which takes minutes.
+# Read before tests clear them; empty: all, which takes minutes.
 ARCHITECTURES = tuple(int(number) for number in os.environ.get("TOPW_TEST_ARCHITECTURES", "").split())
 
 
 def packages(folder: str, file: str) -> Path:
-    """The folder `nvidia` in the environment `folder`, with `file`; without it the test is skipped, in CI it fails."""
+    """The environment's folder `nvidia`. Skips the test without `file`; fails in CI."""
     for site in sorted((ROOT / folder).glob("lib/python*/site-packages/nvidia")):
         if (site / file).is_file():
             return site
@@ -33,14 +33,13 @@ def packages(folder: str, file: str) -> Path:
 
 
 def home() -> Path | None:
-    """CUDA_HOME for the tests; None if nvcc is found without it."""
+    """CUDA_HOME; None if nvcc is found without it."""
     if shutil.which("nvcc"):
         return None
     return packages("tools", "cu13/bin/nvcc") / "cu13"
 
 
 def digest(*words: object) -> str:
-    """A hash of these words and all sources."""
     found = hashlib.sha256("\0".join(map(str, words)).encode())
     for folder in (compile_native.SOURCES, compile_cuda.SOURCES, HERE / "jit"):
         for file in sorted(folder.iterdir()):
@@ -49,7 +48,7 @@ def digest(*words: object) -> str:
 
 
 class RuntimeCompiler:
-    """NVRTC, which compiles CUDA C++ without a GPU and without a host compiler."""
+    """NVRTC, which needs no GPU or host compiler."""
 
     def __init__(self) -> None:
         site = packages("tools", "cuda_nvrtc/lib/libnvrtc.so.12")
@@ -63,9 +62,9 @@ class RuntimeCompiler:
         return f"{major.value}.{minor.value}"
 
     def compile(self, source: Path, architecture: str, extra: Sequence[str] = ()) -> bytes:
-        """The code for `architecture` ("sm_87"), or its PTX ("compute_87"). Raises RuntimeError."""
+        """Code ("sm_87") or PTX ("compute_87"). Raises RuntimeError."""
         options = [f"--gpu-architecture={architecture}", "-std=c++17", "-default-device", "-diag-suppress=1097", *extra]
-        options += [f"-I{folder}" for folder in self._includes]  # 1097: an attribute of the host's compiler
+        options += [f"-I{folder}" for folder in self._includes]  # 1097: a host compiler's attribute
         program = ctypes.c_void_p()
         text = source.read_bytes()
         self._call("nvrtcCreateProgram", ctypes.byref(program), text, source.name.encode(), 0, None, None)

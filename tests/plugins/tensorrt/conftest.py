@@ -32,7 +32,7 @@ class _Registry:
 
 
 def _double(version: str = "10.3.0") -> Any:
-    """The part of TensorRT's module that the plugin uses."""
+    """The module's parts that the plugin uses."""
     trt: Any = ModuleType("tensorrt")
     trt.__version__ = version
     for name in ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuild", "IPluginV3OneRuntime", "IPluginCreatorV3One"):
@@ -51,7 +51,6 @@ def _double(version: str = "10.3.0") -> Any:
 
 @pytest.fixture
 def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A stand-in for the module `tensorrt`, for as long as a test runs."""
     double = _double()
     monkeypatch.setitem(sys.modules, "tensorrt", double)
     monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
@@ -61,7 +60,7 @@ def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def described(trt: Any) -> Any:
-    """(dtype, shape) -> TensorRT's description of a tensor, for building and running."""
+    """(dtype, shape) -> TensorRT's tensor description, for building and running."""
 
     def describe(dtype: str, shape: tuple[int, ...], form: str = "LINEAR") -> SimpleNamespace:
         kind = getattr(trt, dtype)

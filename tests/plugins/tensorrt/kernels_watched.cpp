@@ -1,4 +1,4 @@
-// The emulated kernels, with counts of what is allocated and of control memory that a step does not leave zero.
+// The emulated kernels, with counts of allocations and of control memory that a step leaves non-zero.
 
 #include <stdint.h>
 
@@ -11,7 +11,7 @@
 #undef topw_cuda_launch
 
 int allocated = 0, released = 0, unclean = 0;
-bool is_full = false;  // the device has no memory left
+bool is_full = false;  // the device is out of memory
 const void *last_control = nullptr;
 
 extern "C" {

@@ -1,7 +1,7 @@
-// The plugin in C++ as TensorRT calls it, over the emulated kernels: python reads what it prints (test_library.py).
+// The C++ plugin as TensorRT calls it, over the emulated kernels; test_library.py reads its output.
 //
-// plugin_steps INPUTS OUTPUTS: INPUTS has batch, vocab and edits as int64_t and then the node's inputs in their order,
-// for the uniform metric; OUTPUTS gets the four outputs of the last step of each of two contexts.
+// plugin_steps INPUTS OUTPUTS. INPUTS: batch, vocab and edits as int64_t, then the node's inputs in order, for the
+// uniform metric. OUTPUTS: the four outputs of the last step of each of two contexts.
 
 #include <NvInferRuntime.h>
 #include <stdio.h>
@@ -14,7 +14,7 @@
 
 extern "C" nvinfer1::IPluginCreatorInterface *const *getCreators(int32_t &count);
 extern "C" void topw_emulate(uint64_t seed, uint32_t threads, uint32_t blocks);
-// Of kernels_watched.cpp.
+// In kernels_watched.cpp.
 extern int allocated, released, unclean;
 extern bool is_full;
 extern const void *last_control;
@@ -35,7 +35,7 @@ struct Rows {
   int64_t elements(int input) const { return input == 0 ? vocab : input <= 3 ? edits : 1; }
   size_t bytes_of_row(int input) const { return elements(input) * (input == 1 ? sizeof(int64_t) : sizeof(float)); }
 
-  // So many rows, which are these over and over.
+  // These rows, repeated to `rows` rows.
   Rows repeated(int64_t rows) const {
     Rows made{rows, vocab, edits, {}};
     for (int input = 0; input < kInputs; ++input) {
@@ -82,7 +82,7 @@ bool shape(nvinfer1::IPluginV3 *plugin, const Rows &rows) {
   return runtime(plugin).onShapeChange(described(rows).data(), kInputs, nullptr, 0) == 0;
 }
 
-// A step in a workspace with bytes that other layers left there. Its outputs, all after one another; none if it failed.
+// A step in a workspace dirtied by other layers. Returns its outputs concatenated; empty if it failed.
 Bytes step(nvinfer1::IPluginV3 *plugin, const Rows &rows) {
   const topw_cuda_shape size = {{64, 3, TOPW_UNIFORM, 0}, {}, rows.batch, rows.vocab, rows.edits, TOPW_FLOAT32, 0};
   const size_t room = static_cast<size_t>(topw_cuda_workspace_bytes(&size));
@@ -106,7 +106,7 @@ Bytes step(nvinfer1::IPluginV3 *plugin, const Rows &rows) {
 
 void say(const char *name, long long value) { printf("%s %lld\n", name, value); }
 
-// From an engine that was built with this interface of the kernels, and has so many fewer fields. NULL if refused.
+// From an engine built with this kernel interface and `fewer` fields fewer. NULL if refused.
 nvinfer1::IPluginV3 *created(int32_t kernels = TOPW_CUDA_ABI_VERSION, int32_t fewer = 0) {
   const int32_t top_m = 64, alt_iters = 3;
   const PluginField fields[] = {PluginField("top_m", &top_m, PluginFieldType::kINT32, 1),
@@ -119,7 +119,7 @@ nvinfer1::IPluginV3 *created(int32_t kernels = TOPW_CUDA_ABI_VERSION, int32_t fe
   return creator->createPlugin("node", &collection, nvinfer1::TensorRTPhase::kRUNTIME);
 }
 
-// Whether what an engine would keep of the plugin makes one again.
+// Whether a plugin can be recreated from what an engine stores.
 bool is_taken_back(nvinfer1::IPluginV3 *plugin) {
   int32_t count = 0;
   auto *const creator = static_cast<nvinfer1::IPluginCreatorV3One *>(getCreators(count)[0]);

@@ -1,4 +1,4 @@
-"""Finding the plugin's headers. Compiling needs NVIDIA's, which TENSORRT_ROOT names."""
+"""Finding the plugin's headers. Compiling needs NVIDIA's, in TENSORRT_ROOT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocation, ownership and release of the plugin's control memory, with the emulated kernels."""
+"""Allocating and freeing the plugin's control memory, with emulated kernels."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from topw_deploy.plugins.tensorrt.kernels import Kernels
 
 from .test_plugin import UNIFORM, VOCAB, arrays
 
-MANY = 80  # rows: their 4-byte tickets exceed the rounding of sizes to 256 bytes
+MANY = 80  # rows: their 4-byte tickets exceed the rounding to 256 bytes
 
 
 class WatchedKernel(CudaKernel):
     """The emulated kernels with a log.
 
-    alive: bytes of control memory by address. most: limit of its bytes. used: the address of each step.
+    alive: bytes of control memory by address.
+    most: limit of its bytes.
+    used: the address of each step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +65,6 @@ def kernel(emulated_library: Path) -> WatchedKernel:
 
 @pytest.fixture
 def attached(trt: Any, kernel: WatchedKernel, emulated_library: Path) -> Callable[[], Any]:
-    """A plugin attached to a new context."""
     kernels = Kernels(emulated_library)
     kernels._kernel = kernel
     module = importlib.import_module("topw_deploy.plugins.tensorrt.plugin")
@@ -72,7 +73,7 @@ def attached(trt: Any, kernel: WatchedKernel, emulated_library: Path) -> Callabl
 
 @pytest.fixture
 def step(described: Any) -> Callable[..., None]:
-    """step(plugin, rows, announced=True) enqueues a step, after announcing its shape."""
+    """step(plugin, rows, announced=True) announces a shape and enqueues a step."""
 
     def run(plugin: Any, rows: int, announced: bool = True) -> None:
         given = {name: array[np.arange(rows) % len(array)] for name, array in arrays(UNIFORM).items()}
@@ -188,7 +189,7 @@ def test_memory_is_freed_when_tensorrt_deletes_the_plugin(
     for plugin, rows in zip(plugins * 2, (4, 4, MANY, MANY), strict=True):
         step(plugin, rows)
     assert len(kernel.alive) == 4
-    plugins[0].destroy()  # TensorRT's module keeps the Python object alive
+    plugins[0].destroy()  # TensorRT keeps the Python object alive
     assert len(kernel.alive) == 2
     plugins[0].destroy()
     step(plugins[1], 4)
@@ -207,7 +208,7 @@ def test_memory_is_freed_when_a_plugin_is_collected_that_nobody_deleted(
 
 
 def test_memory_that_is_left_at_exit_is_the_drivers_to_free() -> None:
-    """A process that waits for its device at exit may wait for a failed one."""
+    """Waiting for a failed device could hang."""
     program = """
 from topw_deploy.plugins.tensorrt.control import ControlMemory
 

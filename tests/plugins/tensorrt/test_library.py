@@ -1,6 +1,6 @@
-"""The C++ plugin with the emulated kernels, under AddressSanitizer, which also reports leaks.
+"""The C++ plugin with emulated kernels, under AddressSanitizer with leak detection.
 
-Compiled against a stand-in for TensorRT's header, and against NVIDIA's if TENSORRT_ROOT names them.
+Compiled against stand-in headers, and NVIDIA's if TENSORRT_ROOT names them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ ANSWERS = {"next_token": np.int64, "logprob": np.float32, "kept": np.int32, "cer
 
 
 def headers(kind: str) -> list[Path]:
-    """Include folders."""
     if kind == "stand-in":
         return [HERE / "stand_in"]
     root = os.environ.get("TENSORRT_ROOT")
@@ -38,7 +37,7 @@ def headers(kind: str) -> list[Path]:
 
 
 def compiled(folder: Path, included: list[Path]) -> Path:
-    """Compile plugin_steps.cpp with sanitizers, the kernels without: sanitizers report fibres' stacks as errors."""
+    """Only plugin_steps.cpp has sanitizers: they report fibres' stacks as errors."""
     command = [*compile_native.find_compiler(), *(flag for flag in FLAGS if flag != "-shared"), f"-I{CUDA_SOURCES}"]
     folders = [f"-isystem{path}" for path in included]
     parts = {
@@ -68,7 +67,7 @@ def require_sanitizers(folder: Path) -> None:
 
 @pytest.fixture(scope="module", params=["stand-in", "NVIDIA"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
-    """plugin_steps.cpp's output, file and errors."""
+    """Its output, file and errors."""
     folder = tmp_path_factory.mktemp("library")
     included = headers(request.param)
     require_sanitizers(folder)
@@ -121,7 +120,7 @@ def test_a_full_device_is_a_sentence_and_smaller_steps_go_on(said: Said) -> None
     assert (found["a full device refused"], found["smaller steps go on"]) == (1, 1)
     assert found["allocated on a full device"] == 0
     assert "TopWSample: no control memory for 300 rows: CUDA answers " in complaints
-    assert complaints.count("no control memory") == 2  # the shape, and the step
+    assert complaints.count("no control memory") == 2  # shape and step
 
 
 def test_an_engine_that_was_built_with_kernels_of_another_interface_is_refused(said: Said) -> None:

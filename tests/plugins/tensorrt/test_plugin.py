@@ -1,4 +1,4 @@
-"""The Python plugin with the emulated kernels; tests/nvidia runs it in NVIDIA's parser and builder."""
+"""The Python plugin with emulated kernels; tests/nvidia has NVIDIA's parser and builder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plugin(trt: Any) -> Any:
 
 
 def arrays(settings: NodeAttributes) -> dict[str, np.ndarray]:
-    """Inputs by name: some rows need geometry, one is greedy, one is edited."""
+    """Inputs by name, with open, greedy and edited rows."""
     rng = np.random.default_rng(5)
     given = {"logits": (rng.standard_normal((BATCH, VOCAB)) * 3).astype(np.float32)}
     given["edit_ids"] = np.array([[-1], [7], [-1], [-1]])
@@ -85,20 +85,20 @@ def test_an_enqueued_step_answers_as_the_cpus_sampler(
     node = plugin.TopWSamplePlugin(settings, kernels).attach_to_context(None)
     inputs = [described(str(given[name].dtype), given[name].shape) for name in settings.inputs]
     node.on_shape_change(inputs, [])
-    room = np.full(node.get_workspace_size(inputs, []) + 256, 0xA5, np.uint8)  # left by another layer
+    room = np.full(node.get_workspace_size(inputs, []) + 256, 0xA5, np.uint8)  # from another layer
     workspace = room.ctypes.data + -room.ctypes.data % 256
     answers = {name: np.zeros(BATCH, ANSWERS[name]) for name in settings.outputs if name != "keep_mask"}
     if settings.with_keep_mask:
         answers["keep_mask"] = np.zeros((BATCH, VOCAB), np.bool_)
     addresses = [given[name].ctypes.data for name in settings.inputs]
-    for _ in range(2):  # the second run finds the first one's workspace
+    for _ in range(2):
         node.enqueue(inputs, [], addresses, [answers[n].ctypes.data for n in settings.outputs], workspace, 0)
         for name, wanted in cpus_answer(settings, given).items():
             if wanted.dtype == np.float32:
                 np.testing.assert_allclose(answers[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
             else:
                 np.testing.assert_array_equal(answers[name], wanted, err_msg=name)
-    assert not answers["certified"].all()  # both launches had work
+    assert not answers["certified"].all()
     assert (answers["kept"][[0, 1, 3]] > 1).all()
     assert (answers["kept"] < settings.top_m).all()
 

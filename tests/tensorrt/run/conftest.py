@@ -21,20 +21,19 @@ Open = Callable[..., TopWModel]
 
 @pytest.fixture(scope="session")
 def exported_toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder as --target tensorrt writes it, with geometry, a cache of 128 tokens and the mass output."""
+    """A decoder for --target tensorrt, with geometry, a cache of 128 tokens and the mass output."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     return export(tmp_path_factory.mktemp("toy") / "out", toy, form="scatter", max_length=CACHE, with_mass=True)
 
 
 @pytest.fixture
 def out(exported_toy: Path, tmp_path: Path) -> Path:
-    """A copy to build engines into."""
     return Path(shutil.copytree(exported_toy, tmp_path / "out"))
 
 
 @pytest.fixture
 def opened(out: Path, trt: TensorRT) -> Open:  # noqa: F811
-    """Build an engine, by default for four rows and chunks of 16 tokens, and open it."""
+    """Build and open an engine, by default for four rows and chunks of 16 tokens."""
 
     def open_engine(model_settings: dict[str, Any] | None = None, **settings: Any) -> TopWModel:
         build_engine(EngineRequest(out=out, **{"max_batch": 4, "max_sequence": 16, **settings}))
@@ -45,5 +44,5 @@ def opened(out: Path, trt: TensorRT) -> Open:  # noqa: F811
 
 @pytest.fixture(scope="session")
 def on_cpu(exported_toy: Path) -> TopWModel:
-    """The same folder on onnxruntime's CPU provider, with the function that the double also runs."""
+    """On onnxruntime's CPU provider, with the function that the double runs."""
     return TopWModel.from_pretrained(exported_toy, provider="cpu", intra_op_num_threads=1, sampler="graph")

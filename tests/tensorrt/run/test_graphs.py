@@ -1,5 +1,5 @@
-"""A step is captured once, then launched without allocations, waits or pageable memory, and captured again after a
-change of shapes or addresses."""
+"""Steps are captured once, launched without allocations, waits or pageable memory, and captured again for new shapes or
+addresses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ HOT: dict[str, Any] = {"temperature": 2.0, "lam": 0.3, "ignore_eos": True, "max_
 
 
 def calls_of(gpu: Gpu, work: Any) -> Counter[str]:
-    """Counts `work`'s calls of CUDA functions."""
     start = len(gpu.calls)
     work()
     return Counter(gpu.calls[start:])
@@ -35,7 +34,7 @@ def calls_of(gpu: Gpu, work: Any) -> Counter[str]:
 def test_a_step_is_captured_after_one_that_warms_up(opened: Open, gpu: Gpu, trt: TensorRT) -> None:
     model = opened()
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
-    # 20 tokens: one from the prompt, one from the warm-up step, 18 from the graph
+    # 20 tokens: prompt, warm-up step, 18 from the graph
     assert (calls["cudaStreamBeginCapture"], calls["cudaGraphInstantiate"], calls["cudaGraphLaunch"]) == (1, 1, 18)
     decode = next(context for context in trt.contexts if context.profile == 0)
     assert decode.runs == 19
@@ -56,7 +55,7 @@ def test_a_launched_step_is_one_launch_and_one_wait(opened: Open, gpu: Gpu) -> N
     stream = model.stream("abc", **HOT)
     for _ in range(6):
         next(stream)
-    calls = calls_of(gpu, lambda: next(stream))  # some steps: not every byte is a character
+    calls = calls_of(gpu, lambda: next(stream))  # a character may take several steps
     steps = calls["cudaGraphLaunch"]
     assert steps >= 1
     assert calls == {"cudaSetDevice": steps, "cudaGraphLaunch": steps, "cudaStreamSynchronize": steps}
@@ -94,7 +93,7 @@ def test_a_cache_that_moves_is_captured_again(opened: Open, gpu: Gpu, on_cpu: To
     assert model._caches is not None
     kept = model._caches._pool
     assert kept is not None
-    away = kept.borrow(1, 10, 10)  # another user has the memory
+    away = kept.borrow(1, 10, 10)  # another user's memory
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
     assert calls["cudaGraphInstantiate"] == 1
     kept.give_back(away)
@@ -137,7 +136,7 @@ def test_an_engine_with_branches_cannot_be_captured_and_runs_all_the_same(
     assert model.sampler == "graph"
     assert model.generate("abc", **HOT).token_ids == on_cpu.generate("abc", **HOT).token_ids
     calls = calls_of(gpu, lambda: model.generate("abc", **HOT))
-    assert "cudaStreamBeginCapture" not in calls  # it was tried twice
+    assert "cudaStreamBeginCapture" not in calls  # not tried a third time
     assert gpu.count("cudaStreamBeginCapture") == 2
     assert model._session.engine.why_no_graph.startswith("TensorRT does not take the run")  # type: ignore[union-attr]
 
@@ -163,7 +162,7 @@ def test_everything_is_freed_when_the_model_is_closed(opened: Open, gpu: Gpu) ->
     model.generate(["abc", "a longer one"], **HOT)
     stream = model.stream("abc", **HOT)
     next(stream)
-    del stream  # abandoned half-way
+    del stream
     model.close()
     del model
     gc.collect()
@@ -250,7 +249,7 @@ def test_without_cuda_python_the_command_to_install_it_is_named(monkeypatch: pyt
 
 
 def test_the_double_is_called_as_cuda_python_is() -> None:
-    """cuda-python has every function of the double, with as many parameters."""
+    """cuda-python has the double's functions, with as many parameters."""
     runtime = pytest.importorskip("cuda.bindings.runtime", reason="cuda-python is not installed")
     for name in dir(Gpu):
         if name.startswith("cuda"):

@@ -1,4 +1,4 @@
-"""Whether `provider="tensorrt"` gives an engine, onnxruntime's provider or an error, and the error's message."""
+"""`provider="tensorrt"`: an engine, onnxruntime's provider or an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load(out: Path, provider: str = "tensorrt", **settings: Any) -> TopWModel:
 
 @pytest.fixture
 def with_tensorrt_in_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make onnxruntime claim the provider. Returns the providers asked for; sessions run on the CPU."""
+    """Returns requested providers; sessions use the CPU."""
     asked: list[str] = []
     built = ["TensorrtExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(ort, "get_available_providers", lambda: built)
@@ -59,7 +59,7 @@ def test_a_fitting_engine_is_what_runs(opened: Open) -> None:
 
 def test_the_cache_may_be_set_aside_at_once(opened: Open) -> None:
     model = opened({"max_length": 64, "max_batch": 2})
-    assert model.cache_bytes == 2 * 128 * 2 * (4 + 3) * 4  # rows, tokens, keys and values, heads' sizes, float32
+    assert model.cache_bytes == 2 * 128 * 2 * (4 + 3) * 4
 
 
 def test_without_an_engine_the_command_to_build_one_is_named(out: Path, trt: TensorRT) -> None:
@@ -133,7 +133,7 @@ def test_an_engine_that_does_not_fit_is_one_sentence_that_says_how_to_rebuild(
     with pytest.raises(ProviderError, match=message) as caught:
         load(out)
     assert str(caught.value).count("topw build-engine") == 1
-    assert trt.contexts == []  # nothing was deserialised
+    assert trt.contexts == []
 
 
 def absent() -> None:

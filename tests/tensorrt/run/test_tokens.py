@@ -1,4 +1,4 @@
-"""An engine gives the tokens, log-probabilities, texts and ends that onnxruntime gives."""
+"""Engines give onnxruntime's results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def generate(model: TopWModel, prompts: Any, **settings: Any) -> list[Generation
 
 
 def assert_alike(found: list[GenerationResult], expected: list[GenerationResult]) -> None:
-    """Compare all but timings; log-probabilities exactly, as the double computes with onnxruntime."""
+    """Compare all but timings, exactly: the double computes with onnxruntime."""
     for one, other in zip(found, expected, strict=True):
         left, right = one.as_dict(), other.as_dict()
         for name in ("timings", "sampler"):
@@ -43,7 +43,7 @@ def test_one_sequence(opened: Open, on_cpu: TopWModel, kind: str) -> None:
     found = generate(model, "sixteen letters!", max_new_tokens=40)
     assert_alike(found, generate(on_cpu, "sixteen letters!", max_new_tokens=40))
     assert (model.provider, model.sampler, found[0].sampler) == ("tensorrt", "plugin", "plugin")
-    assert not all(found[0].certified)  # or geometry would not be seen at all
+    assert not all(found[0].certified)  # geometry is used
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 16])
@@ -79,7 +79,7 @@ def test_streamed_pieces_and_stop_strings(opened: Open, on_cpu: TopWModel) -> No
 @pytest.mark.parametrize(
     "edits",
     [
-        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "max_new_tokens": 60},  # more slots every now and then
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "max_new_tokens": 60},
         {"logit_bias": {7: 3.0, 100: -np.inf}, "suppress_tokens": [101, 102]},
         {"no_repeat_ngram_size": 2, "bad_words_ids": [[100], [55, 100]]},
         {"min_new_tokens": 5, "ignore_eos": False},
@@ -118,7 +118,7 @@ def test_nan_in_a_cache_stays_with_its_request(opened: Open, on_cpu: TopWModel, 
 
 
 def test_a_cache_whose_parts_do_not_end_at_256_bytes_is_taken(trt: TensorRT, tmp_path: Path) -> None:
-    """100 tokens of one head with 4 float32 numbers are 1,600 bytes; TensorRT refuses addresses between."""
+    """100 tokens of 4 float32 numbers are 1,600 bytes; TensorRT requires addresses aligned to 256."""
     out = export(tmp_path / "out", Toy.random(1), form="scatter", max_length=100)
     build_engine(EngineRequest(out=out, max_batch=4, max_sequence=16))
     model = TopWModel.from_pretrained(out, provider="tensorrt")
@@ -208,7 +208,7 @@ def test_the_demo(demo_for_tensorrt: Path, trt: TensorRT) -> None:
 
 @pytest.fixture(scope="session")
 def demo_for_tensorrt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled model as --target tensorrt --max-length 128 writes it."""
+    """The bundled model for --target tensorrt."""
     from topw_deploy.export import export_model
 
     output = tmp_path_factory.mktemp("demo") / "export"

@@ -1,5 +1,5 @@
-// All kernels, without the functions that launch them. The run-time compiler takes those for the device's too, and the
-// functions of CUDA that they call must have been declared; none of them is called.
+// All kernels, without the functions that launch them. The run-time compiler would compile those for the device too and
+// need declarations of the CUDA functions they call.
 #include <cuda_runtime.h>
 
 cudaError_t cudaGetDevice(int *);

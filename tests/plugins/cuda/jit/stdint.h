@@ -1,4 +1,4 @@
-// The run-time compiler has no C library: what the kernels use of these headers.
+// What the kernels use of the C headers; the run-time compiler has no C library.
 #pragma once
 typedef signed char int8_t;
 typedef unsigned char uint8_t;

@@ -1,5 +1,5 @@
-// A stand-in for the header of TensorRT's plugins, with as much of it as topw_plugin.cpp touches: types, names and what
-// is virtual, in TensorRT's spelling. Layouts and values are not TensorRT's, so nothing built with it can meet TensorRT.
+// A stand-in for the header of TensorRT's plugins with what topw_plugin.cpp uses: types, names and virtual functions.
+// Layouts and values are not TensorRT's, so nothing built with it works with TensorRT.
 #ifndef TOPW_TESTS_NV_INFER_RUNTIME_H
 #define TOPW_TESTS_NV_INFER_RUNTIME_H
 
