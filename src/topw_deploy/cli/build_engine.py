@@ -1,4 +1,4 @@
-"""`topw build-engine OUT`: build a TensorRT engine of an exported folder for this machine."""
+"""`topw build-engine OUT`: build a TensorRT engine for this machine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     OUT must be exported with --target tensorrt. An engine fits one GPU model and one TensorRT version, which the stamp
     beside it states. Run it with --provider tensorrt.
     """
-    # Imported late: --help and usage errors must not wait for numpy.
+    # Import late, so that --help and usage errors do not wait for numpy.
     from topw_deploy.tensorrt.build import build_engine
     from topw_deploy.tensorrt.request import EngineRequest
 
@@ -99,7 +99,7 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
 
 @contextlib.contextmanager
 def _bar(total: int, _unit: str) -> Iterator[Advance]:
-    """A bar by click on a terminal; the target machine may not have tqdm."""
+    """A click progress bar on terminals; tqdm may be missing on the target machine."""
     if not sys.stderr.isatty():
         yield lambda _parts: None
         return

@@ -1,4 +1,4 @@
-"""Export a language model to one ONNX file that samples by itself. Raises ExportError for Python older than 3.11."""
+"""Export a language model to an ONNX file that includes its sampler. Raises ExportError before Python 3.11."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How an export says how far it is: lines and bars, which the caller shows or not."""
+"""Types of an export's progress callbacks."""
 
 from __future__ import annotations
 
