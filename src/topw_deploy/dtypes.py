@@ -30,5 +30,5 @@ ELEMENT_TYPES = {
 
 
 def element_bytes(name: str) -> int:
-    """Bytes per element of type `name` (8 bits or more)."""
+    """Bytes per element, for 8 bits or more."""
     return ELEMENT_TYPES[name].bits // 8

@@ -1,10 +1,10 @@
-"""User-facing errors. Each message is one sentence: value, bound, next step."""
+"""User-facing errors. Messages name value, bound and next step."""
 
 from __future__ import annotations
 
 
 class TopWError(Exception):
-    """Base of this package's intentional errors; the command line prints them and exits with 1.
+    """Base of intentional errors; the command line prints them and exits with 1.
 
     parameters: Python parameters in the message, which the command line replaces by options.
     """
@@ -15,22 +15,19 @@ class TopWError(Exception):
 
 
 class ParameterError(TopWError, ValueError):
-    """An unknown, mistyped or out-of-range Top-W or generation parameter.
-
-    The command line exits with 2 if the user set it there.
-    """
+    """Unknown, mistyped or out-of-range parameter; the command line exits with 2 if the user set it there."""
 
 
 class SourceError(TopWError):
-    """The model to export is missing, gated, unreadable, or not a model."""
+    """The source model is missing, gated, unreadable, or not a model."""
 
 
 class UnsupportedModelError(TopWError):
-    """The exporter does not support this model; the message says what is missing."""
+    """The exporter does not support this model."""
 
 
 class ExportError(TopWError):
-    """Writing the export failed; nothing loadable is left."""
+    """Writing failed; nothing loadable is left."""
 
 
 class VerificationError(TopWError):
@@ -42,11 +39,11 @@ class ManifestError(TopWError):
 
 
 class TokenizerError(TopWError):
-    """The tokenizer or chat template is missing or unusable."""
+    """Missing or unusable tokenizer or chat template."""
 
 
 class PromptError(TopWError, ValueError):
-    """The prompt is empty without a BOS token, or exceeds the context."""
+    """The prompt is empty without BOS token, or exceeds the context."""
 
 
 class ProviderError(TopWError):
@@ -58,7 +55,7 @@ class UnknownProviderError(ProviderError, ParameterError):
 
 
 class PluginError(TopWError):
-    """A native library cannot be built or does not fit this machine."""
+    """A native library cannot be built or used here."""
 
 
 class EngineError(TopWError):
@@ -66,7 +63,7 @@ class EngineError(TopWError):
 
 
 class GenerationError(TopWError):
-    """Generation failed: invalid logits (names row and step), no memory for the cache."""
+    """Generation failed: invalid logits (names row and step), no cache memory."""
 
 
 class LogitsError(GenerationError):
@@ -74,7 +71,7 @@ class LogitsError(GenerationError):
 
 
 class MissingPackageError(TopWError, ModuleNotFoundError):
-    """Required packages are missing; the message names them and the install command.
+    """Packages are missing; the message has the install command.
 
     name: missing module, as in ImportError.
     """
@@ -85,9 +82,9 @@ class MissingPackageError(TopWError, ModuleNotFoundError):
 
 
 class BenchmarkError(TopWError):
-    """A benchmark failed: a named side is missing, died, or answers differently."""
+    """A side is missing, died, or answers differently."""
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """`error`'s message as one line of at most `most` characters, or its class name."""
+    """`error`'s message as one line, at most `most` characters, or its class name."""
     return " ".join(str(error).split())[:most] or type(error).__name__

@@ -1,7 +1,7 @@
 """Open and write files safely.
 
-Reads only regular files: a named pipe would wait for a writer, a device may never end. Writes files completely or not
-at all, with umask permissions.
+Reads only regular files: named pipes wait for a writer, devices may never end. Writes files completely or not at all,
+with umask permissions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # 0 where unsupported
 _O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-# Non-blocking: opening a named pipe returns at once, and the descriptor shows its type.
+# Non-blocking: opening a named pipe returns at once, for fstat.
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | _O_NOFOLLOW
 _RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
@@ -42,33 +42,32 @@ class NotRegularError(OSError):
 
 
 def kind_of(mode: int) -> str:
-    """File type of `st_mode`: `a regular file`, `a folder`, `a named pipe`, ..."""
+    """File type: `a regular file`, `a folder`, `a named pipe`, ..."""
     if stat.S_ISREG(mode):
         return "a regular file"
     return next((name for holds, name in _KINDS if holds(mode)), "a special file")
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open a regular file for reading. follow: allow `path` to be a link.
+    """Open a regular file for reading. follow: allow a link.
 
-    Checks the open descriptor, so that the file cannot be swapped afterwards.
-    Raises NotRegularError for a link (without `follow`), folder, pipe, socket or device; OSError like `open`.
+    Checks the open descriptor, so that files cannot be swapped afterwards.
+    Raises NotRegularError for links (without `follow`), folders, pipes, sockets and devices; OSError like `open`.
     """
     return os.fdopen(_opened(path, None, stat.S_ISREG, follow), "rb")
 
 
 @contextmanager
 def mapped(path: Path) -> Iterator[mmap.mmap]:
-    """Memory-map a regular file for reading. Raises like `open_regular`, and ValueError if empty."""
+    """Memory-map a regular file read-only. Raises like `open_regular`; ValueError if empty."""
     with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield data
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
-    """Open the regular file `name`, a plain `/`-separated path, inside `folder`.
+    """Open the regular file `name`, a plain `/`-separated path, inside `folder`, which may be a link.
 
-    `folder` may be a link, parts of `name` may not.
-    Raises NotRegularError for links and non-regular files; OSError like `open`.
+    Raises NotRegularError for links in `name` and non-regular files; OSError like `open`.
     """
     if not _RELATIVE:
         _refuse_links(folder, name)
@@ -86,9 +85,9 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
 
 
 def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Iterator[tuple[Path, str]]:
-    """Pipes, sockets, devices and links to them in `folder`, each with its type: `a named pipe`, ...
+    """Pipes, sockets, devices and links to them, with type: `a named pipe`, ...
 
-    deep: include subfolders except `folder/without`; links to folders are not followed.
+    deep: include subfolders except `folder/without`, without following links.
     """
     waiting, left_out = [folder], folder / without if without else None
     while waiting:
@@ -108,7 +107,7 @@ def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Ite
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file that replaces `path` at the end, flushed to disk. On error it is removed and `path` unchanged.
+    """Write a temporary file that atomically replaces `path`, flushed to disk. On error, `path` is unchanged.
 
     Permissions follow the umask.
     """
@@ -125,8 +124,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _opened(path: str | Path, place: int | None, wanted: Callable[[int], bool], follow: bool = False) -> int:
-    """Open `path` relative to the folder descriptor `place`."""
-    # Check by name first: opening a device can have effects.
+    # First by name: opening a device can have effects.
     _require(wanted, os.stat(path, dir_fd=place, follow_symlinks=follow).st_mode, path)
     flags = _READ | (0 if follow else _O_NOFOLLOW) | (_O_DIRECTORY if wanted is stat.S_ISDIR else 0)
     handle = os.open(path, flags, dir_fd=place)
@@ -150,14 +148,14 @@ def _refuse_links(folder: Path, name: str) -> None:
     path = folder / name
     try:
         linked = path.resolve() != folder.resolve() / name
-    except RuntimeError:  # a link to itself, before Python 3.13
+    except RuntimeError:  # self-link, before Python 3.13
         linked = True
     if linked:
         raise NotRegularError("a symbolic link", path)
 
 
 def _new_file(path: Path) -> tuple[Path, int]:
-    """A new hidden file beside `path`; unlike tempfile's, its permissions follow the umask."""
+    """Unlike tempfile's, permissions follow the umask."""
     while True:
         temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(8)}")
         try:

@@ -1,7 +1,7 @@
-"""The package's extras: distributions, missing ones, and install commands.
+"""Extras: distributions and install commands.
 
-The package is on no index, so commands depend on this copy's origin: a clone, wheel or repository, as in pip's
-direct_url.json.
+The package is on no index, so commands depend on this copy's origin: a clone, wheel or repository (pip's
+direct_url.json).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SOURCES = Path(__file__).resolve().parents[1]
 
 
 def require(what: str, extra: str) -> None:
-    """Raises MissingPackageError if a package of `extra` is missing.
+    """Raises MissingPackageError if packages of `extra` are missing.
 
     what: sentence subject, like "exporting".
     """
@@ -94,9 +94,9 @@ def why_not_this_python(what: str) -> str:
 
 
 def how_to(extra: str = "") -> str:
-    """Install command for `extra`, or for the package's own dependencies, in this environment.
+    """Install command for `extra` or the package's own dependencies.
 
-    If `extra` needs a newer Python, the command uses it.
+    Names a newer Python if required.
     """
     if extra == "export" and sys.version_info < EXPORT_PYTHON:
         return f"python{_LEAST} -m pip install {requirement(extra)}"
@@ -104,7 +104,7 @@ def how_to(extra: str = "") -> str:
 
 
 def pip(verb: str) -> str:
-    """Start of a pip command for this interpreter, even if not on PATH."""
+    """Pip command for this interpreter, even if not on PATH."""
     found = shutil.which("pip")
     python = shlex.quote(sys.executable)
     if found and Path(found).parent == Path(sys.executable).parent:
@@ -115,7 +115,7 @@ def pip(verb: str) -> str:
 
 
 def requirement(extra: str = "") -> str:
-    """Shell-quoted `pip install` argument for this copy with `extra`."""
+    """Shell-quoted `pip install` argument for this copy."""
     wanted = f"[{extra}]" if extra else ""
     if _SOURCES.name == "src" and (_SOURCES.parent / "pyproject.toml").is_file():
         return f"-e {shlex.quote(f'{_SOURCES.parent}{wanted}')}"
@@ -130,11 +130,10 @@ def requirement(extra: str = "") -> str:
         return shlex.quote(f"{NAME}{wanted} @ {told['vcs']}+{url}@{told['commit_id']}")
     elif url:
         return shlex.quote(f"{NAME}{wanted} @ {url}")
-    return shlex.quote(f"{NAME}{wanted}")  # already installed, so pip skips the index
+    return shlex.quote(f"{NAME}{wanted}")  # installed, so pip skips the index
 
 
 def _origin() -> dict[str, Any]:
-    """direct_url.json of the installed package, or {}."""
     try:
         text = metadata.distribution(NAME).read_text("direct_url.json")
     except metadata.PackageNotFoundError:

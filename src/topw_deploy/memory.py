@@ -11,7 +11,7 @@ _STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_re
 
 
 def resident_bytes() -> int:
-    """Resident memory, including touched mapped pages; 0 if unknown."""
+    """Resident memory with touched mapped pages; 0 if unknown."""
     return _field(_STATUS, "VmRSS")
 
 
@@ -27,7 +27,7 @@ def peak_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Linux's memory available without swapping; 0 if unknown."""
+    """Memory available without swapping (Linux); 0 if unknown."""
     return _field(_MACHINE, "MemAvailable")
 
 
@@ -39,7 +39,7 @@ class StageMemory:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the block's peak, or the process's if it cannot be reset."""
+        """Record the block's peak, or the process's if not resettable."""
         with contextlib.suppress(OSError):
             _RESET.write_text("5")
         try:

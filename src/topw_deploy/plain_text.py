@@ -12,7 +12,7 @@ _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """Decode UTF-8, dropping a byte order mark. where: file name for messages.
+    """Decode UTF-8, dropping byte order marks. where: for messages.
 
     Raises PromptError for other encodings and zero bytes.
     """
@@ -28,7 +28,7 @@ def decode_text(data: bytes, where: str) -> str:
 
 
 def numbered_lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
-    """Non-blank lines, numbered from 1. Only line feeds end a line.
+    """Non-blank lines, numbered from 1; only line feeds end lines.
 
     Raises PromptError like `decode_text`.
     """

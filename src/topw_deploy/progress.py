@@ -19,7 +19,7 @@ class Progress:
     """Progress callbacks; silent by default.
 
     say: called with a line per phase.
-    bar: called with total and unit ("B" for bytes); returns a context that yields an advance function.
+    bar: called with total and unit ("B": bytes); a context yielding the advance function.
     """
 
     say: Callable[[str], object] = lambda _line: None

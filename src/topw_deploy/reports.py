@@ -1,4 +1,4 @@
-"""Helpers for the reports of `topw stats` and `topw bench`."""
+"""Shared by the reports of `topw stats` and `topw bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def counted(number: int, word: str) -> str:
 
 
 def require_matplotlib() -> None:
-    """Raises ParameterError without matplotlib. Call before a long run."""
+    """Raises ParameterError without matplotlib. Call before long runs."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -15,7 +15,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
 def parse_size(size: int | str, name: str = "the size") -> int:
     """Bytes of a number, `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30), ...
 
-    name: parameter for messages. Raises ParameterError for anything else.
+    name: for messages. Raises ParameterError for anything else.
     """
     match = _SIZE.fullmatch(str(size).strip())
     found = 0 if match is None else round(float(match[1]) * _UNITS[match[2].upper()])

@@ -1,4 +1,4 @@
-"""Export a language model to an ONNX file that includes its sampler. Raises ExportError before Python 3.11."""
+"""Export a language model with its sampler to ONNX. Raises ExportError before Python 3.11."""
 
 import sys
 

@@ -14,11 +14,10 @@ from topw_deploy.manifest import DecoderInfo
 class Decoder:
     """The decoder that export stages modify.
 
-    model: modified in place. Inputs: input_ids, past_key_values.{i}.key|value and either attention_mask, (position_ids)
-    or, with a static cache, write_indices, row_lengths. Outputs: logits [batch, sequence, vocab],
-    present.{i}.key|value.
-    foreign: written by another exporter, so its nodes stay unchanged.
-    notices: messages for the user.
+    model: inputs input_ids, past_key_values.{i}.key|value and either attention_mask, (position_ids) or, with a static
+    cache, write_indices, row_lengths; outputs logits [batch, sequence, vocab], present.{i}.key|value.
+    foreign: from another exporter, so its nodes stay unchanged.
+    notices: for the user.
     """
 
     model: ir.Model

@@ -1,4 +1,4 @@
-"""The state shared by the stages of an export."""
+"""State shared by export stages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from topw_deploy.progress import SILENT, Progress
 class Job:
     """One export in progress.
 
-    finished: stages that an interrupted export completed.
-    memory: peak memory per stage.
-    started: time.monotonic() at the start.
+    finished: stages completed before an interruption.
+    memory: peak per stage.
+    started: time.monotonic().
     """
 
     request: ExportRequest

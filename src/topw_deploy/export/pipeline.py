@@ -1,4 +1,4 @@
-"""The whole export: resolve the source, build the graph, write, verify, rename into place."""
+"""The export pipeline: resolve, build, write, verify, rename into place."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from topw_deploy.sizes import decimal_size
 def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportReport:
     """Write and verify the folder that `request` describes. On error, `output` is unchanged.
 
-    Raises, before writing, SourceError, UnsupportedModelError, TokenizerError or ParameterError; ExportError if writing
-    fails; VerificationError if graph and source disagree.
+    Raises SourceError, UnsupportedModelError, TokenizerError or ParameterError before writing; ExportError if writing
+    fails; VerificationError if the graph is wrong.
     """
     started = time.monotonic()
     check_free(request.output, request.overwrite)
@@ -85,7 +85,6 @@ def _make(job: Job, folder: Path) -> tuple[Decoder, DecoderManifest]:
 
 
 def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
-    """Build the decoder with its sampler, without reading weights."""
     request, progress = job.request, job.progress
     decoder = _read_decoder(job, job.source.onnx) if job.source.onnx is not None else _trace_decoder(job)
     sampler = request.sampler
@@ -97,7 +96,7 @@ def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
     if not decoder.foreign:
         try:
             table = find_embedding(decoder.model.graph).data[0]
-        except UnsupportedModelError:  # not every decoder has one; the uniform metric needs none
+        except UnsupportedModelError:  # optional with the uniform metric
             tidy(decoder.model, None)
         else:
             tidy(decoder.model, table if table.producer() is None else None)
@@ -182,7 +181,7 @@ def _copy_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int]
 def _verify(
     job: Job, decoder: Decoder, manifest: DecoderManifest, staged: StagedFolder
 ) -> tuple[Decoder, Verification]:
-    """Compare the written folder with its source. Disables padding if its check fails."""
+    """Disables padding if its check fails."""
     verification, may_pad = Verification(status="skipped"), not decoder.foreign
     if job.request.verify:
         from topw_deploy.export.verification import verify_in_subprocess
@@ -210,7 +209,6 @@ def _verify(
 
 
 def _verify_first_layers(job: Job, layers: int, folder: Path) -> tuple[Verification, bool]:
-    """Export and verify only the first `layers`; the status is "partial"."""
     from topw_deploy.export.verification import verify_in_subprocess
 
     shutil.rmtree(folder, ignore_errors=True)  # from an interrupted attempt

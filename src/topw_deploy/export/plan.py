@@ -1,4 +1,4 @@
-"""Estimate disk space and memory of an export from its graph, without reading weights."""
+"""Estimate disk space and memory of an export, without reading weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from topw_deploy.export.write.tokenizer_files import COPIED
 from topw_deploy.export.write.weights import MODEL_FILE, data_slots, external_files, quantised_type, written_sizes
 from topw_deploy.memory import resident_bytes
 
-_MANIFEST = 16 << 10  # approximate bytes of manifest and configuration files
+_MANIFEST = 16 << 10  # manifest and configuration, approximate bytes
 _QUANTISING = {"int4": 12.0, "int8": 6.5}  # peak memory per byte of codes (measured for int4)
 
 
@@ -25,10 +25,10 @@ _QUANTISING = {"int4": 12.0, "int8": 6.5}  # peak memory per byte of codes (meas
 class Plan:
     """Resources for writing a graph.
 
-    files: name -> bytes, without a few small files.
+    files: name -> bytes, without some small files.
     shared: bytes in hard links.
-    beside: bytes of verification's temporary files.
-    slots: weight locations in the data files.
+    beside: bytes of temporary verification files.
+    slots: weight locations.
     memory: stage -> estimated peak resident bytes.
     """
 
@@ -49,7 +49,7 @@ class Plan:
 
 
 def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
-    """Plan writing `decoder` into `folder`, which need not exist."""
+    """`folder` need not exist."""
     slots = data_slots(decoder.model, job.request.weights.shard_bytes)
     files = written_sizes(decoder.model, slots)
     shared = 0
@@ -69,7 +69,7 @@ def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
 
 
 def onnx_data_files(job: Job, decoder: Decoder) -> dict[str, Path]:
-    """Location in the graph -> path of each data file of an ONNX decoder."""
+    """Location in the graph -> path, for an ONNX decoder."""
     if job.source.onnx is None:
         return {}
     return {location: job.source.onnx.parent / location for location in external_files(decoder.model)}

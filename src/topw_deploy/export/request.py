@@ -38,13 +38,13 @@ class HubOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """Options of the decoder's graph. An existing ONNX decoder accepts only None, the default.
+    """Decoder graph options; None is the default and the only value for an ONNX decoder.
 
     target: onnxruntime (default) or tensorrt.
     opset: 23 or 24; default 23, for tensorrt 24.
-    kv: cache form, static or concat; default static where supported.
+    kv: static or concat cache; default static where supported.
     max_length: capacity of tensorrt's static cache in tokens, a multiple of 64; default the model's context, at most
-    4,096. 0: the runtime chooses (onnxruntime only).
+    4,096. 0: chosen at run time (onnxruntime only).
     num_hidden_layers: export only the first layers.
     Raises ParameterError for invalid values or combinations.
     """
@@ -88,10 +88,10 @@ class WeightOptions:
     """Weights and their files.
 
     dtype: fp32 (default), fp16, bf16, int4 or int8.
-    compute_dtype: type of unquantised values with int4 and int8: fp32 (default) or fp16.
-    block_size ... exclude_nodes: for int4 and int8, see quantise.Quantisation.
-    max_shard_size: maximum bytes per data file, or text such as "2GB" or "2GiB"; None: one file.
-    hard_link: hard-link an ONNX decoder's data files instead of copying.
+    compute_dtype: for int4 and int8, type of unquantised values: fp32 (default) or fp16.
+    block_size ... exclude_nodes: see quantise.Quantisation.
+    max_shard_size: maximum bytes per data file, or "2GB", "2GiB"; None: one file.
+    hard_link: hard-link an ONNX decoder's data files.
     Raises ParameterError for invalid values, and for quantisation options with another dtype.
     """
 
@@ -156,9 +156,9 @@ class SamplerOptions:
 
     options: stored in the graph.
     defaults: default generation parameters.
-    tail: form of the function body: portable, onnxruntime or static.
+    tail: function body: portable, onnxruntime or static.
     with_logits, with_mass, with_keep_mask: optional outputs.
-    neighbour_bound: store each token's distance to its nearest neighbour.
+    neighbour_bound: store each token's nearest-neighbour distance.
     Raises ParameterError for defaults outside float32, and for a bound with the uniform metric.
     """
 
@@ -183,9 +183,8 @@ class ExportRequest:
     """One export.
 
     model: hub id, folder, ONNX file or `demo`.
-    output: folder to write.
     tokenizer: folder with tokenizer and configuration, if the model lacks them.
-    resume: continue an interrupted export; if interrupted, keep files for resuming.
+    resume: continue an interrupted export; if interrupted, keep files.
     dry_run: write nothing.
     overwrite: replace an earlier export.
     verify: compare graph and model before the folder appears.
@@ -215,7 +214,7 @@ class ExportRequest:
             )
 
     def check_for_onnx(self, file: str) -> None:
-        """Raises ParameterError for options that the existing ONNX decoder `file` cannot take."""
+        """Raises ParameterError for options that an existing ONNX decoder cannot take."""
         traced = {
             "dtype": self.weights.dtype,
             "compute_dtype": self.weights.compute_dtype,
@@ -246,7 +245,7 @@ def export_request(**values: Any) -> ExportRequest:
 
 
 def grouped(kind: type[Request], values: dict[str, Any]) -> Request:
-    """Build a `kind` request from flat `values`, sorted into option groups."""
+    """Build a `kind` request from flat `values`."""
     values = dict(values)
     for name in [f.name for f in dataclasses.fields(kind) if f.name in _GROUPS]:  # type: ignore[arg-type]
         names = {f.name for f in dataclasses.fields(_GROUPS[name])} & values.keys()
@@ -272,7 +271,7 @@ class ExportReport:
 
     sizes: file -> bytes.
     memory: stage (graph, writing, verification) -> peak resident bytes, estimated in a dry run.
-    notices: messages for the user.
+    notices: for the user.
     """
 
     output: Path

@@ -34,8 +34,8 @@ class SamplerRequest:
     """One sampler-only export.
 
     model: hub id, folder or `demo` with the input embeddings.
-    embeddings: .npy file with the table [tokens, hidden], instead of a model.
-    vocab_size: logits width, by default the table's rows; required for `uniform` without a table.
+    embeddings: .npy file [tokens, hidden], instead of a model.
+    vocab_size: logits width, default the table's rows; required for `uniform` without a table.
     opset: 18 to 24.
     Raises ParameterError unless exactly one vocabulary source is given, and for with_logits.
     """
@@ -75,14 +75,14 @@ class SamplerRequest:
 
 
 def sampler_request(**values: Any) -> SamplerRequest:
-    """Build a SamplerRequest from flat keyword arguments."""
+    """Build a SamplerRequest from flat keywords."""
     return grouped(SamplerRequest, values)
 
 
 def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> ExportReport:
     """Write the folder that `request` describes. On error, `output` is unchanged.
 
-    Raises errors of topw_deploy.errors; VerificationError if graph and reference disagree.
+    Raises errors of topw_deploy.errors; VerificationError if the graph is wrong.
     """
     started, sampler = time.monotonic(), request.sampler
     check_free(request.output, request.overwrite)
@@ -138,7 +138,7 @@ def sampler_model(
 ) -> ir.Model:
     """Build the model: `logits` float32 [batch, vocab] and sampler inputs -> sampler outputs.
 
-    table: embeddings [>= vocab, hidden] to store.
+    table: embeddings [>= vocab, hidden].
     geometry: their statistics.
     measure: returns the neighbour bound.
     """
@@ -163,7 +163,7 @@ def ir_version(opset: int) -> int:
 
 
 def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
-    """Embedding table and source; float64 is cast to float32, the graph's type."""
+    """Casts float64 to float32, the graph's type."""
     if request.embeddings is not None:
         table, source = embeddings_of_file(request.embeddings), Source(str(request.embeddings), "local", Path())
     elif request.model is not None:

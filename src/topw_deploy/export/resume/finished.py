@@ -1,11 +1,11 @@
 """Stages that a resumed export can skip, each stamped with its inputs.
 
-Stamped: the traced graph, neighbour bound, each written weight, copied data files, tokenizer files and verification.
-All else takes seconds.
+Stamped: traced graph, neighbour bound, each weight, copied data files, tokenizer files and verification. All else takes
+seconds.
 
-A stamp has a small file's SHA-256. For a large file, where hashing would take as long as writing, it has device, inode,
-size, mtime, ctime and the SHA-256 of the first megabyte, where safetensors and ONNX store names and shapes. Programs
-can reset mtime but not ctime, so every write is noticed. Copying or hard-linking a file restarts a stage needlessly.
+Small files are stamped by SHA-256. Large ones, too slow to hash, by device, inode, size, mtime, ctime and the SHA-256
+of their first megabyte, where safetensors and ONNX store names and shapes. Programs cannot reset ctime, so every write
+is noticed; copying or hard-linking restarts a stage needlessly.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _SMALL_FILES = ("config.json", "*.index.json", "genai_config.json", "tokenizer.j
 class FinishedStages:
     """Finished stages of one export.
 
-    source: stamp of the source's files (stamp_of_source).
-    trace, weights: stamps of the inputs of the traced graph and the weights.
+    source: stamp of source files (stamp_of_source).
+    trace, weights: stamps of the inputs of traced graph and weights.
     """
 
     def __init__(self, journal: Journal, request: ExportRequest, source: str = "") -> None:
         self.journal = journal
         graph = request.graph
-        # The stamp omits options that change neither graph nor weights.
+        # Omit options that change neither graph nor weights.
         weights = dataclasses.replace(request.weights, max_shard_size=None, hard_link=False)
         sampler = dataclasses.replace(request.sampler, defaults=TopWParameters())
         common = (source, request.hub.trust_remote_code, library_versions())
@@ -64,10 +64,10 @@ class FinishedStages:
         return DataLog(self.journal, self.weights)
 
     def measured(self, measure: Measure) -> Measure:
-        """`measure`, with its result kept in the journal."""
+        """`measure`, journaled."""
 
         def kept(geometry: Geometry, tokens: int) -> np.ndarray:
-            # `source` omits an ONNX decoder's data files in subfolders; these statistics cover the table there.
+            # `source` omits an ONNX decoder's data files in subfolders; these statistics cover them.
             statistics = (np.asarray(geometry.mean).tolist(), np.asarray(geometry.inverse_std).tolist())
             stamp = stamp_of(self.weights, *statistics)
             return self.journal.array("neighbour bound", stamp, lambda: measure(geometry, tokens))
@@ -75,9 +75,9 @@ class FinishedStages:
         return kept
 
     def copied(self, source: Path, target: Path, copy: Callable[[], object], hard_link: bool) -> bool:
-        """Call `copy` to make `target` from `source` unless already done. Returns whether it was called.
+        """Call `copy` to make `target` from `source` unless done; returns whether called.
 
-        hard_link: whether `target` is a hard link; a finished copy does not replace one, nor the reverse.
+        hard_link: whether `target` is a hard link; copies and links do not replace each other.
         """
         stage, stamp = f"copy of {target.name}", stamp_of(str(source), stamp_of_files([source.resolve()]), hard_link)
         size = source.resolve().stat().st_size
@@ -89,7 +89,7 @@ class FinishedStages:
         return True
 
     def tokenizer_files(self, folder: Path, output: Path, write: Callable[[], list[str]]) -> list[str]:
-        """Notices of `write`, which writes `folder`'s tokenizer to `output` and is called once."""
+        """Notices of `write`, which writes the tokenizer once."""
         inputs = [path for path in folder.iterdir() if path.suffix in (".json", ".txt", ".model", ".jinja", ".py")]
         stamp = stamp_of(stamp_of_files(inputs), library_versions())
         found = self.journal.find(_TOKENIZER, stamp)
@@ -106,7 +106,7 @@ class FinishedStages:
     def verified(
         self, manifest: Manifest, verify: Callable[[], tuple[Verification, bool]]
     ) -> tuple[Verification, bool]:
-        """Result of `verify` for the files and defaults of `manifest`, computed once."""
+        """Result of `verify` on `manifest`, computed once."""
         stage, files = "verification", [dataclasses.asdict(entry) for entry in manifest.files.values()]
         stamp = stamp_of(self.weights, files, dataclasses.asdict(manifest.defaults))
         found = self.journal.find(stage, stamp)
@@ -125,7 +125,7 @@ def stamp_of_source(source: Source) -> str:
 
 
 def stamp_of_files(files: Iterable[Path]) -> str:
-    """Stamp names and contents of the regular files."""
+    """Stamp regular files' names and contents."""
     return stamp_of([_file(path) for path in sorted(set(files)) if path.is_file()])
 
 

@@ -1,6 +1,6 @@
-"""A JSON-lines file of finished stages, beside the export's files.
+"""JSON lines of finished stages, beside the export's files.
 
-It is append-only, so a crash can damage only the last line. Each stage is stored and found under a stamp of its inputs.
+Append-only, so a crash damages only the last line. Stages are found by a stamp of their inputs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def stamp_of(*parts: object) -> str:
 
 
 class Journal:
-    """The journal in `folder`; without a folder, it stores nothing.
+    """The journal in `folder`; without one, nothing is stored.
 
-    say: called with a line for each stage that is kept or restarted.
+    say: called with a line per kept or restarted stage.
     """
 
     def __init__(self, folder: Path | None, say: Callable[[str], object] = lambda _line: None) -> None:
@@ -41,10 +41,7 @@ class Journal:
                     break  # incomplete last line
 
     def find(self, stage: str, stamp: str) -> dict[str, Any] | None:
-        """The note of `stage` under `stamp`; None if missing or its file has changed.
-
-        The note's `file` is a path.
-        """
+        """The note of `stage` under `stamp`, with `file` as path; None if missing or changed."""
         found = self._stages.get(stage)
         if found is None or self._folder is None:
             return None
@@ -62,14 +59,14 @@ class Journal:
         return dict(note)
 
     def last_note(self, stage: str) -> dict[str, Any]:
-        """The last note of `stage`, under any stamp."""
+        """Last note of `stage`, under any stamp."""
         return dict(self._stages[stage]["note"]) if stage in self._stages else {}
 
     def done(self, stage: str, stamp: str, **note: Any) -> None:
         self.append({"stage": stage, "stamp": stamp, "note": note})
 
     def keep_file(self, stage: str, stamp: str, name: str, write: Callable[[Path], object], **note: Any) -> None:
-        """Record `stage` with the file that `write` creates."""
+        """Record `stage` and the file that `write` creates."""
         if self._folder is not None:
             write(self._folder / name)
             self.done(stage, stamp, **note, file=name, sha256=sha256_of(self._folder / name))
@@ -86,11 +83,11 @@ class Journal:
         return made
 
     def data_file(self, name: str) -> dict[str, Any] | None:
-        """Layout and weights (name, SHA-256) of a started data file."""
+        """Layout and weights (name, SHA-256) of a data file."""
         return self._files.get(name)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Append a stage, the start of a data file, or a weight."""
+        """Append a stage, data file start, or weight."""
         if self._folder is None:
             return
         self._apply(line)
@@ -110,7 +107,7 @@ class DataLog:
     """Journal of data files (a data_files.Log).
 
     stamp: of the weights' inputs.
-    hashes: SHA-256 per finished file.
+    hashes: SHA-256 per file.
     """
 
     def __init__(self, journal: Journal, stamp: str) -> None:

@@ -1,1 +1,1 @@
-"""Find and read the model to export."""
+"""Find and read the source model."""

@@ -1,4 +1,4 @@
-"""Memory-map the input embeddings of a Hugging Face folder or NumPy file."""
+"""Memory-map the input embeddings of a model or NumPy file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _TYPES = ("F64", "F32", "F16", "BF16")
 
 
 def embeddings_of_folder(folder: Path) -> np.ndarray:
-    """Memory-map the input embeddings [rows, hidden] of a checkpoint.
+    """Memory-map a checkpoint's input embeddings [rows, hidden].
 
-    Raises SourceError for missing or damaged safetensors, UnsupportedModelError unless exactly one tensor matches by
-    name and type.
+    Raises SourceError for missing or damaged safetensors, UnsupportedModelError unless exactly one tensor matches.
     """
     places = tensor_files(folder)
     found = sorted(name for name in places if name.endswith(_NAMES))
@@ -39,7 +38,7 @@ def embeddings_of_folder(folder: Path) -> np.ndarray:
 
 
 def embeddings_of_file(path: Path) -> np.ndarray:
-    """Memory-map the table [rows, hidden] of a .npy file. Raises SourceError for other files."""
+    """Memory-map a .npy table [rows, hidden]. Raises SourceError for other files."""
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:

@@ -1,14 +1,17 @@
 """Unpack AutoGPTQ and AutoAWQ checkpoints with NumPy (docs/guide/quantisation.md).
 
-Both store a linear layer [outputs, inputs] as integers `q` with a scale and zero point per output and input group;
-weight = (q - zero) * scale. They order eight 4-bit numbers in an int32 differently:
+A linear layer [outputs, inputs] has integers `q` with a scale and zero point per output and input group; weight = (q -
+zero) * scale.
 
-| | GPTQ | AWQ (`version: gemm`) |
-|---|---|---|
-| `qweight` | int32 [inputs * bits / 32, outputs]: consecutive inputs | int32 [inputs, outputs / 8]: 8 outputs, mixed |
-| `qzeros` | int32 [groups, outputs * bits / 32]: consecutive outputs, in version 1 minus one | as qweight |
-| `scales` | float16 [groups, outputs] | float16 [groups, outputs] |
-| `g_idx` | int32 [inputs]: group per input; default consecutive | none |
+GPTQ:
+    qweight: int32 [inputs * bits / 32, outputs], consecutive inputs.
+    qzeros: int32 [groups, outputs * bits / 32], consecutive outputs; minus one in version 1.
+    scales: float16 [groups, outputs].
+    g_idx: int32 [inputs], group per input; default consecutive.
+AWQ (`version: gemm`):
+    qweight: int32 [inputs, outputs / 8], 8 mixed outputs.
+    qzeros: as qweight.
+    scales: float16 [groups, outputs].
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from topw_deploy.export.source.safetensors_files import StoredTensor, stored_ten
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """The tensors of a packed layer."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output index of each half byte, lowest first
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each half byte, lowest first
 _PACKED_TYPES = ("I32", "F16", "F32", "I64")
 _READ = "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm)"
 
@@ -37,7 +40,7 @@ class PackedFormat:
 
     method: `gptq` or `awq`.
     bits: per weight.
-    zero_offset: added to each stored zero point.
+    zero_offset: added to stored zero points.
     """
 
     method: str
@@ -62,15 +65,15 @@ class PackedMatrix:
     bits: int
 
     def weight(self) -> np.ndarray:
-        """Dequantise to float32 [outputs, inputs]; exact, as codes have at most 8 bits and scales 11."""
+        """float32 [outputs, inputs]; exact, as codes have at most 8 bits and scales 11."""
         whole = self.codes.astype(np.float32) - self.zeros[:, self.groups].astype(np.float32)
         return whole * self.scales[:, self.groups]
 
 
 class PackedCheckpoint:
-    """The packed layers of a folder.
+    """A folder's packed layers.
 
-    layers: prefix -> its tensors among PARTS.
+    layers: prefix -> its PARTS.
     Raises SourceError for missing tensors or wrong types.
     """
 
@@ -85,7 +88,7 @@ class PackedCheckpoint:
 
     @classmethod
     def of(cls, folder: Path) -> PackedCheckpoint | None:
-        """Open the packed checkpoint in `folder`; None if it is not packed."""
+        """Open a packed checkpoint; None if not packed."""
         kind = packed_format(folder)
         return cls(folder, kind) if kind is not None else None
 
@@ -97,7 +100,7 @@ class PackedCheckpoint:
             yield prefix, self.matrix(prefix)
 
     def unread(self) -> dict[str, Any]:
-        """All tensors that transformers expects; each packed layer is one float32 `weight`."""
+        """All tensors for transformers; each packed layer is one float32 `weight`."""
         import torch
 
         from topw_deploy.export.source.unread_tensor import UnreadTensor
@@ -123,7 +126,7 @@ class PackedCheckpoint:
 
 
 def packed_format(folder: Path) -> PackedFormat | None:
-    """Packing of the checkpoint in `folder`; None for ordinary weights.
+    """Packing of a checkpoint; None for ordinary weights.
 
     Raises UnsupportedModelError for unsupported quantisation, SourceError for a damaged configuration.
     """
@@ -186,7 +189,7 @@ def _interleaved(words: np.ndarray) -> np.ndarray:
 
 
 def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
-    """Prefix of each packed layer -> its PARTS."""
+    """Packed layer's prefix -> its PARTS."""
     found: dict[str, set[str]] = {}
     for name in names:
         prefix, _, part = name.rpartition(".")

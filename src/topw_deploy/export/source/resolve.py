@@ -14,7 +14,7 @@ from topw_deploy.manifest import MANIFEST_NAME
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in another layout
+_SECOND_COPIES = ["consolidated*", "original/*"]  # same weights, other layout
 _ENDINGS = {".json", ".jinja", ".model", ".txt", ".py", ".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -25,7 +25,7 @@ _DEFAULT_HUB = HubOptions()
 class Source:
     """A local model.
 
-    id: name given by the user.
+    id: as the user named it.
     revision: hub commit, "local" or "bundled".
     folder: with configuration and tokenizer.
     onnx: decoder file; None for a Hugging Face checkpoint.
@@ -42,9 +42,9 @@ class Source:
 
 
 def resolve(model: str, hub: HubOptions = _DEFAULT_HUB) -> Source:
-    """Resolve `demo`, a folder, an ONNX file, or a hub id, which is downloaded.
+    """Resolve `demo`, a folder, an ONNX file, or a hub id (downloaded).
 
-    Raises SourceError for a missing, gated or unreadable model.
+    Raises SourceError for missing, gated or unreadable models.
     """
     if model == "demo":
         from topw_deploy.demo import demo_model_path
@@ -86,7 +86,7 @@ def _local(model: str, path: Path, revision: str) -> Source:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raises SourceError if a model file is a pipe, socket or device, or links to one: reading could block forever.
+    """Raises SourceError for pipes, sockets, devices, and links to them, which could block a read forever.
 
     Links to regular files are allowed: the hub's cache uses them.
     """
@@ -132,7 +132,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _named_by_genai(folder: Path) -> Path | None:
-    """The file in genai_config.json, if directly in the folder."""
+    """The file in genai_config.json, if in the folder itself."""
     try:
         with open_regular(folder / "genai_config.json", follow=True) as stream:
             name = json.loads(stream.read().decode("utf-8"))["model"]["decoder"]["filename"]
@@ -142,7 +142,7 @@ def _named_by_genai(folder: Path) -> Path | None:
 
 
 def _download(model: str, hub: HubOptions) -> Path:
-    """Download safetensors, else pickled weights, else ONNX files. Returns the snapshot folder."""
+    """Prefer safetensors to pickled weights to ONNX files."""
     from huggingface_hub import snapshot_download
 
     small = [*_SMALL_FILES, "*.py"] if hub.trust_remote_code else _SMALL_FILES

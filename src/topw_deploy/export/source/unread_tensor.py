@@ -1,7 +1,7 @@
 """Torch tensors that load checkpoint data on demand.
 
-transformers renames, stacks, splits, transposes and casts tensors while loading. On unread tensors these operations are
-only recorded, so a model is assembled without reading weights.
+transformers renames, stacks, splits, transposes and casts tensors while loading. Unread tensors record these
+operations, so models are assembled without reading weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTenso
 class UnreadTensor(torch.Tensor):
     """A CPU tensor that loads its data on demand and does not cache it.
 
-    file: stored tensor with the same elements in the same order, apart from a cast; else None.
+    file: stored tensor with equal elements in equal order, apart from a cast; else None.
     """
 
     _like: torch.Tensor
@@ -35,7 +35,7 @@ class UnreadTensor(torch.Tensor):
         return made
 
     def __init__(self, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | None) -> None:
-        """like: meta tensor of this shape and dtype. make: loads the data."""
+        """like: meta tensor. make: loads the data."""
         self._like, self._make, self.file = like, make, file
 
     @classmethod
@@ -44,7 +44,7 @@ class UnreadTensor(torch.Tensor):
         return cls(like, lambda: _mapped(stored), stored)
 
     def values(self) -> torch.Tensor:
-        """Load an ordinary tensor: a copy-on-write map, or the recorded operations' result."""
+        """Load a tensor: a copy-on-write map, or the recorded operations' result."""
         return self._make()
 
     def __repr__(self, **_settings: Any) -> str:  # type: ignore[override]
@@ -72,7 +72,7 @@ class UnreadTensor(torch.Tensor):
 
 @contextlib.contextmanager
 def streamed(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block, modules load unread parameters for each call and drop them afterwards."""
+    """Modules load unread parameters for each call in the block."""
     handles = []
     for module in model.modules():
         unread = {name: value for name, value in module._parameters.items() if isinstance(value, UnreadTensor)}
@@ -135,7 +135,7 @@ _SAME_VALUES = {"aten::alias", "aten::detach", "aten::_to_copy", "aten::clone"}
 
 
 def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result keeps the first argument's elements and order, cast at most once from the file."""
+    """Whether the result has the stored elements in order, cast at most once."""
     first = args[0]
     if func._schema.name not in _SAME_VALUES or not _is_unread(first) or tree_any(_is_unread, (args[1:], kwargs)):
         return False

@@ -1,4 +1,4 @@
-"""Lay out and resumably write a graph's data files."""
+"""Lay out and resumably write data files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from topw_deploy.export.graph.lazy_weight import PART, parts
 from topw_deploy.progress import Advance
 
 DATA_FILE = "model.onnx_data"
-_OTHER_DATA_FILE = "model.topw.onnx_data"  # if an ONNX decoder uses the first name
-_INLINE_BELOW = 1024  # bytes: shape inference needs shapes, axes and scalars in the graph
+_OTHER_DATA_FILE = "model.topw.onnx_data"  # if the first name is taken
+_INLINE_BELOW = 1024  # bytes: shape inference needs shapes, axes and scalars inline
 _PAGE = 4096  # alignment of mapped tensors ...
 _ALIGNED_ABOVE = 1 << 20  # ... above this size, as in onnx_ir
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Location of a weight: `length` bytes at `offset` of `file`."""
+    """A weight's location in `file`, in bytes."""
 
     value: ir.Value
     file: str
@@ -41,13 +41,13 @@ class Slot:
 
 
 class Log(Protocol):
-    """A log of written weights for `write_data`."""
+    """Log of written weights."""
 
     def written(self, file: str, layout: str, /) -> list[tuple[str, str]]:
-        """Names and SHA-256 of the weights in `file` with this layout."""
+        """Names and SHA-256 of weights in `file` with this layout."""
 
     def began(self, file: str, layout: str, kept: list[tuple[str, str]], /) -> None:
-        """Record the start of `file`, with weights `kept`."""
+        """Record the start of `file` with `kept` weights."""
 
     def wrote(self, file: str, name: str, digest: str, /) -> None:
         """Record the next weight."""
@@ -70,9 +70,9 @@ class NoLog:
 
 
 def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_size: int | None = None) -> list[Slot]:
-    """Assign slots to large `values`, in order; small ones stay in the graph.
+    """Assign slots to large `values`, in order.
 
-    taken: names of existing data files.
+    taken: existing data files.
     max_shard_size: maximum bytes per file, exceeded only by a single larger weight; None: one file.
     """
     slots: list[tuple[ir.Value, int, int, int]] = []
@@ -108,9 +108,9 @@ def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
 
 
 def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> None:
-    """Write all slots into files in `folder`, in parts of at most `PART` bytes where possible.
+    """Write all slots, in parts of at most `PART` bytes where possible.
 
-    log: logged weights with unchanged hashes are kept, so a call after an OSError resumes.
+    log: logged weights with unchanged hashes are kept, so calls resume after an OSError.
     advance: called with each part's bytes.
     """
     for file in dict.fromkeys(slot.file for slot in slots):
@@ -120,7 +120,7 @@ def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> N
 def _write_file(path: Path, slots: list[Slot], log: Log, advance: Advance) -> None:
     layout = _layout_digest(slots)
     if path.is_file() and path.stat().st_nlink > 1:
-        path.unlink()  # writing through an old hard link would change the source
+        path.unlink()  # writing through a hard link would change the source
     before = log.written(path.name, layout) if path.is_file() else []
     with path.open("r+b" if before else "w+b") as stream:
         kept, whole = _kept(stream, slots, before, advance)
@@ -148,7 +148,7 @@ def _write_weight(stream: BinaryIO, slot: Slot, whole: Any, advance: Advance) ->
 
 
 def _kept(stream: BinaryIO, slots: list[Slot], before: list[tuple[str, str]], advance: Advance) -> tuple[int, Any]:
-    """Number of intact weights at the start of `stream`, and their hash. Leaves `stream` after them."""
+    """(number, hash) of intact weights at the start of `stream`, positioned after them."""
     kept, whole = 0, hashlib.sha256()
     for slot, (name, digest) in zip(slots, before, strict=False):
         start, own, after, left = stream.tell(), hashlib.sha256(), whole.copy(), slot.length

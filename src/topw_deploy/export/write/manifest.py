@@ -1,4 +1,4 @@
-"""Build manifests and reports for decoder and sampler-only exports."""
+"""Build manifests and reports."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from topw_deploy.manifest import (
 def decoder_manifest(
     job: Job, decoder: Decoder, sampler: TailSpec, folder: Path, known: dict[str, str]
 ) -> DecoderManifest:
-    """Build the provisional manifest of `folder`.
+    """Build the provisional manifest.
 
-    known: name -> SHA-256 of files hashed during writing.
-    Raises UnsupportedModelError if no manifest can describe the model, such as with too many layers.
+    known: name -> SHA-256 from writing.
+    Raises UnsupportedModelError if a manifest cannot describe the model, such as for too many layers.
     """
     source = job.source
     facts = _facts(decoder.model, source, source.route, sampler, job.request.sampler, folder, known)
@@ -52,7 +52,7 @@ def decoder_manifest(
 def sampler_manifest(
     model: ir.Model, source: Source, spec: TailSpec, options: SamplerOptions, folder: Path
 ) -> SamplerManifest:
-    """Build the provisional manifest of a sampler-only folder."""
+    """Build a sampler-only folder's provisional manifest."""
     return SamplerManifest(**_facts(model, source, "sampler", spec, options, folder, {}))
 
 
@@ -63,7 +63,7 @@ def decoder_report(
     memory: dict[str, int],
     verification: Verification | None = None,
 ) -> ExportReport:
-    """Report on an export or dry run. sizes: file -> bytes. memory: stage -> bytes."""
+    """Report on an export or dry run. sizes, memory: bytes per file and stage."""
     dry_run = job.request.dry_run
     return ExportReport(
         output=Path(job.request.output),
@@ -83,7 +83,7 @@ def decoder_report(
 def sampler_report(
     output: Path, model: ir.Model, started: float, sizes: dict[str, int], verification: Verification | None = None
 ) -> ExportReport:
-    """Report on a sampler-only export; without `sizes`, on a dry run."""
+    """Report on a sampler-only export; without `sizes`, a dry run."""
     return ExportReport(
         output=output,
         dry_run=not sizes,
@@ -97,7 +97,7 @@ def sampler_report(
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """Name -> bytes of each file in `folder`."""
+    """File name -> bytes."""
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
 
 

@@ -1,7 +1,7 @@
 """Write a folder completely or not at all.
 
-Files go into a hidden sibling of OUT, locked by the writing process and renamed at the end. The next export to OUT
-removes or resumes an unlocked one, whose process has died.
+Files go into a hidden, locked sibling of OUT, renamed at the end. The next export to OUT removes or resumes an unlocked
+one, whose process has died.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ SPARE = 16 << 20
 """Bytes that must stay free."""
 _PARTIAL = ".topw-partial-"  # in hidden folder names
 _LOCK = "lock"
-_UNLOCKED_FOR = 3600  # seconds until a folder without a lock file counts as abandoned
+_UNLOCKED_FOR = 3600  # seconds until a folder without lock file is abandoned
 _COPY_PART = 64 << 20
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # another device, or no hard links
 _INTERRUPTIONS = (KeyboardInterrupt, SystemExit, OSError, MemoryError, ExportError)
 
 
 class StagedFolder:
-    """A context manager: write into `path`, then call `commit()`; exiting without it removes the files.
+    """Context manager: write into `path`, then `commit()`; otherwise the files are removed.
 
-    overwrite: replace an earlier export in `output`.
-    keep_failed: rename the files to `OUT.failed` instead.
-    resume: continue in an interrupted export's hidden folder; if interrupted, keep it.
-    workspace: the hidden folder that contains `path`.
+    overwrite: replace an earlier export.
+    keep_failed: rename failed files to `OUT.failed`.
+    resume: continue an interrupted export; if interrupted, keep files.
+    workspace: the hidden folder containing `path`.
     Raises ExportError on entry if `output` is not free or writable.
     """
 
@@ -83,7 +83,7 @@ class StagedFolder:
         return made
 
     def _resumed(self) -> Path | None:
-        """With resume, the newest abandoned folder; removes all others."""
+        """The newest abandoned folder, to resume; removes others."""
         found: Path | None = None
         for workspace, lock in _left_behind(self.output):
             if self._resume and found is None:
@@ -96,10 +96,9 @@ class StagedFolder:
     def commit(self) -> None:
         """Flush all files to disk and rename the folder to OUT.
 
-        Entries of an existing empty folder are moved individually, manifest last: it may be a working directory or
-        mount point.
+        Fills an existing empty folder instead, manifest last: it may be a working directory or mount point.
         """
-        check_free(self.output, self._overwrite)  # another process may have written it meanwhile
+        check_free(self.output, self._overwrite)  # another process may have written it
         try:
             for file in sorted(self.path.rglob("*")):
                 if file.is_file():
@@ -128,12 +127,12 @@ class StagedFolder:
 
 
 def _place(output: Path) -> Path:
-    """Parent of the hidden folders; a mount point `output` itself, so that renames work."""
+    """Parent of hidden folders; a mount point `output` itself, for renaming."""
     return output if os.path.ismount(output) else output.parent
 
 
 def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
-    """Hidden folders of ended processes, newest first, each locked for the caller."""
+    """Hidden folders of ended processes, newest first, locked for the caller."""
     prefix = f".{output.name}{_PARTIAL}"
     found = [path for path in _place(output).iterdir() if path.name.startswith(prefix) and path.is_dir()]
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -150,7 +149,7 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
 
 
 def _lock(workspace: Path) -> int | None:
-    """Lock `workspace` until this process ends. Raises BlockingIOError if in use."""
+    """Lock until this process ends. Raises BlockingIOError if in use."""
     if _locks is None:
         return None
     handle = os.open(workspace / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -163,7 +162,7 @@ def _lock(workspace: Path) -> int | None:
 
 
 def _permit_as_new(folder: Path) -> None:
-    """Reset permissions to the current umask's. Hard-linked files keep theirs."""
+    """Apply the current umask. Hard-linked files keep their permissions."""
     sample = folder.with_name(f".{folder.name}.topw-mode")
     sample.mkdir()
     try:
@@ -186,7 +185,7 @@ def _unlock(handle: int | None) -> None:
 
 
 def check_free(output: Path, overwrite: bool) -> None:
-    """Raises ExportError unless `output` is new, empty, or (with `overwrite`) an earlier export."""
+    """Raises ExportError unless `output` is new, empty, or (`overwrite`) an earlier export."""
     try:
         taken = _is_taken(output)
     except OSError as error:
@@ -208,7 +207,7 @@ def check_free(output: Path, overwrite: bool) -> None:
 
 
 def _is_taken(output: Path) -> bool:
-    """Whether `output` has entries. Raises ExportError if it cannot be a folder."""
+    """Raises ExportError if `output` cannot be a folder."""
     if not output.exists() and not output.is_symlink():
         above = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
         if not above.is_dir():
@@ -222,7 +221,7 @@ def _is_taken(output: Path) -> bool:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises ExportError if fewer than `needed` + SPARE bytes are free."""
+    """Raises ExportError below `needed` + SPARE free bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE:
         raise ExportError(
@@ -232,10 +231,10 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: Progress = lambda _bytes: None) -> None:
-    """Copy `source`, following symbolic links, to `target`; clones where supported.
+    """Copy `source`, following symbolic links; clones where supported.
 
-    hard_link: hard-link where supported. Takes no time or space, but onnx and onnx_ir refuse such data files as an
-    attack; onnxruntime accepts them. It refuses symbolic links.
+    hard_link: hard-link where supported: needs no time or space, but onnx and onnx_ir refuse such data files as an
+    attack. onnxruntime accepts them, but no symbolic links.
     progress: called with each part's bytes.
     """
     real = source.resolve(strict=True)
@@ -260,7 +259,7 @@ def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: 
 
 
 def _copy_in_kernel(read: int, write: int, size: int, progress: Progress) -> int:
-    """Copy with copy_file_range, which clones where supported. Returns bytes copied."""
+    """Clone or copy with copy_file_range; returns bytes copied."""
     done = 0
     while hasattr(os, "copy_file_range") and done < size:
         try:
@@ -281,7 +280,7 @@ def linkable(source: Path, folder: Path) -> bool:
 
 
 def write_error(output: Path, error: OSError, stays: bool = False) -> ExportError:
-    """Convert an OSError to a user message. stays: --resume can continue."""
+    """User message for an OSError. stays: --resume can continue."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         rest = "make room and export again with --resume" if stays else "nothing was kept, make room and export again"
         return ExportError(f"the disk is full while writing {output}; {rest}.")
@@ -292,7 +291,7 @@ def write_error(output: Path, error: OSError, stays: bool = False) -> ExportErro
 
 
 def _replace(staged: Path, output: Path) -> None:
-    """Rename `staged` to `output`. Moves an earlier export aside, and back on failure."""
+    """Moves an earlier export aside, and back on failure."""
     if not output.exists():
         staged.rename(output)
         return
@@ -312,7 +311,7 @@ def _replace(staged: Path, output: Path) -> None:
 
 
 def _fill(output: Path, staged: Path) -> None:
-    """Move all entries of `staged` into the empty folder `output`, manifest last, or none."""
+    """Move all of `staged` into the empty `output`, manifest last, or nothing."""
     entries = sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST_NAME)
     try:
         for entry in entries:
@@ -320,7 +319,7 @@ def _fill(output: Path, staged: Path) -> None:
     except BaseException:
         for entry in reversed(entries):
             if (output / entry.name).exists():
-                (output / entry.name).rename(entry)  # the context manager removes it there
+                (output / entry.name).rename(entry)  # removed there by the context manager
         raise
     staged.rmdir()
 
@@ -341,5 +340,5 @@ def _sync(path: Path) -> None:
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:
-    """Raise SystemExit on SIGTERM, so that context managers clean up."""
+    """Raise SystemExit, so that context managers clean up."""
     raise SystemExit(143)

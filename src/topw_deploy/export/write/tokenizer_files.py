@@ -1,4 +1,4 @@
-"""Copy the tokenizer or convert it to the runtime's `tokenizer.json`."""
+"""Copy or convert the tokenizer to `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _check_readable(file: Path) -> None:
 
 
 def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
-    """Write the tokenizer of `folder` into `output`; returns notices.
+    """Write the tokenizer into `output`; returns notices.
 
-    Copies `tokenizer.json`; transformers converts other forms. A chat template in tokenizer_config.json becomes
+    transformers converts forms other than `tokenizer.json`. A chat template in tokenizer_config.json becomes
     chat_template.jinja. Raises TokenizerError if conversion fails.
     """
     notices = []

@@ -15,9 +15,9 @@ from topw_deploy.export.graph.lazy_weight import PART, LazyWeight, transposed
 from topw_deploy.export.write.data_files import Log, NoLog, Slot, external, file_sizes, lay_out, write_data
 
 MODEL_FILE = "model.onnx"
-# Below this size, one file is easier to copy and diff. Above it, the runtime maps a data file instead of parsing a
-# second copy (59 instead of 89 MB of memory for 35 MB of 4-bit weights), and tools can edit the graph without reading
-# weights. Protobuf's limit is 2 GiB.
+# Below this, one file is easier to copy and diff. Above, the runtime maps a data file instead of parsing a copy (59
+# instead of 89 MB for 35 MB of 4-bit weights), and tools can edit the graph without reading weights. Protobuf's limit
+# is 2 GiB.
 EXTERNAL_ABOVE = 16 << 20
 
 _PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
@@ -26,7 +26,7 @@ _PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
 def tidy(model: ir.Model, table: ir.Value | None) -> None:
     """Simplify a traced graph.
 
-    table: embedding table initializer, shared with a tied output layer.
+    table: embedding initializer, shared with a tied output layer.
     """
     graph = model.graph
     if table is not None:
@@ -38,7 +38,7 @@ def tidy(model: ir.Model, table: ir.Value | None) -> None:
 
 
 def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
-    """Write hidden @ table^T as a Gemm on the table, without a transposed copy."""
+    """Write hidden @ table^T as a Gemm, without a transposed copy."""
     for node in list(graph):
         if node.op_type != "MatMul" or node.domain or _rank(node.inputs[0]) != 2:
             continue
@@ -71,7 +71,7 @@ def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
 
 
 def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
-    """Whether `copy` is the transpose of `original`, compared in blocks where possible."""
+    """Compare `copy` with `original` transposed, in blocks where possible."""
     if not all(isinstance(tensor, LazyWeight) and tensor.read is not None for tensor in (copy, original)):
         return bool(np.array_equal(copy.numpy().T, original.numpy()))
     rows = int(original.shape[0])
@@ -81,7 +81,6 @@ def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
 
 
 def _store_transposed(graph: ir.Graph) -> None:
-    """Transpose stored weights instead of transposing in the graph."""
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
         if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_input():
@@ -112,7 +111,7 @@ def parameter_count(model: ir.Model) -> int:
 
 
 def bytes_by_type(model: ir.Model) -> dict[str, int]:
-    """Element type -> bytes of all initializers, largest first; see quantised_type."""
+    """Element type (see quantised_type) -> bytes of initializers, largest first."""
     found: dict[str, int] = {}
     for graph in model.graphs():
         for value in graph.initializers.values():
@@ -123,7 +122,7 @@ def bytes_by_type(model: ir.Model) -> dict[str, int]:
 
 
 def quantised_type(value: ir.Value) -> str | None:
-    """`int4` or `int8` for codes and zero points of a block-quantised weight, stored as uint8; else None."""
+    """`int4` or `int8` for codes and zero points of a block-quantised weight (stored as uint8), else None."""
     for node, _ in value.uses():
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized") and value.const_value is not None:
             bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
@@ -132,7 +131,7 @@ def quantised_type(value: ir.Value) -> str | None:
 
 
 def external_files(model: ir.Model) -> dict[str, Path]:
-    """Location in the graph -> path of each referenced data file."""
+    """Location in the graph -> path of referenced data files."""
     files: dict[str, Path] = {}
     for tensor in tensors_of(model):
         if isinstance(tensor, ir.ExternalTensor):
@@ -141,7 +140,7 @@ def external_files(model: ir.Model) -> dict[str, Path]:
 
 
 def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]:
-    """Slots for weights in no data file; empty for a small model. max_shard_size: see lay_out."""
+    """Slots for weights in no data file; empty for small models. max_shard_size: see lay_out."""
     ours = [
         value
         for graph in model.graphs()
@@ -155,7 +154,7 @@ def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]
 
 
 def written_sizes(model: ir.Model, slots: list[Slot]) -> dict[str, int]:
-    """Name -> bytes of the files from `write_model`."""
+    """File name -> bytes from `write_model`."""
     with _referring(slots, Path()):
         return {MODEL_FILE: ir.to_proto(model).ByteSize(), **file_sizes(slots)}
 
@@ -167,9 +166,9 @@ def write_model(
     slots: list[Slot] | None = None,
     log: Log | None = None,
 ) -> None:
-    """Write model.onnx into `folder`, with data files for `slots` (default data_slots).
+    """Write model.onnx and data files for `slots` (default data_slots) into `folder`.
 
-    Initializers in existing data files keep their relative locations.
+    Existing data files keep their relative locations.
     progress: called with each part's bytes.
     log: see write_data.
     """
