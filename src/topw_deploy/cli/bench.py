@@ -1,4 +1,4 @@
-"""`topw bench`: compare a sampling step or decoding loop with other libraries."""
+"""`topw bench`: compare with other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`topw check OUT --target tensorrt|onnxruntime`: check every node before a build."""
+"""`topw check OUT`: check every node before a build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`topw doctor`: versions, providers, and how to install missing parts."""
+"""`topw doctor`: versions, providers, missing parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime
 ENGINES = ("tensorrt", "cuda-python")
 """Packages that run engines; shown if installed."""
 
-# An ONNX model with one Identity node (IR version 8, opset 17), for any provider.
+# An ONNX model with one Identity node (IR version 8, opset 17).
 _PROBE = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCggIARIECgIIAUIECgAQEQ=="
 
 
@@ -32,7 +32,7 @@ _PROBE = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCg
 class Native:
     """Native sampler library.
 
-    state: "works" if an onnxruntime session opened with it, else why models use their own function.
+    state: "works" if an onnxruntime session opened, else why the graph's function is used.
     """
 
     path: str | None
@@ -45,8 +45,8 @@ class Cuda:
     """CUDA library and driver.
 
     architectures: compiled targets, 87 for sm_87.
-    why_unused: why no local GPU uses the library; "" if one does.
-    driver: supported CUDA version; None without driver.
+    why_unused: why no local GPU uses it, or "".
+    driver: supported CUDA version, or None.
     """
 
     path: str | None
@@ -60,11 +60,11 @@ class Cuda:
 class Diagnosis:
     """State of this installation.
 
-    versions: by distribution name.
-    providers: short name -> "starts" or the reason it does not, best first.
-    would_use: what provider="auto" selects; None without onnxruntime.
-    tensorrt: its Python module's version, or why it is missing.
-    problems, hints: (problem, command to run).
+    versions: by distribution.
+    providers: short name -> "starts" or an error, best first.
+    would_use: choice of provider="auto"; None without onnxruntime.
+    tensorrt: Python module's version, or why missing.
+    problems, hints: (problem, command).
     """
 
     topw_deploy: str
@@ -96,7 +96,7 @@ def command(as_json: bool) -> int:
 
 
 def diagnose() -> Diagnosis:
-    """Examine this installation. "starts" means that a one-node model opened on the provider."""
+    """Examine this installation. "starts": opened a one-node model."""
     names = (*RUNTIME, *EXPORT, *WHEELS[1:], *ENGINES)
     versions = {name: _version(name) for name in names}
     providers, would_use, problems = _providers()

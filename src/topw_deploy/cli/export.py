@@ -1,4 +1,4 @@
-"""`topw-export MODEL OUT`: export a model with a Top-W sampler."""
+"""`topw-export MODEL OUT`: export a model."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def command(
     --selection-temperature, --init-top-p and --geom-scale set defaults, which each request can override.
     """
     model, out = _one("MODEL", model, model_option), _one("OUT", out, out_option)
-    # Import late, so that --help and usage errors do not wait for torch.
+    # Import late, for fast --help and usage errors.
     install.require("exporting", "export")
     from topw_deploy.export.pipeline import export_model
     from topw_deploy.export.request import DTYPE_ALIASES, export_request, with_preset

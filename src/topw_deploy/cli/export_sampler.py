@@ -56,7 +56,7 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
         model, out = None, Path(model) if model is not None else None
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.")
-    # Import late, so that --help and usage errors do not wait for onnx.
+    # Import late, for fast --help and usage errors.
     install.require("exporting", "export")
     from topw_deploy.export.request import DEFAULT_OPSET, with_preset
     from topw_deploy.export.sampler_only import export_sampler, sampler_request

@@ -15,9 +15,9 @@ from topw_deploy.reports import require_matplotlib
 
 
 def read_source(path: Path) -> tuple[bytes, str]:
-    """Read a file, or stdin for `-`; returns (bytes, name for messages).
+    """Read a file, or stdin for `-`; returns (bytes, name).
 
-    Raises PromptError for an unreadable file, click's UsageError for closed stdin.
+    Raises PromptError for unreadable files, click's UsageError for closed stdin.
     """
     if str(path) == "-":
         if sys.stdin is None:  # closed
@@ -30,9 +30,9 @@ def read_source(path: Path) -> tuple[bytes, str]:
 
 
 def check_output(path: Path | None, name: str) -> None:
-    """Check before a long run that `path` is writable; `-` is stdout. name: parameter name.
+    """Check before a long run that `path` is writable; `-` is stdout.
 
-    Raises ParameterError for a folder, missing parent or read-only location.
+    name: parameter. Raises ParameterError for folders, missing parents and read-only locations.
     """
     if path is None or str(path) == "-":
         return
@@ -45,7 +45,7 @@ def check_output(path: Path | None, name: str) -> None:
 
 
 def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
-    """`check_output` for --plot; also raises ParameterError for other endings or without matplotlib."""
+    """`check_output` for --plot; also raises ParameterError for wrong endings or without matplotlib."""
     if path is None:
         return
     check_output(path, "plot")
@@ -55,7 +55,7 @@ def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
 
 
 def write_json(document: Any, path: Path) -> None:
-    """Write indented JSON. Raises ParameterError if `path` is not writable."""
+    """Write JSON. Raises ParameterError if not writable."""
     try:
         path.write_text(json_text(document, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Error messages with command-line options instead of Python parameters."""
+"""Name command-line options instead of Python parameters in errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import TopWError
 
-# Python parameter -> option with another name.
+# Parameter -> option with another name.
 _OPTION_OF = {
     "intra_op_num_threads": "threads",
     "max_length": "max_context",
@@ -31,7 +31,7 @@ _GIVEN = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
 
 
 class RunningContext(click.Context):
-    """A context that attaches itself to errors, as click does not record the command."""
+    """Attaches itself to errors, as click does not record the command."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -47,12 +47,12 @@ class RunningContext(click.Context):
 
 
 def context_of(error: TopWError) -> click.Context | None:
-    """The context that ended with `error`, or None."""
+    """The context that ended with `error`."""
     return cast("click.Context | None", error.__dict__.get("context"))
 
 
 def follow(command: click.Command) -> click.Command:
-    """Make `command` and its sub-commands attach their contexts to errors."""
+    """Attach contexts of `command` and sub-commands to errors."""
     command.context_class = RunningContext
     for inner in command.commands.values() if isinstance(command, click.Group) else ():
         follow(inner)
@@ -60,7 +60,7 @@ def follow(command: click.Command) -> click.Command:
 
 
 def in_flags(error: TopWError, words: Sequence[str]) -> str:
-    """`error`'s message with options instead of Python parameters. words: the command line."""
+    """`error`'s message with options instead of Python parameters. words: command line."""
     message, context = str(error), context_of(error)
     if context is None:
         return message
@@ -72,7 +72,7 @@ def in_flags(error: TopWError, words: Sequence[str]) -> str:
 
 
 def was_given(error: TopWError) -> bool:
-    """Whether the user set a parameter named by `error`, including by environment variable."""
+    """Whether the user set a parameter named by `error`."""
     context = context_of(error)
     if context is None:
         return False
@@ -81,7 +81,7 @@ def was_given(error: TopWError) -> bool:
 
 
 def misspelt_variables(context: click.Context) -> Iterator[str]:
-    """A note for each environment variable that resembles an option's."""
+    """A note per environment variable that resembles an option's."""
     prefix = f"{context.auto_envvar_prefix}_"
     options = [option for option in context.command.params if isinstance(option, click.Option)]
     known = {_variable(option, context): option for option in options}
@@ -97,7 +97,7 @@ def misspelt_variables(context: click.Context) -> Iterator[str]:
 
 
 def suggestion(typed: str, known: Iterable[str]) -> str:
-    """` Did you mean 'export'?`, or "" without a close match."""
+    """` Did you mean 'export'?`, or ""."""
     near = difflib.get_close_matches(typed, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -108,7 +108,7 @@ def _option(context: click.Context, name: str) -> click.Parameter | None:
 
 
 def _spelling(option: click.Parameter, context: click.Context, words: Sequence[str]) -> str:
-    """The option as typed, its environment variable, or its first long name; for arguments, their name."""
+    """The option as typed, its environment variable, or longest name; an argument's name."""
     if isinstance(option, click.Argument):
         return option.human_readable_name.strip("[].")
     if context.get_parameter_source(str(option.name)) is ParameterSource.ENVIRONMENT:
@@ -124,9 +124,9 @@ def _variable(option: click.Parameter, context: click.Context) -> str:
 
 
 def _named(message: str, name: str, flag: str, flags: Sequence[str]) -> str:
-    """Replace `name` by `flag`, as a word and in name=True and name='value'.
+    """Replace `name` by `flag`, also in name=True and name='value'.
 
-    A name without underscore may be plain English: replace it once, and only if the message has none of `flags`.
+    A name without underscore may be plain English: replace it once, and only if no `flags` are present.
     """
     word = rf"(?<![\w'\"./-]){re.escape(name)}(?![\w'\"/-])"
     message = re.sub(rf"{word}=True\b", lambda _: flag, message)

@@ -1,4 +1,4 @@
-"""`topw generate`: generate text. stdout has only the text or JSON lines."""
+"""`topw generate`: stdout has only text or JSON lines."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def command(
 
 
 def _opened(folder: Path, model_options: dict[str, Any]) -> TopWModel:
-    # import late, so that `topw generate --help` does not wait for onnxruntime
+    # import late, for a fast `topw generate --help`
     from topw_deploy.runtime import TopWModel
 
     return TopWModel.from_pretrained(folder, **model_options)
@@ -165,7 +165,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
-    """Parameters from the command line, without defaults."""
+    """Command-line parameters without defaults."""
     given = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}  # 0 is a value
     if "stop_strings" in given:
         given["stop_strings"] = list(given["stop_strings"])
@@ -192,7 +192,6 @@ def _bias(item: str) -> tuple[int, float]:
 
 
 def _streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
-    """Print sequences as they arrive, in order."""
     results: dict[int, GenerationResult] = {}
     waiting: dict[int, str] = {}
     shown = 0  # sequence being printed
@@ -250,7 +249,7 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
 def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show: Show, stats: bool) -> None:
     """Chat until stdin ends; /clear restarts."""
     history: list[dict[str, str]] = []
-    model.apply_chat_template(user_messages(system, "Hello"))  # report a missing template before the first question
+    model.apply_chat_template(user_messages(system, "Hello"))  # report a missing template early
     if sys.stdin.isatty():
         tell("Ctrl-D ends the chat, /clear starts a new one.")
     while True:

@@ -1,4 +1,4 @@
-"""`topw generate --prompts-jsonl`: answer many prompts as JSON lines, in order."""
+"""`topw generate --prompts-jsonl`: answer prompts as JSON lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Prompt and answer files. source: - is stdin. output: None is stdout."""
+    """source: - is stdin. output: None is stdout."""
 
     source: Path
     output: Path | None
@@ -60,7 +60,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options for all prompts. given: parameters; each line's own take precedence."""
+    """Options for all prompts. Each line's parameters override `given`."""
 
     given: Mapping[str, Any]
     chat: bool
@@ -70,7 +70,7 @@ class RunOptions:
 
 
 def take_files(options: dict[str, Any]) -> Files | None:
-    """Remove --prompts-jsonl options from `options`; None without it. Raises UsageError for bad combinations."""
+    """Remove --prompts-jsonl options; None without it. Raises UsageError for bad combinations."""
     source, output = options.pop("prompts_jsonl"), options.pop("output")
     resume, overwrite = options.pop("resume"), options.pop("overwrite")
     if source is None:
@@ -100,7 +100,7 @@ def take_files(options: dict[str, Any]) -> Files | None:
 def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> None:
     """Answer all prompts in order.
 
-    Raises PromptError at the end if prompts failed; their lines have the error.
+    Raises PromptError at the end if prompts failed.
     """
     path = files.output
     if path is not None:
@@ -148,7 +148,7 @@ class _Job:
         self._sequences = self._tokens = self._certified = 0
 
     def resume(self, path: Path) -> Finished:
-        """Read an interrupted run's answers and use its seed."""
+        """Read an interrupted run and its seed."""
         finished = read_finished(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
         if finished.run_seed is not None:
             if self._given_seed not in (None, finished.run_seed):
@@ -160,7 +160,7 @@ class _Job:
         return finished
 
     def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
-        """Answer a batch; if it fails because of a prompt, run its prompts one by one.
+        """Answer a batch; after a prompt's error, one by one.
 
         Raises GenerationError for machine failures: no memory, device error.
         """
@@ -205,9 +205,9 @@ class _Job:
 
 
 def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
-    """The prompt as text or token ids, or the error of a template that refuses it.
+    """Text, token ids, or the error of a template that refuses the prompt.
 
-    Raises TokenizerError with the line's name if there is no template.
+    Raises TokenizerError naming the line without a template.
     """
     if line.kind != "messages":
         prompt: str | list[int] = line.prompt
@@ -227,7 +227,7 @@ def _whole(line: PromptLine) -> dict[str, Any]:
 
 
 def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLine]]:
-    """Group up to `size` consecutive prompts with equal batch-wide parameters."""
+    """Up to `size` consecutive prompts with equal batch-wide parameters."""
     batch: list[PromptLine] = []
     for line in prompts:
         if batch and (len(batch) == size or _whole(batch[0]) != _whole(line)):
@@ -240,7 +240,6 @@ def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLi
 
 @contextlib.contextmanager
 def _resume_hint(path: Path | None) -> Iterator[None]:
-    """After an interruption or error, print the output and --resume."""
     try:
         yield
     except (KeyboardInterrupt, TopWError):
@@ -251,7 +250,6 @@ def _resume_hint(path: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(total: int, done: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar on terminals. Yields its advance function."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _count: None
         return

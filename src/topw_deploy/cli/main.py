@@ -1,7 +1,7 @@
-"""`topw` and `topw-export`: run a command; convert errors to messages and exit codes.
+"""`topw` and `topw-export`: run a command, report errors.
 
 Exit codes: 0 success; 1 failure, with one sentence on stderr (none for a closed pipe); 2 wrong usage or option value;
-130 interrupted. Commands are imported when called, so that `topw --help` is fast.
+130 interrupted. Commands are imported when called, for a fast `topw --help`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NO_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 
 class _LazyGroup(click.Group):
-    """A group that imports command modules on demand."""
+    """Imports command modules on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -100,20 +100,19 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def export_main(args: Sequence[str] | None = None) -> None:
-    """Entry point of `topw-export`, same as `topw export`."""
+    """Entry point of `topw-export`."""
     sys.excepthook = _show_traceback
     sys.exit(run(None, "topw-export", "TOPW_EXPORT", args))
 
 
 def _export_alone() -> click.Command:
-    """`topw export` as a separate program with --version."""
     command = copy.copy(_load("export"))
     command.params = list(command.params)
     return click.version_option(prog_name="topw-export", **_VERSION)(command)
 
 
 def run(command: click.Command | None, program: str, prefix: str, args: Sequence[str] | None) -> int:
-    """Run `command` (None: export), print errors to stderr, return the exit code."""
+    """Run `command` (None: export); returns the exit code."""
     telemetry.switch_off()
     warnings.showwarning = _show_note
     if not prepare():
@@ -152,12 +151,11 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
 
 
 def _forget_output() -> None:
-    """Prevent another error when Python flushes stdout at exit."""
+    """Python flushes stdout at exit and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(error: click.ClickException) -> int:
-    """Show a click error in click's format."""
     message = error.format_message()
     if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
         tell(*message.split("\n"))
@@ -171,7 +169,7 @@ def _refuse(error: click.ClickException) -> int:
 
 
 def _near_miss(error: click.UsageError) -> str:
-    """Suggest a command or choice; click itself suggests options."""
+    """For commands and choices; click itself suggests options."""
     known: Iterable[str] = ()
     if isinstance(error, click.BadParameter) and error.param is not None and isinstance(error.param.type, click.Choice):
         known = map(str, error.param.type.choices)
@@ -198,7 +196,7 @@ def _show_note(
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print a traceback with escaped control characters, as messages can contain file names."""
+    """Escape control characters: messages can contain file names."""
     import traceback
 
     for part in traceback.format_exception(kind, error, trace):

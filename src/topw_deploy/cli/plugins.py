@@ -1,4 +1,4 @@
-"""`topw plugins`: build and show the libraries for NVIDIA GPUs."""
+"""`topw plugins`: libraries for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def build(
 
 @contextlib.contextmanager
 def _shown(quiet: bool) -> Iterator[Callable[[Compiling], object]]:
-    """Show nvcc's state: one rewritten line on terminals, else a line per architecture."""
+    """On terminals, rewrite one line; else a line per architecture."""
     if quiet:
         yield lambda _state: None
     elif sys.stderr.isatty():

@@ -18,7 +18,7 @@ def phase(line: str) -> None:
 
 @contextlib.contextmanager
 def bar(total: int, unit: str) -> Iterator[Advance]:
-    """A progress bar on terminals; none without tqdm, which only [export] installs."""
+    """A bar on terminals; none without tqdm, from [export]."""
     if importlib.util.find_spec("tqdm") is None:
         yield lambda _parts: None
         return

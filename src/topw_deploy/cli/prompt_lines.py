@@ -1,4 +1,4 @@
-"""Read JSON-lines prompts and check all before running any."""
+"""Read JSON-lines prompts, checking all before running any."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class PromptLine:
 
     index: from 0, without blank lines.
     where: line, for messages.
-    kind: one of KINDS.
-    parameters: checked, including the command line's.
+    parameters: checked, with the command line's.
     """
 
     index: int
@@ -41,7 +40,7 @@ class PromptLine:
         return int(self.parameters.get("num_return_sequences", 1))
 
     def request(self, limits: Mapping[str, Any]) -> str:
-        """Digest of all inputs to the answer except model and seed."""
+        """Digest of the answer's inputs, except model and seed."""
         asked = [self.id, self.kind, self.prompt, self.parameters, limits]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -51,9 +50,9 @@ def prompt_lines(
 ) -> list[PromptLine]:
     """Read the prompts of a file.
 
-    given: parameters for all; each line's own take precedence.
-    chat: a text is the user's message, after the system message `system`.
-    Raises ParameterError for `given`, PromptError for a bad line or no prompts.
+    given: parameters for all, overridden by each line's.
+    chat: a text is the user's message, after `system`.
+    Raises ParameterError for `given`, PromptError for bad lines or no prompts.
     """
     checked = _checked(given)
     found: list[PromptLine] = []
@@ -80,7 +79,7 @@ def user_messages(system: str | None, text: str) -> list[dict[str, str]]:
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
-    """Parse a line; a string is a prompt."""
+    """A string is a prompt."""
     try:
         value: Any = json.loads(text, object_pairs_hook=_without_repetition)
     except PromptError as error:
@@ -129,8 +128,8 @@ def _are(value: Any, kind: type) -> bool:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check parameters for one row; returns them by canonical name."""
-    # import late, so that refusing a file does not wait for onnxruntime
+    """Check parameters for one row; returns canonical names."""
+    # import late, to refuse files without waiting for onnxruntime
     from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names
 
     known = {**PARAMETERS, **REQUEST_PARAMETERS}

@@ -1,6 +1,6 @@
-"""All printing: `say` writes results to stdout, `tell` everything else to stderr.
+"""All printing: `say` writes results to stdout, `tell` others to stderr.
 
-Control characters are escaped, so that models, files and arguments cannot control the terminal.
+Escapes control characters, so that models, files and arguments cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from topw_deploy.printable import json_text, printable
 
 
 def say(*lines: object) -> None:
-    """Print each argument as a stdout line."""
+    """Print lines to stdout."""
     write("".join(f"{printable(line)}\n" for line in lines))
 
 
 def tell(*lines: object, end: str = "\n") -> None:
-    """Print each argument as a stderr line."""
+    """Print lines to stderr."""
     sys.stderr.write("".join(f"{printable(line)}{end}" for line in lines))
     sys.stderr.flush()
 
 
 def rewrite_line(line: str) -> None:
-    """Replace stderr's last line, on a terminal."""
+    """Replace stderr's last line."""
     sys.stderr.write(f"\r{printable(line)}\033[K")
     sys.stderr.flush()
 
@@ -44,12 +44,12 @@ def write(text: str) -> None:
 class GeneratedText:
     """Write generated text to stdout, unchanged to files and pipes.
 
-    On a terminal, control characters except line feeds and tabs are escaped; CR LF becomes LF.
+    On terminals, escape control characters except line feeds and tabs; CR LF becomes LF.
     """
 
     def __init__(self) -> None:
         self._escapes = sys.stdout.isatty()
-        self._held = ""  # a CR that may start a CR LF
+        self._held = ""  # CR, possibly of CR LF
 
     def add(self, text: str) -> None:
         if not self._escapes:
@@ -68,7 +68,7 @@ class GeneratedText:
 def prepare() -> bool:
     """Prepare the standard streams. Returns False if stdout is closed.
 
-    A closed stderr becomes the null device; otherwise a later file could get descriptor 2 and native libraries' output.
+    A closed stderr becomes the null device; otherwise a later file could get descriptor 2 and native output.
     """
     if sys.stderr is None:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -77,5 +77,5 @@ def prepare() -> bool:
     if sys.stdout is None:
         return False
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # for encodings that lack a character
+        sys.stdout.reconfigure(errors="replace")  # if the encoding lacks a character
     return True

@@ -1,4 +1,4 @@
-"""`topw verify OUT`: check an export's files, and its graph against the source."""
+"""`topw verify OUT`: check an export again."""
 
 from __future__ import annotations
 

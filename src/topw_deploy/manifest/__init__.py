@@ -1,6 +1,6 @@
-"""`topw_manifest.json`: metadata and hashes of an exported folder.
+"""`topw_manifest.json`: metadata and hashes of an export.
 
-It is written last, so a folder without a valid manifest is unfinished and does not load. The runtime reads it first, so
+It is written last, so folders without a valid manifest are unfinished and do not load. The runtime reads it first, so
 this package uses only the standard library.
 """
 

@@ -17,7 +17,7 @@ STATUSES = ("provisional", "passed", "partial", "skipped")
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file beside the manifest: hexadecimal SHA-256 and size in bytes."""
+    """A listed file: hexadecimal SHA-256, size in bytes."""
 
     sha256: str
     size: int
@@ -25,7 +25,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A graph input or output: lower-case ONNX element type (`float`, `int64`) and dimensions or their names."""
+    """Graph input or output: lower-case ONNX element type (`float`, `int64`), dimensions or their names."""
 
     name: str
     dtype: str
@@ -36,23 +36,22 @@ class TensorSpec:
 class DecoderInfo:
     """How the runtime drives the decoder (docs/contract/graph.md, section 8).
 
-    kv_form: one of KV_FORMS. `concat`: takes the past, returns past and new tokens. `static`: one in-place buffer,
-    lengths per row. `shared`: such a buffer in another exporter's graph, with an attention_mask.
-    num_kv_heads, head_dim: one value per layer.
-    kv_dtype: ONNX element type of the cache, "float" or "float16".
+    kv_form: one of KV_FORMS. `concat`: past in, past and new tokens out. `static`: one in-place buffer, lengths per
+    row. `shared`: such a buffer in another exporter's graph, with attention_mask.
+    num_kv_heads, head_dim: one per layer.
+    kv_dtype: the cache's ONNX element type, "float" or "float16".
     context_length: maximum tokens of a sequence.
-    left_padding, right_padding: whether batches can be padded on that side (`concat` left, `shared` right; `static` has
-    row lengths and needs neither).
+    left_padding, right_padding: whether batches can be padded on that side (`concat` left, `shared` right, `static`
+    neither: it has row lengths).
     attention: operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
-    ragged_chunks: whether rows of a batch can take several tokens each after a past. If not, only into an empty cache,
-    one at a time, or row by row.
-    buffer_step: 0 if a step's cost is independent of buffer length; otherwise the runtime uses the smallest sufficient
-    multiple of this.
-    buffer_least: minimum buffer tokens, 0 for any. Operators that keep a sliding window in the buffer refuse shorter
-    ones.
+    ragged_chunks: whether batch rows can take several tokens each after a past. If not: only into an empty cache,
+    singly, or row by row.
+    buffer_step: 0 if a step's cost is independent of buffer length; otherwise buffers have the smallest sufficient
+    multiple.
+    buffer_least: minimum buffer tokens, 0 for any. Operators with a sliding window in the buffer refuse shorter ones.
     target: one of TARGETS.
     weights: bytes of initializers by element type.
-    quantisation: fields of export.quantise.Quantisation, {} if not quantised by this package.
+    quantisation: fields of export.quantise.Quantisation, {} if not by this package.
     """
 
     model_type: str
@@ -80,11 +79,11 @@ class SamplerInfo:
 
     tail: str  # "portable" | "onnxruntime" | "static"
     vocab_size: int
-    hidden_size: int | None  # None: the uniform metric has no embeddings
+    hidden_size: int | None  # None: uniform metric
     table_form: str  # "" for the uniform metric
     options: TopWOptions
     outputs: tuple[str, ...]
-    neighbour_bound: bool = False  # whether stored as node input 13
+    neighbour_bound: bool = False  # in node input 13
 
     @property
     def geometry(self) -> tuple[str, int | None]:
@@ -94,7 +93,7 @@ class SamplerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check's largest difference and its bound."""
+    """Largest difference and its bound."""
 
     name: str
     passed: bool
@@ -121,11 +120,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Result of comparing the export with its source. A failed export leaves no folder.
+    """Comparison with the source. A failed export leaves no folder.
 
-    status: one of STATUSES. "provisional": not verified yet, does not load. "passed": all checks ran and passed.
-    "partial": something was not compared, or a failed check limits use (see its detail). "skipped": not requested.
-    checks: each can fail.
+    status: one of STATUSES. "provisional": unverified, does not load. "passed": all checks passed. "partial": something
+    was not compared, or a failed check limits use (see its detail). "skipped": not requested.
+    checks: can fail.
     not_compared: any makes the status "partial".
     notes: do not affect the status.
     """
@@ -158,7 +157,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderManifest(Manifest):
-    """Manifest of a decoder with a sampler."""
+    """Decoder with sampler."""
 
     kind: str = "decoder"
     decoder: DecoderInfo

@@ -1,7 +1,4 @@
-"""Read JSON values by type and range.
-
-Functions return the value, or raise ValueError naming it and its bound.
-"""
+"""Read JSON values by type and range. Raises ValueError naming value and bound."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 _MOST_TEXT = 1 << 16  # characters
-_MOST_DIGITS = 400  # of an integer: more take quadratic time to parse, and fit no field
+_MOST_DIGITS = 400  # of an integer: more parse in quadratic time and fit no field
 _SHOWN = 60
 _REQUIRED: Any = object()
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -77,7 +74,7 @@ def listing(name: str, value: object) -> list[Any]:
 
 
 def mapping(name: str, value: object) -> dict[str, Any]:
-    """A JSON object with UTF-8 encodable names."""
+    """An object with UTF-8 encodable names."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {shown(value)}, not an object")
     for key in value:
@@ -86,7 +83,7 @@ def mapping(name: str, value: object) -> dict[str, Any]:
 
 
 class Fields:
-    """Typed access to a JSON object's fields. name: used in messages."""
+    """Typed access to a JSON object. name: for messages."""
 
     def __init__(self, name: str, data: object) -> None:
         self._name, self._data = name, mapping(name, data)

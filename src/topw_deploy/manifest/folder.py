@@ -1,4 +1,4 @@
-"""Read and write manifests; check listed files."""
+"""Read, write and check manifests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from topw_deploy.files import NotRegularError, open_inside, open_regular, replac
 from topw_deploy.manifest.contents import MANIFEST_NAME, DecoderManifest, FileEntry, Manifest, SamplerManifest
 from topw_deploy.manifest.parse import manifest_from_json
 
-_MOST_BYTES = 16 << 20  # manifests are a few KB; larger files must not fill memory
+_MOST_BYTES = 16 << 20  # manifests are a few KB; others must not fill memory
 _ENGINES = "engines"  # checked when used (tensorrt/engines.py)
 
 
 def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
-    """Read the manifest of `folder`, or a link to it, and check the size of each listed file.
+    """Read the manifest of `folder`, which may be a link, and check listed files' sizes.
 
-    `check_hashes` checks hashes, as loading must not read gigabytes.
-    Raises ManifestError for a missing or malformed manifest; a listed file that is missing, resized, not regular,
-    linked or outside the folder; and a pipe, socket or device anywhere in the folder.
+    Use `check_hashes` for hashes: loading must not read gigabytes.
+    Raises ManifestError for a missing or malformed manifest; listed files that are missing, resized, not regular,
+    linked or outside the folder; and any pipe, socket or device in the folder.
     """
     folder = Path(folder)
     path = folder / MANIFEST_NAME
@@ -57,7 +57,7 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
 
 
 def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
-    """Like `load_manifest`; also raises ManifestError for a sampler without decoder."""
+    """Like `load_manifest`; also raises ManifestError without decoder."""
     manifest = load_manifest(folder)
     if not isinstance(manifest, DecoderManifest):
         raise ManifestError(f"{folder} holds a sampler without a decoder; give the folder of a whole model.")
@@ -65,7 +65,7 @@ def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
 
 
 def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
-    """Open `name`, listed in `folder`'s manifest as `entry`. Checks the opened file's size and kind.
+    """Open a listed file, checking the open file's size and kind.
 
     Raises ManifestError if it is missing, unreadable, resized, not regular, or linked.
     """
@@ -97,7 +97,7 @@ def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
 
 
 def check_hashes(folder: str | Path, manifest: Manifest) -> None:
-    """Check all listed SHA-256. Raises ManifestError for the first unequal or unreadable file."""
+    """Check listed SHA-256. Raises ManifestError for the first unequal or unreadable file."""
     for name, entry in manifest.files.items():
         try:
             with open_listed(Path(folder), name, entry) as stream:
@@ -114,7 +114,7 @@ def check_hashes(folder: str | Path, manifest: Manifest) -> None:
 def describe_files(
     folder: str | Path, names: Iterable[str], known: dict[str, str] | None = None
 ) -> dict[str, FileEntry]:
-    """Hash and size of each named file. known: SHA-256 by name, not recomputed."""
+    """Hash and size of named files. known: SHA-256 by name."""
     folder, known = Path(folder), known or {}
     return {
         name: FileEntry(known.get(name) or sha256_of(folder / name), (folder / name).stat().st_size)
@@ -123,19 +123,19 @@ def describe_files(
 
 
 def save_manifest(folder: str | Path, manifest: Manifest) -> None:
-    """Write the manifest atomically, so that readers never see half of it."""
+    """Write atomically, so that readers never see half a manifest."""
     with replacing(Path(folder) / MANIFEST_NAME) as stream:
         stream.write(manifest.to_json().encode("utf-8"))
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a regular file. Raises OSError for links and other files."""
+    """Hexadecimal SHA-256 of a regular file. Raises OSError for others and links."""
     with open_regular(path) as stream:
         return sha256_of_stream(stream)
 
 
 def sha256_of_stream(stream: BinaryIO) -> str:
-    """Hexadecimal SHA-256 of the rest of an open file."""
+    """Hexadecimal SHA-256 of the rest of a file."""
     digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
     while size := stream.readinto(block):  # type: ignore[attr-defined]  # hashlib.file_digest needs Python 3.11
         digest.update(block[:size])
@@ -143,10 +143,7 @@ def sha256_of_stream(stream: BinaryIO) -> str:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Raises ManifestError for a pipe, socket or device in the folder, or a link to one.
-
-    A graph can name any file there as weights, and some onnxruntime versions open any kind.
-    """
+    """Graphs can name any file there as weights, and some onnxruntime versions open any kind."""
     try:
         for path, kind in special_files(folder, deep=True, without=_ENGINES):
             raise ManifestError(

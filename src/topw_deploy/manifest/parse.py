@@ -1,6 +1,6 @@
-"""Parse manifest JSON into dataclasses, checking types and ranges.
+"""Parse manifest JSON, checking types and ranges.
 
-Bounds far exceed any model. They prevent huge allocations and integers that no operator can hold.
+Bounds far exceed any model; they prevent huge allocations and integers that no operator can hold.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _sampler(data: Fields) -> SamplerInfo:
 
 
 def _defaults(data: Fields) -> TopWParameters:
-    """Defaults must be in range in float32, the graph's type."""
+    """The graph takes defaults in float32."""
     data.only(PARAMETER_NAMES)
     given = {name: data.real(name) for name in data.given(PARAMETER_NAMES)}
     found = TopWParameters(**given)
@@ -242,7 +242,7 @@ def _check(index: int, data: object) -> Check:
 
 
 def _safe_name(name: str) -> str:
-    """A relative path inside the folder. Refuses `..`, absolute paths and drives."""
+    """Refuses `..`, absolute paths and drives."""
     parts = name.split("/")
     if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ManifestError(

@@ -1,7 +1,7 @@
-"""Compare an exported folder with its source in a separate process.
+"""Compare an export with its source in a separate process.
 
-This bounds memory (onnxruntime keeps its allocations), survives native crashes, and loads the folder in a fresh
-process, like a user.
+This bounds memory (onnxruntime keeps its allocations), survives native crashes, and loads the folder afresh, like a
+user.
 """
 
 from topw_deploy.export.verification.in_subprocess import recheck, run_checks, verify_in_subprocess

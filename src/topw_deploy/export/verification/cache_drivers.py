@@ -1,4 +1,4 @@
-"""Run a decoder's session with each cache form, through one protocol.
+"""Run decoder sessions with any cache form.
 
 Independent of the runtime, so that separate code verifies the file.
 """
@@ -16,11 +16,11 @@ from topw_deploy.manifest import DecoderInfo
 
 Array = NDArray[np.generic]
 _KV_TYPES = {"float": np.float32, "float16": np.float16}
-_GROWTH = 64  # slots added to a full buffer; any number works
+_GROWTH = 64  # slots added to a full buffer, any number
 
 
 class CacheDriver(Protocol):
-    """A decoder with a cache; takes padded token columns."""
+    """A decoder with a cache, for padded token columns."""
 
     def start(self, batch: int) -> None:
         """Empty the cache for `batch` rows."""
@@ -30,7 +30,7 @@ class CacheDriver(Protocol):
 
 
 def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> CacheDriver:
-    """The driver for the decoder's cache form. logits: output to return."""
+    """Driver for the decoder's cache form. logits: output to return."""
     drivers: dict[str, Callable[[ort.InferenceSession, DecoderInfo, str], CacheDriver]] = {
         "concat": _Concat,
         "static": _Static,
@@ -49,7 +49,7 @@ def _caches(decoder: DecoderInfo, batch: int, length: int) -> dict[str, Array]:
 
 
 class _Concat:
-    """Takes the past, returns past and new tokens."""
+    """Past in, past and new tokens out."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
@@ -73,7 +73,7 @@ def _present(past: str) -> str:
 
 
 class _InPlace:
-    """One growing buffer for past and present; a run uses one row or all."""
+    """One growing buffer; a run uses one row or all."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
@@ -111,7 +111,7 @@ class _Static(_InPlace):
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
         compact, lengths = _to_the_left(ids, attention_mask)
-        # A row without a token gets a padding column, which its next token overwrites.
+        # A row without tokens gets padding, which its next token overwrites.
         real, columns = np.maximum(lengths, 1), compact.shape[1]
         self._reserve(int(self._used.max()) + columns)
         together = self._decoder.ragged_chunks or len(ids) == 1 or columns == 1 or not self._used.any()
@@ -134,7 +134,7 @@ class _Static(_InPlace):
 class _Shared(_InPlace):
     """Another exporter's GroupQueryAttention: row lengths are mask sums, logits are the last column's.
 
-    So rows with different numbers of new tokens first get all but their last, right-padded.
+    So rows of different lengths first get all but their last token, right-padded.
     """
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
@@ -153,7 +153,7 @@ class _Shared(_InPlace):
         return logits
 
     def _rows(self, rows: slice, ids: Array, starts: NDArray[np.int64]) -> Array:
-        """Run `ids`, all tokens, after `starts` [batch] earlier ones."""
+        """Run `ids`, all tokens, after `starts` [batch] tokens."""
         positions = starts[:, None] + np.arange(ids.shape[1])
         ends = positions[:, -1:] + 1
         mask = (np.arange(ends.max()) < ends).astype(np.int64)
@@ -161,7 +161,7 @@ class _Shared(_InPlace):
 
 
 def _to_the_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Attended new columns without gaps [batch, columns >= 1], and their counts [batch]."""
+    """Attended columns without gaps [batch, columns >= 1], and counts [batch]."""
     attended = attention_mask[:, -ids.shape[1] :].astype(bool)
     lengths = attended.sum(axis=1)
     compact = np.zeros((len(ids), max(1, int(lengths.max()))), np.int64)

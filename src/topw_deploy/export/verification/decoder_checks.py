@@ -1,4 +1,4 @@
-"""Check decoder logits: prefill, decode, chunked prefill, padded batches."""
+"""Check decoder logits: prefill, decode, chunked prefill, padding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUNDS = {"float": 1e-4, "float16": 1e-2}
 def decoder_checks(
     probe: LogitsProbe, reference: Reference, decoder: DecoderInfo, sequences: list[np.ndarray]
 ) -> Iterator[Check]:
-    """Compare on `sequences` (token ids [n], longest first). Checks padding only where supported."""
+    """Compare on `sequences` (token ids [n], longest first), with padding where supported."""
     wanted = [reference.logits(ids) for ids in sequences]
     bound = BOUNDS[decoder.kv_dtype] * max(1.0, *(float(np.abs(rows).max()) for rows in wanted))
     ids, rows = sequences[0], wanted[0]
@@ -62,7 +62,7 @@ def _by_runs(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list
 
 
 def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.ndarray], *, left: bool) -> list[float]:
-    """Differences of a padded batch: all but two columns at once, then one by one."""
+    """Differences of a padded batch: all but two columns at once, then singly."""
     length = max(len(ids) for ids in sequences)
     ids = np.zeros((len(sequences), length), np.int64)
     mask = np.zeros_like(ids)
@@ -83,7 +83,7 @@ def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.nda
 
 
 def _last_tokens_apart(reference: Reference, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> list[np.ndarray]:
-    """`wanted` for a cache that runs each row's last token separately; NaN where `_padded` does not compare."""
+    """`wanted` if each row's last token runs separately; NaN where not compared."""
     first = max(len(ids) for ids in sequences) - 2
     found = []
     for ids, rows in zip(sequences, wanted, strict=True):

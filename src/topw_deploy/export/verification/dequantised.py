@@ -1,10 +1,10 @@
 """Model and graph for the tight comparison of a quantised export.
 
-`dequantise_model` rounds the torch weights with the same quantiser, back to float32. A block lies within one output of
-one weight, so fused weights in the graph do not matter.
+`dequantise_model` rounds the torch weights with the same quantiser. Blocks lie within one output, so fused weights do
+not matter.
 
-`exact_products` computes the graph's products in float32. MatMulNBits at accuracy level 4 rounds activations to 8 bits,
-which is not an export error; without it, graph and model must agree to float32 rounding.
+`exact_products` computes products in float32. MatMulNBits at accuracy level 4 rounds activations to 8 bits, which is
+not an export error; without it, graph and model agree to float32 rounding.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ _COMPARED = 64  # leading weights that identify an output
 def dequantise_model(
     model: PreTrainedModel, folder: Path, settings: Quantisation, packed: PackedRows | None = None
 ) -> None:
-    """Round the matrices of `model` in place.
-
-    Skips matrices that the export keeps in float, and `packed` ones, which are rounded already.
+    """Round the matrices of `model` in place, except those the export keeps in float and `packed` ones, already
+    rounded.
     """
-    import torch  # comparing ONNX decoders needs no torch
+    import torch  # ONNX comparisons need no torch
     from transformers.pytorch_utils import Conv1D
 
     graph = ir.load(folder / MODEL_FILE).graph
@@ -69,13 +68,13 @@ def dequantise_model(
 
 
 def scale_type(graph: ir.Graph) -> np.dtype[Any]:
-    """Scale type of `graph`, used for rounding its weights."""
+    """Type of `graph`'s scales, used for rounding."""
     scales = (node.inputs[2].const_value for node in graph if node.op_type == "MatMulNBits" and node.inputs[2])
     return np.dtype(next((tensor.dtype.numpy() for tensor in scales if tensor is not None), np.float32))
 
 
 def float_outputs(graph: ir.Graph) -> set[bytes]:
-    """Leading weights of each row and column of `graph`'s float matrices."""
+    """Leading weights of float matrices' rows and columns."""
     found: set[bytes] = set()
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -93,7 +92,7 @@ def _key(output: np.ndarray) -> bytes:
 def rounded(
     rows: torch.Tensor, block_size: int, settings: Quantisation, scales: np.dtype[Any] = _FLOAT32
 ) -> np.ndarray:
-    """Quantise and dequantise `rows` [outputs, inputs]; returns float32."""
+    """Quantise and dequantise `rows` [outputs, inputs] to float32."""
     array = rows.numpy().astype(scales)
     outputs, inputs = array.shape
     shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)
@@ -103,10 +102,9 @@ def rounded(
 
 @contextlib.contextmanager
 def exact_products(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
-    """A temporary copy of `folder` whose MatMulNBits compute in float32; `folder` itself if they already do.
+    """A temporary copy of `folder` with float32 MatMulNBits; `folder` itself if already so.
 
-    Data files are hard-linked, or copied where links are impossible. Raises VerificationError if the copy cannot be
-    created beside `folder`.
+    Hard-links data files where possible. Raises VerificationError if the copy cannot be created beside `folder`.
     """
     if manifest.decoder.quantisation.get("accuracy_level", 0) in (0, _ACCURACY_FLOAT32):
         yield folder

@@ -1,6 +1,6 @@
-"""Compare generated tokens: the runtime on the export against the reference decoder and sampler.
+"""Compare generated tokens: the runtime against the reference decoder and sampler.
 
-The runtime samples with the file's function, never the native operator, because the file is verified.
+The runtime samples with the file's function, never the native operator, to verify the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from topw_deploy.sampling import Geometry, Row, TopWParameters, sample_row, unif
 
 TOKENS = 10
 SEED = 7
-# The second setting makes geometry decide, far from greedy.
+# The second makes geometry decide, far from greedy.
 _SETTINGS: tuple[tuple[str, dict[str, float]], ...] = (
     ("defaults", {}),
     ("lam 0.5, temperature 1.5", {"lam": 0.5, "temperature": 1.5}),
@@ -43,7 +43,7 @@ _NO_EDITS = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """Token comparison, each after the same earlier tokens.
+    """Token counts, each compared after the same earlier tokens.
 
     equal: same as the reference.
     near_ties: different, but rounding may decide; inconclusive.
@@ -60,16 +60,16 @@ class Agreement:
 
     @property
     def conclusive(self) -> bool:
-        """Whether any token is wrong or at least half are equal."""
+        """Any token is wrong or at least half are equal."""
         return self.wrong > 0 or 2 * self.equal >= self.tokens > 0
 
 
 def generation_checks(
     folder: Path, manifest: DecoderManifest, reference: Reference, geometry: Geometry, prompts: Sequence[np.ndarray]
 ) -> Iterator[Check | NotCompared]:
-    """Generate after one of `prompts` [n] and compare tokens, for each setting.
+    """Generate and compare tokens for each setting; prompts [n].
 
-    If fewer than half of the tokens are comparable, tries the next prompt.
+    Tries the next prompt if fewer than half of the tokens are comparable.
     """
     opened = ModelFolder(folder, DecoderManifest, unfinished=True)
     with TopWModel(opened, GraphSession(opened, SessionOptions(provider="cpu", sampler="graph")), 0.0) as model:
@@ -111,8 +111,8 @@ def compare_tokens(
     prompt: np.ndarray,
     parameters: TopWParameters,
 ) -> Agreement:
-    """Compare each of `tokens` with the reference's draw after the same earlier tokens (teacher forcing), so a near-tie
-    does not end the comparison.
+    """Compare `tokens` with the reference's draws after the same earlier tokens (teacher forcing), so that near-ties do
+    not end the comparison.
 
     wanted: required number of tokens.
     """
@@ -134,7 +134,7 @@ def _near_tie(row: Row, token: int, logits: np.ndarray, temperature: float, erro
     """Whether logits with this relative error may draw `token` instead.
 
     Rounding never draws a token with weight below error^2 of the largest. Without this limit, any token would pass
-    where one has nearly all mass, because the objective is then nearly tied with every longer prefix.
+    where one has nearly all mass: the objective is then nearly tied with every longer prefix.
     """
     close = min(row.draw_margin, row.ties.objective, row.ties.nucleus) <= error or row.ties.pool_cut
     return close and bool((logits[token] - logits.max()) / temperature >= 2 * np.log(error))

@@ -1,4 +1,4 @@
-"""Sessions over parts of an exported graph: the decoder with the sampler's logits, or the sampler alone."""
+"""Sessions over the decoder up to the sampler's logits, and over the sampler alone."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> or
 
 
 def open_session(model: str | bytes, library: Path | None = None) -> ort.InferenceSession:
-    """Open a session on the CPU, where results are equal on all machines except for rounding.
+    """Open a CPU session: equal results on all machines, except for rounding.
 
     model: file or content.
-    library: use the native sampler; by default the file's function.
+    library: of the native sampler, instead of the file's function.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -93,7 +93,7 @@ def _decoder_model(folder: Path) -> ir.Model:
 
 
 class SamplerProbe:
-    """The exported sampler. library: run the node with the native operator."""
+    """The exported sampler. library: see `open_session`."""
 
     def __init__(self, folder: Path, library: Path | None = None) -> None:
         self._session = open_graph(folder, _sampler_model(folder), library)
@@ -124,7 +124,7 @@ def _sampler_model(folder: Path) -> ir.Model:
     old = node.inputs[0]
     width = old.shape[-1] if old is not None and old.shape is not None else None
     vocab = width if isinstance(width, int) else "vocab"
-    # The decoder may have an output called logits too.
+    # A decoder output may be called logits too.
     for value in graph.outputs:
         if value.name == "logits":
             value.name = "topw.probe.old_logits"
@@ -133,7 +133,7 @@ def _sampler_model(folder: Path) -> ir.Model:
     logits = editor.input("logits", ir.DataType.FLOAT, ["batch", vocab])
     graph.outputs.clear()
     if old is not None:
-        ir.convenience.replace_all_uses_with(old, logits)  # also replaces uses that count optional inputs' rows
+        ir.convenience.replace_all_uses_with(old, logits)  # includes uses that count optional inputs' rows
     graph.outputs.extend(node.outputs)
     RemoveUnusedNodesPass()(model)
     for value in [value for value in graph.inputs if value.name not in TAIL_INPUTS]:

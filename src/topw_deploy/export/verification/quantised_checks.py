@@ -1,7 +1,7 @@
 """Measure quantisation loss on text: the shipped graph against the float32 model.
 
-The tight comparison (decoder_checks with dequantised weights) quantises both sides alike, so poor rounding fails only
-here, and only for a trained model.
+decoder_checks with dequantised weights quantise both sides alike, so poor rounding fails only here, and only for
+trained models.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from topw_deploy.export.verification.reference import Reference
 from topw_deploy.manifest import Check, DecoderManifest, Note
 from topw_deploy.sampling import Geometry, sample_row, uniform_for
 
-# Maximum loss increase in nats per token: five times that of the worst options on the bundled model (0.040: `default`,
-# blocks of 256). Scales a fifth too large in one layer cost 0.3, swapped half bytes in one matrix 0.13 to 1.1. Correct
-# 8-bit weights cost at most 0.002.
+# Maximum loss increase in nats per token: five times the worst options' on the bundled model (0.040: `default`, blocks
+# of 256). Scales a fifth too large in one layer cost 0.3, swapped half bytes in one matrix 0.13 to 1.1, correct 8-bit
+# weights at most 0.002.
 PERPLEXITY_BOUNDS = {"int4": 0.2, "int8": 0.02}
-# For a model no better than guessing in float32. Rounding moves its loss either way, by up to 0.6 in random models at 4
-# bits, so staying under this bound proves nothing; exceeding it fails.
+# For models no better than guessing. Rounding moves their loss either way, by up to 0.6 in random models at 4 bits, so
+# staying under this proves nothing; exceeding it fails.
 UNTRAINED_BOUND = 1.0
-_CERTAINTY = 2.0  # standard errors by which a loss must exceed a bound
+_CERTAINTY = 2.0  # standard errors by which a failing loss exceeds its bound
 _BATCH = 16  # rows decoded together
-_CROPS = 32  # positions for comparing crop and token
+_CROPS = 32  # positions for comparing crops and tokens
 _SEED = 11
 
 
@@ -35,7 +35,7 @@ class Text:
     """Text to measure on.
 
     rows: token ids int64 [rows, columns].
-    prefix: special tokens at each row's start (BOS).
+    prefix: leading special tokens per row (BOS).
     name: description.
     """
 
@@ -46,7 +46,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Loss:
-    """Nats per token, and the standard error of the difference."""
+    """Nats per token, and the difference's standard error."""
 
     exact: float
     quantised: float
@@ -54,9 +54,7 @@ class Loss:
 
     @classmethod
     def of(cls, exact: np.ndarray, quantised: np.ndarray) -> Loss:
-        """Mean of losses [rows, tokens]. The error treats rows as samples, because neighbouring tokens are correlated;
-        with one row, tokens.
-        """
+        """Average losses [rows, tokens]. Rows are the samples, as neighbouring tokens are correlated."""
         samples = (quantised - exact).mean(axis=1) if len(exact) > 1 else (quantised - exact)[0]
         error = samples.std(ddof=1) / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
         return cls(float(exact.mean()), float(quantised.mean()), float(error))
@@ -73,10 +71,10 @@ def quantised_checks(
     manifest: DecoderManifest,
     geometries: tuple[Geometry, Geometry],
 ) -> Iterator[Check | Note]:
-    """Compare perplexity, kept sets and tokens of the shipped graph `probe` with the float32 model `reference`.
+    """Compare perplexity, kept sets and tokens of the shipped graph `probe` with the float32 `reference`.
 
-    geometries: of the graph's table and the float model's.
-    Yields first the perplexity, which can fail, then notes.
+    geometries: of the graph's and the float model's table.
+    Yields the perplexity, which can fail, then notes.
     """
     counted = text.rows.shape[1] - 1
     places = {divmod(int(place), counted) for place in np.linspace(0, len(text.rows) * counted - 1, _CROPS)}
@@ -102,9 +100,7 @@ def quantised_checks(
 
 
 def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check | Note:
-    """Check that loss grew by at most the bound, beyond chance. For a model no better than guessing, a pass is only a
-    Note.
-    """
+    """Check that loss grew by at most the bound, beyond chance. A pass without training is only a Note."""
     trained = loss.exact < math.log(manifest.sampler.vocab_size)
     bound = PERPLEXITY_BOUNDS[manifest.decoder.weights_dtype] if trained else UNTRAINED_BOUND
     name = "perplexity, log of the ratio"
@@ -122,7 +118,7 @@ def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check
 def _float_losses(
     reference: Reference, rows: np.ndarray, places: set[tuple[int, int]]
 ) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
-    """Losses [rows, columns - 1] and the logits at `places`, one row in memory at a time."""
+    """Losses [rows, columns - 1] and logits at `places`, one row in memory at a time."""
     losses = np.empty((len(rows), rows.shape[1] - 1))
     kept: dict[tuple[int, int], np.ndarray] = {}
     for number, row in enumerate(rows):

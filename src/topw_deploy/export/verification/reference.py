@@ -23,7 +23,7 @@ class Reference(Protocol):
         """float32 [n, vocab] for ids [n]; row i depends on ids[: i + 1]."""
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
-        """The last row of each run, with tokens fed in runs of these sizes, which can affect rounding."""
+        """Last logits of each run of these sizes, which can affect rounding."""
 
 
 class TorchReference:
@@ -57,11 +57,10 @@ class TorchReference:
 
 
 class MakersReference:
-    """The original ONNX decoder of a graft.
+    """A graft's original ONNX decoder.
 
-    With activations rounded to 8 bits (MatMulNBits on a CPU), a last-digit float32 difference, as between steps and a
-    whole prompt, can flip a rounding and grow (measured: 0.11, of logits up to 16). So both sides use the same run
-    sizes.
+    With activations rounded to 8 bits (MatMulNBits on a CPU), a last-digit float32 difference, as between steps and
+    whole prompts, can flip a rounding and grow (measured: 0.11, of logits up to 16). So both sides use equal runs.
     """
 
     name = "the decoder as it came"

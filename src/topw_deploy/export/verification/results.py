@@ -18,7 +18,7 @@ _KINDS: dict[str, type[Result]] = {"check": Check, "not_compared": NotCompared, 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All results of a run. peak: worker memory in bytes."""
+    """All results. peak: worker memory in bytes."""
 
     checks: tuple[Check, ...]
     not_compared: tuple[NotCompared, ...] = ()
@@ -40,7 +40,7 @@ class Outcome:
         return tuple(check for check in self.checks if not check.passed)
 
     def verification(self) -> Verification:
-        """The manifest's record: "passed" if all was compared and passed, else "partial"."""
+        """Manifest record: "passed" if all was compared and passed, else "partial"."""
         status = "partial" if self.not_compared or self.failed else "passed"
         return Verification(status=status, checks=self.checks, not_compared=self.not_compared, notes=self.notes)
 

@@ -1,4 +1,4 @@
-"""Compare the sampler node with the float64 reference, on the model's logits and the file's table."""
+"""Compare the sampler node with the float64 reference, on real logits and the file's table."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from topw_deploy.manifest import Check, NotCompared, SamplerInfo
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, sample_row
 
 LOGPROB_BOUND = 1e-4
-# Minimum rows without a tie, and of these decided by geometry (not certified). Four rows of logits give 28 or more.
+# Minimum rows without tie, and of these decided by geometry (not certified), of the 28 or more from four rows of
+# logits.
 FEWEST_ROWS, FEWEST_BY_GEOMETRY = 20, 12
 _MADE_ROWS = 4
-_LARGEST_CROP_WALKED = 6  # draw each token of a crop up to this size, and this many of a larger crop
+_LARGEST_CROP_WALKED = 6  # tokens drawn per crop; all for smaller crops
 _LARGEST_BATCH = 32
-_POOL_VALUES = 8_000_000  # pool features per batch; the graph holds several copies of 4 bytes each
-_TOKENS_MEASURED = 48  # for the neighbour bound, each against all others
+_POOL_VALUES = 8_000_000  # pool features per batch; the graph holds several 4-byte copies
+_TOKENS_MEASURED = 48  # for the neighbour bound, each against all
 _BLOCK = 2048
 
 
@@ -54,7 +55,7 @@ class _Tally:
             return
         self.by_geometry += not wanted.certified
         self.kept_sets += bool(found["kept"] != wanted.kept)
-        # False negatives of the graph cost only time.
+        # False negatives only cost time.
         false_claim = bool(found["certified"]) and not wanted.certified
         self.certificates += false_claim and not wanted.ties.allow_certified(FLOAT32_TIES)
         if wanted.draw_margin <= FLOAT32_TIES.draw:
@@ -75,9 +76,9 @@ def sampler_checks(
 ) -> Iterator[Check | NotCompared]:
     """Compare kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab].
 
-    Compares a crop by size and by drawing each token (six of a large one) at the middle of its uniform interval. Rows
-    that rounding may decide (docs/contract/graph.md, section 4) are counted, not judged. If fewer than FEWEST_ROWS or
-    FEWEST_BY_GEOMETRY remain, made rows are added; if still too few, yields NotCompared.
+    Compares a crop's size and draws its tokens (six of a large one), each at the middle of its uniform interval. Rows
+    that rounding may decide (docs/contract/graph.md, section 4) are not judged. Below FEWEST_ROWS or
+    FEWEST_BY_GEOMETRY, adds made rows; if still too few, yields NotCompared.
 
     title: prefix of result names.
     """
@@ -101,9 +102,9 @@ def sampler_checks(
 
 
 def made_logits(vocab: int) -> np.ndarray:
-    """Logits [_MADE_ROWS, vocab] without ties, close enough for distances to decide.
+    """Logits [_MADE_ROWS, vocab] without ties, where distances decide.
 
-    Each row spreads up to 8 tokens evenly over a range of 0.5 to 2; others lie at least 4 below.
+    Rows spread up to 8 tokens evenly over 0.5 to 2; others are at least 4 below.
     """
     generator = np.random.default_rng(1)
     rows = np.empty((_MADE_ROWS, vocab), np.float32)
@@ -115,7 +116,7 @@ def made_logits(vocab: int) -> np.ndarray:
 
 
 def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
-    """Reference geometry of the exported table, recomputed in float64."""
+    """Reference geometry of the exported table, in float64."""
     if options.metric == "uniform":
         return Geometry.uniform()
     model = ir.load(folder / MODEL_FILE)
@@ -123,10 +124,10 @@ def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
 
 
 def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
-    """Parameter sets: defaults, four where distances decide, a hot one, greedy.
+    """Parameter sets: defaults, four where distances decide, hot, greedy.
 
-    A distance changes a crop only if near the differences between scores, about 1. `mahalanobis` distances are near
-    sqrt(2 hidden), so geom_scale divides by it.
+    Distances change a crop only if near score differences, about 1. `mahalanobis` distances are near sqrt(2 hidden), so
+    geom_scale divides by it.
     """
     one = (2.0 * (sampler.hidden_size or 1)) ** -0.5 if sampler.options.metric == "mahalanobis" else 1.0
     return (
@@ -163,7 +164,7 @@ def _answers(
 
 
 def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> Row:
-    """`row` redrawn with another uniform; the crop stays."""
+    """The crop does not depend on the uniform."""
     if parameters.greedy or not row.valid:
         return row
     drawn = draw(logits, row.kept_ids, float(np.float32(parameters.temperature)), float(np.float32(uniform)))
@@ -171,13 +172,13 @@ def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, unifor
 
 
 def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[float]:
-    """Uniforms at the middle of each kept token's interval: drawing with all lists the crop."""
+    """Middles of kept tokens' intervals: drawing with all lists the crop."""
     if parameters.greedy or not row.valid:
         return [0.5]
     kept = logits[row.kept_ids].astype(np.float64)
     edges = np.concatenate([[0.0], np.cumsum(np.exp((kept - kept[0]) / parameters.temperature))])
     middles = (edges[:-1] + edges[1:]) / 2 / edges[-1]
-    wide = np.diff(edges) / edges[-1] > 1e-5  # narrower ones are within rounding of their neighbours
+    wide = np.diff(edges) / edges[-1] > 1e-5  # narrower ones are within rounding
     middles = middles[wide]
     if len(middles) == 0:
         return [0.5]
@@ -186,7 +187,7 @@ def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[
 
 
 def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
-    """Check the stored neighbour bound of `folder` against float64 distances, for sampled tokens.
+    """Check the stored neighbour bound against float64 distances, for sampled tokens.
 
     geometry: the reference's. The difference is the maximum of bound - distance, which must not be positive.
     """
@@ -212,7 +213,7 @@ def stored_bound(folder: Path) -> np.ndarray:
 
 
 def nearest_distances(geometry: Geometry, chosen: np.ndarray, tokens: int) -> np.ndarray:
-    """float64 [n]: distance of each of `chosen` [n] to the nearest other of the first `tokens`; inf without others."""
+    """float64 [n]: distance of each of `chosen` [n] to its nearest other of `tokens`; inf without others."""
     points = geometry.features(chosen)
     nearest = np.full(len(chosen), np.inf)
     for start in range(0, tokens, _BLOCK):
