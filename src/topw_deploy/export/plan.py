@@ -49,7 +49,7 @@ class Plan:
 
 
 def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
-    """`folder` need not exist."""
+    """Plan the files of `folder`, which need not exist."""
     slots = data_slots(decoder.model, job.request.weights.shard_bytes)
     files = written_sizes(decoder.model, slots)
     shared = 0

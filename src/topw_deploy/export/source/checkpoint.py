@@ -30,7 +30,6 @@ def load_checkpoint(
     """Load a causal LM on the CPU, in evaluation mode.
 
     dtype: a torch dtype's name.
-    num_hidden_layers: keep only the first layers.
     unread: leave weights in files as `UnreadTensor`s.
     Raises UnsupportedModelError for unknown architectures, SourceError for damaged or missing weights.
     """
@@ -47,7 +46,7 @@ def load_checkpoint(
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder, config=config, output_loading_info=True, local_files_only=True, **settings
                 )
-        except Exception as error:  # foreign models and damaged files raise anything
+        except Exception as error:  # foreign models and damaged files can raise anything
             raise SourceError(
                 f"the model in {folder} cannot be loaded ({one_line(error)}); check its files."
             ) from error

@@ -1,4 +1,4 @@
-"""Memory-map the input embeddings of a model or NumPy file."""
+"""Memory-map input embeddings."""
 
 from __future__ import annotations
 

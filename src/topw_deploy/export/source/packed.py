@@ -39,7 +39,6 @@ class PackedFormat:
     """Packing of a checkpoint.
 
     method: `gptq` or `awq`.
-    bits: per weight.
     zero_offset: added to stored zero points.
     """
 
@@ -189,7 +188,7 @@ def _interleaved(words: np.ndarray) -> np.ndarray:
 
 
 def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
-    """Packed layer's prefix -> its PARTS."""
+    """Prefix -> its PARTS."""
     found: dict[str, set[str]] = {}
     for name in names:
         prefix, _, part = name.rpartition(".")

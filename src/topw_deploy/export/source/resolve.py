@@ -142,7 +142,6 @@ def _named_by_genai(folder: Path) -> Path | None:
 
 
 def _download(model: str, hub: HubOptions) -> Path:
-    """Prefer safetensors to pickled weights to ONNX files."""
     from huggingface_hub import snapshot_download
 
     small = [*_SMALL_FILES, "*.py"] if hub.trust_remote_code else _SMALL_FILES

@@ -84,7 +84,6 @@ def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """JSON header and data offset."""
     try:
         with path.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

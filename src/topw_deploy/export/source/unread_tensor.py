@@ -35,7 +35,6 @@ class UnreadTensor(torch.Tensor):
         return made
 
     def __init__(self, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | None) -> None:
-        """like: meta tensor. make: loads the data."""
         self._like, self._make, self.file = like, make, file
 
     @classmethod
@@ -44,7 +43,7 @@ class UnreadTensor(torch.Tensor):
         return cls(like, lambda: _mapped(stored), stored)
 
     def values(self) -> torch.Tensor:
-        """Load a tensor: a copy-on-write map, or the recorded operations' result."""
+        """Load the data: a copy-on-write map, or the recorded operations' result."""
         return self._make()
 
     def __repr__(self, **_settings: Any) -> str:  # type: ignore[override]

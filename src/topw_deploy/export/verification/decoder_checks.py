@@ -51,7 +51,6 @@ def _chunks(length: int) -> list[int]:
 
 
 def _by_runs(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list[int]) -> list[float]:
-    """Differences after each of `runs` (token counts)."""
     probe.start(1)
     differences, end = [], 0
     for row, size in zip(wanted, runs, strict=True):
@@ -62,7 +61,7 @@ def _by_runs(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list
 
 
 def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.ndarray], *, left: bool) -> list[float]:
-    """Differences of a padded batch: all but two columns at once, then singly."""
+    """Run all but two columns together, then singly."""
     length = max(len(ids) for ids in sequences)
     ids = np.zeros((len(sequences), length), np.int64)
     mask = np.zeros_like(ids)

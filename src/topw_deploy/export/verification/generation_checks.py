@@ -60,7 +60,7 @@ class Agreement:
 
     @property
     def conclusive(self) -> bool:
-        """Any token is wrong or at least half are equal."""
+        """Whether any token is wrong or at least half are equal."""
         return self.wrong > 0 or 2 * self.equal >= self.tokens > 0
 
 

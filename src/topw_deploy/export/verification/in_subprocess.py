@@ -112,7 +112,7 @@ def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
 
 
 def _lines(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The worker's JSON lines. Raises VerificationError if it dies."""
+    """Raises VerificationError if the worker dies."""
     command = [sys.executable, "-m", "topw_deploy.export.verification.worker", json.dumps(task)]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as last_words:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=last_words, text=True, encoding="utf-8")

@@ -118,7 +118,7 @@ def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check
 def _float_losses(
     reference: Reference, rows: np.ndarray, places: set[tuple[int, int]]
 ) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
-    """Losses [rows, columns - 1] and logits at `places`, one row in memory at a time."""
+    """Losses [rows, columns - 1] and logits at `places`, row by row."""
     losses = np.empty((len(rows), rows.shape[1] - 1))
     kept: dict[tuple[int, int], np.ndarray] = {}
     for number, row in enumerate(rows):

@@ -144,7 +144,7 @@ def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
 def _answers(
     probe: SamplerProbe, sampler: SamplerInfo, defaults: TopWParameters, geometry: Geometry, logits: np.ndarray
 ) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
-    """(reference, graph) for each row, setting and uniform."""
+    """(reference, graph) pairs."""
     cases: list[tuple[int, TopWParameters, float, Row]] = []
     for setting in _settings(sampler):
         parameters = TopWParameters(**{**asdict(defaults), **setting})

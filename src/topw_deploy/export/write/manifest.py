@@ -110,7 +110,6 @@ def _facts(
     folder: Path,
     known: dict[str, str],
 ) -> dict[str, Any]:
-    """Fields of both manifest types."""
     outputs = _tensor_specs(model.graph.outputs)
     return {
         "source": {"id": source.id, "revision": source.revision, "route": route},

@@ -83,7 +83,7 @@ class StagedFolder:
         return made
 
     def _resumed(self) -> Path | None:
-        """The newest abandoned folder, to resume; removes others."""
+        """The newest abandoned folder; removes others."""
         found: Path | None = None
         for workspace, lock in _left_behind(self.output):
             if self._resume and found is None:
@@ -259,7 +259,7 @@ def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: 
 
 
 def _copy_in_kernel(read: int, write: int, size: int, progress: Progress) -> int:
-    """Clone or copy with copy_file_range; returns bytes copied."""
+    """Returns bytes copied."""
     done = 0
     while hasattr(os, "copy_file_range") and done < size:
         try:
@@ -291,7 +291,7 @@ def write_error(output: Path, error: OSError, stays: bool = False) -> ExportErro
 
 
 def _replace(staged: Path, output: Path) -> None:
-    """Moves an earlier export aside, and back on failure."""
+    """Move an earlier export aside, and back on failure."""
     if not output.exists():
         staged.rename(output)
         return

@@ -131,7 +131,7 @@ def quantised_type(value: ir.Value) -> str | None:
 
 
 def external_files(model: ir.Model) -> dict[str, Path]:
-    """Location in the graph -> path of referenced data files."""
+    """Location -> path of referenced data files."""
     files: dict[str, Path] = {}
     for tensor in tensors_of(model):
         if isinstance(tensor, ir.ExternalTensor):
@@ -140,7 +140,7 @@ def external_files(model: ir.Model) -> dict[str, Path]:
 
 
 def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]:
-    """Slots for weights in no data file; empty for small models. max_shard_size: see lay_out."""
+    """Slots for weights in no data file; empty for small models."""
     ours = [
         value
         for graph in model.graphs()
