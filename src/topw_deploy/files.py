@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # 0 where unsupported
 _O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-# Non-blocking: opening a named pipe returns at once, for fstat.
+# Non-blocking: opening a named pipe returns at once, and fstat shows its type.
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | _O_NOFOLLOW
 _RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd

@@ -28,7 +28,10 @@ _SYNC_SECONDS = 1.0  # minimum time between disk syncs
 class Finished:
     """Results of an interrupted run.
 
-    prompts: finished. failed: with errors. size: bytes. run_seed: None without results.
+    prompts: finished prompts.
+    failed: prompts with errors.
+    size: bytes of their lines.
+    run_seed: None without results.
     """
 
     prompts: int = 0

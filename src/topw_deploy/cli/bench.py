@@ -1,4 +1,4 @@
-"""`topw bench`: compare with other libraries."""
+"""`topw bench`: compare sampling and decoding with other libraries."""
 
 from __future__ import annotations
 

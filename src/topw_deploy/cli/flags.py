@@ -31,7 +31,7 @@ _GIVEN = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
 
 
 class RunningContext(click.Context):
-    """Attaches itself to errors, as click does not record the command."""
+    """A context that attaches itself to errors, as click does not record the command."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -126,7 +126,7 @@ def _variable(option: click.Parameter, context: click.Context) -> str:
 def _named(message: str, name: str, flag: str, flags: Sequence[str]) -> str:
     """Replace `name` by `flag`, also in name=True and name='value'.
 
-    A name without underscore may be plain English: replace it once, and only if no `flags` are present.
+    A name without underscore may be plain English: replace it once, unless the message has one of `flags`.
     """
     word = rf"(?<![\w'\"./-]){re.escape(name)}(?![\w'\"/-])"
     message = re.sub(rf"{word}=True\b", lambda _: flag, message)

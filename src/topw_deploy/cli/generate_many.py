@@ -50,7 +50,11 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """source: - is stdin. output: None is stdout."""
+    """Prompts and answers.
+
+    source: - is stdin.
+    output: None is stdout.
+    """
 
     source: Path
     output: Path | None
@@ -207,7 +211,7 @@ class _Job:
 def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
     """Text, token ids, or the error of a template that refuses the prompt.
 
-    Raises TokenizerError naming the line without a template.
+    Raises TokenizerError (names the line) without a template.
     """
     if line.kind != "messages":
         prompt: str | list[int] = line.prompt

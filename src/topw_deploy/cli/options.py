@@ -50,7 +50,7 @@ _OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
 
 
 def parameter_options(command: Command) -> Command:
-    """Top-W parameters, default None."""
+    """Add the Top-W parameters, default None."""
     for name in reversed(PARAMETER_NAMES):
         names, text = _PARAMETER_HELP[name]
         command = click.option(*names, name, type=float, default=None, help=text)(command)
@@ -58,7 +58,7 @@ def parameter_options(command: Command) -> Command:
 
 
 def preset_option(command: Command) -> Command:
-    """A request's --preset, default None."""
+    """Add a request's --preset, default None."""
     return click.option(
         "--preset",
         type=click.Choice(tuple(REQUEST_PRESETS)),
@@ -68,7 +68,7 @@ def preset_option(command: Command) -> Command:
 
 
 def baked_options(command: Command) -> Command:
-    """An export's --preset and options stored in the graph, default None."""
+    """Add an export's --preset and options stored in the graph, default None."""
     for name in reversed(OPTION_NAMES):
         names, settings, text = _OPTION_HELP[name]
         command = click.option(*names, name, default=None, help=text, **settings)(command)
@@ -83,7 +83,7 @@ def baked_options(command: Command) -> Command:
 
 
 def tail_option(command: Command) -> Command:
-    """--tail, the sampler function's form."""
+    """Add --tail, the sampler function's form."""
     return click.option(
         "--tail",
         type=click.Choice(("portable", "onnxruntime", "static")),
@@ -94,7 +94,7 @@ def tail_option(command: Command) -> Command:
 
 
 def bound_option(command: Command) -> Command:
-    """--neighbour-bound."""
+    """Add --neighbour-bound."""
     return click.option(
         "--neighbour-bound/--no-neighbour-bound",
         default=False,
@@ -104,7 +104,7 @@ def bound_option(command: Command) -> Command:
 
 
 def quantisation_options(command: Command) -> Command:
-    """Options for int4 and int8, named as in onnxruntime's tools; default None."""
+    """Add options for int4 and int8, named as in onnxruntime's tools; default None."""
     choices = {
         "block_size": ("16", "32", "64", "128", "256"),
         "accuracy_level": ("0", "1", "2", "3", "4"),
@@ -173,7 +173,7 @@ def _whole(_context: click.Context, _option: click.Parameter, value: str | None)
 
 
 def hub_options(command: Command) -> Command:
-    """Hub options, as in huggingface_hub."""
+    """Add hub options, as in huggingface_hub."""
     options = (
         click.option("--revision", default=None, help="Branch, tag or commit of a hub model."),
         click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="Folder of the hub's cache."),
@@ -184,7 +184,7 @@ def hub_options(command: Command) -> Command:
 
 
 def report_options(command: Command) -> Command:
-    """--json and --quiet."""
+    """Add --json and --quiet."""
     options = (
         click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
         click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr."),
@@ -193,7 +193,7 @@ def report_options(command: Command) -> Command:
 
 
 def crop_options(command: Command) -> Command:
-    """Optional sampler outputs."""
+    """Add optional sampler outputs."""
     options = (
         click.option("--with-mass", is_flag=True, help="Add an output with the crop's probability mass."),
         click.option("--with-keep-mask", is_flag=True, help="Add an output with the crop, a bool per token."),

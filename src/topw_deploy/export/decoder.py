@@ -17,7 +17,6 @@ class Decoder:
     model: inputs input_ids, past_key_values.{i}.key|value and either attention_mask, (position_ids) or, with a static
     cache, write_indices, row_lengths; outputs logits [batch, sequence, vocab], present.{i}.key|value.
     foreign: from another exporter, so its nodes stay unchanged.
-    notices: for the user.
     """
 
     model: ir.Model

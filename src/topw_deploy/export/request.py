@@ -271,7 +271,6 @@ class ExportReport:
 
     sizes: file -> bytes.
     memory: stage (graph, writing, verification) -> peak resident bytes, estimated in a dry run.
-    notices: for the user.
     """
 
     output: Path

@@ -13,7 +13,7 @@ from topw_deploy.files import NotRegularError, open_inside, open_regular, replac
 from topw_deploy.manifest.contents import MANIFEST_NAME, DecoderManifest, FileEntry, Manifest, SamplerManifest
 from topw_deploy.manifest.parse import manifest_from_json
 
-_MOST_BYTES = 16 << 20  # manifests are a few KB; others must not fill memory
+_MOST_BYTES = 16 << 20  # manifests are a few KB; larger files must not fill memory
 _ENGINES = "engines"  # checked when used (tensorrt/engines.py)
 
 

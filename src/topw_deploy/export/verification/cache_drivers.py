@@ -16,7 +16,7 @@ from topw_deploy.manifest import DecoderInfo
 
 Array = NDArray[np.generic]
 _KV_TYPES = {"float": np.float32, "float16": np.float16}
-_GROWTH = 64  # slots added to a full buffer, any number
+_GROWTH = 64  # slots added to a full buffer; any number works
 
 
 class CacheDriver(Protocol):

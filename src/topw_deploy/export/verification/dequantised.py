@@ -42,8 +42,9 @@ _COMPARED = 64  # leading weights that identify an output
 def dequantise_model(
     model: PreTrainedModel, folder: Path, settings: Quantisation, packed: PackedRows | None = None
 ) -> None:
-    """Round the matrices of `model` in place, except those the export keeps in float and `packed` ones, already
-    rounded.
+    """Round the matrices of `model` in place.
+
+    Skips those that the export keeps in float, and `packed` ones, which are already rounded.
     """
     import torch  # ONNX comparisons need no torch
     from transformers.pytorch_utils import Conv1D
@@ -102,7 +103,7 @@ def rounded(
 
 @contextlib.contextmanager
 def exact_products(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
-    """A temporary copy of `folder` with float32 MatMulNBits; `folder` itself if already so.
+    """A temporary copy of `folder` whose MatMulNBits compute in float32; `folder` itself if they already do.
 
     Hard-links data files where possible. Raises VerificationError if the copy cannot be created beside `folder`.
     """

@@ -22,7 +22,7 @@ from topw_deploy.sampling import Geometry, Row, TopWParameters, sample_row, unif
 
 TOKENS = 10
 SEED = 7
-# The second makes geometry decide, far from greedy.
+# With the second, geometry decides, far from greedy.
 _SETTINGS: tuple[tuple[str, dict[str, float]], ...] = (
     ("defaults", {}),
     ("lam 0.5, temperature 1.5", {"lam": 0.5, "temperature": 1.5}),
@@ -67,7 +67,7 @@ class Agreement:
 def generation_checks(
     folder: Path, manifest: DecoderManifest, reference: Reference, geometry: Geometry, prompts: Sequence[np.ndarray]
 ) -> Iterator[Check | NotCompared]:
-    """Generate and compare tokens for each setting; prompts [n].
+    """Generate after one of `prompts` [n] and compare tokens, for each setting.
 
     Tries the next prompt if fewer than half of the tokens are comparable.
     """

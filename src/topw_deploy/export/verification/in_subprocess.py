@@ -25,8 +25,8 @@ _EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
 def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
     """Verify a new export. Returns (manifest record, whether batches may be padded).
 
-    Another exporter's decoder may fail only at padding, recorded as a limit. Raises VerificationError for the first
-    other failure.
+    Another exporter's decoder may fail at padding only; the manifest records that. Raises VerificationError for the
+    first other failure.
     """
     source = job.source
     task = {
@@ -51,7 +51,7 @@ def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
 
 
 def _limited(check: Check) -> Check:
-    """Note a failed padding check's consequence; JSON needs a finite difference."""
+    """Add a failed padding check's consequence; the manifest needs a finite difference."""
     if check.passed:
         return check
     difference = min(check.difference, sys.float_info.max) if check.difference >= 0 else sys.float_info.max  # NaN

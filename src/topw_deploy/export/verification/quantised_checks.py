@@ -100,7 +100,10 @@ def quantised_checks(
 
 
 def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check | Note:
-    """Check that loss grew by at most the bound, beyond chance. A pass without training is only a Note."""
+    """Check that loss grew by at most the bound, beyond chance.
+
+    Models no better than guessing do not pass but get a Note.
+    """
     trained = loss.exact < math.log(manifest.sampler.vocab_size)
     bound = PERPLEXITY_BOUNDS[manifest.decoder.weights_dtype] if trained else UNTRAINED_BOUND
     name = "perplexity, log of the ratio"

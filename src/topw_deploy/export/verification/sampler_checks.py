@@ -19,8 +19,7 @@ from topw_deploy.manifest import Check, NotCompared, SamplerInfo
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, sample_row
 
 LOGPROB_BOUND = 1e-4
-# Minimum rows without tie, and of these decided by geometry (not certified), of the 28 or more from four rows of
-# logits.
+# Minimum rows without a tie, and of these decided by geometry (not certified). Four rows of logits give 28 or more.
 FEWEST_ROWS, FEWEST_BY_GEOMETRY = 20, 12
 _MADE_ROWS = 4
 _LARGEST_CROP_WALKED = 6  # tokens drawn per crop; all for smaller crops
