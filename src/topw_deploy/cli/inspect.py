@@ -1,4 +1,4 @@
-"""`topw inspect`: show manifest and stamps, without onnxruntime or onnx."""
+"""`topw inspect`: works without onnxruntime and onnx."""
 
 from __future__ import annotations
 

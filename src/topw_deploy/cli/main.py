@@ -169,7 +169,7 @@ def _refuse(error: click.ClickException) -> int:
 
 
 def _near_miss(error: click.UsageError) -> str:
-    """For commands and choices; click itself suggests options."""
+    """click itself suggests only options."""
     known: Iterable[str] = ()
     if isinstance(error, click.BadParameter) and error.param is not None and isinstance(error.param.type, click.Choice):
         known = map(str, error.param.type.choices)

@@ -45,6 +45,7 @@ class Plan:
 
     @property
     def data(self) -> int:
+        """Bytes of data files."""
         return sum(size for name, size in self.files.items() if name not in (MODEL_FILE, *COPIED))
 
 

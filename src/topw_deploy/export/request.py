@@ -118,6 +118,7 @@ class WeightOptions:
 
     @property
     def shard_bytes(self) -> int | None:
+        """max_shard_size in bytes."""
         return None if self.max_shard_size is None else parse_size(self.max_shard_size, "max_shard_size")
 
     @property

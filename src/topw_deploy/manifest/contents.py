@@ -122,8 +122,8 @@ class Note:
 class Verification:
     """Comparison with the source. A failed export leaves no folder.
 
-    status: one of STATUSES. "provisional": unverified, does not load. "passed": all checks ran and passed. "partial": something
-    was not compared, or a failed check limits use (see its detail). "skipped": not requested.
+    status: one of STATUSES. "provisional": unverified, does not load. "passed": all checks ran and passed. "partial":
+    something was not compared, or a failed check limits use (see its detail). "skipped": not requested.
     checks: can fail.
     not_compared: any makes the status "partial".
     notes: do not affect the status.

@@ -134,7 +134,7 @@ _SAME_VALUES = {"aten::alias", "aten::detach", "aten::_to_copy", "aten::clone"}
 
 
 def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result has the stored elements in order, cast at most once."""
+    """Whether the result keeps the stored order, cast at most once."""
     first = args[0]
     if func._schema.name not in _SAME_VALUES or not _is_unread(first) or tree_any(_is_unread, (args[1:], kwargs)):
         return False

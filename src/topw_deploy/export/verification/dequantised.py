@@ -75,7 +75,7 @@ def scale_type(graph: ir.Graph) -> np.dtype[Any]:
 
 
 def float_outputs(graph: ir.Graph) -> set[bytes]:
-    """Leading weights of float matrices' rows and columns."""
+    """Leading weights of float rows and columns."""
     found: set[bytes] = set()
     for value in graph.initializers.values():
         tensor = value.const_value

@@ -1,4 +1,4 @@
-"""Sessions over the decoder up to the sampler's logits, and over the sampler alone."""
+"""Sessions over the decoder or the sampler alone."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ class TorchReference:
 
     @property
     def parameters(self) -> int:
+        """Parameter count."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def logits(self, ids: np.ndarray) -> np.ndarray:

@@ -93,6 +93,7 @@ def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_siz
 
 
 def file_sizes(slots: Iterable[Slot]) -> dict[str, int]:
+    """File name -> bytes."""
     sizes: dict[str, int] = {}
     for slot in slots:
         sizes[slot.file] = slot.offset + slot.length

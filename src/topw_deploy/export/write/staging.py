@@ -45,7 +45,7 @@ class StagedFolder:
     """Context manager: write into `path`, then `commit()`; otherwise the files are removed.
 
     overwrite: replace an earlier export.
-    keep_failed: rename failed files to `OUT.failed`.
+    keep_failed: keep failed files as `OUT.failed`.
     resume: continue an interrupted export; if interrupted, keep files.
     workspace: the hidden folder containing `path`.
     Raises ExportError on entry if `output` is not free or writable.
@@ -221,7 +221,7 @@ def _is_taken(output: Path) -> bool:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises ExportError below `needed` + SPARE free bytes."""
+    """Raises ExportError without `needed` + SPARE free bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE:
         raise ExportError(
