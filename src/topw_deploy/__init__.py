@@ -1,10 +1,10 @@
-"""Top-W decoding in production: exporter, runtime and kernels around one ONNX graph.
+"""Top-W decoding in production: exporter, runtime and kernels around an ONNX graph.
 
-Import what you need from the subpackage that does it; importing this package loads nothing else:
+- `topw_deploy.sampling`  Top-W itself (numpy only)
+- `topw_deploy.export`    writes exports (torch, transformers, onnx_ir)
+- `topw_deploy.runtime`   runs them (numpy, onnxruntime, tokenizers, jinja2)
 
-- `topw_deploy.sampling`  what Top-W is (numpy only)
-- `topw_deploy.export`    makes the exported folder (torch, transformers, onnx_ir)
-- `topw_deploy.runtime`   runs it (numpy, onnxruntime, tokenizers, jinja2)
+Importing this package loads none of them.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m topw_deploy` is the command `topw`."""
+"""Run `topw` as `python -m topw_deploy`."""
 
 from topw_deploy.cli.main import main
 

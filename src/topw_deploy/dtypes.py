@@ -1,4 +1,4 @@
-"""ONNX element types, by the names that manifests use."""
+"""ONNX element types by manifest name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ElementType(NamedTuple):
-    """number: TensorProto.DataType. bits: of one element. numpy: name of numpy's type, "" where numpy has none."""
+    """number: TensorProto.DataType. bits: per element. numpy: type name, or ""."""
 
     number: int
     bits: int
@@ -30,5 +30,5 @@ ELEMENT_TYPES = {
 
 
 def element_bytes(name: str) -> int:
-    """Bytes of one element of type `name`, of at least 8 bits."""
+    """Bytes per element, for 8 bits or more."""
     return ELEMENT_TYPES[name].bits // 8

@@ -1,12 +1,12 @@
-"""Every error a user can meet. Each message is one sentence: the value, the bound, the next step."""
+"""User-facing errors. Messages name value, bound and next step."""
 
 from __future__ import annotations
 
 
 class TopWError(Exception):
-    """Base of all errors this package raises on purpose; the command line prints it and exits with 1.
+    """Base of intentional errors; the command line prints them and exits with 1.
 
-    parameters: names of Python parameters that the message holds. The command line puts its own options in their place.
+    parameters: Python parameters in the message, which the command line replaces by options.
     """
 
     def __init__(self, message: str = "", *parameters: str) -> None:
@@ -15,68 +15,65 @@ class TopWError(Exception):
 
 
 class ParameterError(TopWError, ValueError):
-    """A Top-W or generation parameter is unknown, of the wrong type or out of range.
-
-    The command line exits with 2 where it was given there.
-    """
+    """Unknown, mistyped or out-of-range parameter; the command line exits with 2 if the user set it there."""
 
 
 class SourceError(TopWError):
-    """The model to export cannot be had: missing, gated, unreadable, or not a model."""
+    """The source model is missing, gated, unreadable, or not a model."""
 
 
 class UnsupportedModelError(TopWError):
-    """The model is there, but this exporter cannot serve it; the message names what is missing."""
+    """The exporter does not support this model."""
 
 
 class ExportError(TopWError):
-    """Writing the exported folder failed; nothing that loads was left behind."""
+    """Writing failed; nothing loadable is left."""
 
 
 class VerificationError(TopWError):
-    """The exported graph disagrees with its reference."""
+    """Exported graph and reference disagree."""
 
 
 class ManifestError(TopWError):
-    """The folder's manifest is missing, malformed, too new, or does not fit the files beside it."""
+    """The manifest is missing, malformed, too new, or does not match its files."""
 
 
 class TokenizerError(TopWError):
-    """The tokenizer or chat template is missing or cannot be used."""
+    """Missing or unusable tokenizer or chat template."""
 
 
 class PromptError(TopWError, ValueError):
-    """The prompt cannot be run: empty without a BOS token, or longer than the context."""
+    """The prompt is empty without BOS token, or exceeds the context."""
 
 
 class ProviderError(TopWError):
-    """The execution provider asked for is not the one that would run."""
+    """The requested execution provider would not run."""
 
 
 class UnknownProviderError(ProviderError, ParameterError):
-    """No execution provider has this name."""
+    """Unknown execution provider name."""
 
 
 class PluginError(TopWError):
-    """A native library cannot be built, or does not fit this machine."""
+    """A native library cannot be built or used here."""
 
 
 class EngineError(TopWError):
-    """A TensorRT engine cannot be built, or the one that is there does not fit this machine or folder."""
+    """A TensorRT engine cannot be built, or does not fit this machine or folder."""
 
 
 class GenerationError(TopWError):
-    """A generation cannot go on: a row's logits are invalid (names row and step), no memory for the cache."""
+    """Generation failed: invalid logits (names row and step), no cache memory."""
 
 
 class LogitsError(GenerationError):
-    """A row's logits hold NaN or +infinity, or nothing finite after the edits."""
+    """Logits contain NaN or +infinity, or nothing finite after edits."""
 
 
 class MissingPackageError(TopWError, ModuleNotFoundError):
-    """Packages that this needs are not installed; the message names them and the command that installs them.
+    """Packages are missing; the message has the install command.
 
-    name: the module that failed, as in ImportError.
+    name: missing module, as in ImportError.
     """
 
     def __init__(self, message: str, *, name: str | None = None) -> None:
@@ -85,9 +82,9 @@ class MissingPackageError(TopWError, ModuleNotFoundError):
 
 
 class BenchmarkError(TopWError):
-    """A measurement cannot be taken: a side is absent though named, died, or does not answer as the others do."""
+    """A side is missing, died, or answers differently."""
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """The message of another library's `error` as one line of at most `most` characters, or its class's name."""
+    """`error`'s message as one line, at most `most` characters, or its class name."""
     return " ".join(str(error).split())[:most] or type(error).__name__

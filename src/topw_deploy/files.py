@@ -1,7 +1,7 @@
-"""Files of a folder, opened and written safely.
+"""Open and write files safely.
 
-Reading: only regular files. A named pipe would wait for a writer, and a device may never end.
-Writing: a file is whole or not there, with the permissions that the umask leaves.
+Reads only regular files: named pipes wait for a writer, devices may never end. Writes files completely or not at all,
+with umask permissions.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # flags that a system does not have are 0
+_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # 0 where unsupported
 _O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-# Not blocking: the open of a named pipe returns at once, and the descriptor shows what it is.
+# Non-blocking: opening a named pipe returns at once, and fstat shows its type.
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | _O_NOFOLLOW
 _RELATIVE = os.open in os.supports_dir_fd and os.stat in os.supports_dir_fd
@@ -33,7 +33,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 class NotRegularError(OSError):
-    """The path names something else than a regular file. kind: `a named pipe`, `a symbolic link`, ..."""
+    """The path is not a regular file. kind: `a named pipe`, `a symbolic link`, ..."""
 
     def __init__(self, kind: str, path: str | Path) -> None:
         known = os.strerror(errno.EISDIR) if kind == "a folder" else f"it is {kind}, not a regular file"
@@ -42,33 +42,32 @@ class NotRegularError(OSError):
 
 
 def kind_of(mode: int) -> str:
-    """What a file of this `st_mode` is: `a regular file`, `a folder`, `a named pipe`, ..."""
+    """File type: `a regular file`, `a folder`, `a named pipe`, ..."""
     if stat.S_ISREG(mode):
         return "a regular file"
     return next((name for holds, name in _KINDS if holds(mode)), "a special file")
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open the regular file at `path` for reading. follow: whether `path` itself may be a link.
+    """Open a regular file for reading. follow: allow a link.
 
-    The check is made on the open descriptor, so that nothing can be swapped in after it.
-    Raises NotRegularError for a link (without `follow`), folder, pipe, socket or device; OSError as `open` does.
+    Checks the open descriptor, so that files cannot be swapped afterwards.
+    Raises NotRegularError for links (without `follow`), folders, pipes, sockets and devices; OSError like `open`.
     """
     return os.fdopen(_opened(path, None, stat.S_ISREG, follow), "rb")
 
 
 @contextmanager
 def mapped(path: Path) -> Iterator[mmap.mmap]:
-    """Map the regular file at `path` into memory for reading. Raises what `open_regular` does, ValueError if empty."""
+    """Memory-map a regular file read-only. Raises like `open_regular`; ValueError if empty."""
     with open_regular(path) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield data
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO:
-    """Open the regular file `name`, a path of plain parts joined by `/`, inside `folder` for reading.
+    """Open the regular file `name`, a plain `/`-separated path, inside `folder`, which may be a link.
 
-    `folder` may be a link; no part of `name` may.
-    Raises NotRegularError for a part that is a link, and for what is not a regular file; OSError as `open` does.
+    Raises NotRegularError for links in `name` and non-regular files; OSError like `open`.
     """
     if not _RELATIVE:
         _refuse_links(folder, name)
@@ -86,9 +85,9 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
 
 
 def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Iterator[tuple[Path, str]]:
-    """Pipes, sockets and devices in `folder`, and links to them, each with what it is: `a named pipe`, ...
+    """Pipes, sockets, devices and links to them, with type: `a named pipe`, ...
 
-    deep: look into the folders inside, too, except `folder/without`; links to folders are not followed.
+    deep: include subfolders except `folder/without`, without following links.
     """
     waiting, left_out = [folder], folder / without if without else None
     while waiting:
@@ -97,7 +96,7 @@ def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Ite
                 path = Path(entry.path)
                 try:
                     mode = entry.stat().st_mode
-                except OSError:  # a link to nothing
+                except OSError:  # a broken link
                     continue
                 if stat.S_ISDIR(mode):
                     if deep and not entry.is_symlink() and path != left_out:
@@ -108,10 +107,9 @@ def special_files(folder: Path, *, deep: bool = False, without: str = "") -> Ite
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside `path` that replaces it at the end, flushed to the disk by then. After an error it is
-    gone, and what was at `path` is still there.
+    """Write a temporary file that atomically replaces `path`, flushed to disk. On error, `path` is unchanged.
 
-    Its permissions are those of a new file: the umask decides.
+    Permissions follow the umask.
     """
     temporary, handle = _new_file(path)
     try:
@@ -126,8 +124,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _opened(path: str | Path, place: int | None, wanted: Callable[[int], bool], follow: bool = False) -> int:
-    """A descriptor of `path`, relative to the folder that `place` is a descriptor of."""
-    # First by name: opening a device can already do something.
+    # First by name: opening a device can have effects.
     _require(wanted, os.stat(path, dir_fd=place, follow_symlinks=follow).st_mode, path)
     flags = _READ | (0 if follow else _O_NOFOLLOW) | (_O_DIRECTORY if wanted is stat.S_ISDIR else 0)
     handle = os.open(path, flags, dir_fd=place)
@@ -151,14 +148,14 @@ def _refuse_links(folder: Path, name: str) -> None:
     path = folder / name
     try:
         linked = path.resolve() != folder.resolve() / name
-    except RuntimeError:  # a link to itself, before Python 3.13
+    except RuntimeError:  # self-link, before Python 3.13
         linked = True
     if linked:
         raise NotRegularError("a symbolic link", path)
 
 
 def _new_file(path: Path) -> tuple[Path, int]:
-    """A new hidden file beside `path`, and its descriptor. Unlike tempfile's, its permissions follow the umask."""
+    """Unlike tempfile's, permissions follow the umask."""
     while True:
         temporary = path.with_name(f".{path.stem[:40]}-{secrets.token_hex(8)}")
         try:

@@ -1,7 +1,7 @@
-"""The package's extras: their distributions, which of them are missing, and the command that installs them.
+"""Extras: distributions and install commands.
 
-The package is on no index, so the command depends on where this copy came from: a clone, a wheel or a repository, as
-pip records in direct_url.json.
+The package is on no index, so commands depend on this copy's origin: a clone, wheel or repository (pip's
+direct_url.json).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _SOURCES = Path(__file__).resolve().parents[1]
 
 
 def require(what: str, extra: str) -> None:
-    """Raises MissingPackageError if a package of `extra` is missing.
+    """Raises MissingPackageError if packages of `extra` are missing.
 
-    what: subject of the sentence, like "exporting".
+    what: sentence subject, like "exporting".
     """
     if extra == "export" and sys.version_info < EXPORT_PYTHON:
         raise MissingPackageError(why_not_this_python(what))
@@ -57,23 +57,23 @@ def require(what: str, extra: str) -> None:
 
 
 def missing(extra: str) -> list[str]:
-    """The distributions of `extra` that cannot be imported here."""
+    """Distributions of `extra` that cannot be imported."""
     return [name for name, module in MODULES[extra].items() if not importable(module)]
 
 
 def extra_of(module: str) -> str | None:
-    """The extra with the top-level package of `module`; None if there is none."""
+    """The extra with `module`'s top-level package, or None."""
     top = module.partition(".")[0]
     return next((extra for extra, modules in MODULES.items() if top in modules.values()), None)
 
 
 def sentence(what: str, extra: str) -> str:
-    """`exporting needs torch and onnx, which are not installed; run: ...`, naming every missing distribution."""
+    """`exporting needs torch and onnx, which are not installed; run: ...`"""
     return "; run: ".join(advice(what, extra))
 
 
 def advice(what: str, extra: str) -> tuple[str, str]:
-    """A clause on what is missing, and the command that installs it."""
+    """(what is missing, install command)."""
     *some, last = missing(extra) or [f"the packages of [{extra}]"]
     names = f"{', '.join(some)} and {last}" if some else last
     found = f"{what} needs {names}, which {'are' if some else 'is'} not installed"
@@ -86,7 +86,7 @@ def advice(what: str, extra: str) -> tuple[str, str]:
 
 
 def why_not_this_python(what: str) -> str:
-    """Why this Python cannot export, and what to do."""
+    """Why this Python cannot export, and the next step."""
     found = f"{what} needs Python {_LEAST} or newer, and this is {platform.python_version()}"
     if what == "exporting":
         return f"{found}; export on another machine and copy the folder to this one."
@@ -94,9 +94,9 @@ def why_not_this_python(what: str) -> str:
 
 
 def how_to(extra: str = "") -> str:
-    """The command that installs `extra`, or without one the package's own dependencies, into this environment.
+    """Install command for `extra` or the package's own dependencies.
 
-    For an extra that needs a newer Python, a command for an environment with that Python.
+    Names a newer Python if required.
     """
     if extra == "export" and sys.version_info < EXPORT_PYTHON:
         return f"python{_LEAST} -m pip install {requirement(extra)}"
@@ -104,7 +104,7 @@ def how_to(extra: str = "") -> str:
 
 
 def pip(verb: str) -> str:
-    """The start of a pip command for this interpreter, whether or not it is on PATH."""
+    """Pip command for this interpreter, even if not on PATH."""
     found = shutil.which("pip")
     python = shlex.quote(sys.executable)
     if found and Path(found).parent == Path(sys.executable).parent:
@@ -115,7 +115,7 @@ def pip(verb: str) -> str:
 
 
 def requirement(extra: str = "") -> str:
-    """The argument of `pip install` for this copy of the package with `extra`, quoted for a shell."""
+    """Shell-quoted `pip install` argument for this copy."""
     wanted = f"[{extra}]" if extra else ""
     if _SOURCES.name == "src" and (_SOURCES.parent / "pyproject.toml").is_file():
         return f"-e {shlex.quote(f'{_SOURCES.parent}{wanted}')}"
@@ -130,11 +130,10 @@ def requirement(extra: str = "") -> str:
         return shlex.quote(f"{NAME}{wanted} @ {told['vcs']}+{url}@{told['commit_id']}")
     elif url:
         return shlex.quote(f"{NAME}{wanted} @ {url}")
-    return shlex.quote(f"{NAME}{wanted}")  # installed already, so pip does not look for it on an index
+    return shlex.quote(f"{NAME}{wanted}")  # installed, so pip skips the index
 
 
 def _origin() -> dict[str, Any]:
-    """direct_url.json of the installed package; empty if there is none."""
     try:
         text = metadata.distribution(NAME).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -146,7 +145,7 @@ def _origin() -> dict[str, Any]:
 def importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # of its parent package
         return False
 
 

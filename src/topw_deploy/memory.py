@@ -1,4 +1,4 @@
-"""Memory of this process."""
+"""Process and system memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_re
 
 
 def resident_bytes() -> int:
-    """Resident memory, including touched pages of mapped files; 0 where unknown."""
+    """Resident memory with touched mapped pages; 0 if unknown."""
     return _field(_STATUS, "VmRSS")
 
 
 def peak_bytes() -> int:
-    """Peak resident memory; on Linux since the last stage began."""
+    """Peak resident memory; on Linux, since the last stage began."""
     peak = _field(_STATUS, "VmHWM")
     if peak or sys.platform == "win32":
         return peak
@@ -27,19 +27,19 @@ def peak_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory available without swapping, according to Linux; 0 where unknown."""
+    """Memory available without swapping (Linux); 0 if unknown."""
     return _field(_MACHINE, "MemAvailable")
 
 
 class StageMemory:
-    """Peak memory in bytes by stage."""
+    """Peak bytes by stage."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the block's peak, or the process's where that cannot be reset."""
+        """Record the block's peak, or the process's if not resettable."""
         with contextlib.suppress(OSError):
             _RESET.write_text("5")
         try:

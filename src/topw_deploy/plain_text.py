@@ -1,4 +1,4 @@
-"""Text of prompt files and of standard input."""
+"""Decode prompt text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """The text of UTF-8 `data`, without the byte order mark that some editors write.
+    """Decode UTF-8, dropping byte order marks. where: for messages.
 
-    where: the file's name, for messages. Raises PromptError for another encoding and for zero bytes.
+    Raises PromptError for other encodings and zero bytes.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -28,9 +28,9 @@ def decode_text(data: bytes, where: str) -> str:
 
 
 def numbered_lines(data: bytes, where: str) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers from 1. Only line feeds end a line; other breaks are text.
+    """Non-blank lines, numbered from 1; only line feeds end lines.
 
-    Raises PromptError as `decode_text` does.
+    Raises PromptError like `decode_text`.
     """
     for number, line in enumerate(decode_text(data, where).split("\n"), 1):
         if line.strip():

@@ -1,4 +1,4 @@
-"""Text made safe for a terminal: control characters are escaped."""
+"""Escape control characters for terminals."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import json
 import re
 from typing import Any
 
-# C0, DEL, C1, line and paragraph separators, bidirectional overrides and isolates, and lone surrogates, which Python
-# uses for bytes of a file name that are not UTF-8.
+# C0, DEL, C1, line and paragraph separators, bidirectional overrides and isolates, lone surrogates (Python's non-UTF-8
+# file names).
 _UNSAFE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def printable(text: object, keep: str = "") -> str:
-    """`text` as one line with control characters escaped, such as `\\x1b`. keep: characters not to escape."""
+    """One line with escapes such as `\\x1b`. keep: characters not to escape."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escape(found[0]), str(text))
 
 
 def json_text(document: Any, *, indent: int | None = None, ascii_only: bool = False) -> str:
-    """`document` as JSON with control characters escaped. Values of other types, such as paths, become strings."""
+    """JSON with escaped control characters; unknown types become strings."""
     text = json.dumps(document, indent=indent, ensure_ascii=ascii_only, default=str)
-    # Apart from the layout's line breaks these occur only in strings, where JSON allows this escape.
+    # Only strings contain these, besides layout line breaks; JSON allows this escape.
     return _UNSAFE.sub(lambda found: found[0] if found[0] == "\n" else f"\\u{ord(found[0]):04x}", text)
 
 

@@ -1,4 +1,4 @@
-"""Progress of a long call: lines and bars that the caller shows or not."""
+"""Progress callbacks of long calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def _no_bar(_total: int, _unit: str) -> AbstractContextManager[Advance]:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a long call reports its progress; by default nowhere.
+    """Progress callbacks; silent by default.
 
-    say: called with one line per phase.
-    bar: called with a total and its unit ("B" for bytes); a context that gives the function to advance it.
+    say: called with a line per phase.
+    bar: called with total and unit ("B": bytes); a context yielding the advance function.
     """
 
     say: Callable[[str], object] = lambda _line: None

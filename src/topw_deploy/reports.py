@@ -1,4 +1,4 @@
-"""What the reports of `topw stats` and `topw bench` share."""
+"""Shared by the reports of `topw stats` and `topw bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def counted(number: int, word: str) -> str:
 
 
 def require_matplotlib() -> None:
-    """Raises ParameterError without matplotlib. To be called before a long run, not after it."""
+    """Raises ParameterError without matplotlib. Call before long runs."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

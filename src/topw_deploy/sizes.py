@@ -1,4 +1,4 @@
-"""Numbers of bytes, read and written."""
+"""Parse and format byte sizes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]b|[kmg]ib|)", re.IGNORECASE)
 
 
 def parse_size(size: int | str, name: str = "the size") -> int:
-    """Bytes of `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30) and the like, or of a number.
+    """Bytes of a number, `500MB` (10^6), `2GB` (10^9), `2GiB` (2^30), ...
 
-    name: the parameter, for the message. Raises ParameterError for anything else.
+    name: for messages. Raises ParameterError for anything else.
     """
     match = _SIZE.fullmatch(str(size).strip())
     found = 0 if match is None else round(float(match[1]) * _UNITS[match[2].upper()])
@@ -27,7 +27,7 @@ def parse_size(size: int | str, name: str = "the size") -> int:
 
 
 def decimal_size(count: float, digits: int = 1) -> str:
-    """`17 bytes`, `20.3 MB`, `1.2 GB`: in the largest unit below the count, with `digits` decimals."""
+    """`17 bytes`, `20.3 MB`, `1.2 GB`, with `digits` decimals."""
     unit = 0
     while round(count, digits) >= 1000 and unit < len(_DECIMAL) - 1:
         count, unit = count / 1000, unit + 1
@@ -35,7 +35,7 @@ def decimal_size(count: float, digits: int = 1) -> str:
 
 
 def binary_size(count: float) -> str:
-    """`17 bytes`, `3.0 GiB`: in the largest unit below the count."""
+    """`17 bytes`, `3.0 GiB`."""
     unit = 0
     while count >= 1024 and unit < len(_BINARY) - 1:
         count, unit = count / 1024, unit + 1

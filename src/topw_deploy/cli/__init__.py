@@ -1,1 +1,1 @@
-"""TODO"""
+"""The commands `topw` and `topw-export`."""

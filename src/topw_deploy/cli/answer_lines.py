@@ -1,7 +1,7 @@
-"""The output of `topw generate --prompts-jsonl`: JSON lines in the order of the prompts, only ever appended.
+"""Append-only JSON lines of `topw generate --prompts-jsonl`, in prompt order.
 
-If the process dies, all earlier lines are whole. Each line has its prompt's index, digests of its request and the
-model, and the run's seed, so that a later run can check whether it may resume.
+A crash damages only the last line. To resume, lines have the prompt's index, digests of request and model, and the
+run's seed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from typing import Any, BinaryIO
 from topw_deploy.errors import ParameterError
 
 _START = b'{"index": '  # of every line
-# Characters at which some readers end a line, Python's str.splitlines among them; json escapes the others itself.
+# Line breaks for some readers, such as str.splitlines; json escapes others.
 _ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-_SYNC_SECONDS = 1.0  # least time between two waits for the disk
+_SYNC_SECONDS = 1.0  # minimum time between disk syncs
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What an interrupted run left.
+    """Results of an interrupted run.
 
-    prompts: finished prompts. failed: those with errors. size: bytes of their lines. run_seed: None if nothing is
-        finished.
+    prompts: finished prompts.
+    failed: prompts with errors.
+    size: bytes of their lines.
+    run_seed: None without results.
     """
 
     prompts: int = 0
@@ -39,7 +41,7 @@ class Finished:
 
 
 def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises ParameterError if `path` cannot or must not be written."""
+    """Raises ParameterError if `path` must not be written."""
     if path.is_dir() or not path.parent.is_dir():
         raise ParameterError(f"{path} is a folder, or its folder does not exist; choose another name.")
     if path.exists() and not path.is_file():
@@ -49,10 +51,10 @@ def check_answers(path: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def read_finished(path: Path, requests: Sequence[str], samples: Sequence[int], model: str) -> Finished:
-    """What `path` holds of an interrupted run, without incomplete lines and prompts.
+    """Read an interrupted run, without incomplete lines and prompts.
 
     requests: digests. samples: sequences per request. model: digest.
-    Raises ParameterError for lines of another input, other parameters, another model or another program.
+    Raises ParameterError for other input, parameters, model or format.
     """
     if not path.exists():
         return Finished()
@@ -93,7 +95,7 @@ def _check(found: Any, place: str, index: int, requests: Sequence[str], model: s
 
 
 class AnswerFile:
-    """Appends lines to `path` (None: standard output) after its first `size` bytes. A context."""
+    """A context that appends to `path` (None: stdout) after `size` bytes."""
 
     def __init__(self, path: Path | None, size: int = 0) -> None:
         self._path, self._size = path, size
@@ -113,7 +115,7 @@ class AnswerFile:
         return stream
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write lines, whose first name is "index", and flush them; to the disk at most once a second."""
+        """Write and flush lines that start with "index"; sync at most once a second."""
         texts = [json.dumps(line, ensure_ascii=False).translate(_ESCAPED) + "\n" for line in lines]
         self._stream.write("".join(texts).encode())
         self._stream.flush()

@@ -1,4 +1,4 @@
-"""`topw bench`: a sampling step or a decoding loop, measured beside other libraries."""
+"""`topw bench`: compare sampling and decoding with other libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False, exists=True)
 
 
 class _Several(click.ParamType, Generic[Item]):
-    """Comma-separated values of one kind: 1,2."""
+    """Comma-separated values of one type: 1,2."""
 
     def __init__(self, kind: type[Item], *, name: str, choices: Sequence[Item] = ()) -> None:
         self.name, self._kind, self._choices = name, kind, choices
@@ -56,7 +56,6 @@ def command() -> None:
 
 
 def _common(threads: Any, rounds: int) -> Callable[[Command], Command]:
-    """The options of both commands. threads: the option, which differs. rounds: the default."""
     options = (
         threads,
         click.option(
@@ -202,7 +201,6 @@ def _check_outputs(json_file: str | None, plot: Path | None) -> None:
 
 
 def _show(report: SamplerReport | DecodeReport, json_file: str | None, plot: Path | None, axis: str) -> None:
-    """Print the tables, or JSON for `--json -`; then write the files."""
     from topw_deploy.bench.picture import draw
 
     if json_file == "-":

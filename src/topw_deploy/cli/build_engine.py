@@ -1,4 +1,4 @@
-"""`topw build-engine OUT`: build a TensorRT engine of an exported folder for this machine."""
+"""`topw build-engine OUT`: build a TensorRT engine."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
     OUT must be exported with --target tensorrt. An engine fits one GPU model and one TensorRT version, which the stamp
     beside it states. Run it with --provider tensorrt.
     """
-    # Imported late: --help and usage errors must not wait for numpy.
+    # Import late, for fast --help and usage errors.
     from topw_deploy.tensorrt.build import build_engine
     from topw_deploy.tensorrt.request import EngineRequest
 
@@ -99,7 +99,7 @@ def command(out: Path, as_json: bool, quiet: bool, **values: Any) -> None:
 
 @contextlib.contextmanager
 def _bar(total: int, _unit: str) -> Iterator[Advance]:
-    """A bar by click on a terminal; the target machine may not have tqdm."""
+    """Uses click, as the target machine may lack tqdm."""
     if not sys.stderr.isatty():
         yield lambda _parts: None
         return

@@ -1,4 +1,4 @@
-"""`topw check OUT --target tensorrt|onnxruntime`: check every node for the target, before anything is built."""
+"""`topw check OUT`: check every node before a build."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def _parser(report: CheckReport) -> Iterator[str]:
 
 
 def _reasons(nodes: Sequence[NodeVerdict]) -> Iterator[str]:
-    """One line per operator and reason."""
     shared: dict[tuple[str, str, str], list[NodeVerdict]] = {}
     for node in nodes:
         shared.setdefault((node.operator, node.where, node.reason), []).append(node)

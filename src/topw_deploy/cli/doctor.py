@@ -1,4 +1,4 @@
-"""`topw doctor`: versions, providers, the provider a model would use, what is missing and how to install it."""
+"""`topw doctor`: versions, providers, missing parts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ WHEELS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime
 ENGINES = ("tensorrt", "cuda-python")
 """Packages that run engines; shown if installed."""
 
-# An ONNX model of one Identity node (IR version 8, opset 17), which any provider can open.
+# An ONNX model with one Identity node (IR version 8, opset 17).
 _PROBE = "CAgSADo3ChAKAXgSAXkiCElkZW50aXR5EgFwWg8KAXgSCgoICAESBAoCCAFiDwoBeRIKCggIARIECgIIAUIECgAQEQ=="
 
 
 @dataclass(frozen=True)
 class Native:
-    """The native sampler's library.
+    """Native sampler library.
 
-    state: "works" if an onnxruntime session opened with it, else why models run their own function.
+    state: "works" if an onnxruntime session opened, else why the graph's function is used.
     """
 
     path: str | None
@@ -42,11 +42,11 @@ class Native:
 
 @dataclass(frozen=True)
 class Cuda:
-    """The CUDA library and the driver.
+    """CUDA library and driver.
 
-    architectures: what the library was compiled for, 87 for sm_87.
-    why_unused: why no GPU here uses the library; "" if one does.
-    driver: the CUDA version it supports; None without a driver.
+    architectures: compiled targets, 87 for sm_87.
+    why_unused: why no local GPU uses it, or "".
+    driver: supported CUDA version, or None.
     """
 
     path: str | None
@@ -58,13 +58,13 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of this installation.
+    """State of this installation.
 
-    versions: of installed distributions by name.
-    providers: short name -> "starts" or why it does not, best first.
-    would_use: the provider of provider="auto"; None without onnxruntime.
-    tensorrt: version of its Python module, or why there is none.
-    problems, hints: (what is wrong, the command to run).
+    versions: by distribution.
+    providers: short name -> "starts" or an error, best first.
+    would_use: choice of provider="auto"; None without onnxruntime.
+    tensorrt: Python module's version, or why missing.
+    problems, hints: (problem, command).
     """
 
     topw_deploy: str
@@ -96,7 +96,7 @@ def command(as_json: bool) -> int:
 
 
 def diagnose() -> Diagnosis:
-    """Examine this installation. "starts" means that a one-node model opened on the provider."""
+    """Examine this installation. "starts": opened a one-node model."""
     names = (*RUNTIME, *EXPORT, *WHEELS[1:], *ENGINES)
     versions = {name: _version(name) for name in names}
     providers, would_use, problems = _providers()
@@ -165,7 +165,7 @@ def _native() -> Native:
     try:
         options.register_custom_ops_library(str(found.path))
         state = _state(ort, providers.CPU, options)
-    except Exception as error:  # noqa: BLE001  # any error of onnxruntime is the answer
+    except Exception as error:  # noqa: BLE001  # any onnxruntime error is the answer
         state = one_line(error, 200)
     return Native(str(found.path), found.instruction_set, "works" if state == "starts" else state)
 
@@ -196,7 +196,7 @@ def _state(ort: Any, name: str, options: Any = None) -> str:
     missing = providers.missing_libraries(name)
     try:
         session = ort.InferenceSession(base64.b64decode(_PROBE), options, providers=[name], enable_fallback=0)
-    except Exception as error:  # noqa: BLE001  # any error of a provider is the answer
+    except Exception as error:  # noqa: BLE001  # any provider error is the answer
         return "; ".join(filter(None, (one_line(error, 200), missing)))
     if name in session.get_providers():
         return "starts"

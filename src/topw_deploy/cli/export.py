@@ -1,4 +1,4 @@
-"""`topw-export MODEL OUT`: export a model with a Top-W sampler."""
+"""`topw-export MODEL OUT`: export a model."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def command(
     --selection-temperature, --init-top-p and --geom-scale set defaults, which each request can override.
     """
     model, out = _one("MODEL", model, model_option), _one("OUT", out, out_option)
-    # Imported late: --help and usage errors must not wait for torch.
+    # Import late, for fast --help and usage errors.
     install.require("exporting", "export")
     from topw_deploy.export.pipeline import export_model
     from topw_deploy.export.request import DTYPE_ALIASES, export_request, with_preset
@@ -129,7 +129,6 @@ def command(
 
 
 def _one(name: str, positional: Any, option: Any) -> Any:
-    """The value given as an argument or as an option. Raises UsageError for none or both."""
     if positional is not None and option is not None:
         raise click.UsageError(f"{name} is given twice, as an argument and as an option.")
     if positional is None and option is None:
@@ -151,7 +150,6 @@ def _lines(report: Any) -> list[str]:
 
 
 def _amounts(amounts: dict[str, int]) -> list[str]:
-    """One line per name, with its bytes rounded and exact."""
     width = max(map(len, amounts), default=0)
     return [f"  {name.ljust(width)}  {binary_size(size)} ({size:,} bytes)" for name, size in amounts.items()]
 

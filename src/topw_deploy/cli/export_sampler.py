@@ -1,4 +1,4 @@
-"""`topw export-sampler`: export the Top-W sampler alone, for logits from elsewhere."""
+"""`topw export-sampler`: export only the sampler."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def command(model: str | None, out: Path | None, as_json: bool, quiet: bool, **v
         model, out = None, Path(model) if model is not None else None
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.")
-    # Imported late: --help and usage errors must not wait for onnx.
+    # Import late, for fast --help and usage errors.
     install.require("exporting", "export")
     from topw_deploy.export.request import DEFAULT_OPSET, with_preset
     from topw_deploy.export.sampler_only import export_sampler, sampler_request

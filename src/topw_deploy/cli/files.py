@@ -1,4 +1,4 @@
-"""Files that commands read and write."""
+"""Input and output files of commands."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from topw_deploy.reports import require_matplotlib
 
 
 def read_source(path: Path) -> tuple[bytes, str]:
-    """The bytes of a file, or of standard input for `-`, and its name for messages.
+    """Read a file, or stdin for `-`; returns (bytes, name).
 
-    Raises PromptError for an unreadable file, click's UsageError for a closed standard input.
+    Raises PromptError for unreadable files, click's UsageError for closed stdin.
     """
     if str(path) == "-":
-        if sys.stdin is None:  # it was closed
+        if sys.stdin is None:  # closed
             raise click.UsageError("standard input is closed; give a file.")
         return sys.stdin.buffer.read(), "standard input"
     try:
@@ -30,9 +30,9 @@ def read_source(path: Path) -> tuple[bytes, str]:
 
 
 def check_output(path: Path | None, name: str) -> None:
-    """Check before a long run that `path` can be written; `-` is standard output. name: the parameter that gives it.
+    """Check before a long run that `path` is writable; `-` is stdout.
 
-    Raises ParameterError for a folder, a missing parent folder, or a read-only place.
+    name: parameter. Raises ParameterError for folders, missing parents and read-only locations.
     """
     if path is None or str(path) == "-":
         return
@@ -45,7 +45,7 @@ def check_output(path: Path | None, name: str) -> None:
 
 
 def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
-    """`check_output` for --plot. Also raises ParameterError for another ending, or without matplotlib."""
+    """`check_output` for --plot; also raises ParameterError for wrong endings or without matplotlib."""
     if path is None:
         return
     check_output(path, "plot")
@@ -55,7 +55,7 @@ def check_picture(path: Path | None, endings: tuple[str, ...]) -> None:
 
 
 def write_json(document: Any, path: Path) -> None:
-    """Write `document` as indented JSON. Raises ParameterError if `path` cannot be written."""
+    """Write JSON. Raises ParameterError if not writable."""
     try:
         path.write_text(json_text(document, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

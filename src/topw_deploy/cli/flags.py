@@ -1,4 +1,4 @@
-"""Errors in terms of the command line: options instead of the names of Python parameters."""
+"""Name command-line options instead of Python parameters in errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from topw_deploy.cli.terminal import tell
 from topw_deploy.errors import TopWError
 
-# Python parameters -> options of another name, for commands without an option of the parameter's name.
+# Parameter -> option with another name.
 _OPTION_OF = {
     "intra_op_num_threads": "threads",
     "max_length": "max_context",
@@ -31,7 +31,7 @@ _GIVEN = {ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT}
 
 
 class RunningContext(click.Context):
-    """A context that attaches itself to the error that ends it, as click does not record the command."""
+    """A context that attaches itself to errors, as click does not record the command."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -47,12 +47,12 @@ class RunningContext(click.Context):
 
 
 def context_of(error: TopWError) -> click.Context | None:
-    """The context of the command that `error` ended, or None."""
+    """The context that ended with `error`."""
     return cast("click.Context | None", error.__dict__.get("context"))
 
 
 def follow(command: click.Command) -> click.Command:
-    """Make `command` and its sub-commands attach their context to errors."""
+    """Attach contexts of `command` and sub-commands to errors."""
     command.context_class = RunningContext
     for inner in command.commands.values() if isinstance(command, click.Group) else ():
         follow(inner)
@@ -60,7 +60,7 @@ def follow(command: click.Command) -> click.Command:
 
 
 def in_flags(error: TopWError, words: Sequence[str]) -> str:
-    """The message of `error` with options in place of Python parameters. words: the command line."""
+    """`error`'s message with options instead of Python parameters. words: command line."""
     message, context = str(error), context_of(error)
     if context is None:
         return message
@@ -72,7 +72,7 @@ def in_flags(error: TopWError, words: Sequence[str]) -> str:
 
 
 def was_given(error: TopWError) -> bool:
-    """Whether a parameter that `error` names was set by an option, an argument or an environment variable."""
+    """Whether the user set a parameter named by `error`."""
     context = context_of(error)
     if context is None:
         return False
@@ -81,14 +81,14 @@ def was_given(error: TopWError) -> bool:
 
 
 def misspelt_variables(context: click.Context) -> Iterator[str]:
-    """A sentence for every environment variable whose name is close to one that an option reads."""
+    """A note per environment variable that resembles an option's."""
     prefix = f"{context.auto_envvar_prefix}_"
     options = [option for option in context.command.params if isinstance(option, click.Option)]
     known = {_variable(option, context): option for option in options}
     by_flag = {prefix + flag.strip("-").replace("-", "_").upper(): name for name, option in known.items()
                for flag in option.opts}  # fmt: skip
     for given in sorted(os.environ):
-        # TOPW_EXPORT_SAMPLER_* are of `topw export-sampler`, not of `topw export`.
+        # TOPW_EXPORT_SAMPLER_* belong to `topw export-sampler`.
         if not given.startswith(prefix) or given in known or given.startswith(f"{prefix}SAMPLER_"):
             continue
         near = difflib.get_close_matches(given, [*known, *by_flag], n=1, cutoff=0.9)
@@ -97,7 +97,7 @@ def misspelt_variables(context: click.Context) -> Iterator[str]:
 
 
 def suggestion(typed: str, known: Iterable[str]) -> str:
-    """` Did you mean 'export'?`, or an empty string if no known word is close."""
+    """` Did you mean 'export'?`, or ""."""
     near = difflib.get_close_matches(typed, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -108,7 +108,7 @@ def _option(context: click.Context, name: str) -> click.Parameter | None:
 
 
 def _spelling(option: click.Parameter, context: click.Context, words: Sequence[str]) -> str:
-    """The option as typed, the variable that set it, or its first long name; OUT for an argument."""
+    """The option as typed, its environment variable, or longest name; an argument's name."""
     if isinstance(option, click.Argument):
         return option.human_readable_name.strip("[].")
     if context.get_parameter_source(str(option.name)) is ParameterSource.ENVIRONMENT:
@@ -124,9 +124,9 @@ def _variable(option: click.Parameter, context: click.Context) -> str:
 
 
 def _named(message: str, name: str, flag: str, flags: Sequence[str]) -> str:
-    """`message` with `flag` for `name`, as a word and in name=True and name='value'.
+    """Replace `name` by `flag`, also in name=True and name='value'.
 
-    A name without underscore could be plain English: it is replaced once, and not if one of `flags` is in the message.
+    A name without underscore may be plain English: replace it once, unless the message has one of `flags`.
     """
     word = rf"(?<![\w'\"./-]){re.escape(name)}(?![\w'\"/-])"
     message = re.sub(rf"{word}=True\b", lambda _: flag, message)

@@ -1,4 +1,4 @@
-"""`topw generate`: text from an exported model. stdout carries the text (or JSON lines) and nothing else."""
+"""`topw generate`: stdout has only text or JSON lines."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def command(
 
 
 def _opened(folder: Path, model_options: dict[str, Any]) -> TopWModel:
-    # imported late: `topw generate --help` must not wait for onnxruntime
+    # import late, for a fast `topw generate --help`
     from topw_deploy.runtime import TopWModel
 
     return TopWModel.from_pretrained(folder, **model_options)
@@ -150,7 +150,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None, *, optional: bool) -> 
             return _decoded(prompt_file.read_bytes(), str(prompt_file))
         except OSError as error:
             raise PromptError(f"{prompt_file} cannot be read: {error.strerror or error}.") from None
-    has_input = sys.stdin is not None  # None: standard input is closed
+    has_input = sys.stdin is not None  # None: closed
     if has_input and (prompt == "-" or (prompt is None and not optional and not sys.stdin.isatty())):
         return _decoded(sys.stdin.buffer.read(), "standard input")
     if prompt == "-" or (not has_input and prompt is None):
@@ -165,7 +165,7 @@ def _decoded(data: bytes, where: str) -> str:
 
 
 def _given(parameters: dict[str, Any], logit_bias: tuple[str, ...]) -> dict[str, Any]:
-    """The parameters given on the command line, not those left to the model's defaults."""
+    """Command-line parameters without defaults."""
     given = {n: v for n, v in parameters.items() if v is not None and v is not False and v != ()}  # 0 is a value
     if "stop_strings" in given:
         given["stop_strings"] = list(given["stop_strings"])
@@ -192,10 +192,9 @@ def _bias(item: str) -> tuple[int, float]:
 
 
 def _streamed(pieces: Iterator[Piece]) -> list[GenerationResult]:
-    """Print sequences while they arrive, in order."""
     results: dict[int, GenerationResult] = {}
     waiting: dict[int, str] = {}
-    shown = 0  # the sequence that is being printed
+    shown = 0  # sequence being printed
     text = GeneratedText()
     for piece in pieces:
         waiting[piece.row] = waiting.get(piece.row, "") + piece.text
@@ -248,9 +247,9 @@ def _report(results: list[GenerationResult], stats: bool) -> None:
 
 
 def _converse(model: TopWModel, system: str | None, given: dict[str, Any], show: Show, stats: bool) -> None:
-    """Converse until the end of standard input; /clear starts again."""
+    """Chat until stdin ends; /clear restarts."""
     history: list[dict[str, str]] = []
-    model.apply_chat_template(user_messages(system, "Hello"))  # no template: say so before the first question
+    model.apply_chat_template(user_messages(system, "Hello"))  # report a missing template early
     if sys.stdin.isatty():
         tell("Ctrl-D ends the chat, /clear starts a new one.")
     while True:

@@ -1,4 +1,4 @@
-"""`topw generate --prompts-jsonl`: many prompts, one JSON line for each, in order."""
+"""`topw generate --prompts-jsonl`: answer prompts as JSON lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,11 @@ def prompt_file_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Prompts and answers. source: - is standard input. output: None is standard output."""
+    """Prompts and answers.
+
+    source: - is stdin.
+    output: None is stdout.
+    """
 
     source: Path
     output: Path | None
@@ -60,7 +64,7 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options for all prompts. given: parameters; a line's own take precedence."""
+    """Options for all prompts. Each line's parameters override `given`."""
 
     given: Mapping[str, Any]
     chat: bool
@@ -70,7 +74,7 @@ class RunOptions:
 
 
 def take_files(options: dict[str, Any]) -> Files | None:
-    """Remove the options of --prompts-jsonl from `options`; None without it. Raises UsageError for bad combinations."""
+    """Remove --prompts-jsonl options; None without it. Raises UsageError for bad combinations."""
     source, output = options.pop("prompts_jsonl"), options.pop("output")
     resume, overwrite = options.pop("resume"), options.pop("overwrite")
     if source is None:
@@ -88,7 +92,7 @@ def take_files(options: dict[str, Any]) -> Files | None:
         output = None
     if resume and overwrite:
         raise click.UsageError("give --resume or --overwrite, not both.")
-    if output is None and sys.stdout is None:  # it was closed
+    if output is None and sys.stdout is None:  # closed
         raise click.UsageError("standard output is closed; give --output with a file.")
     if output is None and (resume or overwrite):
         raise click.UsageError("--resume and --overwrite need --output with a file.")
@@ -98,9 +102,9 @@ def take_files(options: dict[str, Any]) -> Files | None:
 
 
 def run(open_model: Open, files: Files, options: RunOptions, *, stats: bool) -> None:
-    """Answer every prompt of the file, in order.
+    """Answer all prompts in order.
 
-    Raises PromptError after the last prompt if some could not be run: their lines hold the error.
+    Raises PromptError at the end if prompts failed.
     """
     path = files.output
     if path is not None:
@@ -148,7 +152,7 @@ class _Job:
         self._sequences = self._tokens = self._certified = 0
 
     def resume(self, path: Path) -> Finished:
-        """Read an interrupted run's answers and take over its seed."""
+        """Read an interrupted run and its seed."""
         finished = read_finished(path, self._requests, [line.samples for line in self._prompts], self._model_digest)
         if finished.run_seed is not None:
             if self._given_seed not in (None, finished.run_seed):
@@ -160,13 +164,13 @@ class _Job:
         return finished
 
     def answers(self, batch: Sequence[PromptLine]) -> list[dict[str, Any]]:
-        """The lines of a batch. If a prompt cannot be run, its prompts run one by one.
+        """Answer a batch; after a prompt's error, one by one.
 
-        Raises GenerationError if the machine is at fault: no memory, a failing device.
+        Raises GenerationError for machine failures: no memory, device error.
         """
         try:
             found = self._generate(batch)
-        except (PromptError, ParameterError, LogitsError) as error:  # a prompt's own fault, not the machine's
+        except (PromptError, ParameterError, LogitsError) as error:  # caused by a prompt, not the machine
             if len(batch) > 1:
                 return [answer for line in batch for answer in self.answers([line])]
             self.failed += 1
@@ -205,9 +209,9 @@ class _Job:
 
 
 def _encoded(model: TopWModel, line: PromptLine) -> str | list[int] | TopWError:
-    """The prompt as text or token ids, or the error of a template that refuses the messages.
+    """Text, token ids, or the error of a template that refuses the prompt.
 
-    Raises TokenizerError naming the line if the model has no template.
+    Raises TokenizerError (names the line) without a template.
     """
     if line.kind != "messages":
         prompt: str | list[int] = line.prompt
@@ -227,7 +231,7 @@ def _whole(line: PromptLine) -> dict[str, Any]:
 
 
 def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLine]]:
-    """Up to `size` neighbours with equal parameters of the whole batch."""
+    """Up to `size` consecutive prompts with equal batch-wide parameters."""
     batch: list[PromptLine] = []
     for line in prompts:
         if batch and (len(batch) == size or _whole(batch[0]) != _whole(line)):
@@ -240,7 +244,6 @@ def _batches(prompts: Sequence[PromptLine], size: int) -> Iterator[list[PromptLi
 
 @contextlib.contextmanager
 def _resume_hint(path: Path | None) -> Iterator[None]:
-    """Name the output and --resume after an interruption or an error."""
     try:
         yield
     except (KeyboardInterrupt, TopWError):
@@ -251,7 +254,6 @@ def _resume_hint(path: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar(total: int, done: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar if stderr is a terminal. Yields the function to advance it."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _count: None
         return

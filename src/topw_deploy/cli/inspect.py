@@ -1,4 +1,4 @@
-"""`topw inspect`: what an exported folder is, from its manifest and stamps alone (no onnxruntime, no onnx)."""
+"""`topw inspect`: works without onnxruntime and onnx."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _lines(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _engines(folder: Path) -> Iterator[str]:
-    """TensorRT engines that were built of the folder, whether they fit this machine or not."""
+    """Includes engines for other machines."""
     rows: list[tuple[str, object]] = []
     for path in stamps(folder):
         try:
@@ -88,7 +88,7 @@ def _engines(folder: Path) -> Iterator[str]:
 def _decoder(decoder: DecoderInfo) -> Iterator[tuple[str, object]]:
     heads = sorted(set(zip(decoder.num_kv_heads, decoder.head_dim, strict=True)))
     per_layer = sum(n * d for n, d in zip(decoder.num_kv_heads, decoder.head_dim, strict=True))
-    token = 2 * per_layer * _KV_BYTES.get(decoder.kv_dtype, 0)  # a key and a value for each
+    token = 2 * per_layer * _KV_BYTES.get(decoder.kv_dtype, 0)  # keys and values
     yield "model type", decoder.model_type
     yield "layers", decoder.num_layers
     yield "attention", decoder.attention
@@ -132,7 +132,7 @@ def _section(title: str, rows: Iterable[tuple[str, object]]) -> Iterator[str]:
 
 
 def _without_layers(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """The cache's tensors once, for its first layer: the others differ in their number only."""
+    """Layers' cache tensors differ only by number: show the first."""
     for spec in specs:
         parts = spec.name.split(".")
         if len(parts) != 3:

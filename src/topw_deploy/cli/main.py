@@ -1,7 +1,7 @@
-"""`topw` and `topw-export`: run a command and turn its errors into a message and an exit code.
+"""`topw` and `topw-export`: run a command, report errors.
 
 Exit codes: 0 success; 1 failure, with one sentence on stderr (none for a closed pipe); 2 wrong usage or option value;
-130 interrupted. Commands are imported when they are called, so that `topw --help` is fast.
+130 interrupted. Commands are imported when called, for a fast `topw --help`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _DOES = {"cpu": "running a model", "export": "exporting"}  # extra -> subject of
 
 _INTERRUPTED = 130
 _VERSION: dict[str, Any] = {"package_name": "topw-deploy", "message": "%(prog)s %(version)s"}
-# Errors of writing to stdout.
+# Errors when writing stdout.
 _NO_OUTPUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 
 
 class _LazyGroup(click.Group):
-    """A group that imports a command's module only to run it or to show its help."""
+    """Imports command modules on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -100,20 +100,19 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def export_main(args: Sequence[str] | None = None) -> None:
-    """Entry point of `topw-export`, which is `topw export`."""
+    """Entry point of `topw-export`."""
     sys.excepthook = _show_traceback
     sys.exit(run(None, "topw-export", "TOPW_EXPORT", args))
 
 
 def _export_alone() -> click.Command:
-    """`topw export` as a program of its own, with --version."""
     command = copy.copy(_load("export"))
     command.params = list(command.params)
     return click.version_option(prog_name="topw-export", **_VERSION)(command)
 
 
 def run(command: click.Command | None, program: str, prefix: str, args: Sequence[str] | None) -> int:
-    """Run `command` (None: export), with errors on stderr; returns the exit code."""
+    """Run `command` (None: export); returns the exit code."""
     telemetry.switch_off()
     warnings.showwarning = _show_note
     if not prepare():
@@ -152,12 +151,11 @@ def run(command: click.Command | None, program: str, prefix: str, args: Sequence
 
 
 def _forget_output() -> None:
-    """Keep Python from failing again when it flushes stdout at exit."""
+    """Python flushes stdout at exit and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(error: click.ClickException) -> int:
-    """Show a click error as click does."""
     message = error.format_message()
     if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
         tell(*message.split("\n"))
@@ -171,7 +169,7 @@ def _refuse(error: click.ClickException) -> int:
 
 
 def _near_miss(error: click.UsageError) -> str:
-    """A suggestion for a misspelt command or choice; click itself suggests options."""
+    """click itself suggests only options."""
     known: Iterable[str] = ()
     if isinstance(error, click.BadParameter) and error.param is not None and isinstance(error.param.type, click.Choice):
         known = map(str, error.param.type.choices)
@@ -198,7 +196,7 @@ def _show_note(
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's traceback with control characters escaped, as messages can contain names from files."""
+    """Escape control characters: messages can contain file names."""
     import traceback
 
     for part in traceback.format_exception(kind, error, trace):

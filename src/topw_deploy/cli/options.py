@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topw_deploy.sampling.presets import REQUEST_PRESETS
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 CONTEXT: dict[str, Any] = {
-    # Accept --cache_dir for --cache-dir: users of optimum and transformers type either.
+    # Users of optimum and transformers type --cache_dir or --cache-dir.
     "token_normalize_func": lambda token: token.replace("_", "-"),
     "help_option_names": ["-h", "--help"],
     "max_content_width": 110,
@@ -50,7 +50,7 @@ _OPTION_HELP: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
 
 
 def parameter_options(command: Command) -> Command:
-    """One option per Top-W parameter, None by default."""
+    """Add the Top-W parameters, default None."""
     for name in reversed(PARAMETER_NAMES):
         names, text = _PARAMETER_HELP[name]
         command = click.option(*names, name, type=float, default=None, help=text)(command)
@@ -58,7 +58,7 @@ def parameter_options(command: Command) -> Command:
 
 
 def preset_option(command: Command) -> Command:
-    """--preset of a request, a named set of Top-W parameters; None by default."""
+    """Add a request's --preset, default None."""
     return click.option(
         "--preset",
         type=click.Choice(tuple(REQUEST_PRESETS)),
@@ -68,7 +68,7 @@ def preset_option(command: Command) -> Command:
 
 
 def baked_options(command: Command) -> Command:
-    """--preset of an export, and one option per value that the graph fixes, None by default."""
+    """Add an export's --preset and options stored in the graph, default None."""
     for name in reversed(OPTION_NAMES):
         names, settings, text = _OPTION_HELP[name]
         command = click.option(*names, name, default=None, help=text, **settings)(command)
@@ -83,7 +83,7 @@ def baked_options(command: Command) -> Command:
 
 
 def tail_option(command: Command) -> Command:
-    """--tail, the form of the sampler's function."""
+    """Add --tail, the sampler function's form."""
     return click.option(
         "--tail",
         type=click.Choice(("portable", "onnxruntime", "static")),
@@ -94,7 +94,7 @@ def tail_option(command: Command) -> Command:
 
 
 def bound_option(command: Command) -> Command:
-    """--neighbour-bound."""
+    """Add --neighbour-bound."""
     return click.option(
         "--neighbour-bound/--no-neighbour-bound",
         default=False,
@@ -104,7 +104,7 @@ def bound_option(command: Command) -> Command:
 
 
 def quantisation_options(command: Command) -> Command:
-    """How --dtype int4 and int8 quantise, named as in onnxruntime's tools; None by default."""
+    """Add options for int4 and int8, named as in onnxruntime's tools; default None."""
     choices = {
         "block_size": ("16", "32", "64", "128", "256"),
         "accuracy_level": ("0", "1", "2", "3", "4"),
@@ -173,7 +173,7 @@ def _whole(_context: click.Context, _option: click.Parameter, value: str | None)
 
 
 def hub_options(command: Command) -> Command:
-    """How to get a model from the hub, named as in huggingface_hub."""
+    """Add hub options, as in huggingface_hub."""
     options = (
         click.option("--revision", default=None, help="Branch, tag or commit of a hub model."),
         click.option("--cache-dir", type=click.Path(path_type=Path), default=None, help="Folder of the hub's cache."),
@@ -184,7 +184,7 @@ def hub_options(command: Command) -> Command:
 
 
 def report_options(command: Command) -> Command:
-    """--json and --quiet of a command that writes a folder."""
+    """Add --json and --quiet."""
     options = (
         click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."),
         click.option("-q", "--quiet", is_flag=True, help="Show no progress on stderr."),
@@ -193,7 +193,7 @@ def report_options(command: Command) -> Command:
 
 
 def crop_options(command: Command) -> Command:
-    """The optional outputs of the sampler."""
+    """Add optional sampler outputs."""
     options = (
         click.option("--with-mass", is_flag=True, help="Add an output with the crop's probability mass."),
         click.option("--with-keep-mask", is_flag=True, help="Add an output with the crop, a bool per token."),
@@ -208,7 +208,7 @@ def _with_options(command: Command, options: tuple[Callable[[Command], Command],
 
 
 def check_order(folder: Path, others: Iterable[str]) -> None:
-    """Raises UsageError if `folder` does not exist but one of `others` is an exported folder."""
+    """Raises UsageError if `folder` is missing but one of `others` is an export."""
     if os.path.exists(folder):
         return
     from topw_deploy.manifest import MANIFEST_NAME
@@ -219,6 +219,6 @@ def check_order(folder: Path, others: Iterable[str]) -> None:
 
 
 def given(values: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Remove `names` from `values`; returns those that the user gave."""
+    """Remove `names` from `values`; returns those set."""
     removed = {name: values.pop(name, None) for name in names}
     return {name: value for name, value in removed.items() if value is not None}

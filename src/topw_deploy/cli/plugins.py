@@ -1,4 +1,4 @@
-"""`topw plugins`: build the libraries for NVIDIA GPUs, and show the installed ones."""
+"""`topw plugins`: libraries for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command() -> None:
 
 
 class _Architectures(click.ParamType):
-    """87, sm_87, 8.7 or native; several separated by commas."""
+    """87, sm_87, 8.7 or native; comma-separated."""
 
     name = "architectures"
 
@@ -104,11 +104,11 @@ def build(
 
 @contextlib.contextmanager
 def _shown(quiet: bool) -> Iterator[Callable[[Compiling], object]]:
-    """Show nvcc's state: one line rewritten on a terminal, else a line per finished architecture."""
+    """On terminals, rewrite one line; else a line per architecture."""
     if quiet:
         yield lambda _state: None
     elif sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
+        width = shutil.get_terminal_size().columns - 1  # wrapped lines cannot be rewritten
         yield lambda state: rewrite_line(_line(state)[:width])
         rewrite_line("")
     else:
@@ -122,8 +122,6 @@ def _line(state: Compiling) -> str:
 
 
 class _Lines:
-    """Prints a line per finished architecture."""
-
     def __init__(self) -> None:
         self._printed = 0
 

@@ -1,4 +1,4 @@
-"""Progress of a command, on stderr."""
+"""Command progress on stderr."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from topw_deploy.progress import SILENT, Advance, Progress
 
 
 def phase(line: str) -> None:
-    """One line per phase."""
+    """Print a phase."""
     tell(line)
 
 
 @contextlib.contextmanager
 def bar(total: int, unit: str) -> Iterator[Advance]:
-    """A bar with its rate, where stderr is a terminal; none without tqdm, which only the extra [export] installs."""
+    """A bar on terminals; none without tqdm, from [export]."""
     if importlib.util.find_spec("tqdm") is None:
         yield lambda _parts: None
         return
@@ -29,5 +29,5 @@ def bar(total: int, unit: str) -> Iterator[Advance]:
 
 
 def progress(quiet: bool) -> Progress:
-    """The progress of a command with or without `--quiet`."""
+    """Progress with or without `--quiet`."""
     return SILENT if quiet else Progress(phase, bar)

@@ -1,4 +1,4 @@
-"""Prompts from JSON lines, all checked before any is run."""
+"""Read JSON-lines prompts, checking all before running any."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from topw_deploy.plain_text import numbered_lines
 KINDS = ("prompt", "prompt_ids", "messages")
 _ALIASES = {"token_ids": "prompt_ids"}
 _OWN = ("id", *KINDS)
-_OBJECTS = frozenset({"generation_config", "streamer", "stopping_criteria"})  # objects of a program
+_OBJECTS = frozenset({"generation_config", "streamer", "stopping_criteria"})  # Python objects, not JSON values
 _FORM = 'write "text", {"prompt": "text"}, {"prompt_ids": [1, 2]} or {"messages": [...]}'
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """One prompt of the file.
+    """One prompt.
 
     index: from 0, without blank lines.
-    where: the line, for messages.
-    kind: one of KINDS.
-    parameters: checked, with those of the command line.
+    where: line, for messages.
+    parameters: checked, with the command line's.
     """
 
     index: int
@@ -37,11 +36,11 @@ class PromptLine:
 
     @property
     def samples(self) -> int:
-        """How many sequences the line asks for."""
+        """Number of sequences requested."""
         return int(self.parameters.get("num_return_sequences", 1))
 
     def request(self, limits: Mapping[str, Any]) -> str:
-        """A digest of everything that determines the answer but model and seed."""
+        """Digest of the answer's inputs, except model and seed."""
         asked = [self.id, self.kind, self.prompt, self.parameters, limits]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -49,12 +48,11 @@ class PromptLine:
 def prompt_lines(
     data: bytes, where: str, given: Mapping[str, Any], *, chat: bool, system: str | None
 ) -> list[PromptLine]:
-    """The prompts of a file.
+    """Read the prompts of a file.
 
-    given: parameters for all of them; a line's own take precedence.
-    chat: a text is the user's message, after the system message `system`.
-
-    Raises ParameterError for `given`, PromptError naming a bad line, or for a file without prompts.
+    given: parameters for all, overridden by each line's.
+    chat: a text is the user's message, after `system`.
+    Raises ParameterError for `given`, PromptError for bad lines or no prompts.
     """
     checked = _checked(given)
     found: list[PromptLine] = []
@@ -81,7 +79,7 @@ def user_messages(system: str | None, text: str) -> list[dict[str, str]]:
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
-    """Parse the line; a string is a prompt."""
+    """A string is a prompt."""
     try:
         value: Any = json.loads(text, object_pairs_hook=_without_repetition)
     except PromptError as error:
@@ -130,8 +128,8 @@ def _are(value: Any, kind: type) -> bool:
 
 
 def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by their own names, checked for one row."""
-    # imported late: reading and refusing a file must not wait for onnxruntime
+    """Check parameters for one row; returns canonical names."""
+    # import late, to refuse files without waiting for onnxruntime
     from topw_deploy.runtime.parameters import PARAMETERS, REQUEST_PARAMETERS, check_names
 
     known = {**PARAMETERS, **REQUEST_PARAMETERS}

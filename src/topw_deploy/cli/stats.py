@@ -1,4 +1,4 @@
-"""`topw stats`: what Top-W did to a text. The report goes to stdout, progress to stderr."""
+"""`topw stats`: report on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def command(
     check_order(folder, prompts)
     install.require("`topw stats`", "export")
     asked = _prompts(prompts, prompt_file, prompts_jsonl)[:limit]
-    # Imported late: --help and usage errors must not wait for onnxruntime.
+    # Import late, for fast --help and usage errors.
     from topw_deploy.cli.progress import progress
     from topw_deploy.stats.request import settings_of
 
@@ -120,7 +120,7 @@ def _prompts(given: tuple[str, ...], lines: Path | None, json_lines: Path | None
 
 
 def _write(summaries: list[Summary], folder: Path, values: dict[str, Any], json_file: Path | None) -> None:
-    """Print the tables, or JSON for `--json -`; then write the file, so that a full disk does not lose the tables."""
+    """Print before writing: a full disk must not lose the tables."""
     from topw_deploy.stats.table import lines
 
     if str(json_file) != "-":

@@ -1,6 +1,6 @@
-"""The only module that prints: `say` writes results to stdout, `tell` everything else to stderr.
+"""All printing: `say` writes results to stdout, `tell` others to stderr.
 
-Control characters are escaped, so that text of models, files and arguments cannot control the terminal.
+Escapes control characters, so that models, files and arguments cannot control the terminal.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from topw_deploy.printable import json_text, printable
 
 
 def say(*lines: object) -> None:
-    """Print each argument as a line of stdout."""
+    """Print lines to stdout."""
     write("".join(f"{printable(line)}\n" for line in lines))
 
 
 def tell(*lines: object, end: str = "\n") -> None:
-    """Print each argument as a line of stderr."""
+    """Print lines to stderr."""
     sys.stderr.write("".join(f"{printable(line)}{end}" for line in lines))
     sys.stderr.flush()
 
 
 def rewrite_line(line: str) -> None:
-    """Replace the last line of stderr, a terminal."""
+    """Replace stderr's last line."""
     sys.stderr.write(f"\r{printable(line)}\033[K")
     sys.stderr.flush()
 
 
 def say_json(document: Any, *, indent: int | None = None) -> None:
-    """Print `document` as JSON, in ASCII if the encoding of stdout is not Unicode."""
+    """Print JSON, in ASCII unless stdout's encoding is Unicode."""
     unicode = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
     write(json_text(document, indent=indent, ascii_only=not unicode) + "\n")
 
@@ -42,14 +42,14 @@ def write(text: str) -> None:
 
 
 class GeneratedText:
-    """Writes generated text to stdout, unchanged to files and pipes.
+    """Write generated text to stdout, unchanged to files and pipes.
 
-    On a terminal, control characters other than line feeds and tabs are escaped; CR LF becomes LF.
+    On terminals, escape control characters except line feeds and tabs; CR LF becomes LF.
     """
 
     def __init__(self) -> None:
         self._escapes = sys.stdout.isatty()
-        self._held = ""  # a CR that may belong to a CR LF
+        self._held = ""  # CR, possibly of CR LF
 
     def add(self, text: str) -> None:
         if not self._escapes:
@@ -66,10 +66,9 @@ class GeneratedText:
 
 
 def prepare() -> bool:
-    """Prepare the standard streams for `say` and `tell`. Returns False if stdout is closed.
+    """Prepare the standard streams. Returns False if stdout is closed.
 
-    A closed stderr becomes the null device; otherwise a file opened later could get descriptor 2, and the output of
-    native libraries.
+    A closed stderr becomes the null device; otherwise a later file could get descriptor 2 and native output.
     """
     if sys.stderr is None:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -78,5 +77,5 @@ def prepare() -> bool:
     if sys.stdout is None:
         return False
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # for terminals whose encoding lacks a character
+        sys.stdout.reconfigure(errors="replace")  # if the encoding lacks a character
     return True

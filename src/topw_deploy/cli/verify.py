@@ -1,4 +1,4 @@
-"""`topw verify OUT`: is the folder what was exported, and does its graph still agree with its source?"""
+"""`topw verify OUT`: check an export again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def command(out: Path, source: str | None, hashes_only: bool, trust_remote_code:
 
 
 def _checks(out: Path, manifest: Any, source: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    """The graph's checks, or why there can be none."""
     try:
         install.require("it", "export")
         from topw_deploy.export.verification import recheck

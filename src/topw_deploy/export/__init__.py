@@ -1,4 +1,4 @@
-"""Export a language model to one ONNX file that samples by itself. Raises ExportError for Python older than 3.11."""
+"""Export a language model with its sampler to ONNX. Raises ExportError before Python 3.11."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A decoder graph and the facts that the runtime needs."""
+"""A decoder graph and its metadata."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from topw_deploy.manifest import DecoderInfo
 
 @dataclass(frozen=True)
 class Decoder:
-    """What the stages pass on. They rewrite `model` in place and replace the rest.
+    """The decoder that export stages modify.
 
-    model: inputs input_ids, past_key_values.{i}.key|value, and attention_mask, (position_ids) or, if the cache is
-        static, write_indices, row_lengths; outputs logits [batch, sequence, vocab], present.{i}.key|value.
-    foreign: written by another exporter, so its nodes stay as they are.
-    notices: what the user should know.
+    model: inputs input_ids, past_key_values.{i}.key|value and either attention_mask, (position_ids) or, with a static
+    cache, write_indices, row_lengths; outputs logits [batch, sequence, vocab], present.{i}.key|value.
+    foreign: from another exporter, so its nodes stay unchanged.
     """
 
     model: ir.Model
@@ -26,7 +25,7 @@ class Decoder:
     notices: tuple[str, ...] = ()
 
     def noting(self, *notices: str) -> Decoder:
-        """The same decoder with further notices."""
+        """A copy with more notices."""
         return replace(self, notices=(*self.notices, *notices))
 
     @property

@@ -1,4 +1,4 @@
-"""The job that travels through the stages of an export."""
+"""State shared by export stages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from topw_deploy.progress import SILENT, Progress
 
 @dataclass(frozen=True)
 class Job:
-    """One export under way.
+    """One export in progress.
 
-    finished: the stages that an interrupted export completed.
-    memory: peak memory of each stage so far.
-    started: time.monotonic() at the start.
+    finished: stages completed before an interruption.
+    memory: peak per stage.
+    started: time.monotonic().
     """
 
     request: ExportRequest
@@ -31,5 +31,5 @@ class Job:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """With tokenizer and configuration."""
+        """Folder with tokenizer and configuration."""
         return self.request.tokenizer or self.source.folder

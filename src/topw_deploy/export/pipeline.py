@@ -1,4 +1,4 @@
-"""The export from end to end: find the source, make the graph, write it, verify it, rename it into place."""
+"""The export pipeline: resolve, build, write, verify, rename into place."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from topw_deploy.sizes import decimal_size
 
 
 def export_model(request: ExportRequest, progress: Progress = SILENT) -> ExportReport:
-    """Write the folder that `request` describes, verified and in one rename; an error leaves `output` unchanged.
+    """Write and verify the folder that `request` describes. On error, `output` is unchanged.
 
-    Raises SourceError, UnsupportedModelError, TokenizerError or ParameterError before anything is written, ExportError
-    if writing fails, VerificationError if the graph disagrees with its source.
+    Raises SourceError, UnsupportedModelError, TokenizerError or ParameterError before writing; ExportError if writing
+    fails; VerificationError if the graph is wrong.
     """
     started = time.monotonic()
     check_free(request.output, request.overwrite)
@@ -71,7 +71,6 @@ def _find_source(request: ExportRequest, progress: Progress) -> Source:
 
 
 def _dry_run(job: Job) -> ExportReport:
-    """Report on the export without writing it."""
     with job.memory.stage("graph"):
         decoder, _ = _make_graph(job)
     plan = plan_of(job, decoder, job.request.output)
@@ -79,7 +78,6 @@ def _dry_run(job: Job) -> ExportReport:
 
 
 def _make(job: Job, folder: Path) -> tuple[Decoder, DecoderManifest]:
-    """Make the graph and write all files into `folder`."""
     with job.memory.stage("graph"):
         decoder, sampler = _make_graph(job)
     with job.memory.stage("writing"):
@@ -87,7 +85,6 @@ def _make(job: Job, folder: Path) -> tuple[Decoder, DecoderManifest]:
 
 
 def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
-    """The decoder with its sampler; the weights are not read yet."""
     request, progress = job.request, job.progress
     decoder = _read_decoder(job, job.source.onnx) if job.source.onnx is not None else _trace_decoder(job)
     sampler = request.sampler
@@ -99,7 +96,7 @@ def _make_graph(job: Job) -> tuple[Decoder, TailSpec]:
     if not decoder.foreign:
         try:
             table = find_embedding(decoder.model.graph).data[0]
-        except UnsupportedModelError:  # with the uniform metric a decoder need not have one
+        except UnsupportedModelError:  # optional with the uniform metric
             tidy(decoder.model, None)
         else:
             tidy(decoder.model, table if table.producer() is None else None)
@@ -115,7 +112,6 @@ def _read_decoder(job: Job, file: Path) -> Decoder:
 
 
 def _trace_decoder(job: Job) -> Decoder:
-    """Trace, lower and, if requested, quantise a checkpoint."""
     weights = job.request.weights
     if weights.hard_link:
         raise ParameterError(
@@ -144,7 +140,7 @@ def _trace_decoder(job: Job) -> Decoder:
 
 
 def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple[Decoder, DecoderManifest]:
-    """Write all files, with a provisional manifest, which the runtime refuses to load."""
+    """Write all files with a provisional manifest, which the runtime refuses."""
     request, finished, progress = job.request, job.finished, job.progress
     plan = plan_of(job, decoder, folder)
     finished.clear(folder, plan.files)
@@ -174,7 +170,6 @@ def _write(job: Job, decoder: Decoder, sampler: TailSpec, folder: Path) -> tuple
 
 
 def _copy_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int], object]) -> None:
-    """Copy or hard-link the data files of an ONNX decoder."""
     hard_link = job.request.weights.hard_link
     for location, path in onnx_data_files(job, decoder).items():
         target = folder / location
@@ -186,7 +181,7 @@ def _copy_data(job: Job, decoder: Decoder, folder: Path, advance: Callable[[int]
 def _verify(
     job: Job, decoder: Decoder, manifest: DecoderManifest, staged: StagedFolder
 ) -> tuple[Decoder, Verification]:
-    """Compare the written folder with its source; drops padding from the decoder's abilities where it fails."""
+    """Disables padding if its check fails."""
     verification, may_pad = Verification(status="skipped"), not decoder.foreign
     if job.request.verify:
         from topw_deploy.export.verification import verify_in_subprocess
@@ -214,13 +209,9 @@ def _verify(
 
 
 def _verify_first_layers(job: Job, layers: int, folder: Path) -> tuple[Verification, bool]:
-    """Export the first `layers` into `folder` and verify those.
-
-    The status is "partial", and each check names the layers.
-    """
     from topw_deploy.export.verification import verify_in_subprocess
 
-    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted attempt
+    shutil.rmtree(folder, ignore_errors=True)  # from an interrupted attempt
     request = replace(
         job.request,
         output=folder,

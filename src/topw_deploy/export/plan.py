@@ -1,4 +1,4 @@
-"""The disk space and memory of an export, derived from the finished graph without reading weights."""
+"""Estimate disk space and memory of an export, without reading weights."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from topw_deploy.export.write.tokenizer_files import COPIED
 from topw_deploy.export.write.weights import MODEL_FILE, data_slots, external_files, quantised_type, written_sizes
 from topw_deploy.memory import resident_bytes
 
-_MANIFEST = 16 << 10  # approximate bytes of the manifest and the configuration files
-_QUANTISING = {"int4": 12.0, "int8": 6.5}  # memory for quantising a weight, per byte of its codes (measured for int4)
+_MANIFEST = 16 << 10  # manifest and configuration, approximate bytes
+_QUANTISING = {"int4": 12.0, "int8": 6.5}  # peak memory per byte of codes (measured for int4)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What writing a graph needs.
+    """Resources for writing a graph.
 
-    files: name -> bytes of every file, except for a few small ones.
-    shared: bytes of them that are hard links.
-    beside: bytes that the verification writes temporarily.
-    slots: places of the weights in the data files.
+    files: name -> bytes, without some small files.
+    shared: bytes in hard links.
+    beside: bytes of temporary verification files.
+    slots: weight locations.
     memory: stage -> estimated peak resident bytes.
     """
 
@@ -40,17 +40,17 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Bytes that must be free on the disk."""
+        """Free disk space required, in bytes."""
         return sum(self.files.values()) - self.shared + self.beside + _MANIFEST
 
     @property
     def data(self) -> int:
-        """Bytes of the data files."""
+        """Bytes of data files."""
         return sum(size for name, size in self.files.items() if name not in (MODEL_FILE, *COPIED))
 
 
 def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
-    """The plan for writing `decoder` into `folder`, which need not exist."""
+    """Plan the files of `folder`, which need not exist."""
     slots = data_slots(decoder.model, job.request.weights.shard_bytes)
     files = written_sizes(decoder.model, slots)
     shared = 0
@@ -70,14 +70,13 @@ def plan_of(job: Job, decoder: Decoder, folder: Path) -> Plan:
 
 
 def onnx_data_files(job: Job, decoder: Decoder) -> dict[str, Path]:
-    """Location in its graph -> path of every data file of an ONNX decoder."""
+    """Location in the graph -> path, for an ONNX decoder."""
     if job.source.onnx is None:
         return {}
     return {location: job.source.onnx.parent / location for location in external_files(decoder.model)}
 
 
 def _in_memory(slot: Slot) -> int:
-    """Peak memory for writing a weight."""
     tensor, nbytes = slot.tensor, slot.length
     if isinstance(tensor, LazyWeight) and tensor.read is not None:
         return nbytes + 2 * min(nbytes, PART)

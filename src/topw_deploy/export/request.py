@@ -1,4 +1,4 @@
-"""The request for an export and its report."""
+"""Export request and report."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ KV_REQUESTS = ("static", "concat")
 
 @dataclass(frozen=True, kw_only=True)
 class HubOptions:
-    """How to get a model from the hub, as in huggingface_hub.
+    """Hub access, as in huggingface_hub.
 
-    trust_remote_code: download and run Python code that comes with the model.
+    trust_remote_code: download and run the model's Python code.
     """
 
     revision: str | None = None
@@ -38,15 +38,15 @@ class HubOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """The decoder's graph. None is the default, and the only choice for an existing ONNX decoder.
+    """Decoder graph options; None is the default and the only value for an ONNX decoder.
 
-    target: whose operators to use, onnxruntime (default) or tensorrt.
-    opset: 23 or 24; by default 23, for tensorrt 24.
-    kv: form of the cache, static or concat; by default static where supported.
-    max_length: capacity in tokens of the static cache for tensorrt, a multiple of 64; by default the model's context,
-        at most 4,096. 0 leaves it to the runtime, which only onnxruntime supports.
+    target: onnxruntime (default) or tensorrt.
+    opset: 23 or 24; default 23, for tensorrt 24.
+    kv: static or concat cache; default static where supported.
+    max_length: capacity of tensorrt's static cache in tokens, a multiple of 64; default the model's context, at most
+    4,096. 0: chosen at run time (onnxruntime only).
     num_hidden_layers: export only the first layers.
-    Raises ParameterError for a value out of range or an impossible combination.
+    Raises ParameterError for invalid values or combinations.
     """
 
     target: str | None = None
@@ -85,14 +85,14 @@ class GraphOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOptions:
-    """The weights and their files.
+    """Weights and their files.
 
     dtype: fp32 (default), fp16, bf16, int4 or int8.
-    compute_dtype: with int4 and int8, the type of everything but the weights: fp32 (default) or fp16.
-    block_size ... exclude_nodes: of int4 and int8, see quantise.Quantisation.
-    max_shard_size: maximum bytes of a data file, a number or text such as "2GB" or "2GiB"; None for one file.
-    hard_link: hard-link the data files of an ONNX decoder instead of copying them.
-    Raises ParameterError for a value out of range, and for an option of int4 and int8 with another dtype.
+    compute_dtype: for int4 and int8, type of unquantised values: fp32 (default) or fp16.
+    block_size ... exclude_nodes: see quantise.Quantisation.
+    max_shard_size: maximum bytes per data file, or "2GB", "2GiB"; None: one file.
+    hard_link: hard-link an ONNX decoder's data files.
+    Raises ParameterError for invalid values, and for quantisation options with another dtype.
     """
 
     dtype: str | None = None
@@ -123,12 +123,12 @@ class WeightOptions:
 
     @property
     def torch_dtype(self) -> str:
-        """torch's name of the traced type."""
+        """Torch's name of the traced dtype."""
         return DTYPES[self.compute_dtype or self.dtype or "fp32"]
 
     @property
     def quantisation(self) -> Quantisation | None:
-        """How to quantise the weights; None for a floating-point dtype."""
+        """Quantisation options; None for a floating-point dtype."""
         options = {
             "block_size": self.block_size,
             "table_bits": self.table_bits,
@@ -153,14 +153,14 @@ class WeightOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerOptions:
-    """The sampler.
+    """Sampler options.
 
-    options: baked into the graph.
-    defaults: of a generation request's parameters.
-    tail: form of the function's body: portable, onnxruntime or static.
+    options: stored in the graph.
+    defaults: default generation parameters.
+    tail: function body: portable, onnxruntime or static.
     with_logits, with_mass, with_keep_mask: optional outputs.
-    neighbour_bound: measure and store each token's distance to its nearest neighbour.
-    Raises ParameterError for defaults that float32 cannot hold, and for a bound under the uniform metric.
+    neighbour_bound: store each token's nearest-neighbour distance.
+    Raises ParameterError for defaults outside float32, and for a bound with the uniform metric.
     """
 
     options: TopWOptions = field(default_factory=TopWOptions)
@@ -184,14 +184,13 @@ class ExportRequest:
     """One export.
 
     model: hub id, folder, ONNX file or `demo`.
-    output: the folder to write.
-    tokenizer: folder with tokenizer and configuration, for a model without them.
-    resume: continue an interrupted export; stay resumable if interrupted.
+    tokenizer: folder with tokenizer and configuration, if the model lacks them.
+    resume: continue an interrupted export; if interrupted, keep files.
     dry_run: write nothing.
     overwrite: replace an earlier export.
-    verify: compare the graph with the model before the folder appears.
-    keep_failed: keep the files of a failed export as `output`.failed.
-    Raises ParameterError for quantised weights with the target tensorrt.
+    verify: compare graph and model before the folder appears.
+    keep_failed: keep a failed export as `output`.failed.
+    Raises ParameterError for quantised weights with target tensorrt.
     """
 
     model: str
@@ -216,7 +215,7 @@ class ExportRequest:
             )
 
     def check_for_onnx(self, file: str) -> None:
-        """Raises ParameterError for an option that an existing ONNX decoder (`file`) does not take."""
+        """Raises ParameterError for options that an existing ONNX decoder cannot take."""
         traced = {
             "dtype": self.weights.dtype,
             "compute_dtype": self.weights.compute_dtype,
@@ -242,12 +241,12 @@ _GROUPS: dict[str, Any] = {
 
 
 def export_request(**values: Any) -> ExportRequest:
-    """Build an ExportRequest from flat keyword arguments."""
+    """Build an ExportRequest from flat keywords."""
     return grouped(ExportRequest, values)
 
 
 def grouped(kind: type[Request], values: dict[str, Any]) -> Request:
-    """Build a request of `kind` from `values`, sorted into its groups."""
+    """Build a `kind` request from flat `values`."""
     values = dict(values)
     for name in [f.name for f in dataclasses.fields(kind) if f.name in _GROUPS]:  # type: ignore[arg-type]
         names = {f.name for f in dataclasses.fields(_GROUPS[name])} & values.keys()
@@ -258,7 +257,7 @@ def grouped(kind: type[Request], values: dict[str, Any]) -> Request:
 def with_preset(
     preset: str, parameters: dict[str, float], options: dict[str, object]
 ) -> tuple[TopWParameters, TopWOptions]:
-    """The default parameters and baked options of `preset`, overridden by the given ones."""
+    """Parameters and options of `preset` with overrides."""
     if preset not in PRESETS:
         raise ParameterError(f"preset is {preset!r}, but must be one of {', '.join(PRESETS)}.", "preset")
     base_parameters, base_options = PRESETS[preset]
@@ -269,11 +268,10 @@ def with_preset(
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What was written, or would be (`dry_run`).
+    """Result of an export or dry run.
 
     sizes: file -> bytes.
     memory: stage (graph, writing, verification) -> peak resident bytes, estimated in a dry run.
-    notices: what the user should know.
     """
 
     output: Path

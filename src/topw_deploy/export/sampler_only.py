@@ -1,4 +1,4 @@
-"""Export the sampler alone: logits in, tokens out."""
+"""Export only the sampler: logits to tokens."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ROWS_VERIFIED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerRequest:
-    """One export of the sampler alone.
+    """One sampler-only export.
 
-    model: hub id, folder or `demo`, whose input embeddings to use.
-    embeddings: a .npy file with the table [tokens, hidden], instead of a model.
-    vocab_size: width of the logits, by default the table's rows; the `uniform` metric needs no table but then this.
+    model: hub id, folder or `demo` with the input embeddings.
+    embeddings: .npy file [tokens, hidden], instead of a model.
+    vocab_size: logits width, default the table's rows; required for `uniform` without a table.
     opset: 18 to 24.
-    Raises ParameterError unless exactly one source of the vocabulary is given, and for with_logits.
+    Raises ParameterError unless exactly one vocabulary source is given, and for with_logits.
     """
 
     output: Path
@@ -75,14 +75,14 @@ class SamplerRequest:
 
 
 def sampler_request(**values: Any) -> SamplerRequest:
-    """Build a SamplerRequest from flat keyword arguments."""
+    """Build a SamplerRequest from flat keywords."""
     return grouped(SamplerRequest, values)
 
 
 def export_sampler(request: SamplerRequest, progress: Progress = SILENT) -> ExportReport:
-    """Write the folder that `request` describes, in one rename; an error leaves `output` unchanged.
+    """Write the folder that `request` describes. On error, `output` is unchanged.
 
-    Raises the errors of topw_deploy.errors; VerificationError if the graph disagrees with the reference.
+    Raises errors of topw_deploy.errors; VerificationError if the graph is wrong.
     """
     started, sampler = time.monotonic(), request.sampler
     check_free(request.output, request.overwrite)
@@ -136,9 +136,9 @@ def sampler_spec(request: SamplerRequest, vocab_size: int, table: np.ndarray | N
 def sampler_model(
     spec: TailSpec, table: np.ndarray | None, geometry: Geometry, measure: Measure = no_bound
 ) -> ir.Model:
-    """The model: `logits` float32 [batch, vocab] and the sampler's inputs -> the sampler's outputs.
+    """Build the model: `logits` float32 [batch, vocab] and sampler inputs -> sampler outputs.
 
-    table: the embeddings [>= vocab, hidden] to store.
+    table: embeddings [>= vocab, hidden].
     geometry: their statistics.
     measure: returns the neighbour bound.
     """
@@ -158,12 +158,12 @@ def sampler_model(
 
 
 def ir_version(opset: int) -> int:
-    """The lowest version of the file format for `opset`: onnxruntime 1.17 refuses versions above 9."""
+    """Lowest IR version for `opset`; onnxruntime 1.17 refuses versions above 9."""
     return 8 if opset < 19 else 9 if opset < 21 else 10
 
 
 def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
-    """The embedding table and its source; float64 is cast to float32, in which the graph computes."""
+    """Casts float64 to float32, the graph's type."""
     if request.embeddings is not None:
         table, source = embeddings_of_file(request.embeddings), Source(str(request.embeddings), "local", Path())
     elif request.model is not None:
@@ -175,7 +175,6 @@ def _table(request: SamplerRequest) -> tuple[np.ndarray | None, Source]:
 
 
 def _verify(folder: Path, manifest: SamplerManifest, geometry: Geometry) -> Verification:
-    """Compare the written sampler with the reference on random logits. Raises VerificationError."""
     from topw_deploy.export.verification.probe import SamplerProbe
     from topw_deploy.export.verification.results import Outcome
     from topw_deploy.export.verification.sampler_checks import bound_check, sampler_checks

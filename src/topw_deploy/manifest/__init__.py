@@ -1,7 +1,7 @@
-"""`topw_manifest.json`: what an exported folder is, and the proof that it is whole.
+"""`topw_manifest.json`: metadata and hashes of an export.
 
-The manifest is written last, so a folder without a valid one is not a finished export and does not load. Reading it is
-the first thing the runtime does with a folder, so this package needs nothing but the standard library.
+It is written last, so folders without a valid manifest are unfinished and do not load. The runtime reads it first, so
+this package uses only the standard library.
 """
 
 from topw_deploy.manifest.contents import (

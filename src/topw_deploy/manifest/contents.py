@@ -1,4 +1,4 @@
-"""What a manifest contains, as dataclasses."""
+"""The manifest's dataclasses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATUSES = ("provisional", "passed", "partial", "skipped")
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file beside the manifest: its SHA-256 in hexadecimal and its size in bytes."""
+    """A listed file: hexadecimal SHA-256, size in bytes."""
 
     sha256: str
     size: int
@@ -25,7 +25,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A graph input or output: ONNX element type in lower case (`float`, `int64`), dimensions or their names."""
+    """Graph input or output: lower-case ONNX element type (`float`, `int64`), dimensions or their names."""
 
     name: str
     dtype: str
@@ -34,26 +34,24 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderInfo:
-    """The decoder around the sampler, as the runtime must drive it (docs/contract/graph.md, section 8).
+    """How the runtime drives the decoder (docs/contract/graph.md, section 8).
 
-    kv_form: one of KV_FORMS. `concat`: past in, past and new tokens out. `static`: one buffer, written in place, with
-        lengths per row. `shared`: such a buffer in another exporter's graph, which takes an attention_mask.
-    num_kv_heads, head_dim: one value per layer, as they may differ.
-    kv_dtype: ONNX element type of the cache, "float" or "float16".
-    context_length: the most tokens of a sequence.
-    left_padding, right_padding: whether rows of a batch may have different lengths, padded on that side (`concat` on
-        the left, `shared` on the right; `static` has lengths per row and needs neither).
-    attention: the operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
-    ragged_chunks: whether rows of a batch may take several tokens each after a past. If not, they take them into an
-        empty cache, one at a time, or each row alone.
-    buffer_step: 0 if a step's cost does not depend on the buffer's length; otherwise the runtime keeps the buffer at
-        the smallest sufficient multiple of this.
-    buffer_least: fewest tokens that a buffer must hold, 0 for any. An operator that keeps a sliding window in the
-        buffer refuses a shorter one.
+    kv_form: one of KV_FORMS. `concat`: past in, past and new tokens out. `static`: one in-place buffer, lengths per
+    row. `shared`: such a buffer in another exporter's graph, with attention_mask.
+    num_kv_heads, head_dim: one per layer.
+    kv_dtype: the cache's ONNX element type, "float" or "float16".
+    context_length: maximum tokens of a sequence.
+    left_padding, right_padding: whether batches can be padded on that side (`concat` left, `shared` right, `static`
+    neither: it has row lengths).
+    attention: operator that reads the cache, "GroupQueryAttention", "Attention" or "", for information.
+    ragged_chunks: whether batch rows can take several tokens each after a past. If not: only into an empty cache,
+    singly, or row by row.
+    buffer_step: 0 if a step's cost is independent of buffer length; otherwise buffers have the smallest sufficient
+    multiple.
+    buffer_least: minimum buffer tokens, 0 for any. Operators with a sliding window in the buffer refuse shorter ones.
     target: one of TARGETS.
     weights: bytes of initializers by element type.
-    quantisation: how this package quantised the weights (the fields of export.quantise.Quantisation), {} if it did
-        not.
+    quantisation: fields of export.quantise.Quantisation, {} if not by this package.
     """
 
     model_type: str
@@ -77,25 +75,25 @@ class DecoderInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerInfo:
-    """The `topw::TopWSample` node: its fixed options and its form."""
+    """Options and form of the `topw::TopWSample` node."""
 
     tail: str  # "portable" | "onnxruntime" | "static"
     vocab_size: int
-    hidden_size: int | None  # None: the uniform metric has no embeddings
+    hidden_size: int | None  # None: uniform metric
     table_form: str  # "" for the uniform metric
     options: TopWOptions
     outputs: tuple[str, ...]
-    neighbour_bound: bool = False  # whether node input 13 holds one
+    neighbour_bound: bool = False  # in node input 13
 
     @property
     def geometry(self) -> tuple[str, int | None]:
-        """The metric and the width of the embeddings."""
+        """Metric and embedding width."""
         return self.options.metric, self.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A line of the verification: the largest difference found, and the bound that it must not exceed."""
+    """Largest difference and its bound."""
 
     name: str
     passed: bool
@@ -106,7 +104,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class NotCompared:
-    """Something that the verification could not compare, and why."""
+    """A comparison that was not possible."""
 
     name: str
     reason: str
@@ -114,7 +112,7 @@ class NotCompared:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A measurement for information, which decides nothing."""
+    """A measurement, for information only."""
 
     name: str
     text: str
@@ -122,14 +120,13 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What comparing the export with its source found. A failed export leaves no folder.
+    """Comparison with the source. A failed export leaves no folder.
 
-    status: one of STATUSES. "provisional": not verified yet, does not load. "passed": every check ran and passed.
-        "partial": something was not compared, or a check failed and left a limit, which its detail states.
-        "skipped": not asked for.
-    checks: each can fail.
-    not_compared: each makes the status "partial".
-    notes: they do not change the status.
+    status: one of STATUSES. "provisional": unverified, does not load. "passed": all checks ran and passed. "partial":
+    something was not compared, or a failed check limits use (see its detail). "skipped": not requested.
+    checks: can fail.
+    not_compared: any makes the status "partial".
+    notes: do not affect the status.
     """
 
     status: str
@@ -140,12 +137,12 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The contract of one exported folder: a `DecoderManifest` or a `SamplerManifest`."""
+    """Base of `DecoderManifest` and `SamplerManifest`."""
 
     format_version: int = FORMAT_VERSION
     kind: str = ""
     source: dict[str, str]  # id, revision, route
-    libraries: dict[str, str]  # topw_deploy and what it exported with
+    libraries: dict[str, str]  # topw_deploy and the export's libraries
     opset: dict[str, int]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -160,7 +157,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderManifest(Manifest):
-    """The manifest of a decoder with the sampler in its graph."""
+    """Decoder with sampler."""
 
     kind: str = "decoder"
     decoder: DecoderInfo
@@ -168,6 +165,6 @@ class DecoderManifest(Manifest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerManifest(Manifest):
-    """The manifest of a sampler alone."""
+    """Manifest of a sampler alone."""
 
     kind: str = "sampler"

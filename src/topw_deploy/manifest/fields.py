@@ -1,7 +1,4 @@
-"""Reading JSON values by type and range.
-
-Each function returns the value, or raises ValueError with a clause that names it and its bound.
-"""
+"""Read JSON values by type and range. Raises ValueError naming value and bound."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ from collections.abc import Collection
 from typing import Any
 
 _MOST_TEXT = 1 << 16  # characters
-_MOST_DIGITS = 400  # of an integer: more take quadratic time to parse, and no field holds them
+_MOST_DIGITS = 400  # of an integer: more parse in quadratic time and fit no field
 _SHOWN = 60
 _REQUIRED: Any = object()
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def decoded(text: str) -> Any:
-    """The value of the JSON `text`. Raises ValueError for NaN, infinities and names given twice."""
+    """Parse JSON. Raises ValueError for NaN, infinities and duplicate names."""
     return json.loads(text, parse_constant=_no_number, parse_int=_bounded_integer, object_pairs_hook=_unique)
 
 
 def shown(value: object) -> str:
-    """`value` for a message, in at most 60 characters."""
+    """Represent `value` in at most 60 characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
@@ -40,7 +37,7 @@ def real(name: str, value: object) -> float:
     """A number that is finite as a float."""
     try:
         finite = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
-    except OverflowError:  # an integer beyond any float
+    except OverflowError:  # integer too large for float
         finite = False
     if not finite:
         raise ValueError(f"{name} is {shown(value)}, not a finite number")
@@ -54,7 +51,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def text(name: str, value: object) -> str:
-    """A text that UTF-8 can encode."""
+    """A UTF-8 encodable string."""
     if not isinstance(value, str) or len(value) > _MOST_TEXT:
         raise ValueError(f"{name} is {shown(value)}, not a text of at most {_MOST_TEXT} characters")
     try:
@@ -77,7 +74,7 @@ def listing(name: str, value: object) -> list[Any]:
 
 
 def mapping(name: str, value: object) -> dict[str, Any]:
-    """A JSON object whose names UTF-8 can encode."""
+    """An object with UTF-8 encodable names."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {shown(value)}, not an object")
     for key in value:
@@ -86,7 +83,7 @@ def mapping(name: str, value: object) -> dict[str, Any]:
 
 
 class Fields:
-    """The fields of a JSON object, each read by its type. name: of the object in messages."""
+    """Typed access to a JSON object. name: for messages."""
 
     def __init__(self, name: str, data: object) -> None:
         self._name, self._data = name, mapping(name, data)
@@ -99,7 +96,7 @@ class Fields:
         return self
 
     def given(self, known: Collection[str]) -> dict[str, Any]:
-        """The present fields among `known`."""
+        """Present fields among `known`."""
         return {name: self._data[name] for name in known if name in self._data}
 
     def value(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -133,12 +130,12 @@ class Fields:
         return listing(self._full(name), self.value(name))
 
     def objects(self, name: str, known: Collection[str]) -> list[Fields]:
-        """A list of objects whose fields are all in `known`."""
+        """A list of objects with fields in `known`."""
         full = self._full(name)
         return [Fields(f"{full}[{index}]", item).only(known) for index, item in enumerate(self.listing(name))]
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of texts."""
+        """A list of strings."""
         return tuple(text(f"an item of {self._full(name)}", item) for item in self.listing(name))
 
     def mapping(self, name: str) -> dict[str, Any]:

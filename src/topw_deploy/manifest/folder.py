@@ -1,4 +1,4 @@
-"""Reading and writing a manifest, and comparing the files beside it."""
+"""Read, write and check manifests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from topw_deploy.files import NotRegularError, open_inside, open_regular, replac
 from topw_deploy.manifest.contents import MANIFEST_NAME, DecoderManifest, FileEntry, Manifest, SamplerManifest
 from topw_deploy.manifest.parse import manifest_from_json
 
-_MOST_BYTES = 16 << 20  # a manifest is a few KB; a larger file is not one, and must not fill memory
-_ENGINES = "engines"  # checked one by one where they are used (tensorrt/engines.py)
+_MOST_BYTES = 16 << 20  # manifests are a few KB; larger files must not fill memory
+_ENGINES = "engines"  # checked when used (tensorrt/engines.py)
 
 
 def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
-    """Read the manifest of `folder` (a link to a folder will do), and check that every listed file has its size.
+    """Read the manifest of `folder`, which may be a link, and check listed files' sizes.
 
-    Hashes are left to `check_hashes`, as loading must not read gigabytes.
-    Raises ManifestError for a missing or malformed manifest; for a listed file that is missing, of another size, not
-    regular, reached through a link or outside the folder; and for a pipe, socket or device anywhere in the folder.
+    Use `check_hashes` for hashes: loading must not read gigabytes.
+    Raises ManifestError for a missing or malformed manifest; listed files that are missing, resized, not regular,
+    linked or outside the folder; and any pipe, socket or device in the folder.
     """
     folder = Path(folder)
     path = folder / MANIFEST_NAME
@@ -39,7 +39,7 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
         ) from None
     except OSError as error:
         raise ManifestError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except ValueError as error:  # a path that no system call takes
+    except ValueError as error:  # path that no system call accepts
         raise ManifestError(f"{str(path)!r} is no path ({error}); give the folder that topw-export wrote.") from None
     if len(raw) > _MOST_BYTES:
         raise ManifestError(
@@ -57,7 +57,7 @@ def load_manifest(folder: str | Path) -> DecoderManifest | SamplerManifest:
 
 
 def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
-    """Like `load_manifest`. Raises ManifestError for a sampler without a decoder, too."""
+    """Like `load_manifest`; also raises ManifestError without decoder."""
     manifest = load_manifest(folder)
     if not isinstance(manifest, DecoderManifest):
         raise ManifestError(f"{folder} holds a sampler without a decoder; give the folder of a whole model.")
@@ -65,9 +65,9 @@ def load_decoder_manifest(folder: str | Path) -> DecoderManifest:
 
 
 def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
-    """Open the file `name`, which the manifest of `folder` lists as `entry`. Size and kind are those of the open file.
+    """Open a listed file, checking the open file's size and kind.
 
-    Raises ManifestError if it is missing, unreadable, of another size, not regular, or reached through a link.
+    Raises ManifestError if it is missing, unreadable, resized, not regular, or linked.
     """
     try:
         stream = open_inside(folder, name)
@@ -97,7 +97,7 @@ def open_listed(folder: Path, name: str, entry: FileEntry) -> BinaryIO:
 
 
 def check_hashes(folder: str | Path, manifest: Manifest) -> None:
-    """Compare the SHA-256 of every listed file. Raises ManifestError for the first that differs or cannot be read."""
+    """Check listed SHA-256. Raises ManifestError for the first unequal or unreadable file."""
     for name, entry in manifest.files.items():
         try:
             with open_listed(Path(folder), name, entry) as stream:
@@ -114,7 +114,7 @@ def check_hashes(folder: str | Path, manifest: Manifest) -> None:
 def describe_files(
     folder: str | Path, names: Iterable[str], known: dict[str, str] | None = None
 ) -> dict[str, FileEntry]:
-    """Hash and size of each named file of `folder`. known: SHA-256 by name, which need not be computed."""
+    """Hash and size of named files. known: SHA-256 by name."""
     folder, known = Path(folder), known or {}
     return {
         name: FileEntry(known.get(name) or sha256_of(folder / name), (folder / name).stat().st_size)
@@ -123,19 +123,19 @@ def describe_files(
 
 
 def save_manifest(folder: str | Path, manifest: Manifest) -> None:
-    """Write the manifest by an atomic replace, so that a reader never sees half of one."""
+    """Write atomically, so that readers never see half a manifest."""
     with replacing(Path(folder) / MANIFEST_NAME) as stream:
         stream.write(manifest.to_json().encode("utf-8"))
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a regular file. Raises OSError for a link or anything else."""
+    """Hexadecimal SHA-256 of a regular file. Raises OSError for others and links."""
     with open_regular(path) as stream:
         return sha256_of_stream(stream)
 
 
 def sha256_of_stream(stream: BinaryIO) -> str:
-    """Hexadecimal SHA-256 of the rest of an open file."""
+    """Hexadecimal SHA-256 of the rest of a file."""
     digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
     while size := stream.readinto(block):  # type: ignore[attr-defined]  # hashlib.file_digest needs Python 3.11
         digest.update(block[:size])
@@ -143,10 +143,7 @@ def sha256_of_stream(stream: BinaryIO) -> str:
 
 
 def _refuse_special_files(folder: Path) -> None:
-    """Raises ManifestError for a pipe, socket or device anywhere in the folder, or a link to one.
-
-    A graph may name any file there as its weights, and some versions of onnxruntime open whatever it is.
-    """
+    """Graphs can name any file there as weights, and some onnxruntime versions open any kind."""
     try:
         for path, kind in special_files(folder, deep=True, without=_ENGINES):
             raise ManifestError(

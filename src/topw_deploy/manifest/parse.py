@@ -1,7 +1,6 @@
-"""From the JSON of a manifest to its dataclasses; every field is checked by type and range.
+"""Parse manifest JSON, checking types and ranges.
 
-The bounds are far above any model. They keep a manifest from causing a huge allocation or an integer that no operator
-can hold.
+Bounds far exceed any model; they prevent huge allocations and integers that no operator can hold.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from topw_deploy.sampling.parameters import (
 
 MOST_LAYERS = 4096
 MOST_HEADS = MOST_HEAD_DIM = 1 << 16
-MOST_TOKENS = (1 << 31) - 1  # of a context: operators count them in 32 bits
-MOST_BUFFER = 1 << 22  # tokens that a buffer has whatever a request needs
+MOST_TOKENS = (1 << 31) - 1  # context; operators count in 32 bits
+MOST_BUFFER = 1 << 22  # allocated for any request
 MOST_VOCABULARY = MOST_WIDTH = 1 << 24
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _SCALARS = (str, int, float, type(None))
 
 
 def manifest_from_json(content: str) -> DecoderManifest | SamplerManifest:
-    """Parse a manifest. Raises ManifestError naming the first field that is wrong."""
+    """Parse a manifest. Raises ManifestError naming the first wrong field."""
     try:
         data = decoded(content)
     except (ValueError, RecursionError) as error:
@@ -92,7 +91,7 @@ def _manifest(data: Fields) -> DecoderManifest | SamplerManifest:
 
 
 def verification_from_dict(data: object) -> Verification:
-    """The inverse of `dataclasses.asdict`. Raises ValueError naming the first field that is wrong."""
+    """Inverse of `dataclasses.asdict`. Raises ValueError naming the first wrong field."""
     return _verification(Fields("verification", data))
 
 
@@ -135,7 +134,7 @@ def _sampler(data: Fields) -> SamplerInfo:
 
 
 def _defaults(data: Fields) -> TopWParameters:
-    """The default parameters, which must be in range in float32 too, as the graph takes them."""
+    """The graph takes defaults in float32."""
     data.only(PARAMETER_NAMES)
     given = {name: data.real(name) for name in data.given(PARAMETER_NAMES)}
     found = TopWParameters(**given)
@@ -214,7 +213,6 @@ def _tensor(data: Fields) -> TensorSpec:
 
 
 def _quantisation(data: dict[str, Any]) -> dict[str, Any]:
-    """Numbers, texts, true, false, null, and lists of texts."""
     for name, value in data.items():
         what = f"quantisation.{name}"
         if isinstance(value, list):
@@ -244,7 +242,7 @@ def _check(index: int, data: object) -> Check:
 
 
 def _safe_name(name: str) -> str:
-    """A file name relative to the folder and inside it. Refuses `..`, absolute paths and drives."""
+    """Refuses `..`, absolute paths and drives."""
     parts = name.split("/")
     if not name or "\\" in name or ":" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ManifestError(

@@ -1,12 +1,11 @@
-"""The stages that a continued export need not repeat, each under a stamp of what it is made from.
+"""Stages that a resumed export can skip, each stamped with its inputs.
 
-These are the traced graph, the neighbour bound, each weight of the data files, copies of data files, tokenizer files
-and the verification. Everything else takes seconds.
+Stamped: traced graph, neighbour bound, each weight, copied data files, tokenizer files and verification. All else takes
+seconds.
 
-In a stamp, a small file counts with its SHA-256. A large one counts with device, inode, size, times of modification and
-of change, and the SHA-256 of its first megabyte, where safetensors and ONNX keep names and shapes: hashing all of it
-would take as long as writing it. A program can reset a file's time of modification but not its time of change, so no
-write goes unnoticed. A copy or a new hard link makes a stage start over needlessly.
+Small files are stamped by SHA-256. Large ones, too slow to hash, by device, inode, size, mtime, ctime and the SHA-256
+of their first megabyte, where safetensors and ONNX store names and shapes. Programs cannot reset ctime, so every write
+is noticed; copying or hard-linking restarts a stage needlessly.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _SMALL_FILES = ("config.json", "*.index.json", "genai_config.json", "tokenizer.j
 
 
 class FinishedStages:
-    """The finished stages of one export.
+    """Finished stages of one export.
 
-    source: stamp of the source's files (stamp_of_source).
-    trace, weights: stamps of what determines the traced graph, and the weights.
+    source: stamp of source files (stamp_of_source).
+    trace, weights: stamps of the inputs of traced graph and weights.
     """
 
     def __init__(self, journal: Journal, request: ExportRequest, source: str = "") -> None:
         self.journal = journal
         graph = request.graph
-        # What changes neither the graph nor a weight stays out of the stamp.
+        # Omit options that change neither graph nor weights.
         weights = dataclasses.replace(request.weights, max_shard_size=None, hard_link=False)
         sampler = dataclasses.replace(request.sampler, defaults=TopWParameters())
         common = (source, request.hub.trust_remote_code, library_versions())
@@ -52,9 +51,9 @@ class FinishedStages:
         self.weights = stamp_of(*common, *map(repr, (graph, weights, sampler)))
 
     def clear(self, folder: Path, wanted: Iterable[str]) -> None:
-        """Remove the files of an earlier attempt, except for `wanted` and the tokenizer's."""
+        """Remove an earlier attempt's files, except `wanted` and tokenizer files."""
         stay = {folder / name for name in (*wanted, *self.journal.last_note(_TOKENIZER).get("made", ()))}
-        for path in sorted(folder.rglob("*"), reverse=True):  # a folder's files before the folder
+        for path in sorted(folder.rglob("*"), reverse=True):  # files before their folder
             if path.is_dir():
                 if not any(path.iterdir()):
                     path.rmdir()
@@ -65,10 +64,10 @@ class FinishedStages:
         return DataLog(self.journal, self.weights)
 
     def measured(self, measure: Measure) -> Measure:
-        """`measure`, called once."""
+        """`measure`, journaled."""
 
         def kept(geometry: Geometry, tokens: int) -> np.ndarray:
-            # The table's statistics cover data files in subfolders of an ONNX decoder's, which `source` leaves out.
+            # `source` omits an ONNX decoder's data files in subfolders; these statistics cover them.
             statistics = (np.asarray(geometry.mean).tolist(), np.asarray(geometry.inverse_std).tolist())
             stamp = stamp_of(self.weights, *statistics)
             return self.journal.array("neighbour bound", stamp, lambda: measure(geometry, tokens))
@@ -76,9 +75,9 @@ class FinishedStages:
         return kept
 
     def copied(self, source: Path, target: Path, copy: Callable[[], object], hard_link: bool) -> bool:
-        """Call `copy`, which makes `target` from `source`, unless that was done; returns whether it was called.
+        """Call `copy` to make `target` from `source` unless done; returns whether called.
 
-        hard_link: whether `target` is a hard link; a copy does not stand for one, nor the reverse.
+        hard_link: whether `target` is a hard link; copies and links do not replace each other.
         """
         stage, stamp = f"copy of {target.name}", stamp_of(str(source), stamp_of_files([source.resolve()]), hard_link)
         size = source.resolve().stat().st_size
@@ -90,7 +89,7 @@ class FinishedStages:
         return True
 
     def tokenizer_files(self, folder: Path, output: Path, write: Callable[[], list[str]]) -> list[str]:
-        """The notices of `write`, which writes the tokenizer of `folder` to `output` and is called once."""
+        """Notices of `write`, which writes the tokenizer once."""
         inputs = [path for path in folder.iterdir() if path.suffix in (".json", ".txt", ".model", ".jinja", ".py")]
         stamp = stamp_of(stamp_of_files(inputs), library_versions())
         found = self.journal.find(_TOKENIZER, stamp)
@@ -107,7 +106,7 @@ class FinishedStages:
     def verified(
         self, manifest: Manifest, verify: Callable[[], tuple[Verification, bool]]
     ) -> tuple[Verification, bool]:
-        """The result of `verify` on the files and defaults of `manifest`, computed once."""
+        """Result of `verify` on `manifest`, computed once."""
         stage, files = "verification", [dataclasses.asdict(entry) for entry in manifest.files.values()]
         stamp = stamp_of(self.weights, files, dataclasses.asdict(manifest.defaults))
         found = self.journal.find(stage, stamp)
@@ -126,7 +125,7 @@ def stamp_of_source(source: Source) -> str:
 
 
 def stamp_of_files(files: Iterable[Path]) -> str:
-    """A stamp of the names and contents of the regular files among `files`."""
+    """Stamp regular files' names and contents."""
     return stamp_of([_file(path) for path in sorted(set(files)) if path.is_file()])
 
 

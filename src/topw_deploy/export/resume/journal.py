@@ -1,7 +1,6 @@
-"""What an export has finished so far, as a file of JSON lines beside its own files.
+"""JSON lines of finished stages, beside the export's files.
 
-The file is only appended to: if the process dies, all lines but the last are whole. Each stage is recorded under a
-stamp of everything it was made from, and is not found under another stamp.
+Append-only, so a crash damages only the last line. Stages are found by a stamp of their inputs.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ def stamp_of(*parts: object) -> str:
 
 
 class Journal:
-    """The journal in `folder`; without a folder, it records and finds nothing.
+    """The journal in `folder`; without one, nothing is stored.
 
-    say: called with a line for each stage that is kept or starts over.
+    say: called with a line per kept or restarted stage.
     """
 
     def __init__(self, folder: Path | None, say: Callable[[str], object] = lambda _line: None) -> None:
@@ -39,13 +38,10 @@ class Journal:
                 try:
                     self._apply(json.loads(line))
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    break  # the line that was being written
+                    break  # incomplete last line
 
     def find(self, stage: str, stamp: str) -> dict[str, Any] | None:
-        """The note of `stage` if recorded under `stamp`; None without one or if its file has changed.
-
-        `file` in the note is the path of the file.
-        """
+        """The note of `stage` under `stamp`, with `file` as path; None if missing or changed."""
         found = self._stages.get(stage)
         if found is None or self._folder is None:
             return None
@@ -63,20 +59,20 @@ class Journal:
         return dict(note)
 
     def last_note(self, stage: str) -> dict[str, Any]:
-        """The last note of `stage` under any stamp."""
+        """Last note of `stage`, under any stamp."""
         return dict(self._stages[stage]["note"]) if stage in self._stages else {}
 
     def done(self, stage: str, stamp: str, **note: Any) -> None:
         self.append({"stage": stage, "stamp": stamp, "note": note})
 
     def keep_file(self, stage: str, stamp: str, name: str, write: Callable[[Path], object], **note: Any) -> None:
-        """Record `stage` and its file, which `write` makes."""
+        """Record `stage` and the file that `write` creates."""
         if self._folder is not None:
             write(self._folder / name)
             self.done(stage, stamp, **note, file=name, sha256=sha256_of(self._folder / name))
 
     def array(self, stage: str, stamp: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """The array that `make` returns, computed once."""
+        """The array from `make`, computed once."""
         found = self.find(stage, stamp)
         if found is not None:
             kept: np.ndarray = np.load(found["file"], allow_pickle=False)
@@ -87,11 +83,11 @@ class Journal:
         return made
 
     def data_file(self, name: str) -> dict[str, Any] | None:
-        """Layout and weights (name, SHA-256) of a begun data file."""
+        """Layout and weights (name, SHA-256) of a data file."""
         return self._files.get(name)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add `line`: a stage, the beginning of a data file, or a weight in one."""
+        """Append a stage, data file start, or weight."""
         if self._folder is None:
             return
         self._apply(line)
@@ -108,9 +104,10 @@ class Journal:
 
 
 class DataLog:
-    """The journal of the data files (a data_files.Log). stamp: of what determines the weights.
+    """Journal of data files (a data_files.Log).
 
-    hashes: SHA-256 of each finished file.
+    stamp: of the weights' inputs.
+    hashes: SHA-256 per file.
     """
 
     def __init__(self, journal: Journal, stamp: str) -> None:

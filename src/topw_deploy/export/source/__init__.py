@@ -1,1 +1,1 @@
-"""Find the model to export and read it."""
+"""Find and read the source model."""

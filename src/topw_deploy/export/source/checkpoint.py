@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint into torch."""
+"""Load Hugging Face checkpoints into torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topw_deploy.errors import SourceError, UnsupportedModelError, one_line
 from topw_deploy.export.source.packed import PackedCheckpoint, packed_format
 from topw_deploy.export.source.safetensors_files import stored_tensors
 
-# RoPE forms that change frequencies beyond the length trained on; a graph holds only the first ones.
+# RoPE types whose frequencies change beyond the original context; a graph holds only the first.
 _SWITCHING_ROPE = {"longrope", "dynamic", "su"}
 
 
@@ -27,12 +27,11 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     unread: bool = False,
 ) -> PreTrainedModel:
-    """The causal LM of `folder` on the CPU, in evaluation mode.
+    """Load a causal LM on the CPU, in evaluation mode.
 
-    dtype: torch's name of the weights' type.
-    num_hidden_layers: keep only the first layers.
-    unread: leave the weights in their files, as `UnreadTensor`s.
-    Raises UnsupportedModelError for an unknown architecture, SourceError for damaged or missing weights.
+    dtype: a torch dtype's name.
+    unread: leave weights in files as `UnreadTensor`s.
+    Raises UnsupportedModelError for unknown architectures, SourceError for damaged or missing weights.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     if num_hidden_layers is not None:
@@ -47,7 +46,7 @@ def load_checkpoint(
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder, config=config, output_loading_info=True, local_files_only=True, **settings
                 )
-        except Exception as error:  # a foreign model or a damaged file may fail in any way
+        except Exception as error:  # foreign models and damaged files can raise anything
             raise SourceError(
                 f"the model in {folder} cannot be loaded ({one_line(error)}); check its files."
             ) from error
@@ -62,23 +61,23 @@ def load_checkpoint(
 def load_unread(
     folder: Path, dtype: str, *, num_hidden_layers: int | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """Load with unread weights or, where that is impossible, with read ones and the reason.
+    """Load with unread weights; if impossible, with loaded weights and the reason.
 
-    Raises as load_checkpoint.
+    Raises like load_checkpoint.
     """
     wanted = {"num_hidden_layers": num_hidden_layers, "trust_remote_code": trust_remote_code}
     try:
         return load_checkpoint(folder, dtype, unread=True, **wanted), None  # type: ignore[arg-type]
     except UnsupportedModelError:
         raise
-    except SourceError as error:  # pickled weights, or code that needs values
+    except SourceError as error:  # pickled weights, or code needing values
         return load_checkpoint(folder, dtype, **wanted), str(error)  # type: ignore[arg-type]
 
 
 def _unread_model(
     folder: Path, config: Any, settings: dict[str, Any], packed: PackedCheckpoint | None, *, unread: bool
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load from unread tensors, which transformers accepts only without a folder. unread: keep them unread."""
+    """transformers accepts a state_dict only without a folder."""
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
     if packed is not None:
@@ -97,7 +96,7 @@ def _unread_model(
 
 
 def _read_buffers(model: torch.nn.Module) -> None:
-    """Read the buffers: they are small, and models modify them in place."""
+    """Load buffers: they are small and modified in place."""
     from topw_deploy.export.source.unread_tensor import UnreadTensor
 
     for module in model.modules():
@@ -107,7 +106,7 @@ def _read_buffers(model: torch.nn.Module) -> None:
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """The configuration of `folder`. Raises UnsupportedModelError for anything but a supported causal decoder."""
+    """Load a configuration. Raises UnsupportedModelError unless it is a supported causal decoder."""
     with _quiet():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -129,12 +128,12 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
                 f"the checkpoint in {folder} is quantised in a way that its config.json does not tell; "
                 "export the unquantised one."
             )
-        del config.quantization_config  # its layers are loaded as ordinary ones
+        del config.quantization_config  # load layers as ordinary ones
     return config
 
 
 def context_length(config: Any) -> int:
-    """Maximum tokens of a sequence; for switching RoPE forms, the length trained on."""
+    """Maximum sequence length; for switching RoPE types, the original one."""
     config = config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
@@ -147,7 +146,7 @@ def context_length(config: Any) -> int:
 
 
 def switching_rope(config: Any) -> int | None:
-    """The length up to which a switching RoPE form keeps its first frequencies; else None."""
+    """Length where switching RoPE changes frequencies; None for other types."""
     config = config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
@@ -162,7 +161,7 @@ def switching_rope(config: Any) -> int | None:
 
 
 def overflowing_modules(model: PreTrainedModel, batches: list[torch.Tensor]) -> list[str]:
-    """Names of the modules that return infinity or NaN for token ids `batches` [batch, sequence]."""
+    """Names of modules that return infinity or NaN for token ids `batches` [batch, sequence]."""
     found: dict[str, None] = {}
 
     def watch(name: str) -> Any:

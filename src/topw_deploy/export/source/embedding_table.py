@@ -1,4 +1,4 @@
-"""The input embedding table of a Hugging Face folder or a NumPy file, memory-mapped."""
+"""Memory-map input embeddings."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import numpy as np
 from topw_deploy.errors import SourceError, UnsupportedModelError
 from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, tensor_files, tensors_in
 
-# Names of the table in transformers' decoders, after any prefix.
+# Table names in transformers, without prefixes.
 _NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
 _TYPES = ("F64", "F32", "F16", "BF16")
 
 
 def embeddings_of_folder(folder: Path) -> np.ndarray:
-    """The input embeddings [rows, hidden] of the checkpoint in `folder`, mapped read-only.
+    """Memory-map a checkpoint's input embeddings [rows, hidden].
 
-    Raises SourceError for missing or damaged safetensors, UnsupportedModelError unless exactly one tensor is a table by
-    name and type.
+    Raises SourceError for missing or damaged safetensors, UnsupportedModelError unless exactly one tensor matches.
     """
     places = tensor_files(folder)
     found = sorted(name for name in places if name.endswith(_NAMES))
@@ -39,7 +38,7 @@ def embeddings_of_folder(folder: Path) -> np.ndarray:
 
 
 def embeddings_of_file(path: Path) -> np.ndarray:
-    """The table [rows, hidden] of a .npy file, mapped read-only. Raises SourceError for another file."""
+    """Memory-map a .npy table [rows, hidden]. Raises SourceError for other files."""
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:

@@ -1,14 +1,17 @@
-"""GPTQ and AWQ checkpoints in the layouts of AutoGPTQ and AutoAWQ, unpacked with NumPy (docs/guide/quantisation.md).
+"""Unpack AutoGPTQ and AutoAWQ checkpoints with NumPy (docs/guide/quantisation.md).
 
-Both store a linear layer [outputs, inputs] as integers `q` with a scale and a zero point for each output and group of
-inputs; a weight is (q - zero) * scale. They differ in the order of eight 4-bit numbers in an int32:
+A linear layer [outputs, inputs] has integers `q` with a scale and zero point per output and input group; weight = (q -
+zero) * scale.
 
-| | GPTQ | AWQ (`version: gemm`) |
-|---|---|---|
-| `qweight` | int32 [inputs * bits / 32, outputs]: consecutive inputs | int32 [inputs, outputs / 8]: 8 outputs, mixed |
-| `qzeros` | int32 [groups, outputs * bits / 32]: consecutive outputs, in version 1 minus one | as qweight |
-| `scales` | float16 [groups, outputs] | float16 [groups, outputs] |
-| `g_idx` | int32 [inputs], the group of each input; groups are consecutive without it | none |
+GPTQ:
+    qweight: int32 [inputs * bits / 32, outputs], consecutive inputs.
+    qzeros: int32 [groups, outputs * bits / 32], consecutive outputs; minus one in version 1.
+    scales: float16 [groups, outputs].
+    g_idx: int32 [inputs], group per input; default consecutive.
+AWQ (`version: gemm`):
+    qweight: int32 [inputs, outputs / 8], 8 mixed outputs.
+    qzeros: as qweight.
+    scales: float16 [groups, outputs].
 """
 
 from __future__ import annotations
@@ -26,18 +29,17 @@ from topw_deploy.export.source.safetensors_files import StoredTensor, stored_ten
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 """The tensors of a packed layer."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, in each half byte from the lowest
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each half byte, lowest first
 _PACKED_TYPES = ("I32", "F16", "F32", "I64")
 _READ = "GPTQ of 4 and 8 bits, AWQ of 4 bits (gemm)"
 
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """How a checkpoint is packed.
+    """Packing of a checkpoint.
 
     method: `gptq` or `awq`.
-    bits: of a weight.
-    zero_offset: to be added to a stored zero point.
+    zero_offset: added to stored zero points.
     """
 
     method: str
@@ -52,7 +54,7 @@ class PackedMatrix:
     codes: uint8 [outputs, inputs].
     scales: float32 [outputs, groups].
     zeros: int32 [outputs, groups].
-    groups: int64 [inputs], the group of each input.
+    groups: int64 [inputs], group per input.
     """
 
     codes: np.ndarray
@@ -62,15 +64,16 @@ class PackedMatrix:
     bits: int
 
     def weight(self) -> np.ndarray:
-        """float32 [outputs, inputs]; exact, as a code has few bits and a scale eleven."""
+        """float32 [outputs, inputs]; exact, as codes have at most 8 bits and scales 11."""
         whole = self.codes.astype(np.float32) - self.zeros[:, self.groups].astype(np.float32)
         return whole * self.scales[:, self.groups]
 
 
 class PackedCheckpoint:
-    """The packed layers of a folder. layers: prefix -> names of its tensors, of PARTS.
+    """A folder's packed layers.
 
-    Raises SourceError for tensors that are missing or of the wrong type.
+    layers: prefix -> its PARTS.
+    Raises SourceError for missing tensors or wrong types.
     """
 
     def __init__(self, folder: Path, kind: PackedFormat) -> None:
@@ -84,7 +87,7 @@ class PackedCheckpoint:
 
     @classmethod
     def of(cls, folder: Path) -> PackedCheckpoint | None:
-        """The packed checkpoint in `folder`; None for an ordinary one."""
+        """Open a packed checkpoint; None if not packed."""
         kind = packed_format(folder)
         return cls(folder, kind) if kind is not None else None
 
@@ -96,7 +99,7 @@ class PackedCheckpoint:
             yield prefix, self.matrix(prefix)
 
     def unread(self) -> dict[str, Any]:
-        """Every tensor that transformers expects, packed layers as `weight` in float32."""
+        """All tensors for transformers; each packed layer is one float32 `weight`."""
         import torch
 
         from topw_deploy.export.source.unread_tensor import UnreadTensor
@@ -122,9 +125,9 @@ class PackedCheckpoint:
 
 
 def packed_format(folder: Path) -> PackedFormat | None:
-    """How the checkpoint in `folder` is packed; None for ordinary weights.
+    """Packing of a checkpoint; None for ordinary weights.
 
-    Raises UnsupportedModelError for an unsupported quantisation, SourceError for a damaged configuration.
+    Raises UnsupportedModelError for unsupported quantisation, SourceError for a damaged configuration.
     """
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -149,7 +152,7 @@ def packed_format(folder: Path) -> PackedFormat | None:
 
 
 def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> PackedMatrix:
-    """Unpack the tensors `parts` (keys in PARTS) of a layer. Raises SourceError for inconsistent sizes or groups."""
+    """Unpack a layer's tensors (keys in PARTS). Raises SourceError for inconsistent sizes or groups."""
     try:
         words, scales = parts["qweight"], parts["scales"].astype(np.float32).T
         if kind.method == "gptq":
@@ -170,7 +173,7 @@ def unpack(kind: PackedFormat, parts: dict[str, np.ndarray]) -> PackedMatrix:
 
 
 def _consecutive(words: np.ndarray, bits: int) -> np.ndarray:
-    """int32 [n, m] -> uint8 [n, m * 32 / bits], the lowest bits of a word first."""
+    """int32 [n, m] -> uint8 [n, m * 32 / bits], lowest bits first."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     wide = (words.astype(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
     return wide.astype(np.uint8).reshape(len(words), -1)
@@ -185,7 +188,7 @@ def _interleaved(words: np.ndarray) -> np.ndarray:
 
 
 def layers_of(names: Iterable[str]) -> dict[str, set[str]]:
-    """Prefix of every packed layer -> its PARTS."""
+    """Prefix -> its PARTS."""
     found: dict[str, set[str]] = {}
     for name in names:
         prefix, _, part = name.rpartition(".")

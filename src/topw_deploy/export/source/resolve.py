@@ -1,4 +1,4 @@
-"""Find the model that a user names."""
+"""Resolve a model name to local files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topw_deploy.manifest import MANIFEST_NAME
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_SECOND_COPIES = ["consolidated*", "original/*"]  # the same weights in another layout
+_SECOND_COPIES = ["consolidated*", "original/*"]  # same weights, other layout
 _ENDINGS = {".json", ".jinja", ".model", ".txt", ".py", ".bin", ".safetensors", ".onnx", ".data", ".onnx_data"}
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -23,12 +23,12 @@ _DEFAULT_HUB = HubOptions()
 
 @dataclass(frozen=True)
 class Source:
-    """A model on this machine.
+    """A local model.
 
-    id: the name that the user gave.
-    revision: the hub's commit, or "local" or "bundled".
+    id: as the user named it.
+    revision: hub commit, "local" or "bundled".
     folder: with configuration and tokenizer.
-    onnx: the decoder's file; None for a Hugging Face checkpoint.
+    onnx: decoder file; None for a Hugging Face checkpoint.
     """
 
     id: str
@@ -42,9 +42,9 @@ class Source:
 
 
 def resolve(model: str, hub: HubOptions = _DEFAULT_HUB) -> Source:
-    """The source named `model`: `demo`, a folder, an ONNX file, or a hub id, which is downloaded.
+    """Resolve `demo`, a folder, an ONNX file, or a hub id (downloaded).
 
-    Raises SourceError for a model that is missing, gated or unreadable.
+    Raises SourceError for missing, gated or unreadable models.
     """
     if model == "demo":
         from topw_deploy.demo import demo_model_path
@@ -86,8 +86,9 @@ def _local(model: str, path: Path, revision: str) -> Source:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raises SourceError for a pipe, socket or device, or a link to one, among the model's files: reading it could
-    block forever. Links to regular files are allowed: the hub's cache consists of them.
+    """Raises SourceError for pipes, sockets, devices, and links to them, which could block a read forever.
+
+    Links to regular files are allowed: the hub's cache uses them.
     """
     try:
         for path, kind in special_files(folder):
@@ -98,7 +99,7 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def _folder_of(onnx: Path) -> Path:
-    """The folder with the configuration: the graph's own, or its parent in the hub's `onnx/` layout."""
+    """The graph's folder, or its parent in the hub's `onnx/` layout."""
     beside = onnx.parent
     above = beside.parent
     if beside.name == "onnx" and not (beside / "config.json").exists() and (above / "config.json").exists():
@@ -126,12 +127,12 @@ def _onnx_file(folder: Path) -> Path | None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # invalid file name
         return False
 
 
 def _named_by_genai(folder: Path) -> Path | None:
-    """The file that genai_config.json names, if it is directly in the folder."""
+    """The file in genai_config.json, if in the folder itself."""
     try:
         with open_regular(folder / "genai_config.json", follow=True) as stream:
             name = json.loads(stream.read().decode("utf-8"))["model"]["decoder"]["filename"]
@@ -141,7 +142,6 @@ def _named_by_genai(folder: Path) -> Path | None:
 
 
 def _download(model: str, hub: HubOptions) -> Path:
-    """Download small files with safetensors, else pickled weights, else ONNX files; returns the snapshot folder."""
     from huggingface_hub import snapshot_download
 
     small = [*_SMALL_FILES, "*.py"] if hub.trust_remote_code else _SMALL_FILES
@@ -158,7 +158,7 @@ def _download(model: str, hub: HubOptions) -> Path:
                     ignore_patterns=_SECOND_COPIES,
                 )
             )
-        except Exception as error:  # the client raises errors of five libraries
+        except Exception as error:  # five libraries' errors
             raise _download_error(model, hub, error) from error
         if any(file for pattern in patterns for file in folder.rglob(pattern)):
             return folder

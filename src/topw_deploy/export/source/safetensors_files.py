@@ -1,4 +1,4 @@
-"""Locate the tensors in the safetensors files of a Hugging Face folder."""
+"""Locate tensors in safetensors files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Bytes `offset` to `offset + nbytes` of the file `path`. dtype: a key of NUMPY_TYPES."""
+    """A tensor's location; offset and nbytes in bytes, dtype from NUMPY_TYPES."""
 
     path: Path
     offset: int
@@ -39,16 +39,16 @@ class StoredTensor:
     nbytes: int
 
     def array(self, mode: Literal["r", "c"] = "r") -> np.ndarray:
-        """A memory map of the values: read-only, or with `c` copied on write."""
+        """Memory-map read-only, or copy-on-write with `c`."""
         if self.nbytes == 0:
             return np.empty(self.shape, NUMPY_TYPES[self.dtype])
         return np.memmap(self.path, NUMPY_TYPES[self.dtype], mode, self.offset, self.shape)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> its file in `folder`. As in transformers, a single file precedes an index.
+    """Tensor name -> file. Like transformers, prefers a single file to an index.
 
-    Raises SourceError for a damaged index, and for a folder without safetensors.
+    Raises SourceError for a damaged index or no safetensors.
     """
     single = folder / SINGLE
     if single.is_file():
@@ -65,7 +65,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in `folder`. Raises SourceError for missing, damaged or truncated files."""
+    """All tensors of a checkpoint. Raises SourceError for missing or damaged files."""
     files = tensor_files(folder)
     found: dict[str, StoredTensor] = {}
     for path in sorted(set(files.values())):
@@ -74,7 +74,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
-    """The tensors `names` of one file. Raises SourceError for a damaged or truncated file, or a missing tensor."""
+    """The tensors `names` of a file. Raises SourceError for a damaged file or missing tensor."""
     header, start = _header(path)
     missing = sorted(names - header.keys())
     if missing:
@@ -84,7 +84,6 @@ def tensors_in(path: Path, names: set[str]) -> dict[str, StoredTensor]:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file and the offset of its data."""
     try:
         with path.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

@@ -1,7 +1,7 @@
-"""Torch tensors that load their data from the checkpoint's files on demand.
+"""Torch tensors that load checkpoint data on demand.
 
-transformers renames, stacks, splits, transposes and casts tensors when it loads a checkpoint. Each such operation on an
-unread tensor returns another one that records it, so a model is assembled without reading weights.
+transformers renames, stacks, splits, transposes and casts tensors while loading. Unread tensors record these
+operations, so models are assembled without reading weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from topw_deploy.export.source.safetensors_files import NUMPY_TYPES, StoredTenso
 class UnreadTensor(torch.Tensor):
     """A CPU tensor that loads its data on demand and does not cache it.
 
-    file: the stored tensor with the same elements in the same order, apart from a cast; else None.
+    file: stored tensor with equal elements in equal order, apart from a cast; else None.
     """
 
     _like: torch.Tensor
@@ -35,7 +35,6 @@ class UnreadTensor(torch.Tensor):
         return made
 
     def __init__(self, like: torch.Tensor, make: Callable[[], torch.Tensor], file: StoredTensor | None) -> None:
-        """like: a meta tensor of this shape and dtype. make: reads and converts the data."""
         self._like, self._make, self.file = like, make, file
 
     @classmethod
@@ -44,7 +43,7 @@ class UnreadTensor(torch.Tensor):
         return cls(like, lambda: _mapped(stored), stored)
 
     def values(self) -> torch.Tensor:
-        """An ordinary tensor: a copy-on-write map of the file, or the result of the recorded operations."""
+        """Load the data: a copy-on-write map, or the recorded operations' result."""
         return self._make()
 
     def __repr__(self, **_settings: Any) -> str:  # type: ignore[override]
@@ -58,7 +57,7 @@ class UnreadTensor(torch.Tensor):
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} would change weights that are not read")
         if all(str(result.type) not in ("Tensor", "List[Tensor]", "Tensor[]") for result in func._schema.returns):
-            return func(*_read(args), **_read(kwargs))  # a comparison or a number needs the values
+            return func(*_read(args), **_read(kwargs))  # comparisons and numbers need values
         shapes = func(*tree_map(_shape_of, args), **tree_map(_shape_of, kwargs))
         if isinstance(shapes, torch.Tensor):
             file = args[0].file if _keeps_order(func, args, kwargs) else None
@@ -72,7 +71,7 @@ class UnreadTensor(torch.Tensor):
 
 @contextlib.contextmanager
 def streamed(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block, each module reads its unread parameters when called and drops them afterwards."""
+    """Modules load unread parameters for each call in the block."""
     handles = []
     for module in model.modules():
         unread = {name: value for name, value in module._parameters.items() if isinstance(value, UnreadTensor)}
@@ -87,7 +86,7 @@ def streamed(model: torch.nn.Module) -> Iterator[None]:
 
 
 def widen(model: torch.nn.Module) -> None:
-    """Cast every floating-point weight and buffer to float32; unread ones stay unread."""
+    """Cast floating-point weights and buffers to float32; unread ones stay unread."""
     wide: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, value in list(module._parameters.items()):
@@ -135,7 +134,7 @@ _SAME_VALUES = {"aten::alias", "aten::detach", "aten::_to_copy", "aten::clone"}
 
 
 def _keeps_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result has the first argument's elements in order, cast at most once from the stored ones."""
+    """Whether the result keeps the stored order, cast at most once."""
     first = args[0]
     if func._schema.name not in _SAME_VALUES or not _is_unread(first) or tree_any(_is_unread, (args[1:], kwargs)):
         return False
@@ -152,5 +151,5 @@ def _torch_type(stored: StoredTensor) -> torch.dtype:
 def _mapped(stored: StoredTensor) -> torch.Tensor:
     if stored.nbytes == 0:
         return torch.empty(stored.shape, dtype=_torch_type(stored))
-    raw = stored.array("c").reshape(-1).view(np.uint8)  # copied on write: torch warns of read-only arrays
+    raw = stored.array("c").reshape(-1).view(np.uint8)  # torch warns of read-only arrays
     return torch.from_numpy(raw).view(_torch_type(stored)).view(stored.shape)

@@ -1,7 +1,7 @@
-"""Comparison of an exported folder with its source, in a process of its own.
+"""Compare an export with its source in a separate process.
 
-The separate process bounds memory (onnxruntime keeps what it allocates), survives a native crash, and loads the folder
-as a user's fresh process will.
+This bounds memory (onnxruntime keeps its allocations), survives native crashes, and loads the folder afresh, like a
+user.
 """
 
 from topw_deploy.export.verification.in_subprocess import recheck, run_checks, verify_in_subprocess

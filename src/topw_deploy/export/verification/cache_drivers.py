@@ -1,6 +1,6 @@
-"""Running a decoder's session in each form of its cache, through one protocol.
+"""Run decoder sessions with any cache form.
 
-Not shared with the runtime, so that the file is verified by independent code.
+Independent of the runtime, so that separate code verifies the file.
 """
 
 from __future__ import annotations
@@ -16,24 +16,21 @@ from topw_deploy.manifest import DecoderInfo
 
 Array = NDArray[np.generic]
 _KV_TYPES = {"float": np.float32, "float16": np.float16}
-_GROWTH = 64  # slots added to a buffer that is too short; any number would do
+_GROWTH = 64  # slots added to a full buffer; any number works
 
 
 class CacheDriver(Protocol):
-    """A decoder with a cache, fed padded columns of tokens."""
+    """A decoder with a cache, for padded token columns."""
 
     def start(self, batch: int) -> None:
-        """Empty the cache, for `batch` rows."""
+        """Empty the cache for `batch` rows."""
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
-        """Run new columns `ids` [batch, n]; attention_mask [batch, past + n] is 1 where a column is a token.
-
-        Returns the logits [batch, vocab].
-        """
+        """Run columns `ids` [batch, n] with attention_mask [batch, past + n]; returns logits [batch, vocab]."""
 
 
 def cache_driver(session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> CacheDriver:
-    """The driver for the decoder's form of cache. logits: the output to return."""
+    """Driver for the decoder's cache form. logits: output to return."""
     drivers: dict[str, Callable[[ort.InferenceSession, DecoderInfo, str], CacheDriver]] = {
         "concat": _Concat,
         "static": _Static,
@@ -76,14 +73,14 @@ def _present(past: str) -> str:
 
 
 class _InPlace:
-    """One buffer for past and present, lengthened as needed; a run sees all its rows or one."""
+    """One growing buffer; a run uses one row or all."""
 
     def __init__(self, session: ort.InferenceSession, decoder: DecoderInfo, logits: str) -> None:
         self._session, self._decoder, self._logits = session, decoder, logits
         self._inputs = {value.name for value in session.get_inputs()}
 
     def start(self, batch: int) -> None:
-        self._used = np.zeros(batch, np.int64)  # tokens in each row
+        self._used = np.zeros(batch, np.int64)  # length of each row
         self._buffers = _caches(self._decoder, batch, max(_GROWTH, self._decoder.buffer_least))
 
     def _reserve(self, slots: int) -> None:
@@ -95,7 +92,6 @@ class _InPlace:
             self._buffers = longer
 
     def _run(self, rows: slice, feeds: dict[str, Array]) -> Array:
-        """Run with the rows' part of the buffers as past and present."""
         binding = self._session.io_binding()
         feeds = {name: np.ascontiguousarray(value) for name, value in feeds.items() if name in self._inputs}
         for name, value in feeds.items():
@@ -111,11 +107,11 @@ class _InPlace:
 
 
 class _Static(_InPlace):
-    """Rows without gaps: attended columns move to the left, with their number as an input."""
+    """Attended columns move left, without gaps; row lengths are an input."""
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
         compact, lengths = _to_the_left(ids, attention_mask)
-        # A row without a token gets a column of padding, which its next token overwrites.
+        # A row without tokens gets padding, which its next token overwrites.
         real, columns = np.maximum(lengths, 1), compact.shape[1]
         self._reserve(int(self._used.max()) + columns)
         together = self._decoder.ragged_chunks or len(ids) == 1 or columns == 1 or not self._used.any()
@@ -136,9 +132,9 @@ class _Static(_InPlace):
 
 
 class _Shared(_InPlace):
-    """Another exporter's GroupQueryAttention: row lengths are the sums of the mask, logits those of the last column.
+    """Another exporter's GroupQueryAttention: row lengths are mask sums, logits are the last column's.
 
-    So rows with different numbers of new tokens get all but their last ones first, padded on the right.
+    So rows of different lengths first get all but their last token, right-padded.
     """
 
     def step(self, ids: Array, attention_mask: Array) -> Array:
@@ -157,7 +153,7 @@ class _Shared(_InPlace):
         return logits
 
     def _rows(self, rows: slice, ids: Array, starts: NDArray[np.int64]) -> Array:
-        """Run `ids`, all of them tokens, after `starts` [batch] earlier ones."""
+        """Run `ids`, all tokens, after `starts` [batch] tokens."""
         positions = starts[:, None] + np.arange(ids.shape[1])
         ends = positions[:, -1:] + 1
         mask = (np.arange(ends.max()) < ends).astype(np.int64)
@@ -165,7 +161,7 @@ class _Shared(_InPlace):
 
 
 def _to_the_left(ids: Array, attention_mask: Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The attended new columns without gaps [batch, columns >= 1], and their numbers [batch]."""
+    """Attended columns without gaps [batch, columns >= 1], and counts [batch]."""
     attended = attention_mask[:, -ids.shape[1] :].astype(bool)
     lengths = attended.sum(axis=1)
     compact = np.zeros((len(ids), max(1, int(lengths.max()))), np.int64)

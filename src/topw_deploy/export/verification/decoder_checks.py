@@ -1,4 +1,4 @@
-"""The decoder's logits against the reference: prefill, decode, chunked prefill, padded batches."""
+"""Check decoder logits: prefill, decode, chunked prefill, padding."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from topw_deploy.export.verification.reference import Reference
 from topw_deploy.export.verification.results import LEFT_PADDED, RIGHT_PADDED
 from topw_deploy.manifest import Check, DecoderInfo
 
-# Largest allowed difference, relative to the largest logit (at least 1), by the cache's type. float32 stays near 1e-6
-# over a few dozen layers; float16 has 11 bits, and its error grows with the number of layers.
+# Maximum difference relative to the largest logit (at least 1), by cache type. float32 stays near 1e-6 over dozens of
+# layers; float16 has 11 bits and its error grows with depth.
 BOUNDS = {"float": 1e-4, "float16": 1e-2}
 
 
 def decoder_checks(
     probe: LogitsProbe, reference: Reference, decoder: DecoderInfo, sequences: list[np.ndarray]
 ) -> Iterator[Check]:
-    """Compare on `sequences` (token ids [n], longest first). Padding is checked only where the decoder takes it."""
+    """Compare on `sequences` (token ids [n], longest first), with padding where supported."""
     wanted = [reference.logits(ids) for ids in sequences]
     bound = BOUNDS[decoder.kv_dtype] * max(1.0, *(float(np.abs(rows).max()) for rows in wanted))
     ids, rows = sequences[0], wanted[0]
 
     def check(name: str, differences: list[float], detail: str) -> Check:
-        worst = float(np.max(differences))  # keeps a NaN, which fails
+        worst = float(np.max(differences))  # keeps NaN, which fails
         return Check(name, bool(worst <= bound), worst, bound, detail)
 
     yield check("prefill logits", _by_runs(probe, ids, rows[-1:], [len(ids)]), f"{len(ids)} tokens, {reference.name}")
@@ -51,7 +51,6 @@ def _chunks(length: int) -> list[int]:
 
 
 def _by_runs(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list[int]) -> list[float]:
-    """The difference after each of `runs` (numbers of tokens)."""
     probe.start(1)
     differences, end = [], 0
     for row, size in zip(wanted, runs, strict=True):
@@ -62,7 +61,7 @@ def _by_runs(probe: LogitsProbe, ids: np.ndarray, wanted: np.ndarray, runs: list
 
 
 def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.ndarray], *, left: bool) -> list[float]:
-    """Differences of a padded batch: all but two columns at once, then one by one."""
+    """Run all but two columns together, then singly."""
     length = max(len(ids) for ids in sequences)
     ids = np.zeros((len(sequences), length), np.int64)
     mask = np.zeros_like(ids)
@@ -83,10 +82,7 @@ def _padded(probe: LogitsProbe, sequences: list[np.ndarray], wanted: list[np.nda
 
 
 def _last_tokens_apart(reference: Reference, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> list[np.ndarray]:
-    """`wanted` for a cache whose rows get their last token in a run of its own.
-
-    NaN where `_padded` does not look.
-    """
+    """`wanted` if each row's last token runs separately; NaN where not compared."""
     first = max(len(ids) for ids in sequences) - 2
     found = []
     for ids, rows in zip(sequences, wanted, strict=True):
@@ -98,7 +94,7 @@ def _last_tokens_apart(reference: Reference, sequences: list[np.ndarray], wanted
 
 
 def _difference(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Largest absolute difference; equal infinite logits count as 0."""
+    """Largest absolute difference; equal infinities count as 0."""
     if found.shape != wanted.shape:
         return float("inf")
     same = np.isinf(wanted) & (found == wanted)

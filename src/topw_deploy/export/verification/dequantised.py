@@ -1,10 +1,10 @@
-"""The two sides of the tight comparison of a quantised export.
+"""Model and graph for the tight comparison of a quantised export.
 
-`dequantise_model`: the torch model with its weights rounded by the same quantiser, back in float32. A block lies within
-one output of one weight, so it does not matter that the graph may hold several weights as one.
+`dequantise_model` rounds the torch weights with the same quantiser. Blocks lie within one output, so fused weights do
+not matter.
 
-`exact_products`: the graph with products in float32. MatMulNBits at accuracy level 4 rounds activations to 8 bits,
-which is no error of the export; without that, graph and model must agree to float32's rounding.
+`exact_products` computes products in float32. MatMulNBits at accuracy level 4 rounds activations to 8 bits, which is
+not an export error; without it, graph and model agree to float32 rounding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _FLOAT32 = np.dtype(np.float32)
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _ACCURACY_FLOAT32 = 1  # accuracy_level
-_COMPARED = 64  # leading weights of an output that tell it from all others
+_COMPARED = 64  # leading weights that identify an output
 
 
 def dequantise_model(
@@ -44,10 +44,9 @@ def dequantise_model(
 ) -> None:
     """Round the matrices of `model` in place.
 
-    Left alone are those that the export in `folder` keeps in float, and those rounded already, `packed` in the
-    checkpoint.
+    Skips those that the export keeps in float, and `packed` ones, which are already rounded.
     """
-    import torch  # here, as the comparison of an ONNX decoder needs no torch
+    import torch  # ONNX comparisons need no torch
     from transformers.pytorch_utils import Conv1D
 
     graph = ir.load(folder / MODEL_FILE).graph
@@ -70,13 +69,13 @@ def dequantise_model(
 
 
 def scale_type(graph: ir.Graph) -> np.dtype[Any]:
-    """The type of the scales of `graph`, in which its weights were rounded."""
+    """Type of `graph`'s scales, used for rounding."""
     scales = (node.inputs[2].const_value for node in graph if node.op_type == "MatMulNBits" and node.inputs[2])
     return np.dtype(next((tensor.dtype.numpy() for tensor in scales if tensor is not None), np.float32))
 
 
 def float_outputs(graph: ir.Graph) -> set[bytes]:
-    """Leading weights of every output of the float matrices of `graph`, by rows and by columns."""
+    """Leading weights of float rows and columns."""
     found: set[bytes] = set()
     for value in graph.initializers.values():
         tensor = value.const_value
@@ -94,7 +93,7 @@ def _key(output: np.ndarray) -> bytes:
 def rounded(
     rows: torch.Tensor, block_size: int, settings: Quantisation, scales: np.dtype[Any] = _FLOAT32
 ) -> np.ndarray:
-    """`rows` [outputs, inputs] quantised and dequantised, float32."""
+    """Quantise and dequantise `rows` [outputs, inputs] to float32."""
     array = rows.numpy().astype(scales)
     outputs, inputs = array.shape
     shape = BlocksShape(outputs, inputs, settings.bits, block_size, settings.is_symmetric)
@@ -104,10 +103,9 @@ def rounded(
 
 @contextlib.contextmanager
 def exact_products(folder: Path, manifest: DecoderManifest) -> Iterator[Path]:
-    """A temporary copy of `folder` whose MatMulNBits nodes compute in float32; `folder` itself if they do already.
+    """A temporary copy of `folder` whose MatMulNBits compute in float32; `folder` itself if they already do.
 
-    Its data files are hard links to the export's, or copies where links are impossible.
-    Raises VerificationError if it cannot be made beside `folder`.
+    Hard-links data files where possible. Raises VerificationError if the copy cannot be created beside `folder`.
     """
     if manifest.decoder.quantisation.get("accuracy_level", 0) in (0, _ACCURACY_FLOAT32):
         yield folder

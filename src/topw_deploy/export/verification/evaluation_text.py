@@ -1,7 +1,7 @@
-"""Text to measure perplexity on.
+"""Text for measuring perplexity.
 
-The demo model's held-out documents for that model; for others a page of prose and Python's reference manual, which is
-part of every installation.
+The demo model's held-out documents; for others, prose and Python's reference manual, which comes with every
+installation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from topw_deploy.manifest import DecoderManifest, Manifest, open_listed
 
 _COLUMNS = 256  # tokens in a row
 _MOST, _FEWEST = 8192, 1024  # tokens of text
-_MOST_WORK = 4 * 10**12  # multiplications and additions of one pass: under a minute on a few cores
+_MOST_WORK = 4 * 10**12  # multiply-adds per pass: under a minute on a few cores
 
 _PAGE = """The river had been rising since noon. By four o'clock it had covered the stepping stones below the mill, and
 the children who crossed there on their way home from school were sent round by the bridge. Nobody was alarmed: it
@@ -42,7 +42,7 @@ step is zero or negative.
 
 
 def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) -> Text | None:
-    """Rows for the export in `folder`; None without a tokenizer.json. parameters: of the model, their number."""
+    """Rows for the export; None without tokenizer.json. parameters: their number in the model."""
     is_demo = manifest.source.get("id") == "demo"
     text, name = (_held_out(), "the demo's held-out text") if is_demo else _general()
     found = _encoding(folder, manifest, text)
@@ -61,14 +61,14 @@ def evaluation_text(folder: Path, manifest: DecoderManifest, parameters: int) ->
 
 
 def tokens_for(parameters: int) -> int:
-    """Tokens to measure on, by _MOST_WORK, within [_FEWEST, _MOST]."""
+    """Tokens to measure, by _MOST_WORK, within [_FEWEST, _MOST]."""
     return max(_FEWEST, min(_MOST, _MOST_WORK // max(1, 2 * parameters)))
 
 
 def encoded(folder: Path, manifest: Manifest, text: str) -> list[int] | None:
-    """Token ids of `text` by the export's tokenizer.json; None without one.
+    """Encode `text` with tokenizer.json; None without one.
 
-    Raises ManifestError if the file is not the listed one, TokenizerError if it cannot be parsed.
+    Raises ManifestError for a changed file, TokenizerError for an unreadable one.
     """
     found = _encoding(folder, manifest, text)
     return None if found is None else list(found.ids)
@@ -98,7 +98,7 @@ def _held_out() -> str:
 
 
 def _general() -> tuple[str, str]:
-    """Text and its description. Some distributions package Python without its manual."""
+    """Some distributions package Python without its manual."""
     from topw_deploy.demo.corpus import topic_sections
 
     try:

@@ -1,7 +1,7 @@
-"""Verification of a model's first layers, where memory does not suffice for all.
+"""Verify only the first layers if memory is short.
 
-The verification holds the torch model in float32 and two or three sessions of the graph. If these do not fit, the first
-layers are exported once more with the same options and weights, and verified in place of the whole.
+Verification holds the float32 torch model and two or three graph sessions. If these do not fit, the first layers are
+exported again, with equal options and weights, and verified instead.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from topw_deploy.memory import available_bytes
 
 LAYERS = 4
 """Layers verified in place of the whole."""
-# Memory of the verification by the type of the weights: bytes of the libraries and their working memory, and bytes per
-# parameter of the torch model in float32 and of the sessions with their weights in the kernels' layouts. Fitted to 52,
-# 113 and 202 M parameters for float32 and to 52, 113 and 600 M for float16 and int4, each within 8.5 %; one measurement
-# for int8.
+# Memory by weight type: fixed bytes for libraries, and bytes per parameter for torch model and sessions. Fitted to 52,
+# 113 and 202 M parameters for float32 and to 52, 113 and 600 M for float16 and int4, within 8.5 %; one measurement for
+# int8.
 _HELD = {
     "float": (1_220_000_000, 11.2),
     "float16": (1_150_000_000, 10.6),
@@ -27,20 +26,20 @@ _HELD = {
 
 
 def verification_bytes(decoder: Decoder) -> int:
-    """Estimated memory for verifying all of `decoder`."""
+    """Estimated memory for full verification."""
     fixed, held = _HELD.get(decoder.info.weights_dtype, _HELD["float"])
     return fixed + round(held * parameter_count(decoder.model))
 
 
 def layers_to_verify(job: Job, decoder: Decoder) -> int | None:
-    """LAYERS if memory does not suffice for all, else None. A decoder of another exporter is not cut."""
+    """LAYERS if memory is short, else None. Never cuts another exporter's decoder."""
     free = available_bytes()
     few = job.source.onnx is None and decoder.info.num_layers > LAYERS
     return LAYERS if few and 0 < free < verification_bytes(decoder) else None
 
 
 def bytes_beside(job: Job, decoder: Decoder, files: int) -> int:
-    """Disk space of the first layers' export, beside an export of `files` bytes."""
+    """Disk space for exporting the first layers of a `files`-byte export."""
     if layers_to_verify(job, decoder) is None:
         return 0
     tables = 2 * max((int(tensor.nbytes) for tensor in tensors_of(decoder.model)), default=0)

@@ -1,6 +1,6 @@
-"""Generated tokens: the runtime on the exported folder against the reference decoder and the reference sampler.
+"""Compare generated tokens: the runtime against the reference decoder and sampler.
 
-The runtime samples with the function in the file, never with the native operator: the file is what is verified.
+The runtime samples with the file's function, never the native operator, to verify the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from topw_deploy.sampling import Geometry, Row, TopWParameters, sample_row, unif
 
 TOKENS = 10
 SEED = 7
-# Under the second setting geometry decides, and the draw is far from greedy.
+# With the second, geometry decides, far from greedy.
 _SETTINGS: tuple[tuple[str, dict[str, float]], ...] = (
     ("defaults", {}),
     ("lam 0.5, temperature 1.5", {"lam": 0.5, "temperature": 1.5}),
@@ -43,11 +43,11 @@ _NO_EDITS = {
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the generated tokens compare; each was judged after the same tokens before it.
+    """Token counts, each compared after the same earlier tokens.
 
-    equal: the reference draws the same token.
-    near_ties: another one, but rounding may decide between the two. These say nothing.
-    wrong: another one, or none.
+    equal: same as the reference.
+    near_ties: different, but rounding may decide; inconclusive.
+    wrong: different or missing.
     """
 
     equal: int
@@ -60,16 +60,16 @@ class Agreement:
 
     @property
     def conclusive(self) -> bool:
-        """A wrong token settles the check; without one at least half of the tokens must be equal."""
+        """Whether any token is wrong or at least half are equal."""
         return self.wrong > 0 or 2 * self.equal >= self.tokens > 0
 
 
 def generation_checks(
     folder: Path, manifest: DecoderManifest, reference: Reference, geometry: Geometry, prompts: Sequence[np.ndarray]
 ) -> Iterator[Check | NotCompared]:
-    """Generate after one of `prompts` [n] and compare token by token, for each setting.
+    """Generate after one of `prompts` [n] and compare tokens, for each setting.
 
-    The next prompt is tried where fewer than half of the tokens can be compared.
+    Tries the next prompt if fewer than half of the tokens are comparable.
     """
     opened = ModelFolder(folder, DecoderManifest, unfinished=True)
     with TopWModel(opened, GraphSession(opened, SessionOptions(provider="cpu", sampler="graph")), 0.0) as model:
@@ -111,9 +111,10 @@ def compare_tokens(
     prompt: np.ndarray,
     parameters: TopWParameters,
 ) -> Agreement:
-    """Compare each of `tokens` with the reference's draw after the prompt and the earlier `tokens` (teacher forcing).
+    """Compare `tokens` with the reference's draws after the same earlier tokens (teacher forcing), so that near-ties do
+    not end the comparison.
 
-    So a near-tie does not end the comparison. wanted: how many tokens there must be.
+    wanted: required number of tokens.
     """
     error = BOUNDS[manifest.decoder.kv_dtype]
     sequence = np.concatenate([prompt, np.asarray(tokens, dtype=np.int64)])
@@ -132,8 +133,8 @@ def compare_tokens(
 def _near_tie(row: Row, token: int, logits: np.ndarray, temperature: float, error: float) -> bool:
     """Whether logits with this relative error may draw `token` instead.
 
-    Rounding never draws a token whose weight is below error^2 of the largest. Without this limit every token would be
-    excused where one has nearly all mass, as the objective is then near a tie with every longer prefix.
+    Rounding never draws a token with weight below error^2 of the largest. Without this limit, any token would pass
+    where one has nearly all mass: the objective is then nearly tied with every longer prefix.
     """
     close = min(row.draw_margin, row.ties.objective, row.ties.nucleus) <= error or row.ties.pool_cut
     return close and bool((logits[token] - logits.max()) / temperature >= 2 * np.log(error))

@@ -1,4 +1,4 @@
-"""Running the worker process and judging its results, for the exporter and for `topw verify`."""
+"""Run the verification worker for exports and `topw verify`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _EQUAL_LENGTHS = "so the prompts of a batch must have equal lengths"
 
 
 def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
-    """Verify the folder being exported. Returns (its record for the manifest, whether batches may be padded).
+    """Verify a new export. Returns (manifest record, whether batches may be padded).
 
-    A decoder of another exporter may fail at padding alone: the failed check is recorded with the limit it leads to.
-    Raises VerificationError naming the first check that fails otherwise.
+    Another exporter's decoder may fail at padding only; the manifest records that. Raises VerificationError for the
+    first other failure.
     """
     source = job.source
     task = {
@@ -51,7 +51,7 @@ def verify_in_subprocess(job: Job, folder: Path) -> tuple[Verification, bool]:
 
 
 def _limited(check: Check) -> Check:
-    """A failed padding check with its consequence, and a finite difference, as the manifest's JSON needs one."""
+    """Add a failed padding check's consequence; the manifest needs a finite difference."""
     if check.passed:
         return check
     difference = min(check.difference, sys.float_info.max) if check.difference >= 0 else sys.float_info.max  # NaN
@@ -61,9 +61,9 @@ def _limited(check: Check) -> Check:
 def recheck(
     folder: Path, manifest: Manifest, named: str | None, trust_remote_code: bool, progress: Progress
 ) -> Outcome:
-    """Check a finished export again, against the source `named` or the one in its manifest.
+    """Check a finished export against source `named`, default the manifest's.
 
-    Nothing is downloaded: a hub model must be in the cache. Nothing of a sampler-only folder is compared.
+    Downloads nothing: hub models must be cached. Does not compare sampler-only folders.
     """
     if not isinstance(manifest, DecoderManifest):
         reason = "this is a sampler-only model"
@@ -83,12 +83,12 @@ def recheck(
 
 
 def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
-    """Run the worker on `task` and report each result as soon as it arrives.
+    """Run the worker on `task`, reporting results as they arrive.
 
     Keys of `task`:
         folder: the export.
-        onnx or checkpoint: what to compare with; without either, `no_reference` says why.
-        num_hidden_layers, trust_remote_code: how to load the checkpoint.
+        onnx or checkpoint: the source; if missing, `no_reference` is the reason.
+        num_hidden_layers, trust_remote_code: checkpoint options.
         native: also check this machine's native sampler.
     Raises VerificationError if the worker fails.
     """
@@ -112,7 +112,7 @@ def run_checks(task: dict[str, Any], progress: Progress) -> Outcome:
 
 
 def _lines(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The worker's JSON lines as they come. Raises VerificationError if it dies."""
+    """Raises VerificationError if the worker dies."""
     command = [sys.executable, "-m", "topw_deploy.export.verification.worker", json.dumps(task)]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as last_words:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=last_words, text=True, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Sessions over parts of an exported graph: the decoder up to the sampler's logits, and the sampler alone."""
+"""Sessions over the decoder or the sampler alone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ LOGITS = "topw.probe.logits"
 
 
 def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> ort.InferenceSession:
-    """A session over `model`, part of the export in `folder`; library: see `open_session`.
+    """Open a session over `model`, part of the export in `folder`; library: see `open_session`.
 
-    A graph with weights in data files is written beside them while it is opened.
-    Raises VerificationError if `folder` cannot be written then.
+    A graph with data files is written beside them temporarily. Raises VerificationError if `folder` is not writable.
     """
     if not external_files(model):
         return open_session(ir.to_proto(model).SerializeToString(), library)
@@ -48,10 +47,10 @@ def open_graph(folder: Path, model: ir.Model, library: Path | None = None) -> or
 
 
 def open_session(model: str | bytes, library: Path | None = None) -> ort.InferenceSession:
-    """A session on the CPU, where every machine computes the same but for rounding.
+    """Open a CPU session: equal results on all machines, except for rounding.
 
-    model: a file or its content.
-    library: the native operator's; without it the sampler is the function in the file.
+    model: file or content.
+    library: of the native sampler, instead of the file's function.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -61,7 +60,7 @@ def open_session(model: str | bytes, library: Path | None = None) -> ort.Inferen
 
 
 class LogitsProbe:
-    """The exported decoder; its output is the sampler's logits."""
+    """The exported decoder; outputs the sampler's logits."""
 
     def __init__(self, folder: Path, decoder: DecoderInfo) -> None:
         self._driver = cache_driver(open_graph(folder, _decoder_model(folder)), decoder, LOGITS)
@@ -71,7 +70,7 @@ class LogitsProbe:
         self._driver.start(batch)
 
     def step(self, ids: np.ndarray, attention_mask: np.ndarray) -> np.ndarray:
-        """See `CacheDriver.step`. Padding may stand anywhere."""
+        """See `CacheDriver.step`. Padding can be anywhere."""
         return self._driver.step(ids, attention_mask)
 
 
@@ -94,7 +93,7 @@ def _decoder_model(folder: Path) -> ir.Model:
 
 
 class SamplerProbe:
-    """The exported sampler. library: the native operator's, to run the node with it instead."""
+    """The exported sampler. library: see `open_session`."""
 
     def __init__(self, folder: Path, library: Path | None = None) -> None:
         self._session = open_graph(folder, _sampler_model(folder), library)
@@ -125,7 +124,7 @@ def _sampler_model(folder: Path) -> ir.Model:
     old = node.inputs[0]
     width = old.shape[-1] if old is not None and old.shape is not None else None
     vocab = width if isinstance(width, int) else "vocab"
-    # The decoder's own output may be called logits too.
+    # A decoder output may be called logits too.
     for value in graph.outputs:
         if value.name == "logits":
             value.name = "topw.probe.old_logits"
@@ -134,7 +133,7 @@ def _sampler_model(folder: Path) -> ir.Model:
     logits = editor.input("logits", ir.DataType.FLOAT, ["batch", vocab])
     graph.outputs.clear()
     if old is not None:
-        ir.convenience.replace_all_uses_with(old, logits)  # the rows of optional inputs are counted there too
+        ir.convenience.replace_all_uses_with(old, logits)  # includes uses that count optional inputs' rows
     graph.outputs.extend(node.outputs)
     RemoveUnusedNodesPass()(model)
     for value in [value for value in graph.inputs if value.name not in TAIL_INPUTS]:

@@ -1,7 +1,7 @@
-"""What quantisation costs: the graph as it is shipped beside the model in float32, on text.
+"""Measure quantisation loss on text: the shipped graph against the float32 model.
 
-The tight comparison, decoder_checks with the dequantised weights, uses the same quantiser on both sides, so a quantiser
-that rounds badly fails only here, and only for a trained model.
+decoder_checks with dequantised weights quantise both sides alike, so poor rounding fails only here, and only for
+trained models.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from topw_deploy.export.verification.reference import Reference
 from topw_deploy.manifest import Check, DecoderManifest, Note
 from topw_deploy.sampling import Geometry, sample_row, uniform_for
 
-# Nats per token that the text may become less probable by. Five times what the worst choice of options costs the
-# bundled model (0.040: `default`, blocks of 256); scales a fifth too large in one of its layers cost 0.3, the two codes
-# of each byte swapped in one matrix 0.13 to 1.1. At 8 bits nothing that is right costs over 0.002.
+# Maximum loss increase in nats per token: five times the worst options' on the bundled model (0.040: `default`, blocks
+# of 256). Scales a fifth too large in one layer cost 0.3, swapped half bytes in one matrix 0.13 to 1.1, correct 8-bit
+# weights at most 0.002.
 PERPLEXITY_BOUNDS = {"int4": 0.2, "int8": 0.02}
-# Of a model that does no better than guessing, by its float32 loss. It has nothing to lose on text: rounding moves its
-# loss either way, by up to 0.6 in random models at 4 bits. So to stay under this bound passes no check; to exceed it
-# fails one.
+# For models no better than guessing. Rounding moves their loss either way, by up to 0.6 in random models at 4 bits, so
+# staying under this proves nothing; exceeding it fails.
 UNTRAINED_BOUND = 1.0
-_CERTAINTY = 2.0  # standard errors that the excess over a bound must have
-_BATCH = 16  # rows that are decoded together
-_CROPS = 32  # positions at which crop and token are compared
+_CERTAINTY = 2.0  # standard errors by which a failing loss exceeds its bound
+_BATCH = 16  # rows decoded together
+_CROPS = 32  # positions for comparing crops and tokens
 _SEED = 11
 
 
@@ -36,8 +35,8 @@ class Text:
     """Text to measure on.
 
     rows: token ids int64 [rows, columns].
-    prefix: tokens at the start of each row that are no text (BOS).
-    name: a description of the text.
+    prefix: leading special tokens per row (BOS).
+    name: description.
     """
 
     rows: np.ndarray
@@ -47,7 +46,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Loss:
-    """Nats per token, and the standard error of their difference."""
+    """Nats per token, and the difference's standard error."""
 
     exact: float
     quantised: float
@@ -55,10 +54,7 @@ class Loss:
 
     @classmethod
     def of(cls, exact: np.ndarray, quantised: np.ndarray) -> Loss:
-        """Of losses [rows, tokens]. Neighbouring tokens are correlated, so the error is that of a mean of rows.
-
-        With one row it is that of a mean of tokens.
-        """
+        """Average losses [rows, tokens]. Rows are the samples, as neighbouring tokens are correlated."""
         samples = (quantised - exact).mean(axis=1) if len(exact) > 1 else (quantised - exact)[0]
         error = samples.std(ddof=1) / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
         return cls(float(exact.mean()), float(quantised.mean()), float(error))
@@ -75,10 +71,10 @@ def quantised_checks(
     manifest: DecoderManifest,
     geometries: tuple[Geometry, Geometry],
 ) -> Iterator[Check | Note]:
-    """Perplexity, kept sets and drawn tokens of `probe`, the graph as shipped, beside the float32 model `reference`.
+    """Compare perplexity, kept sets and tokens of the shipped graph `probe` with the float32 `reference`.
 
-    geometries: over the graph's table, over the float model's. The perplexity comes first and can fail; the others
-    are for information.
+    geometries: of the graph's and the float model's table.
+    Yields the perplexity, which can fail, then notes.
     """
     counted = text.rows.shape[1] - 1
     places = {divmod(int(place), counted) for place in np.linspace(0, len(text.rows) * counted - 1, _CROPS)}
@@ -104,9 +100,9 @@ def quantised_checks(
 
 
 def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check | Note:
-    """Whether the text became less probable by more than the bound, beyond chance.
+    """Check that loss grew by at most the bound, beyond chance.
 
-    Of a model that does no better than guessing, only a failure is a check.
+    Models no better than guessing do not pass but get a Note.
     """
     trained = loss.exact < math.log(manifest.sampler.vocab_size)
     bound = PERPLEXITY_BOUNDS[manifest.decoder.weights_dtype] if trained else UNTRAINED_BOUND
@@ -125,7 +121,7 @@ def perplexity_check(loss: Loss, manifest: DecoderManifest, text: Text) -> Check
 def _float_losses(
     reference: Reference, rows: np.ndarray, places: set[tuple[int, int]]
 ) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
-    """Losses [rows, columns - 1], and the logits at `places`, one row in memory at a time."""
+    """Losses [rows, columns - 1] and logits at `places`, row by row."""
     losses = np.empty((len(rows), rows.shape[1] - 1))
     kept: dict[tuple[int, int], np.ndarray] = {}
     for number, row in enumerate(rows):

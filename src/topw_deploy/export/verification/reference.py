@@ -1,4 +1,4 @@
-"""References for an export's logits: the torch model, or the ONNX decoder as its maker wrote it."""
+"""Reference logits: the torch model or the original ONNX decoder."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Reference(Protocol):
     name: str
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [n, vocab] for ids [n]; row i is computed from ids[: i + 1]."""
+        """float32 [n, vocab] for ids [n]; row i depends on ids[: i + 1]."""
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
-        """The last row of each run, where the tokens go in by runs of these sizes, on which rounding may depend."""
+        """Last logits of each run of these sizes, which can affect rounding."""
 
 
 class TorchReference:
-    """The checkpoint in transformers, in float32."""
+    """The transformers checkpoint in float32."""
 
     name = "torch"
 
@@ -35,11 +35,11 @@ class TorchReference:
         from topw_deploy.export.source.checkpoint import load_checkpoint
 
         model = load_checkpoint(folder, dtype, num_hidden_layers=num_hidden_layers, trust_remote_code=trust_remote_code)
-        self.model = model.float()  # weights are rounded to the exported type first
+        self.model = model.float()  # after rounding to the exported type
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """Parameter count."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
@@ -58,11 +58,10 @@ class TorchReference:
 
 
 class MakersReference:
-    """The ONNX decoder that was grafted onto, run as it came.
+    """A graft's original ONNX decoder.
 
-    Where activations are rounded to 8 bits (MatMulNBits on a CPU), a difference in float32's last digit, as between
-    steps and a whole prompt, may flip such a rounding and grow (measured: 0.11, of logits up to 16). So both sides get
-    their tokens in runs of the same sizes.
+    With activations rounded to 8 bits (MatMulNBits on a CPU), a last-digit float32 difference, as between steps and
+    whole prompts, can flip a rounding and grow (measured: 0.11, of logits up to 16). So both sides use equal runs.
     """
 
     name = "the decoder as it came"
@@ -76,7 +75,7 @@ class MakersReference:
         rows = self._run(ids)
         if len(rows) == len(ids):
             return rows
-        return np.concatenate([self._run(ids[: n + 1]) for n in range(len(ids))])  # the graph gives the last row only
+        return np.concatenate([self._run(ids[: n + 1]) for n in range(len(ids))])  # the graph returns only the last row
 
     def logits_by_runs(self, ids: np.ndarray, runs: Sequence[int]) -> np.ndarray:
         driver = cache_driver(self._session, self._decoder, "logits")

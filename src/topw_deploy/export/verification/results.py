@@ -1,4 +1,4 @@
-"""The results of a verification: what the worker process sends, and how they are printed and collected."""
+"""Verification results: collection, JSON and printing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS: dict[str, type[Result]] = {"check": Check, "not_compared": NotCompared, 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All results of a run. peak: the memory of the worker in bytes."""
+    """All results. peak: worker memory in bytes."""
 
     checks: tuple[Check, ...]
     not_compared: tuple[NotCompared, ...] = ()
@@ -40,7 +40,7 @@ class Outcome:
         return tuple(check for check in self.checks if not check.passed)
 
     def verification(self) -> Verification:
-        """The manifest's record: "passed" if everything was compared and passed, else "partial"."""
+        """Manifest record: "passed" if all was compared and passed, else "partial"."""
         status = "partial" if self.not_compared or self.failed else "passed"
         return Verification(status=status, checks=self.checks, not_compared=self.not_compared, notes=self.notes)
 
@@ -52,7 +52,7 @@ def encoded_result(result: Result) -> dict[str, Any]:
 
 
 def decoded_result(line: dict[str, Any]) -> Result | None:
-    """The inverse of `encoded_result`; None for other lines."""
+    """Inverse of `encoded_result`; None for other lines."""
     for kind, each in _KINDS.items():
         if kind in line:
             return each(**line[kind])
@@ -60,7 +60,7 @@ def decoded_result(line: dict[str, Any]) -> Result | None:
 
 
 def printed(result: Result) -> str:
-    """`-[✓] prefill logits: 3.6e-07 (bound 1e-04; 64 tokens, torch)`; -[x] failed, -[-] not compared, -[i] a note."""
+    """`-[✓] prefill logits: 3.6e-07 (bound 1e-04; 64 tokens, torch)`; [x] failed, [-] not compared, [i] note."""
     if isinstance(result, Note):
         return f"  -[i] {result.name}: {result.text}"
     if isinstance(result, NotCompared):

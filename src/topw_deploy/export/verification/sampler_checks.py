@@ -1,4 +1,4 @@
-"""The shipped sampler node against the float64 reference, on the model's own logits and the file's own table."""
+"""Compare the sampler node with the float64 reference, on real logits and the file's table."""
 
 from __future__ import annotations
 
@@ -19,21 +19,18 @@ from topw_deploy.manifest import Check, NotCompared, SamplerInfo
 from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TopWOptions, TopWParameters, draw, sample_row
 
 LOGPROB_BOUND = 1e-4
-# The fewest rows that a comparison needs, of the 28 or more that four rows of logits give: without a tie, and of these
-# decided by geometry (not certified).
+# Minimum rows without a tie, and of these decided by geometry (not certified). Four rows of logits give 28 or more.
 FEWEST_ROWS, FEWEST_BY_GEOMETRY = 20, 12
 _MADE_ROWS = 4
-_LARGEST_CROP_WALKED = 6  # every token of a crop up to this size is drawn once, so many of a larger one
+_LARGEST_CROP_WALKED = 6  # tokens drawn per crop; all for smaller crops
 _LARGEST_BATCH = 32
-_POOL_VALUES = 8_000_000  # features of one batch's pools, of which the graph holds several copies of 4 bytes each
-_TOKENS_MEASURED = 48  # for the neighbour bound, each against all others
+_POOL_VALUES = 8_000_000  # pool features per batch; the graph holds several 4-byte copies
+_TOKENS_MEASURED = 48  # for the neighbour bound, each against all
 _BLOCK = 2048
 
 
 @dataclass
 class _Tally:
-    """Counts over the rows compared."""
-
     rows: int = 0
     ties: int = 0
     by_geometry: int = 0
@@ -57,14 +54,14 @@ class _Tally:
             return
         self.by_geometry += not wanted.certified
         self.kept_sets += bool(found["kept"] != wanted.kept)
-        # The graph errs towards "not certified", which costs time and changes nothing.
+        # False negatives only cost time.
         false_claim = bool(found["certified"]) and not wanted.certified
         self.certificates += false_claim and not wanted.ties.allow_certified(FLOAT32_TIES)
         if wanted.draw_margin <= FLOAT32_TIES.draw:
             self.ties += 1
         elif found["next_token"] != wanted.next_token:
             self.tokens += 1
-        else:  # np.maximum keeps a NaN, which then fails
+        else:  # np.maximum keeps NaN, which fails
             self.worst_logprob = float(np.maximum(self.worst_logprob, abs(float(found["logprob"]) - wanted.logprob)))
 
 
@@ -78,12 +75,11 @@ def sampler_checks(
 ) -> Iterator[Check | NotCompared]:
     """Compare kept sets, tokens, certificates and log-probabilities on `logits` [n, vocab].
 
-    A crop is compared by its size and by drawing every one of its tokens (six of a large one), each with the uniform
-    number in the middle of its interval. Rows that rounding may decide (docs/contract/graph.md, section 4) are counted
-    and not judged. Where fewer than FEWEST_ROWS remain, or fewer than FEWEST_BY_GEOMETRY that geometry decides, made
-    rows are added; where these do not suffice either, nothing is passed.
+    Compares a crop's size and draws its tokens (six of a large one), each at the middle of its uniform interval. Rows
+    that rounding may decide (docs/contract/graph.md, section 4) are not judged. Below FEWEST_ROWS or
+    FEWEST_BY_GEOMETRY, adds made rows; if still too few, yields NotCompared.
 
-    title: the first word of the results' names.
+    title: prefix of result names.
     """
     tally = _Tally()
     for wanted, found in _answers(probe, sampler, defaults, geometry, logits):
@@ -105,9 +101,9 @@ def sampler_checks(
 
 
 def made_logits(vocab: int) -> np.ndarray:
-    """Logits [_MADE_ROWS, vocab] whose largest are close together, without ties, so that distances decide.
+    """Logits [_MADE_ROWS, vocab] without ties, where distances decide.
 
-    In each row up to 8 tokens lie evenly spread within a range of 0.5 to 2, and the others 4 below them or more.
+    Rows spread up to 8 tokens evenly over 0.5 to 2; others are at least 4 below.
     """
     generator = np.random.default_rng(1)
     rows = np.empty((_MADE_ROWS, vocab), np.float32)
@@ -119,7 +115,7 @@ def made_logits(vocab: int) -> np.ndarray:
 
 
 def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
-    """The reference's geometry over the exported table, statistics computed anew in float64."""
+    """Reference geometry of the exported table, in float64."""
     if options.metric == "uniform":
         return Geometry.uniform()
     model = ir.load(folder / MODEL_FILE)
@@ -127,10 +123,10 @@ def graph_geometry(folder: Path, options: TopWOptions, vocab: int) -> Geometry:
 
 
 def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
-    """Parameters to compare under: the export's defaults, four under which distances decide, a hot one, and greedy.
+    """Parameter sets: defaults, four where distances decide, hot, greedy.
 
-    A distance changes a crop only if it is of the size of differences between scores, about 1. Under `mahalanobis`
-    distances are near sqrt(2 hidden), so geom_scale divides by that.
+    Distances change a crop only if near score differences, about 1. `mahalanobis` distances are near sqrt(2 hidden), so
+    geom_scale divides by it.
     """
     one = (2.0 * (sampler.hidden_size or 1)) ** -0.5 if sampler.options.metric == "mahalanobis" else 1.0
     return (
@@ -147,7 +143,7 @@ def _settings(sampler: SamplerInfo) -> tuple[dict[str, float], ...]:
 def _answers(
     probe: SamplerProbe, sampler: SamplerInfo, defaults: TopWParameters, geometry: Geometry, logits: np.ndarray
 ) -> Iterator[tuple[Row, dict[str, np.ndarray]]]:
-    """(reference, graph) for every row of logits, setting and uniform number."""
+    """(reference, graph) pairs."""
     cases: list[tuple[int, TopWParameters, float, Row]] = []
     for setting in _settings(sampler):
         parameters = TopWParameters(**{**asdict(defaults), **setting})
@@ -167,7 +163,7 @@ def _answers(
 
 
 def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, uniform: float) -> Row:
-    """`row` with another uniform number, on which the crop does not depend."""
+    """The crop does not depend on the uniform."""
     if parameters.greedy or not row.valid:
         return row
     drawn = draw(logits, row.kept_ids, float(np.float32(parameters.temperature)), float(np.float32(uniform)))
@@ -175,13 +171,13 @@ def _drawn_with(row: Row, logits: np.ndarray, parameters: TopWParameters, unifor
 
 
 def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[float]:
-    """A uniform number in the middle of each kept token's interval: drawing with all of them lists the crop."""
+    """Middles of kept tokens' intervals: drawing with all lists the crop."""
     if parameters.greedy or not row.valid:
         return [0.5]
     kept = logits[row.kept_ids].astype(np.float64)
     edges = np.concatenate([[0.0], np.cumsum(np.exp((kept - kept[0]) / parameters.temperature))])
     middles = (edges[:-1] + edges[1:]) / 2 / edges[-1]
-    wide = np.diff(edges) / edges[-1] > 1e-5  # narrower ones are within rounding of their neighbours
+    wide = np.diff(edges) / edges[-1] > 1e-5  # narrower ones are within rounding
     middles = middles[wide]
     if len(middles) == 0:
         return [0.5]
@@ -190,9 +186,9 @@ def _uniforms(logits: np.ndarray, row: Row, parameters: TopWParameters) -> list[
 
 
 def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
-    """The neighbour bound in the sampler node of `folder` against distances in float64, for a sample of tokens.
+    """Check the stored neighbour bound against float64 distances, for sampled tokens.
 
-    geometry: the reference's. The difference is the largest of bound - distance: a bound is never above the truth.
+    geometry: the reference's. The difference is the maximum of bound - distance, which must not be positive.
     """
     bound = stored_bound(folder)
     name = "neighbour bound"
@@ -207,7 +203,7 @@ def bound_check(folder: Path, geometry: Geometry, tokens: int) -> Check:
 
 
 def stored_bound(folder: Path) -> np.ndarray:
-    """Node input 13 of the sampler, float32 [tokens] or [0]."""
+    """Sampler node input 13, float32 [tokens] or [0]."""
     model = ir.load(folder / MODEL_FILE)
     value = sampler_node(model.graph).inputs[len(TAIL_INPUTS) + GEOMETRY_INPUTS.index("neighbour_bound")]
     assert value is not None
@@ -216,10 +212,7 @@ def stored_bound(folder: Path) -> np.ndarray:
 
 
 def nearest_distances(geometry: Geometry, chosen: np.ndarray, tokens: int) -> np.ndarray:
-    """float64 [n]: the distance of each of the tokens `chosen` [n] to the nearest other of the first `tokens`.
-
-    inf where there is no other.
-    """
+    """float64 [n]: distance of each of `chosen` [n] to its nearest other of `tokens`; inf without others."""
     points = geometry.features(chosen)
     nearest = np.full(len(chosen), np.inf)
     for start in range(0, tokens, _BLOCK):

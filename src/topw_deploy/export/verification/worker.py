@@ -1,6 +1,6 @@
-"""The process that verifies: `python -m topw_deploy.export.verification.worker JSON`.
+"""Verification process: `python -m topw_deploy.export.verification.worker JSON`.
 
-The argument is the task (see `in_subprocess.run_checks`); stdout gets a JSON line per result.
+JSON is the task (see `in_subprocess.run_checks`); prints JSON lines.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _TEXT = (
     "and München lies south of Nürnberg. Return a list of the words in the string, using sep as the delimiter."
 )
 _TORCH_TYPES = {"float": "float32", "float16": "float16", "bfloat16": "bfloat16"}
-_LONGEST = 64  # tokens of the longest sequence, or a few more where a sliding window must be passed
+_LONGEST = 64  # tokens; more for a sliding window
 _LONGEST_WINDOW = 512
 
 
 def main(argument: str) -> int:
-    """Print a line per result (results.encoded_result), then {"error": message} or {"peak": bytes of memory}."""
+    """Print a line per result, then {"error": message} or {"peak": bytes}."""
     try:
         for result in run(json.loads(argument)):
             _print(encoded_result(result))
@@ -53,7 +53,7 @@ def main(argument: str) -> int:
 
 
 def run(task: dict[str, Any]) -> Iterator[Result]:
-    """All results for `task`."""
+    """Yield all results for `task`."""
     folder = Path(task["folder"])
     manifest = load_decoder_manifest(folder)
     reference = _reference(task, manifest)
@@ -66,7 +66,6 @@ def run(task: dict[str, Any]) -> Iterator[Result]:
 def _checks(
     task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: Reference | None
 ) -> Iterator[Result]:
-    """The graph in `folder` against `reference`."""
     decoder = manifest.decoder
     sequences = _sequences(folder, manifest)
     geometry = graph_geometry(folder, manifest.sampler.options, manifest.sampler.vocab_size)
@@ -100,7 +99,7 @@ def _checks(
 def _cost_of_quantisation(
     task: dict[str, Any], folder: Path, manifest: DecoderManifest, reference: TorchReference
 ) -> Iterator[Result]:
-    """Compare with the float model, then round the weights of `reference` like the graph's."""
+    """Compare with the float model, then round `reference` like the graph."""
     text = evaluation_text(folder, manifest, reference.parameters)
     if text is None:
         yield NotCompared("perplexity", "there is no tokenizer.json")
@@ -119,10 +118,7 @@ def _cost_of_quantisation(
 
 
 def _native(folder: Path, manifest: DecoderManifest, geometry: Geometry, logits: np.ndarray) -> Iterator[Result]:
-    """The sampler checks with this machine's native sampler.
-
-    It belongs to the installation and not to the file, so `topw verify` runs them, but an export does not.
-    """
+    """Only for `topw verify`: the native sampler belongs to the installation, not the file."""
     library, why = operator_library("CPUExecutionProvider", manifest.sampler.table_form)
     if library is None:
         yield NotCompared("native sampler", why)
@@ -143,9 +139,9 @@ def _reference(task: dict[str, Any], manifest: DecoderManifest) -> Reference | N
 
 
 def _sequences(folder: Path, manifest: DecoderManifest) -> list[np.ndarray]:
-    """Four sequences of very different lengths, longest first: text if there is a tokenizer, then random ids.
+    """Four sequences of different lengths, longest first: text with a tokenizer, then random ids.
 
-    The longest exceeds the sliding window, unless that is too long to test.
+    The longest exceeds the sliding window, unless too long to test.
     """
     longest = _LONGEST
     window = _window(folder, manifest)

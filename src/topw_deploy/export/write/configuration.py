@@ -1,4 +1,4 @@
-"""Write config.json, generation_config.json and onnxruntime-genai's genai_config.json."""
+"""Write config.json, generation_config.json and genai_config.json."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 def write_configuration(source: Source, tokenizer_folder: Path, output: Path, num_hidden_layers: int | None) -> None:
     """Write config.json and generation_config.json.
 
-    Their source is the model's folder, else the tokenizer's, else genai_config.json. A missing generation_config.json
-    is made from the configuration's special tokens.
+    Sources: the model's folder, the tokenizer's, genai_config.json. A missing generation_config.json is made from
+    special tokens.
     """
     folders = (source.folder, tokenizer_folder)
     genai: dict[str, Any] = next(
@@ -46,9 +46,9 @@ def write_configuration(source: Source, tokenizer_folder: Path, output: Path, nu
 
 
 def copy_genai_configuration(source: Source, output: Path, with_logits: bool) -> list[str]:
-    """Copy the genai_config.json of an ONNX decoder, with which onnxruntime-genai runs the export; returns notices.
+    """Copy an ONNX decoder's genai_config.json; returns notices.
 
-    onnxruntime-genai needs the output `logits`.
+    onnxruntime-genai needs output `logits`.
     """
     file = source.folder / _GENAI
     if source.onnx is None or not file.is_file():

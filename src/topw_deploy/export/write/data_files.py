@@ -1,4 +1,4 @@
-"""The data files beside a graph: their layout, and writing them resumably."""
+"""Lay out and resumably write data files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from topw_deploy.export.graph.lazy_weight import PART, parts
 from topw_deploy.progress import Advance
 
 DATA_FILE = "model.onnx_data"
-_OTHER_DATA_FILE = "model.topw.onnx_data"  # if an ONNX decoder has a file of the first name
-_INLINE_BELOW = 1024  # bytes: shape inference needs shapes, axes and scalars inside the graph
+_OTHER_DATA_FILE = "model.topw.onnx_data"  # if the first name is taken
+_INLINE_BELOW = 1024  # bytes: shape inference needs shapes, axes and scalars inline
 _PAGE = 4096  # alignment of mapped tensors ...
 _ALIGNED_ABOVE = 1 << 20  # ... above this size, as in onnx_ir
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a weight: bytes `offset` to `offset + length` of `file`."""
+    """A weight's location in `file`, in bytes."""
 
     value: ir.Value
     file: str
@@ -41,13 +41,13 @@ class Slot:
 
 
 class Log(Protocol):
-    """A record of written weights, which `write_data` reads and extends."""
+    """Log of written weights."""
 
     def written(self, file: str, layout: str, /) -> list[tuple[str, str]]:
-        """Names and SHA-256 of the weights in `file`, if written with this layout."""
+        """Names and SHA-256 of weights in `file` with this layout."""
 
     def began(self, file: str, layout: str, kept: list[tuple[str, str]], /) -> None:
-        """Record that `file` is begun and starts with the weights `kept`."""
+        """Record the start of `file` with `kept` weights."""
 
     def wrote(self, file: str, name: str, digest: str, /) -> None:
         """Record the next weight."""
@@ -70,10 +70,10 @@ class NoLog:
 
 
 def lay_out(values: Iterable[ir.Value], taken: Iterable[str] = (), max_shard_size: int | None = None) -> list[Slot]:
-    """Slots for the large ones of `values`, in order; small ones stay in the graph.
+    """Assign slots to large `values`, in order.
 
-    taken: names of existing data files.
-    max_shard_size: maximum bytes of a file, exceeded only by a single larger weight; None for one file.
+    taken: existing data files.
+    max_shard_size: maximum bytes per file, exceeded only by a single larger weight; None: one file.
     """
     slots: list[tuple[ir.Value, int, int, int]] = []
     shard = end = 0
@@ -109,10 +109,10 @@ def external(slot: Slot, folder: Path) -> ir.ExternalTensor:
 
 
 def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> None:
-    """Write every slot into its file in `folder`, in parts of at most `PART` bytes where possible.
+    """Write all slots, in parts of at most `PART` bytes where possible.
 
-    log: weights in it are kept if their hash is unchanged, so a call after an OSError continues.
-    advance: called with the bytes of each part.
+    log: logged weights with unchanged hashes are kept, so calls resume after an OSError.
+    advance: called with each part's bytes.
     """
     for file in dict.fromkeys(slot.file for slot in slots):
         _write_file(folder / file, [slot for slot in slots if slot.file == file], log, advance)
@@ -121,7 +121,7 @@ def write_data(slots: list[Slot], folder: Path, log: Log, advance: Advance) -> N
 def _write_file(path: Path, slots: list[Slot], log: Log, advance: Advance) -> None:
     layout = _layout_digest(slots)
     if path.is_file() and path.stat().st_nlink > 1:
-        path.unlink()  # a hard link of an earlier attempt: writing would change the source
+        path.unlink()  # writing through a hard link would change the source
     before = log.written(path.name, layout) if path.is_file() else []
     with path.open("r+b" if before else "w+b") as stream:
         kept, whole = _kept(stream, slots, before, advance)
@@ -149,7 +149,7 @@ def _write_weight(stream: BinaryIO, slot: Slot, whole: Any, advance: Advance) ->
 
 
 def _kept(stream: BinaryIO, slots: list[Slot], before: list[tuple[str, str]], advance: Advance) -> tuple[int, Any]:
-    """The number of intact weights at the start of `stream`, and the hash up to there, where it is left."""
+    """(number, hash) of intact weights at the start of `stream`, positioned after them."""
     kept, whole = 0, hashlib.sha256()
     for slot, (name, digest) in zip(slots, before, strict=False):
         start, own, after, left = stream.tell(), hashlib.sha256(), whole.copy(), slot.length

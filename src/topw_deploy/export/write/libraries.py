@@ -1,4 +1,4 @@
-"""Versions of the libraries that make an export."""
+"""Library versions used for an export."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LIBRARIES = ("torch", "transformers", "onnx-ir", "onnxscript", "onnxruntime", "
 
 
 def library_versions() -> dict[str, str]:
-    """Name -> version of this package and its installed libraries."""
+    """Name -> version, including this package."""
     versions = {"topw_deploy": topw_deploy.__version__}
     for name in _LIBRARIES:
         try:

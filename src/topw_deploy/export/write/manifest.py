@@ -1,4 +1,4 @@
-"""The manifest and the report of an export, of a decoder or of the sampler alone."""
+"""Build manifests and reports."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from topw_deploy.manifest import (
 def decoder_manifest(
     job: Job, decoder: Decoder, sampler: TailSpec, folder: Path, known: dict[str, str]
 ) -> DecoderManifest:
-    """The provisional manifest of the files in `folder`. known: name -> SHA-256 of files that were hashed when written.
+    """Build the provisional manifest.
 
-    Raises UnsupportedModelError for a model that no manifest can describe, such as one with too many layers.
+    known: name -> SHA-256 from writing.
+    Raises UnsupportedModelError if a manifest cannot describe the model, such as for too many layers.
     """
     source = job.source
     facts = _facts(decoder.model, source, source.route, sampler, job.request.sampler, folder, known)
@@ -51,7 +52,7 @@ def decoder_manifest(
 def sampler_manifest(
     model: ir.Model, source: Source, spec: TailSpec, options: SamplerOptions, folder: Path
 ) -> SamplerManifest:
-    """The provisional manifest of the sampler-only files in `folder`."""
+    """Build a sampler-only folder's provisional manifest."""
     return SamplerManifest(**_facts(model, source, "sampler", spec, options, folder, {}))
 
 
@@ -62,7 +63,7 @@ def decoder_report(
     memory: dict[str, int],
     verification: Verification | None = None,
 ) -> ExportReport:
-    """The report on what was written, or would be. sizes: file -> bytes. memory: stage -> bytes."""
+    """Report on an export or dry run. sizes, memory: bytes per file and stage."""
     dry_run = job.request.dry_run
     return ExportReport(
         output=Path(job.request.output),
@@ -82,7 +83,7 @@ def decoder_report(
 def sampler_report(
     output: Path, model: ir.Model, started: float, sizes: dict[str, int], verification: Verification | None = None
 ) -> ExportReport:
-    """The report on a sampler-only export; without `sizes`, on a dry run."""
+    """Report on a sampler-only export; without `sizes`, a dry run."""
     return ExportReport(
         output=output,
         dry_run=not sizes,
@@ -96,7 +97,7 @@ def sampler_report(
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """Name -> bytes of every file in `folder`."""
+    """File name -> bytes."""
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
 
 
@@ -109,7 +110,6 @@ def _facts(
     folder: Path,
     known: dict[str, str],
 ) -> dict[str, Any]:
-    """The fields that both kinds of manifest have."""
     outputs = _tensor_specs(model.graph.outputs)
     return {
         "source": {"id": source.id, "revision": source.revision, "route": route},
@@ -133,7 +133,6 @@ def _facts(
 
 
 def _measures(model: ir.Model) -> dict[str, Any]:
-    """The fields that every report has of its graph."""
     return {
         "inputs": _tensor_specs(model.graph.inputs),
         "outputs": _tensor_specs(model.graph.outputs),
@@ -143,7 +142,6 @@ def _measures(model: ir.Model) -> dict[str, Any]:
 
 
 def _tensor_specs(values: Iterable[Any]) -> tuple[TensorSpec, ...]:
-    """Graph inputs or outputs as the manifest lists them."""
     specs = []
     for value in values:
         shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)

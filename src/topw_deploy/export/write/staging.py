@@ -1,7 +1,7 @@
 """Write a folder completely or not at all.
 
-All files go into a hidden sibling of OUT, locked by the writing process and renamed at the very end. The next export to
-OUT removes or resumes an unlocked one, whose process died.
+Files go into a hidden, locked sibling of OUT, renamed at the end. The next export to OUT removes or resumes an unlocked
+one, whose process has died.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from topw_deploy.sizes import decimal_size
 _locks: Any
 try:
     import fcntl as _locks
-except ImportError:  # Windows has no such locks: the files of a killed export stay
+except ImportError:  # Windows: files of a killed export stay
     _locks = None
 
 Progress = Callable[[int], object]
 
 SPARE = 16 << 20
 """Bytes that must stay free."""
-_PARTIAL = ".topw-partial-"  # in the names of hidden folders
+_PARTIAL = ".topw-partial-"  # in hidden folder names
 _LOCK = "lock"
-_UNLOCKED_FOR = 3600  # seconds after which a folder without a lock file counts as abandoned
+_UNLOCKED_FOR = 3600  # seconds until a folder without lock file is abandoned
 _COPY_PART = 64 << 20
-_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # another device, or a file system without links
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}  # another device, or no hard links
 _INTERRUPTIONS = (KeyboardInterrupt, SystemExit, OSError, MemoryError, ExportError)
 
 
 class StagedFolder:
-    """A context manager: write into `path`, then call `commit()`; leaving without it removes the files.
+    """Context manager: write into `path`, then `commit()`; otherwise the files are removed.
 
-    overwrite: replace an earlier export in `output`, at the end.
-    keep_failed: rename the files to `OUT.failed` instead of removing them.
-    resume: continue in the hidden folder of an interrupted export, and keep it if interrupted again.
-    workspace: the hidden folder around `path`.
-    Raises ExportError on entering if `output` is not free or cannot be written.
+    overwrite: replace an earlier export.
+    keep_failed: keep failed files as `OUT.failed`.
+    resume: continue an interrupted export; if interrupted, keep files.
+    workspace: the hidden folder containing `path`.
+    Raises ExportError on entry if `output` is not free or writable.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class StagedFolder:
         return made
 
     def _resumed(self) -> Path | None:
-        """The newest abandoned folder, if this export resumes; removes all others."""
+        """The newest abandoned folder; removes others."""
         found: Path | None = None
         for workspace, lock in _left_behind(self.output):
             if self._resume and found is None:
@@ -94,10 +94,11 @@ class StagedFolder:
         return found
 
     def commit(self) -> None:
-        """Flush everything to disk and rename the folder to OUT. An existing empty folder is filled instead, the
-        manifest last: it may be a working directory or a mount point.
+        """Flush all files to disk and rename the folder to OUT.
+
+        Fills an existing empty folder instead, manifest last: it may be a working directory or mount point.
         """
-        check_free(self.output, self._overwrite)  # again: another process may have written it
+        check_free(self.output, self._overwrite)  # another process may have written it
         try:
             for file in sorted(self.path.rglob("*")):
                 if file.is_file():
@@ -126,12 +127,12 @@ class StagedFolder:
 
 
 def _place(output: Path) -> Path:
-    """The parent of the hidden folders; a mount point `output` itself, so that renames work."""
+    """Parent of hidden folders; a mount point `output` itself, for renaming."""
     return output if os.path.ismount(output) else output.parent
 
 
 def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
-    """Hidden folders whose process has ended, newest first, each locked for the caller."""
+    """Hidden folders of ended processes, newest first, locked for the caller."""
     prefix = f".{output.name}{_PARTIAL}"
     found = [path for path in _place(output).iterdir() if path.name.startswith(prefix) and path.is_dir()]
     for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -148,7 +149,7 @@ def _left_behind(output: Path) -> Iterator[tuple[Path, int | None]]:
 
 
 def _lock(workspace: Path) -> int | None:
-    """Lock `workspace` until this process ends. Raises BlockingIOError if it is in use."""
+    """Lock until this process ends. Raises BlockingIOError if in use."""
     if _locks is None:
         return None
     handle = os.open(workspace / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -161,7 +162,7 @@ def _lock(workspace: Path) -> int | None:
 
 
 def _permit_as_new(folder: Path) -> None:
-    """Give an interrupted export the permissions of a new one: the umask may differ. Hard-linked files keep theirs."""
+    """Apply the current umask. Hard-linked files keep their permissions."""
     sample = folder.with_name(f".{folder.name}.topw-mode")
     sample.mkdir()
     try:
@@ -184,7 +185,7 @@ def _unlock(handle: int | None) -> None:
 
 
 def check_free(output: Path, overwrite: bool) -> None:
-    """Raises ExportError unless `output` can be created, is empty, or (with `overwrite`) is an earlier export."""
+    """Raises ExportError unless `output` is new, empty, or (`overwrite`) an earlier export."""
     try:
         taken = _is_taken(output)
     except OSError as error:
@@ -206,7 +207,7 @@ def check_free(output: Path, overwrite: bool) -> None:
 
 
 def _is_taken(output: Path) -> bool:
-    """Whether `output` has entries. Raises ExportError if it cannot be a folder."""
+    """Raises ExportError if `output` cannot be a folder."""
     if not output.exists() and not output.is_symlink():
         above = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
         if not above.is_dir():
@@ -220,7 +221,7 @@ def _is_taken(output: Path) -> bool:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises ExportError if the disk of `folder` has less than `needed` + SPARE bytes free."""
+    """Raises ExportError without `needed` + SPARE free bytes."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPARE:
         raise ExportError(
@@ -230,11 +231,11 @@ def require_space(folder: Path, needed: int) -> None:
 
 
 def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: Progress = lambda _bytes: None) -> None:
-    """Copy `source`, following symbolic links, to `target`; clones it where the file system can.
+    """Copy `source`, following symbolic links; clones where supported.
 
-    hard_link: make a hard link where the file system can. It takes no time or space, but onnx and onnx_ir refuse such
-        data files as an attack; onnxruntime accepts them. onnxruntime refuses symbolic links.
-    progress: called with the bytes of each finished part.
+    hard_link: hard-link where supported: needs no time or space, but onnx and onnx_ir refuse such data files as an
+    attack. onnxruntime accepts them, but no symbolic links.
+    progress: called with each part's bytes.
     """
     real = source.resolve(strict=True)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -258,7 +259,7 @@ def copy_file(source: Path, target: Path, *, hard_link: bool = False, progress: 
 
 
 def _copy_in_kernel(read: int, write: int, size: int, progress: Progress) -> int:
-    """Copy with copy_file_range, which clones where supported; returns the bytes copied."""
+    """Returns bytes copied."""
     done = 0
     while hasattr(os, "copy_file_range") and done < size:
         try:
@@ -279,7 +280,7 @@ def linkable(source: Path, folder: Path) -> bool:
 
 
 def write_error(output: Path, error: OSError, stays: bool = False) -> ExportError:
-    """An operating system error as a sentence for the user. stays: --resume can continue."""
+    """User message for an OSError. stays: --resume can continue."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         rest = "make room and export again with --resume" if stays else "nothing was kept, make room and export again"
         return ExportError(f"the disk is full while writing {output}; {rest}.")
@@ -290,7 +291,7 @@ def write_error(output: Path, error: OSError, stays: bool = False) -> ExportErro
 
 
 def _replace(staged: Path, output: Path) -> None:
-    """Rename `staged` to `output`. An earlier export is moved away, and back if that fails."""
+    """Move an earlier export aside, and back on failure."""
     if not output.exists():
         staged.rename(output)
         return
@@ -310,7 +311,7 @@ def _replace(staged: Path, output: Path) -> None:
 
 
 def _fill(output: Path, staged: Path) -> None:
-    """Move all entries of `staged` into the empty folder `output`, the manifest last, or none."""
+    """Move all of `staged` into the empty `output`, manifest last, or nothing."""
     entries = sorted(staged.iterdir(), key=lambda path: path.name == MANIFEST_NAME)
     try:
         for entry in entries:
@@ -318,7 +319,7 @@ def _fill(output: Path, staged: Path) -> None:
     except BaseException:
         for entry in reversed(entries):
             if (output / entry.name).exists():
-                (output / entry.name).rename(entry)  # the context manager removes it there
+                (output / entry.name).rename(entry)  # removed there by the context manager
         raise
     staged.rmdir()
 
@@ -339,5 +340,5 @@ def _sync(path: Path) -> None:
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:
-    """Turn SIGTERM into an exception, so that context managers clean up."""
+    """Raise SystemExit, so that context managers clean up."""
     raise SystemExit(143)

@@ -1,4 +1,4 @@
-"""Copy or convert the tokenizer to `tokenizer.json`, the form that the runtime reads."""
+"""Copy or convert the tokenizer to `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONVERTIBLE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "v
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises TokenizerError if `folder` has no tokenizer that can be exported."""
+    """Raises TokenizerError if `folder` has no exportable tokenizer."""
     if (folder / "tokenizer.json").is_file():
         _check_readable(folder / "tokenizer.json")
     if not any((folder / name).is_file() for name in ("tokenizer.json", *_CONVERTIBLE)):
@@ -40,10 +40,10 @@ def _check_readable(file: Path) -> None:
 
 
 def write_tokenizer(folder: Path, output: Path, *, trust_remote_code: bool = False) -> list[str]:
-    """Write the tokenizer of `folder` into `output`; returns notices.
+    """Write the tokenizer into `output`; returns notices.
 
-    `tokenizer.json` is copied, other forms are converted by transformers. A chat template in tokenizer_config.json
-    becomes chat_template.jinja. Raises TokenizerError if the conversion fails.
+    transformers converts forms other than `tokenizer.json`. A chat template in tokenizer_config.json becomes
+    chat_template.jinja. Raises TokenizerError if conversion fails.
     """
     notices = []
     if (folder / "tokenizer.json").is_file():
@@ -65,7 +65,7 @@ def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
             folder, use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
         )
         tokenizer.save_pretrained(output)
-    except Exception as error:  # any kind: a tokenizer may run code of its own
+    except Exception as error:  # tokenizers can run their own code
         raise TokenizerError(
             f"the tokenizer in {folder} cannot be converted to tokenizer.json ({type(error).__name__}: "
             f"{one_line(error)}); convert it with transformers and name its folder with --tokenizer."
@@ -76,7 +76,7 @@ def _convert(folder: Path, output: Path, trust_remote_code: bool) -> None:
             "name a folder with a tokenizer.json with --tokenizer."
         )
     for name in (*_CONVERTIBLE, "merges.txt"):
-        (output / name).unlink(missing_ok=True)  # tokenizer.json replaces them
+        (output / name).unlink(missing_ok=True)  # replaced by tokenizer.json
 
 
 def _extract_chat_template(output: Path) -> None:
@@ -87,7 +87,7 @@ def _extract_chat_template(output: Path) -> None:
         template = json.loads(config.read_text("utf-8")).get("chat_template")
     except (ValueError, AttributeError, RecursionError):
         return
-    if isinstance(template, list):  # named templates: chat uses the default one
+    if isinstance(template, list):  # chat uses the default template
         template = next(
             (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
         )

@@ -1,4 +1,4 @@
-"""Write a graph with its weights: each once, in the layout onnxruntime computes with, large ones in data files."""
+"""Write a graph and its weights: each once, in onnxruntime's layout, large ones in data files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from topw_deploy.export.graph.lazy_weight import PART, LazyWeight, transposed
 from topw_deploy.export.write.data_files import Log, NoLog, Slot, external, file_sizes, lay_out, write_data
 
 MODEL_FILE = "model.onnx"
-# Up to this size one file is easier to copy and diff. Above it, the runtime maps a data file instead of parsing the
-# weights, which takes a second copy (35 MB of 4-bit weights take 59 MB of memory, inside the graph 89 MB), and tools
-# can edit the graph without reading the weights. Protobuf's limit is 2 GiB.
+# Below this, one file is easier to copy and diff. Above, the runtime maps a data file instead of parsing a copy (59
+# instead of 89 MB for 35 MB of 4-bit weights), and tools can edit the graph without reading weights. Protobuf's limit
+# is 2 GiB.
 EXTERNAL_ABOVE = 16 << 20
 
 _PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
@@ -26,7 +26,7 @@ _PACKED = (ir.DataType.UINT4, ir.DataType.INT4, ir.DataType.INT8)
 def tidy(model: ir.Model, table: ir.Value | None) -> None:
     """Simplify a traced graph.
 
-    table: the embedding table's initializer, which a tied output layer shares.
+    table: embedding initializer, shared with a tied output layer.
     """
     graph = model.graph
     if table is not None:
@@ -38,7 +38,7 @@ def tidy(model: ir.Model, table: ir.Value | None) -> None:
 
 
 def _share_tied_head(graph: ir.Graph, table: ir.Value) -> None:
-    """Write hidden @ table^T as a Gemm on the table itself, not on a transposed copy."""
+    """Write hidden @ table^T as a Gemm, without a transposed copy."""
     for node in list(graph):
         if node.op_type != "MatMul" or node.domain or _rank(node.inputs[0]) != 2:
             continue
@@ -71,7 +71,7 @@ def _is_transpose_of(value: ir.Value, table: ir.Value) -> bool:
 
 
 def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
-    """Whether `copy` is the transpose of `original`, compared in blocks of rows where possible."""
+    """Compare `copy` with `original` transposed, in blocks where possible."""
     if not all(isinstance(tensor, LazyWeight) and tensor.read is not None for tensor in (copy, original)):
         return bool(np.array_equal(copy.numpy().T, original.numpy()))
     rows = int(original.shape[0])
@@ -81,7 +81,6 @@ def _equal_rows(copy: ir.TensorProtocol, original: ir.TensorProtocol) -> bool:
 
 
 def _store_transposed(graph: ir.Graph) -> None:
-    """Store weights transposed instead of transposing them in the graph."""
     for node in list(graph):
         source = node.inputs[0] if node.op_type == "Transpose" and node.domain == "" else None
         if source is None or source.const_value is None or len(source.uses()) != 1 or source.is_graph_input():
@@ -106,13 +105,13 @@ def weight_bytes(model: ir.Model) -> int:
 
 
 def parameter_count(model: ir.Model) -> int:
-    """Approximate number of elements in the initializers."""
+    """Approximate number of weights."""
     per_byte = {"int4": 2.0, "int8": 1.0, "uint8": 1.0, "float16": 0.5, "bfloat16": 0.5, "float": 0.25}
     return round(sum(per_byte.get(name, 0.25) * size for name, size in bytes_by_type(model).items()))
 
 
 def bytes_by_type(model: ir.Model) -> dict[str, int]:
-    """Element type -> bytes of all initializers, largest first; see quantised_type."""
+    """Element type (see quantised_type) -> bytes of initializers, largest first."""
     found: dict[str, int] = {}
     for graph in model.graphs():
         for value in graph.initializers.values():
@@ -123,7 +122,7 @@ def bytes_by_type(model: ir.Model) -> dict[str, int]:
 
 
 def quantised_type(value: ir.Value) -> str | None:
-    """`int4` or `int8` for the codes and zero points of a block-quantised weight, whose type is uint8; else None."""
+    """`int4` or `int8` for codes and zero points of a block-quantised weight (stored as uint8), else None."""
     for node, _ in value.uses():
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized") and value.const_value is not None:
             bits = node.attributes["bits"].as_int() if "bits" in node.attributes else 4
@@ -132,7 +131,7 @@ def quantised_type(value: ir.Value) -> str | None:
 
 
 def external_files(model: ir.Model) -> dict[str, Path]:
-    """Location in the graph -> path of every data file that initializers refer to."""
+    """Location -> path of referenced data files."""
     files: dict[str, Path] = {}
     for tensor in tensors_of(model):
         if isinstance(tensor, ir.ExternalTensor):
@@ -141,7 +140,7 @@ def external_files(model: ir.Model) -> dict[str, Path]:
 
 
 def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]:
-    """Places for the weights that are in no data file yet; empty for a small model. max_shard_size: see lay_out."""
+    """Slots for weights in no data file; empty for small models."""
     ours = [
         value
         for graph in model.graphs()
@@ -155,7 +154,7 @@ def data_slots(model: ir.Model, max_shard_size: int | None = None) -> list[Slot]
 
 
 def written_sizes(model: ir.Model, slots: list[Slot]) -> dict[str, int]:
-    """Name -> bytes of the files that `write_model` makes."""
+    """File name -> bytes from `write_model`."""
     with _referring(slots, Path()):
         return {MODEL_FILE: ir.to_proto(model).ByteSize(), **file_sizes(slots)}
 
@@ -167,10 +166,10 @@ def write_model(
     slots: list[Slot] | None = None,
     log: Log | None = None,
 ) -> None:
-    """Write `model` into `folder` as model.onnx, with data files for its `slots` (by default data_slots).
+    """Write model.onnx and data files for `slots` (default data_slots) into `folder`.
 
-    Initializers in existing data files keep their relative locations.
-    progress: called with the bytes of each part.
+    Existing data files keep their relative locations.
+    progress: called with each part's bytes.
     log: see write_data.
     """
     slots = data_slots(model) if slots is None else slots
@@ -192,7 +191,7 @@ def _referring(slots: list[Slot], folder: Path) -> Iterator[None]:
 
 
 def tensors_of(model: ir.Model) -> list[ir.TensorProtocol]:
-    """All initializers, including those of subgraphs."""
+    """All initializers, including subgraphs'."""
     return [
         value.const_value
         for graph in model.graphs()
