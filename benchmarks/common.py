@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing and tables of `topw bench`, workers, and processes."""
+"""Shared by the benchmarks: timing and tables of `topw bench`, workers, processes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from topw_deploy.errors import BenchmarkError
 __all__ = ["UNCOUNTED", "Spread", "interleave", "machine", "ratio", "released_processor", "say", "seconds", "table"]
 
 
-UNCOUNTED = 2  # steps at the beginning of a turn
+UNCOUNTED = 2  # warm-up steps of a turn
 
 
 def machine() -> str:
-    """One line on the machine: processor, cores, Python and versions."""
+    """Processor, cores, Python and versions on one line."""
     return str(this_machine())
 
 
 def say(text: str) -> None:
-    """Progress, on stderr: stdout carries the tables."""
+    """Print progress to stderr; stdout is for tables."""
     print(text, file=sys.stderr, flush=True)
 
 
 def released_processor(path: Path) -> Any:
-    """The class in the authors' file. Exits with a message for a file without it."""
+    """The class in the authors' file. Exits with a message if it is missing."""
     try:
         return load_processor(path)
     except BenchmarkError as error:
@@ -42,36 +42,37 @@ def released_processor(path: Path) -> Any:
 
 
 def median_step(step: Callable[[], object], steps: int) -> float:
-    """Seconds of a step: the median of `steps`, after UNCOUNTED others."""
+    """Median seconds of `steps` steps, after UNCOUNTED others."""
     for _ in range(UNCOUNTED):
         step()
     return statistics.median(seconds(step) for _ in range(steps))
 
 
 def one_thread_pool(threads: int) -> None:
-    """Make one thread pool for all sessions of this process: idle threads of one session's own pool spin for a while on
-    the core that the next session needs."""
+    """Share one thread pool among all sessions: a session's own idle threads would spin on the cores of the next
+    session.
+    """
     import onnxruntime as ort
 
     ort.set_global_thread_pool_sizes(threads, 1)
 
 
 def importable_by_workers() -> None:
-    """Put the repository on PYTHONPATH: workers are started by path and import `benchmarks`."""
+    """Put the repository on PYTHONPATH: workers start by path and import `benchmarks`."""
     root = str(Path(__file__).parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
 
 
 @dataclass(frozen=True)
 class Process:
-    """Wall seconds and peak resident bytes of a finished process, its children included."""
+    """Wall seconds and peak resident bytes of a finished process and its children."""
 
     seconds: float
     peak_bytes: int
 
 
 def run_process(command: Sequence[str]) -> Process:
-    """Run a command without its output. Raises CalledProcessError if it fails."""
+    """Run a command and discard its output. Raises CalledProcessError if it fails."""
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert child.stderr is not None

@@ -2,8 +2,8 @@
 
     python -m benchmarks.graft_memory [--gib 3] [--hidden 2048] [--vocab 32000] [--hard-link] [--folder DIR]
 
-The decoder has random weights in one data file; the graft runs in its own process, without verification. Mapped pages
-of the data file count as resident memory. Figures: docs/guide/export.md.
+The decoder has random weights in one data file; the graft runs in its own process, unverified. Mapped pages of the data
+file count as resident. Figures: docs/guide/export.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The part `capture`: steps in CUDA graphs, in every capture mode, after a matrix product, and on two streams."""
+"""The part `capture`: CUDA graphs in every capture mode, after a matmul, and on two streams."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def modes(job: Job) -> Result:
 
 
 def behind_a_product(job: Job) -> Result:
-    """Capture the matrix product that computes the logits together with the step after it."""
+    """Capture a step together with the matmul that computes its logits."""
     import torch
 
     from benchmarks.gpu.agreement import same, step_of
@@ -118,7 +118,7 @@ def two_streams(job: Job) -> Result:
 
 
 def replays(job: Job) -> Result:
-    """Replay one graph of certified and open rows many times: answers must not change."""
+    """Replay a graph of certified and open rows many times: answers must not change."""
     from benchmarks.gpu.agreement import same, step_of
     from benchmarks.gpu.graphs import captured
 

@@ -1,4 +1,4 @@
-"""Sides of `speed` over certified rows, in every type of logits, with warm and cold caches."""
+"""Sides of `speed` over certified rows: every logits type, warm and cold caches."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _COLUMNS = {"uniform": 0.37}
 
 
 class NotCertifiedError(Exception):
-    """Some rows are not certified, so the measurement would mean something else."""
+    """A row is not certified, which would invalidate the measurement."""
 
 
 def logits_on(device: torch.device, batch: int, vocab: int) -> torch.Tensor:
-    """float32 [batch, vocab]: `likely_logits`, different in each row."""
+    """float32 [batch, vocab]: `likely_logits`, different per row."""
     return torch.from_numpy(np.concatenate([likely_logits(vocab, seed=row) for row in range(batch)])).to(device)
 
 
 def top_w_sides(kernel: DeviceKernel, logits: torch.Tensor, sizes: Sizes) -> dict[str, Timed]:
-    """Top-W in each type of logits, its two launches separately, and with more inputs and outputs."""
+    """Top-W per logits type, its two launches separately, and with more inputs and outputs."""
     batch = len(logits)
     sides: dict[str, Timed] = {}
     for dtype in _TYPES:
@@ -81,14 +81,14 @@ def certified_step(
 
 
 def cold_side(kernel: DeviceKernel, step: Step, cold: int) -> tuple[Side, int]:
-    """The step over enough copies of its logits in turn that none stays in the cache; and their number."""
+    """The step over copies of its logits that exceed the cache, in turn; and their number."""
     copies = max(2, math.ceil(cold / step.logits.nbytes))
     others = [certified_step(kernel, step.logits.clone(), memory=step) for _ in range(copies)]
     return rotating([other.launch for other in others]), copies
 
 
 def edits_of(logits: torch.Tensor) -> Edits:
-    """Penalties and biases of the likeliest tokens; the rows stay certified."""
+    """Penalties and biases for the likeliest tokens; the rows stay certified."""
     ids = logits.topk(_EDITS, 1).indices.cpu().numpy().astype(np.int64)
     penalty, bias = np.full(ids.shape, 1.05, np.float32), np.zeros(ids.shape, np.float32)
     bias[:, ::2] = 0.1

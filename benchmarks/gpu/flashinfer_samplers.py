@@ -1,4 +1,4 @@
-"""FlashInfer's samplers, over the same rows as Top-W, if the package is installed."""
+"""FlashInfer's samplers over the same rows, if installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def why_absent() -> str:
 
 
 def sides(logits: torch.Tensor) -> dict[str, Timed]:
-    """The samplers by name. One that cannot be captured is launched call by call, with a note."""
+    """Samplers by name. One that cannot be captured is launched per call, with a note."""
     from flashinfer.sampling import top_k_top_p_sampling_from_logits, top_p_sampling_from_probs
 
     probabilities = logits.softmax(1)

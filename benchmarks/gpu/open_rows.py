@@ -1,4 +1,4 @@
-"""Sides of `speed` over rows that geometry decides, at V = 151,936 and d = 2,048 with a float16 table."""
+"""Sides of `speed` over rows that geometry decides: V = 151,936, d = 2,048, float16 table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOALS = {1: 60.0}
 
 
 class NotOpenError(Exception):
-    """Some rows need no distances, so the measurement would mean something else."""
+    """A row needs no distances, which would invalidate the measurement."""
 
 
 def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, top_m: int) -> dict[str, Timed]:
@@ -39,7 +39,7 @@ def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, to
 
 
 def describe(samples: KernelSamples) -> str:
-    """The work that the rows took. Raises NotOpenError if a row needed no distances."""
+    """The rows' work. Raises NotOpenError if a row needed no distances."""
     reports = samples.reports
     stages = {STAGES[int(stage)] for stage in reports["stage"]}
     if stages != {"geometry"}:

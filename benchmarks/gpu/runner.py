@@ -1,7 +1,6 @@
-"""The parent process of the GPU command: chooses the steps, runs them in children and records their results.
+"""The parent process: chooses steps, runs them in children and records results.
 
-It never initialises CUDA, so it cannot hang. Steps that failed in an earlier run come last: a step that hangs must not
-delay the others.
+It never initialises CUDA, so it cannot hang. Steps that failed earlier run last, as a hang must not delay others.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from benchmarks.gpu.job import PART_LIMIT, Job
 from benchmarks.gpu.record import ABSENT, DONE, FAILED, PARTIAL, WAITING, Record
 
 _PLAN_LIMIT = 120.0  # seconds for a child to list its steps
-_GRACE = 5.0  # seconds of the budget for ending a child and writing the record
-_SHORTEST = 20.0  # least seconds for continuing a partial step
+_GRACE = 5.0  # seconds reserved to end a child and write the record
+_SHORTEST = 20.0  # minimum seconds to continue a partial step
 
 Opened = Callable[[str, Job], Child]
 
@@ -35,7 +34,7 @@ class Run:
 
     base: digest of what every result depends on.
     end: of the budget, on time.monotonic's clock.
-    again: repeat finished steps too.
+    again: repeat finished steps.
     open_child: starts a part's process.
     """
 
@@ -48,7 +47,7 @@ class Run:
     tried: set[str] = field(default_factory=set)
 
     def parts(self, names: Sequence[str]) -> None:
-        """Run the parts: first steps never tried with these inputs, then those that failed in an earlier run."""
+        """Run the parts: first steps never tried with these inputs, then earlier failures."""
         failed_before = {key for key, entry in self.record.steps.items() if entry["state"] == FAILED}
         for name in names:
             self._part(name, lambda key: key not in failed_before or self._changed(key))
@@ -57,7 +56,7 @@ class Run:
                 self._part(name, lambda key: True)
 
     def _part(self, name: str, chosen: Callable[[str], bool]) -> None:
-        """Run the chosen steps of a part. A failed step ends its process, as CUDA errors persist."""
+        """A failed step ends its process, as CUDA errors persist."""
         part_end = min(self.end - _GRACE, time.monotonic() + PART_LIMIT)
         child: Child | None = None
         try:
@@ -81,18 +80,18 @@ class Run:
                     child = None
         except ChildEndedError as reason:
             self._file(f"{name}/steps", "", {"state": FAILED, "failed": str(reason)})
-        finally:  # if the command is interrupted, without waiting for the child
+        finally:  # on interruption, without waiting for the child
             if child is not None:
                 child.close(wait=sys.exception() is None)
 
     def _forget(self, name: str, planned: set[str]) -> None:
-        """Drop failures of steps that are not planned, such as a failure to list them; keep results."""
+        """Drop failures of unplanned steps, such as a failure to list them; keep results."""
         for key in [key for key in self.record.steps if key.startswith(f"{name}/") and key not in planned]:
             if self.record.steps[key]["state"] in (FAILED, WAITING):
                 self.record.drop(key)
 
     def _step(self, child: Child, key: str, digest: str, limit: float) -> bool:
-        """Run and record one step; returns whether the process can be used again."""
+        """Run and record a step; returns whether the process is still usable."""
         say(f"{key} ...")
         before = self.record.steps.get(key, {})
         goes_on = before.get("partial") and before.get("inputs") == digest and not self.again
@@ -141,7 +140,7 @@ class Run:
         return self.record.steps[key].get("base") != self.base
 
     def _mark(self, key: str, digest: str) -> None:
-        """Mark an entry that was measured with other inputs as stale."""
+        """Mark an entry measured with other inputs as stale."""
         entry = self.record.steps.get(key)
         if entry is not None:
             entry["stale"] = entry.get("inputs") != digest

@@ -1,7 +1,6 @@
-"""The tokens that an exported model draws for fixed requests, and how two lists of them differ.
+"""The tokens that an exported model draws for fixed requests, and their comparison.
 
-They are recorded on a CPU when a folder is packed, so that a host can compare its GPU's tokens even if its own CPU
-runtime has another version or cannot open the folder.
+A CPU records them during packing, as a host's CPU runtime may have another version or fail to open the folder.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ Sequences = list[list[int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """How two lists of sequences differ.
+    """Difference between two lists of sequences.
 
-    steps: of every differing sequence, the first step that differs.
-    first: the smallest of them; None if all are equal.
+    steps: the first differing step of each differing sequence.
+    first: the smallest; None if all are equal.
     """
 
     sequences: int
@@ -58,7 +57,7 @@ class Difference:
 
 
 def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Arguments of `generate`: every choice and seed, for each prompt alone and all as a batch."""
+    """Arguments of `generate`: every choice and seed, each prompt alone and all in a batch."""
     prompts: list[Any] = [*PROMPTS, PROMPTS]
     return [
         {"prompt": prompt, "seed": seed, "max_new_tokens": tokens, **choice}
@@ -69,7 +68,7 @@ def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
 
 
 def draw(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
-    """The tokens of every sequence, those of a batch in order."""
+    """The tokens of every sequence, batches in order."""
     drawn: Sequences = []
     for request in asked:
         answer = model.generate(**request)
@@ -109,7 +108,7 @@ def beside(folder: Path) -> Path:
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
-    """What `record` wrote for the folder; None without. Raises BenchmarkError for another format."""
+    """The tokens from `record`; None without. Raises BenchmarkError for another format."""
     path = beside(folder)
     if not path.is_file():
         return None

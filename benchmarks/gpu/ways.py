@@ -1,4 +1,4 @@
-"""One way to run an exported folder: its tokens beside the recorded ones, its time beside the CPU's."""
+"""A way to run an exported folder: its tokens against the recorded ones, its time against the CPU's."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _WARMUP = 2
 
 @dataclass(frozen=True)
 class Way:
-    """How a folder is opened.
+    """How to open a folder.
 
     options: of TopWModel.from_pretrained.
-    sampler: that the model must report; "" for any.
+    sampler: expected in the model's report; "" for any.
     threads: that generate concurrently with one model.
     stands_in: what this way replaces in a rehearsal.
     """
@@ -67,7 +67,7 @@ def run(folder: Path, way: Way, job: Job) -> Result:
 
 
 def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], tokens.Sequences]:
-    """Requests and the CPU's tokens: recorded when the folder was packed, else drawn on this machine."""
+    """Requests and the CPU's tokens: recorded, else drawn on this machine."""
     known = tokens.recorded(folder)
     if known is not None:
         return known["requests"], known["tokens"]
@@ -89,7 +89,7 @@ def timed(
 ) -> dict[str, list[float]]:
     """Milliseconds per token, in turn: "this" and, if it opens, "cpu".
 
-    With several threads each generates one sequence concurrently, and the slowest counts.
+    Several threads generate one sequence each, concurrently; the slowest counts.
     """
     from benchmarks.common import interleave
 

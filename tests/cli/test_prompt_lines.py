@@ -1,4 +1,4 @@
-"""JSON lines of prompts: what a line may hold, and the line's number in every refusal."""
+"""JSON lines of prompts: valid lines, and line numbers in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The corpus, shared by the tests as gathering it takes seconds."""
+"""Share the corpus, which takes seconds to gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/cpp reports every wrong folder, request and command line in one sentence."""
+"""examples/cpp reports wrong folders, requests and command lines in one sentence."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def kernel(emulated_library: Path) -> DeviceKernel:  # noqa: F811
 
 @pytest.fixture(scope="session")
 def host() -> Path:
-    """A Python with the package versions of a GPU host, without this project."""
+    """A Python with a GPU host's packages, without this project."""
     python = ROOT / ".venv-host" / "bin" / "python"
     if not (ROOT / ".venv-host" / "ready.stamp").is_file():
         reason = f"{python.parents[1]} is not ready; `make host` makes it"

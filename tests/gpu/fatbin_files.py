@@ -24,7 +24,7 @@ def fat_binary(*entries: bytes) -> bytes:
 
 
 def elf(sections: Sequence[tuple[str, bytes]]) -> bytes:
-    """A 64-bit little-endian ELF file with these sections and one for their names."""
+    """A 64-bit little-endian ELF file with these sections and their names."""
     names = b"\0" + b"".join(name.encode() + b"\0" for name, _ in sections) + b".shstrtab\0"
     content, headers, position = b"", [bytes(64)], 64
     for name, data in [*sections, (".shstrtab", names)]:

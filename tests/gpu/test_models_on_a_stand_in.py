@@ -1,5 +1,6 @@
-"""The part `models` as a GPU host runs it, on onnxruntime's CUDA provider over a stand-in for CUDA's runtime: every way
-opens, captures and is timed, and the tokens are noticed to be wrong, for the stand-in's decoder computes nothing."""
+"""The part `models` on onnxruntime's CUDA provider over a stand-in for CUDA's runtime: every way opens, captures and is
+timed, and wrong tokens are detected, as the stand-in's decoder computes nothing.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def answers(
         "PATH": os.environ["PATH"],
         "LD_LIBRARY_PATH": str(stand_in),
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        "ORT_ENABLE_XQA": "0",  # queries the device code, which the stand-in lacks
+        "ORT_ENABLE_XQA": "0",  # queries device code, which the stand-in lacks
     }
     done = subprocess.run(
         [str(python), "-c", SCRIPT, str(out), str(cuda_library), str(folder)],
@@ -70,5 +71,5 @@ def test_a_way_on_cuda_opens_is_timed_and_its_wrong_tokens_fail(answers: dict[st
 
 def test_a_way_that_fails_to_open_is_recorded_with_the_error(answers: dict[str, Any]) -> None:
     failed, _, data = answers["float16-gqa, cuda, the file's function"]
-    assert "cuDNN is unavailable" in failed  # needed by the function's reductions; the stand-in has none
+    assert "cuDNN is unavailable" in failed  # for the function's reductions; the stand-in lacks it
     assert data == {}

@@ -1,4 +1,4 @@
-"""Writing a folder as archives below a limit, and what `python -m benchmarks.gpu pack` writes beside them."""
+"""Archives below a limit, and the files that `python -m benchmarks.gpu pack` adds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT = 200_000
 
 
 def write_tree(root: Path) -> dict[str, bytes]:
-    """Write small texts, a file above LIMIT, and a library with a link; returns contents by name."""
+    """Small texts, a file above LIMIT, and a library with a link; returns contents by name."""
     noise = random.Random(5)
     files = {f"part/small-{i}.txt": f"text {i}\n".encode() * 50 for i in range(30)}
     files["part/large.bin"] = noise.randbytes(700_000)

@@ -1,4 +1,4 @@
-"""The GPU command, rehearsed on a CPU by the Python and the packages of a GPU host, from a checkout alone."""
+"""The GPU command, rehearsed on a CPU with a GPU host's packages, from a bare checkout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rehearsed(
     packed_demo: list[Path],  # noqa: F811
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The whole command with the archives of a packed model, and the folder of its results."""
+    """The whole command over a packed model's archives, and its results folder."""
     out = tmp_path_factory.mktemp("rehearsal")
     home = tools.home()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A part of the GPU command whose steps do what their names say, for the tests of the framework."""
+"""A part whose steps do what their names say, for tests of the framework."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.gpu.job import Job, Result, Step
 
-EXPECTED = 1.0  # seconds of every step
+EXPECTED = 1.0  # seconds per step
 
 
 def steps(job: Job) -> list[Step]:
@@ -75,7 +75,7 @@ def counts(job: Job) -> Result:
 
 
 def counts_and_hangs(job: Job) -> Result:
-    """Counts one more than is kept, and hangs unless that is two."""
+    """Counts one more than is kept; hangs unless that is two."""
     log(job, "counts_and_hangs")
     done = job.earlier.get("count", 0) + 1
     job.keep({"count": done})

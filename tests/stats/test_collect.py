@@ -1,4 +1,4 @@
-"""Whole runs: the tokens of `generate`, and every step compared with the reference over logits computed by hand."""
+"""Whole runs: the tokens of `generate`, and every step against the reference over hand-computed logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For tests of the native sampler: the library, its instruction sets, and the reference."""
+"""The native library, its instruction sets and the reference, for tests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TopWOptions, sample_row
 
-LOGPROB_BOUND = 2e-7  # relative above 1: computed in float64, answered in float32
-MASS_BOUND = 5e-7  # relative: the exponentials' 3e-7, and the rounding to float32
+LOGPROB_BOUND = 2e-7  # relative above 1: float64 rounded to float32
+MASS_BOUND = 5e-7  # relative: the exponentials' 3e-7 plus rounding to float32
 
 
 def opened(folder: Path) -> Kernel:
@@ -33,7 +33,7 @@ def opened(folder: Path) -> Kernel:
 
 
 def instruction_sets(kernel: Kernel) -> list[str]:
-    """The processor's instruction sets, best first. Leaves the best in use."""
+    """The processor's instruction sets, best first. Leaves the best active."""
     found = []
     for name in ("generic", "avx2", "avx512"):
         try:
@@ -54,7 +54,7 @@ def geometry_of(options: TopWOptions, embeddings: np.ndarray) -> Geometry:
 
 
 def columns(cases: list[Case]) -> dict[str, list[float]]:
-    """The parameters of all rows and their uniform numbers, by name."""
+    """All rows' parameters and uniform numbers, by name."""
     named = {name: [case.parameters[name] for case in cases] for name in cases[0].parameters}
     return named | {"uniform": [case.uniform for case in cases]}
 
@@ -93,7 +93,7 @@ def unexplained(wanted: Row, found: KernelSamples, row: int) -> Iterator[str]:
 def differences(
     kernel: Kernel, cases: list[Case], options: TopWOptions, geometry: Geometry, table: KernelTable | None
 ) -> list[str]:
-    """One line for each unexplained difference of these rows."""
+    """A line per unexplained difference."""
     found = sampled(kernel, cases, options, table)
     lines = []
     for i, case in enumerate(cases):
@@ -106,7 +106,7 @@ _answers: dict[tuple[bytes, str, TopWOptions, int], Row] = {}
 
 
 def _wanted(case: Case, options: TopWOptions, geometry: Geometry) -> Row:
-    """The reference's answer, computed once for all instruction sets."""
+    """Cached for all instruction sets."""
     table = 0 if geometry.table is None else hash(geometry.table.tobytes())
     key = (case.logits.tobytes(), f"{case.parameters} {case.uniform}", options, table)
     if key not in _answers:

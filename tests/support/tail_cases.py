@@ -1,4 +1,4 @@
-"""Run random rows through the tail's graph and compare them with the reference, for tests and `make fuzz`."""
+"""Compare random rows in the tail's graph with the reference, for tests and `make fuzz`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def graph(
 ) -> ort.InferenceSession:
     """A session of the sampler-only model; `form` is one of FORMS, or NATIVE.
 
-    Without `mass` for a large vocabulary of whole blocks, where it would disable the branch that skips edits.
+    Omits `mass` for a large vocabulary of whole blocks, where it would disable the branch that skips edits.
     """
     uses_table = scenario.options.metric != "uniform"
     spec = TailSpec(
@@ -84,7 +84,7 @@ def run(session: ort.InferenceSession, inputs: dict[str, np.ndarray]) -> dict[st
 
 @dataclass
 class Tally:
-    """Compared rows, certified rows and explained differences, each by regime."""
+    """Compared rows, certified rows and explained differences by regime."""
 
     rows: Counter[str] = field(default_factory=Counter)
     certified: Counter[str] = field(default_factory=Counter)
@@ -92,7 +92,7 @@ class Tally:
     unexplained: list[str] = field(default_factory=list)
 
     def add(self, label: str, case: Case, wanted: Row, found: dict[str, object]) -> None:
-        """Record the differences of one row."""
+        """Record one row's differences."""
         regime = case.regime.split(",")[0]
         self.rows[regime] += 1
         self.certified[regime] += wanted.certified
@@ -123,7 +123,7 @@ def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:
 
 def compare(scenario: Scenario, sessions: dict[str, ort.InferenceSession], geometry: Geometry, cases: list[Case],
             tallies: dict[str, Tally]) -> None:  # fmt: skip
-    """Run each batch through every form twice, with other uniform numbers and with padded edits."""
+    """Run each batch in every form twice, with other uniform numbers and padded edits."""
     wanted = [reference(scenario, geometry, case) for case in cases]
     second = [redrawn(row, case, 1.0 - 2.0**-24 - case.uniform) for row, case in zip(wanted, cases, strict=True)]
     for form, session in sessions.items():

@@ -1,5 +1,7 @@
-"""`python -m benchmarks.gpu pack`: archives of what a GPU host without a network needs.
+"""`python -m benchmarks.gpu pack`: archives for a GPU host without a network.
 
-`command` reads the options; `folders`, `onnxruntime_gpu`, `flashinfer` and `tensorrt` stage a component each; `fatbin`
-zeroes GPU code of other architectures; `archives` writes .tar.xz files. `benchmarks/gpu/unpack.py` reads them.
+- `command`: the options
+- `folders`, `onnxruntime_gpu`, `flashinfer`, `tensorrt`: stage one component each
+- `fatbin`: zeroes GPU code of other architectures
+- `archives`: writes .tar.xz files, which `benchmarks/gpu/unpack.py` reads
 """

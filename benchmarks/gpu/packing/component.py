@@ -1,4 +1,4 @@
-"""A component's entry in the index."""
+"""A component's index entry."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.gpu.packing.fatbin import Kept
 class Packed:
     """A staged component.
 
-    python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH; "." is the folder itself.
-    variables: environment variables, each naming a subfolder.
-    cuda_libraries: it needs CUDA's libraries, which PyTorch's packages have.
-    gpu_code: the GPU code kept of each library.
+    python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH; "." for the folder itself.
+    variables: environment variables that name a subfolder each.
+    cuda_libraries: needs CUDA's libraries, which PyTorch's packages have.
+    gpu_code: GPU code kept of each library.
     notes: sentences for users.
     """
 
