@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: timing and tables of `topw bench`, workers, processes."""
+"""Shared timing, tables, workers and processes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ UNCOUNTED = 2  # warm-up steps of a turn
 
 
 def machine() -> str:
-    """Processor, cores, Python and versions on one line."""
+    """The machine on one line."""
     return str(this_machine())
 
 
 def say(text: str) -> None:
-    """Print progress to stderr; stdout is for tables."""
+    """Progress goes to stderr, tables to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -49,16 +49,14 @@ def median_step(step: Callable[[], object], steps: int) -> float:
 
 
 def one_thread_pool(threads: int) -> None:
-    """Share one thread pool among all sessions: a session's own idle threads would spin on the cores of the next
-    session.
-    """
+    """One thread pool for all sessions: a session's own idle threads spin on the next session's cores."""
     import onnxruntime as ort
 
     ort.set_global_thread_pool_sizes(threads, 1)
 
 
 def importable_by_workers() -> None:
-    """Put the repository on PYTHONPATH: workers start by path and import `benchmarks`."""
+    """Put the repository on PYTHONPATH for workers, which start by path."""
     root = str(Path(__file__).parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
 

@@ -1,8 +1,8 @@
 """The worker of `benchmarks.decode`: one decoder that ends in Top-W or ArgMax.
 
-The address of the weights changes a session's speed by several per cent, more than a sampler costs. So one graph holds
-both samplers, selected by an input, over the same weights, threads and cache length. They take turns of a few steps in
-random order; a turn's result is its median step.
+The address of the weights changes speed by several per cent, more than a sampler costs. So an input of one graph
+selects the sampler, over the same weights, threads and cache length. Samplers take turns of a few steps in random
+order; a turn counts its median step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTROL = "control"
 
 
 def write_either(export: Path, folder: Path) -> Path:
-    """Write `folder/either.onnx`: `export` with its sampler and ArgMax as the branches of an If."""
+    """Write `folder/either.onnx`: `export` with its sampler and ArgMax in an If."""
     model = ir.load(export / "model.onnx")
     graph = model.graph
     (sampler,) = [node for node in graph if node.op_type == OP_TYPE]
@@ -149,7 +149,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         session = Either(Path(settings["either"]), native=name == "native")
         topw = TopW(Path(settings["export"]), session)
         loops |= {name: topw, f"{name} argmax": ArgMax(topw.model.manifest, session)}
-    # a second ArgMax: the ratio's distance from 1 is the measurement's error
+    # a second ArgMax, which shows the measurement's error
     loops[CONTROL] = ArgMax(topw.model.manifest, session)
     loops[f"{CONTROL} argmax"] = loops[f"{settings['samplers'][-1]} argmax"]
     distinct = [name for name in loops if name != f"{CONTROL} argmax"]

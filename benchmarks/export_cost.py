@@ -1,4 +1,4 @@
-"""Wall time, peak memory and file sizes of exporting the 52 M model, against optimum's exporter.
+"""Time, peak memory and file sizes of exporting the 52 M model, against optimum's exporter.
 
     python -m benchmarks.export_cost [--optimum PYTHON] [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""How often geometry decides a crop, by the float64 reference over the bundled model's held-out logits.
+"""How often geometry decides a crop, by the reference over the bundled model's held-out logits.
 
     python -m benchmarks.geometry_share [--rows 400] [--temperature 0.5 0.7 1 1.5 2]
 

@@ -2,10 +2,9 @@
 
     python -m benchmarks.grown --output DIR [--minutes 40]
 
-From scratch, this takes hours on a CPU. Growing keeps the bundled model's perplexity: weights are split at random
-between two copies of their input, and new layers start as the identity. Writes the folder, with the curve in
-`training_log.json`, every --every steps. The schedule follows the clock, so runs differ. Used by
-docs/guide/quantisation.md.
+From scratch, this takes hours on a CPU. Growing keeps the perplexity: weights are split at random between two copies of
+their input, and new layers start as the identity. Writes the folder and the curve in `training_log.json` every --every
+steps. The schedule follows the clock, so runs differ. Used by docs/guide/quantisation.md.
 """
 
 from __future__ import annotations

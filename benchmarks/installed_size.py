@@ -2,8 +2,8 @@
 
     python benchmarks/installed_size.py        (with the Python of the environment to measure)
 
-Counts the files that pip recorded, compiled modules included. An editable installation keeps this package's files in
-the clone: install a wheel to count them.
+Counts the files that pip recorded, compiled modules included. Install a wheel: an editable installation keeps this
+package's files in the clone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def size(package: metadata.Distribution) -> int:
 
 
 def report(packages: Packages) -> list[str]:
-    """A Markdown table of packages, largest first, marking those that only tokenizers needs; and the sum."""
+    """A table of packages, largest first, marking those that only tokenizers needs; and the sum."""
     runtime = frozenset({"cpu"}) if "onnxruntime" in packages else frozenset({"gpu"})
     every = reached(packages, {ROOT: runtime})
     brought = every - reached(packages, {ROOT: runtime}, frozenset({HEAVY})) - {HEAVY}

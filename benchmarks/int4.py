@@ -4,12 +4,12 @@ docs/guide/quantisation.md.
     python -m benchmarks.int4 --model HF_FOLDER [--llama-python PYTHON] [--part accuracy speed] [--work DIR]
         [--export NAME=FOLDER ...] [--llama Q4_0 Q4_K_M ...] [--threads 1 2]
 
-HF_FOLDER is a Llama. Each of CANDIDATES is exported once, unless --export names exports. PYTHON needs llama-cpp-python
-and gguf; without it llama.cpp is left out.
+HF_FOLDER is a Llama. Without --export, each of CANDIDATES is exported once. PYTHON needs llama-cpp-python and gguf;
+without it llama.cpp is left out.
 
 accuracy: loss over the bundled model's held-out text (HF_FOLDER must have its tokenizer) in rows of 512 tokens,
-    against float32 in torch, with the standard error of the difference over rows.
-speed: greedy steps after a prompt of --prompt tokens; the models take turns in random order.
+    against float32 in torch, with the standard error over rows.
+speed: greedy steps after --prompt tokens; the models take turns in random order.
 """
 
 from __future__ import annotations

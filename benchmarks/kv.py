@@ -8,11 +8,9 @@ FOLDER is written by genai's builder, in its own environment:
 
     python -m onnxruntime_genai.models.builder -i HF_FOLDER -o FOLDER -p fp32 -e cpu
 
-Without --model a random 52 M parameter Llama is used (benchmarks/models.py); without --genai only our forms are
-compared.
+Without --model, uses a random 52 M parameter Llama (benchmarks/models.py); without --genai, only our forms.
 
-graphs: bare decoders that end in ArgMax, driven by the same Python, in turns of a few steps in one process
-    (benchmarks/kv_worker.py); ratios are taken per turn.
+graphs: bare ArgMax decoders in turns of a few steps in one process (benchmarks/kv_worker.py); ratios per turn.
 loop: `TopWModel` with Top-W against genai's own loop, greedy and with top-p, run by run.
 memory: resident bytes while a small model generates one sequence of --tokens tokens.
 
@@ -103,9 +101,9 @@ def _row(turns: Sequence[dict[str, float]], args: argparse.Namespace) -> list[st
 
 
 def loop(export: Path, args: argparse.Namespace) -> None:
-    """`TopWModel` with Top-W against genai's own loop, greedy and with top-p.
+    """`TopWModel` with Top-W against genai's own loop.
 
-    Every session uses new processes: where weights lie in memory changes a step by some per cent.
+    Sessions are new processes: where weights lie in memory changes a step by some per cent.
     """
     peers = ("topw-native", "genai-greedy", "genai-top-p")
     rows = []

@@ -1,7 +1,4 @@
-"""The worker of `benchmarks.kv` and `benchmarks.int4`: greedy loops over ArgMax graphs, and memory.
-
-`ArgMaxLoop` drives every graph with its own kind of cache.
-"""
+"""The worker of `benchmarks.kv` and `benchmarks.int4`: greedy loops over ArgMax graphs, and memory."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         loops[name] = ArgMaxLoop(file, decoder, options)
 
     def sweep(prompt: list[int], turns: int, steps: int) -> dict[str, Any]:
-        """By loop: seconds per step for each turn, seconds of the prefill, and the first token, which must agree."""
+        """By loop: seconds per step by turn, seconds of the prefill, and the first token, which must agree."""
         room = len(prompt) + turns * (steps + UNCOUNTED) + 1
         prefills, first, found = {}, {}, []
         for name in order.sample(list(loops), len(loops)):
@@ -154,7 +151,7 @@ def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         assert len(result.token_ids) == count
 
     def grow() -> dict[str, int]:
-        """Growth of peak memory after a short sequence, for a tenth, half and all tokens."""
+        """Growth of peak memory for a tenth, half and all tokens, after a short sequence."""
         generate(tokens // 100)
         before = resident()
         parts = {"tenth": tokens // 10, "half": tokens // 2, "whole": tokens}

@@ -1,10 +1,10 @@
-"""Time and memory of every stage of exporting a model of several GB, against the dry run's predictions.
+"""Time and memory of exporting a model of several GB, by stage, against the dry run's predictions.
 
     python -m benchmarks.large [--billions 3] [--dtypes fp16 int4] [--folder DIR]
 
-Uses a Llama with random float16 weights. Each in its own process: dry run, export, graft onto the exported decoder,
-verification of the first layers, a few tokens. DIR needs about three times the checkpoint's size (18 GB for 3 billion
-parameters). Figures: docs/lab/benchmarks.md.
+The model is a Llama with random float16 weights. Each in its own process: dry run, export, graft onto the exported
+decoder, verification of the first layers, a few tokens. DIR needs three times the checkpoint's size (18 GB for 3
+billion parameters). Figures: docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def shapes(layers: int, hidden: int, inner: int, kv: int, vocab: int) -> dict[st
 
 
 def write_checkpoint(folder: Path, billions: float) -> int:
-    """Write a Llama of about `billions` billion random float16 parameters, shard by shard; returns bytes."""
+    """Write a Llama of about `billions` billion random float16 parameters, by shard; returns bytes."""
     from safetensors.numpy import save_file
 
     hidden, inner, kv, vocab = 3072, 8192, 1024, 32000

@@ -4,8 +4,8 @@
 
 grid: crops of held-out rows over lam, beta, init_top_p, geom_scale and selection temperature. Only the ratios of lam,
     beta and geom_scale matter (docs/contract/theory.md, section 2), so lam is 1. The unit of distances is the typical
-    one: geom_scale times sqrt(2 d). "passes over" is the share of rows that keep a token less likely than one left out,
-    which no probability rule does.
+    one: geom_scale times sqrt(2 d). "passes over": rows that keep a token less likely than one left out, which no
+    probability rule does.
 texts: continuations of examples/prompts.txt by Top-W and other samplers (benchmarks/lively_texts.py); means over seeds,
     with extremes in brackets.
 speed: time per token with the native sampler.

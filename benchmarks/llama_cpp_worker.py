@@ -1,7 +1,7 @@
 """The worker of `benchmarks.int4` for llama.cpp: GGUF files of the same weights, losses and steps.
 
-Needs llama-cpp-python (tested with 0.3.36) and gguf; imports nothing of this project. llama.cpp quantises float32
-files, without an importance matrix.
+Needs llama-cpp-python (tested with 0.3.36) and gguf, nothing of this project. llama.cpp quantises float32 files without
+an importance matrix.
 """
 
 from __future__ import annotations

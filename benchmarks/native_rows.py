@@ -2,8 +2,8 @@
 
     python -m benchmarks.native_rows [--native PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
 
-Certified rows are compared with numpy.max, with warm caches (ten consecutive calls); uncertified ones (lam 1,
-init_top_p 0.5, T = 2, normal logits) with the authors' processor, if given. Embeddings are random normal.
+Compares certified rows with numpy.max, with warm caches (ten consecutive calls), and uncertified ones (lam 1,
+init_top_p 0.5, T = 2, normal logits) with the authors' processor. Embeddings are random normal.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.parity_released --processor PATH/TO/logit_processor_w1.py
 
-The file is part of github.com/arashgholami/top-w-decoding. Compares synthetic rows, then rows of a real model (the
-bundled one, or --model). Tables of docs/contract/theory.md.
+The file is from github.com/arashgholami/top-w-decoding. Compares synthetic rows, then rows of the bundled model or
+--model. Tables of docs/contract/theory.md.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class SinglePrecision(Geometry):
 
 
 def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geometry | None = None) -> frozenset[int]:
-    """The reference with one choice of the released code: floored log p, another warm start or geometry."""
+    """The reference with one choice of the released code."""
     P, logits = row.parameters, row.logits.astype(np.float64)
     C, _ = pool(logits, OPTIONS.top_m)
     a = (logits - logits.max()) / P.temperature

@@ -3,8 +3,8 @@
     make peers && python -m benchmarks.peers_wrong
 
 Graphs run unchanged in onnxruntime. As in transformers, `attention_mask` marks token columns and `position_ids` count
-them; GroupQueryAttention's cache is one buffer for past and present. This project's export gets the same columns.
-Tables of docs/guide/grafting.md.
+them; GroupQueryAttention's cache is one buffer for past and present. Our export gets the same columns. Tables of
+docs/guide/grafting.md.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ MODELS = {
 
 
 def rows_of(model: str, fed: dict[str, Columns], root: Path, scratch: Path) -> list[list[str]]:
-    """A row per entry of `fed`: its name, then the difference of every exporter's graph and ours."""
+    """A row per entry of `fed`: name, then the differences of the peers' graphs and ours."""
     checkpoint = root / "checkpoints" / model
     reference = torch_reference(checkpoint)
     say(f"{model}: exporting")

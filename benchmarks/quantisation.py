@@ -3,8 +3,8 @@
     python -m benchmarks.quantisation [--part errors perplexity memory] [--model DIR] [--every 1] [--folder OUT ...]
 
 errors: root mean square error of normal weights, relative to their deviation.
-perplexity: the bundled model (or --model, with its tokenizer) on its held-out text with every matrix rounded and the
-    rest in float32, with the standard error of the difference; --every 10 takes every tenth row of 512 tokens.
+perplexity: the bundled model (or --model, with its tokenizer) on its held-out text with rounded matrices, the rest in
+    float32, with the standard error of the difference; --every 10 takes every tenth row of 512 tokens.
 memory: resident memory of opening a session over each --folder, in a fresh process with one thread.
 """
 

@@ -31,7 +31,7 @@ Feeds = dict[str, np.ndarray]
 
 
 def flat_logits(seed: int = 0) -> np.ndarray:
-    """float32 [1, GEOMETRY_VOCAB], normal. At T = 2 the certified crop of 93 tokens exceeds the certified path's 64
+    """float32 [1, GEOMETRY_VOCAB], normal. At T = 2 the certified crop (93 tokens) exceeds the certified path's 64
     candidates.
     """
     return (np.random.default_rng(seed).standard_normal((1, GEOMETRY_VOCAB)) * 1.6).astype(np.float32)
@@ -136,7 +136,7 @@ def certified_steps(rounds: int) -> str:
 
 
 def geometry_steps(rounds: int) -> str:
-    """Steps at T = 2 that the candidates do not settle, by form: certified by the pool, and uncertified."""
+    """Steps at T = 2 that the candidates do not settle: certified by the pool, and uncertified."""
     logits = likely_logits(GEOMETRY_VOCAB)
     rows = {"flat, certified": feeds(flat_logits(), temperature=2.0)}
     rows["not certified"] = feeds(logits, temperature=2.0, **GEOMETRY)

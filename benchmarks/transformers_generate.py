@@ -1,9 +1,9 @@
-"""`TopWModel` against transformers' `generate`, with the authors' processor and without one.
+"""`TopWModel` against transformers' `generate`, with and without the authors' processor.
 
     python -m benchmarks.transformers_generate --processor FILE [--vocab 32000] [--threads 2]
 
-FILE is logit_processor_w1.py of arashgholami/top-w-decoding. Times whole calls that decode as many tokens after the
-same prompt. Figures: docs/lab/benchmarks.md.
+FILE is logit_processor_w1.py of arashgholami/top-w-decoding. Times whole calls of equal length. Figures:
+docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations

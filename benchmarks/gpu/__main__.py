@@ -3,9 +3,9 @@
     python3 -m benchmarks.gpu [--pack ARCHIVE ...] [--budget SECONDS] [--only PART ...] [--out DIR]
 
 Run it from a checkout, with a Python that has torch. It builds the kernels, compares them with the reference, runs them
-under compute-sanitizer and in CUDA graphs, times them, and runs whole models. Every step updates `results.json` and
-`results.md` in DIR. Run it again to continue; finished steps repeat only if the kernels, torch or the GPU changed, or
-with --again.
+under compute-sanitizer and in CUDA graphs, times them, and runs whole models. Results are in DIR: `results.json` and
+`results.md`. Run it again to continue; finished steps repeat only if the kernels, torch or the GPU changed, or with
+--again.
 
 Exit code: 0 if every step passed, 1 if one failed or there is no GPU, 3 if steps remain.
 """

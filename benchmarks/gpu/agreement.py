@@ -1,4 +1,4 @@
-"""Bitwise comparison of answers: repeated launches, and rows alone and in a batch."""
+"""Bitwise comparison of answers across launches and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPEN_DEVIATION, _PEAK = 1.6, 8.0  # logits of rows that need geometry, and of t
 
 
 def same(first: KernelSamples, second: KernelSamples) -> bool:
-    """Whether answers and stages are equal bit for bit; numbers of distances may differ."""
+    """Whether answers and stages are bitwise equal; distance counts may differ."""
     for field in fields(KernelSamples):
         a, b = getattr(first, field.name), getattr(second, field.name)
         if field.name == "reports" and a is not None:

@@ -1,4 +1,4 @@
-"""The part `build`: compile the kernels for this GPU and list their resources."""
+"""The part `build`: compile the kernels and list their resources."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def usage(said: str) -> dict[str, dict[str, int | None]]:
 
 
 def spills(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], str]:
-    """(bytes of spill stores, of spill loads) by kernel, or the reason why they are unknown; the other is empty."""
+    """(bytes of spill stores, of spill loads) by kernel; or why they are unknown."""
     ptxas = tool("ptxas")
     if ptxas is None:
         return {}, "ptxas is not here: spills are not known"

@@ -1,4 +1,4 @@
-"""Sides of `speed` over certified rows: every logits type, warm and cold caches."""
+"""Sides of `speed` over certified rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLUMNS = {"uniform": 0.37}
 
 
 class NotCertifiedError(Exception):
-    """A row is not certified, which would invalidate the measurement."""
+    """An uncertified row invalidates the measurement."""
 
 
 def logits_on(device: torch.device, batch: int, vocab: int) -> torch.Tensor:
@@ -81,14 +81,14 @@ def certified_step(
 
 
 def cold_side(kernel: DeviceKernel, step: Step, cold: int) -> tuple[Side, int]:
-    """The step over copies of its logits that exceed the cache, in turn; and their number."""
+    """The step over cache-exceeding copies of its logits; and their number."""
     copies = max(2, math.ceil(cold / step.logits.nbytes))
     others = [certified_step(kernel, step.logits.clone(), memory=step) for _ in range(copies)]
     return rotating([other.launch for other in others]), copies
 
 
 def edits_of(logits: torch.Tensor) -> Edits:
-    """Penalties and biases for the likeliest tokens; the rows stay certified."""
+    """Penalties and biases that leave the rows certified."""
     ids = logits.topk(_EDITS, 1).indices.cpu().numpy().astype(np.int64)
     penalty, bias = np.full(ids.shape, 1.05, np.float32), np.zeros(ids.shape, np.float32)
     bias[:, ::2] = 0.1

@@ -1,4 +1,4 @@
-"""The part `check`: the kernels against the reference, and their repeatability."""
+"""The part `check`: the kernels against the reference, and repeatability."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def steps(job: Job) -> list[Step]:
     shipped = [
         Step(f"rows of {vocab:,} tokens, {dtype}", partial(shipped_rows, dtype=dtype), 60, 300) for dtype in _TYPES
     ]
-    return [  # random rows last: they use the remaining time and continue in the next run
+    return [  # last, as they use the remaining time and continue in the next run
         Step("repeats and batches", repeats, 20, 180),
         *shipped,
         Step("random rows", random_rows, 60, 450, (str(job.rows), str(job.seed))),
@@ -31,7 +31,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def repeats(job: Job) -> Result:
-    """Launch the same rows again, and every row of a batch alone."""
+    """Repeat launches, and launch every row of a batch alone."""
     from benchmarks.gpu import agreement
     from benchmarks.gpu.device import opened
 
@@ -50,7 +50,7 @@ def repeats(job: Job) -> Result:
 
 
 def shipped_rows(job: Job, dtype: str) -> Result:
-    """Compare rows of the shipped shape with the CPU's kernel and the reference."""
+    """Compare shipped-shape rows with the CPU's kernel and the reference."""
     from benchmarks.common import table
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.shipped_rows import compare, cpu_library
@@ -79,7 +79,7 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
 
 def random_rows(job: Job) -> Result:
-    """Compare random and adversarial rows with the reference, in chunks; continues after the recorded ones."""
+    """Compare random and adversarial rows with the reference, after the recorded chunks."""
     from benchmarks.gpu.device import opened
     from fuzz.cuda import fuzz, new_outcome, unexplained_of
     from fuzz.sampler import report

@@ -1,4 +1,4 @@
-"""Child processes with a time limit. A hung child is killed with all its children."""
+"""Child processes with a time limit; a hung child is killed with its children."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _LAST_WORDS = 6  # output lines to record when a child dies
 
 
 class ChildEndedError(Exception):
-    """The child was killed at its limit or ended without an answer."""
+    """The child was killed at its limit or gave no answer."""
 
 
 def environment() -> dict[str, str]:
-    """The children's environment: this checkout precedes installed packages."""
+    """The environment, with this checkout before installed packages."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
@@ -59,8 +59,8 @@ class Child:
             kept: Callable[[dict[str, Any]], None]) -> dict[str, Any]:  # fmt: skip
         """Run a step and return its event, with `result` and `seconds`.
 
-        kept: called with intermediate data that the step saves.
-        end: when the step should end, on time.monotonic's clock.
+        kept: receives intermediate data.
+        end: on time.monotonic's clock.
         limit: seconds until the child is killed.
 
         Raises ChildEndedError.
@@ -80,7 +80,7 @@ class Child:
             kept(event["kept"])
 
     def close(self, wait: bool = True) -> None:
-        """End the child and everything it started. wait: let it exit by itself first."""
+        """End the child and its children. wait: let it exit by itself first."""
         assert self._process.stdin is not None
         if wait and self._process.poll() is None and not self._process.stdin.closed:
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):

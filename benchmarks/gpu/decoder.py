@@ -1,4 +1,4 @@
-"""A float16 decode step of Llama-3.2-3B's sizes, to which `speed` adds Top-W."""
+"""A float16 decode step of Llama-3.2-3B's sizes, for `speed`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALE = 0.01
 
 @dataclass(frozen=True)
 class Decoder:
-    """One token's matmuls; the last writes `logits` [1, V]. layers: those that fit, out of `wanted`."""
+    """One token's matmuls; the last writes `logits` [1, V]. layers: those that fit of `wanted`."""
 
     step: Side
     logits: torch.Tensor
@@ -29,7 +29,7 @@ class Decoder:
 
 
 def decoder(device: torch.device, sizes: tuple[int, int, int, int, int]) -> Decoder:
-    """Allocate a decoder. sizes: hidden, inner and key-value sizes, layers, vocabulary.
+    """Allocate a decoder. sizes: hidden, inner, kv, layers, vocab.
 
     The head makes the logits a certified row, like nearly all of a language model's.
     """

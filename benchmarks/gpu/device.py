@@ -1,4 +1,4 @@
-"""The CUDA kernels over torch tensors: as `plugins.kernel.Kernel`, and as bound, repeatable calls.
+"""The CUDA kernels over torch tensors: as `plugins.kernel.Kernel`, and as bound calls.
 
 The torch device may be the CPU, for emulated kernels.
 """
@@ -40,7 +40,7 @@ assert list(_OUTPUTS) == [name for name, _ in Outputs._fields_]
 
 
 class DeviceTable:
-    """A table [V, d] and its statistics in device memory. table: as for `Kernel`."""
+    """A table [V, d] and its statistics on the device. table: as for `Kernel`."""
 
     def __init__(self, table: KernelTable, device: torch.device) -> None:
         def put(array: Any) -> torch.Tensor | None:
@@ -60,7 +60,7 @@ class DeviceTable:
     def of_tensors(
         cls, rows: torch.Tensor, mean: torch.Tensor, inverse_std: torch.Tensor, bound: torch.Tensor | None = None
     ) -> Self:
-        """A table over rows [V, d] already on the device, with float32 statistics [d] and bound [V]."""
+        """A table of device rows [V, d], with float32 statistics [d] and bound [V]."""
         table = cls.__new__(cls)
         table._kept = [rows, mean, inverse_std, bound]
         table._describe(*rows.shape, _TYPES[rows.dtype], Blocks())
@@ -80,10 +80,10 @@ class DeviceTable:
 
 
 class Step:
-    """A bound call; every `launch` rereads `logits` and `columns`. All tensors are on the device.
+    """A bound call on device tensors; every `launch` rereads `logits` and `columns`.
 
     logits: float32, float16 or bfloat16 [B, V].
-    memory: a step of the same shape and stream whose control and scratch memory to share.
+    memory: shares control and scratch memory with a step of the same shape and stream.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Step:
 def opened(job: Job) -> DeviceKernel:
     """The job's kernels, on the GPU or, in a rehearsal, the CPU.
 
-    Raises MissingError without a library or a GPU, PluginError for a library that does not open.
+    Raises MissingError without a library or GPU, PluginError for an unusable library.
     """
     if job.rehearse:
         return DeviceKernel(job.kernels(), torch.device("cpu"))

@@ -1,6 +1,6 @@
 """The part `engines`: build TensorRT engines and compare their tokens with the CPU's.
 
-Needs TensorRT or the packed TensorRT-RTX, and folders exported for TensorRT, which are copied first.
+Needs TensorRT or the packed TensorRT-RTX, and folders exported for TensorRT.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def nothing(why: str, job: Job) -> Result:
-    """Report what is missing and, if known, why it was not packed."""
+    """Report what is missing and why it was not packed."""
     known = unpack.why_missing(job.packed, "tensorrt")
     return Result(absent=(why, known) if known else (why,))
 
@@ -107,7 +107,7 @@ def tokens(folder: Path, name: str, job: Job) -> Result:
 
 
 def use_kernels(name: str, job: Job) -> None:
-    """Use the kernels of the part `build` in the plugin. Raises MissingError if there are none."""
+    """Use the kernels of `build` in the plugin. Raises MissingError if there are none."""
     if name == "plugin":
         os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
 

@@ -22,7 +22,7 @@ class Graph(Protocol):
 
 
 class Calls:
-    """A graph's double, for a CPU and for work that cannot be captured."""
+    """A graph's double, for work that cannot be captured."""
 
     def __init__(self, side: Side, steps: int) -> None:
         self._side, self._steps = side, steps

@@ -1,7 +1,7 @@
 """The interface of a part: its steps, their input and results.
 
 A part is a module of this folder, listed in PARTS, with a function `steps(job) -> list[Step]`. Parts run in child
-processes: a step may import anything, initialise CUDA, hang or crash. At the top, modules of parts import only the
+processes, so a step may import anything, initialise CUDA, hang or crash. The top of the module imports only the
 standard library; `steps` opens nothing.
 """
 
@@ -28,7 +28,7 @@ class Result:
 
     data: plain JSON types for results.json.
     table: Markdown for results.md.
-    failed: why the step failed, as a sentence; empty if it passed. Exceptions fail a step too.
+    failed: why, as a sentence; empty if the step passed. Exceptions fail a step too.
     absent: sentences on what could not run here. A step that ran nothing has no data or table.
     partial: the next run calls the step again, with `data` as `Job.earlier`.
     """
@@ -45,9 +45,9 @@ class Step:
     """One entry of the record.
 
     name: unique within its part.
-    seconds: expected time; a step is not started if the budget has less left.
+    seconds: expected; a step does not start with less budget left.
     limit: seconds until the process is killed and the step fails; None for four times `seconds`, at least a minute.
-    inputs: what the result depends on besides the kernels, torch and the GPU; a change repeats the step.
+    inputs: dependencies besides the kernels, torch and the GPU; a change repeats the step.
     """
 
     name: str
@@ -66,15 +66,15 @@ class Job:
     """The input of steps, sent to the child as JSON.
 
     out: the results folder.
-    kernel_file: the kernels' library, from `build` or --library; use `Job.kernels`.
+    kernel_file: the library, from `build` or --library; use `Job.kernels`.
     rehearse: emulate the kernels on the CPU, at small sizes.
     rows, seed: of random rows.
     rounds: of measurements.
     folders: exported models that replace the packed ones.
-    architecture: of the GPU, 90 for sm_90; 0 in a rehearsal without one.
-    built: the library was given, not built here.
-    earlier: data of this step's last run if it was partial, else {}.
-    end: when the step should end, on time.monotonic's clock.
+    architecture: 90 for sm_90; 0 in a rehearsal without a GPU.
+    built: the library was given.
+    earlier: data of this step's last run if partial, else {}.
+    end: of the step, on time.monotonic's clock.
     """
 
     out: Path
@@ -105,7 +105,7 @@ class Job:
         return folder
 
     def kernels(self) -> Path:
-        """The kernels' library. Raises MissingError if there is none."""
+        """The library. Raises MissingError if there is none."""
         if not self.kernel_file.is_file():
             raise MissingError(f"there is no library of kernels at {self.kernel_file}; the part `build` makes it.")
         return self.kernel_file
@@ -122,11 +122,11 @@ class Job:
 
 
 class MissingError(Exception):
-    """A step lacks something it needs; the step fails with this message."""
+    """A step lacks something it needs."""
 
 
 def steps_of(part: str, job: Job) -> list[Step]:
-    """The part's steps, in order. part: a module of this folder, or a dotted module name."""
+    """The part's steps, in order. part: a module of this folder, or a dotted name."""
     steps: list[Step] = import_module(part if "." in part else f"benchmarks.gpu.{part}").steps(job)
     return steps
 

@@ -1,4 +1,4 @@
-"""The machine's GPU and packages. `python -m benchmarks.gpu.machine` queries the driver and prints JSON."""
+"""The GPU and packages. `python -m benchmarks.gpu.machine` queries the driver and prints JSON."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LIMIT = 60  # seconds; a driver may hang
 class Machine:
     """The machine.
 
-    gpu: its name; empty without one.
+    gpu: name; empty without one.
     architecture: 90 for sm_90.
     why_none: why there is no GPU, as a clause.
-    cuda: the newest version that the driver supports.
+    cuda: newest version the driver supports.
     versions: of the installed PACKAGES.
     """
 
@@ -48,7 +48,7 @@ class Machine:
 
 
 def look() -> Machine:
-    """This machine. A child queries the driver and is killed if it hangs."""
+    """A child queries the driver and is killed if it hangs."""
     versions = {name: found for name in PACKAGES if (found := _version(name))}
     command = [sys.executable, "-m", "benchmarks.gpu.machine"]
     try:

@@ -1,6 +1,6 @@
 """Times of steps in CUDA graphs, taken in turn, and a table with the memory bandwidth.
 
-One graph holds many captures of a step; events time its replays, which excludes host time.
+Events time replays of graphs with many captures of a step, which excludes host time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SMALLEST_READ = 1 << 22
 class Timed:
     """One side of a measurement.
 
-    side: enqueues one step; or two sides' names, for their difference by round.
-    moved: bytes that a step must read or write; 0 if meaningless.
+    side: enqueues one step; or two names, for their difference by round.
+    moved: bytes a step must read or write; 0 if meaningless.
     copies: of its logits, used in turn; a graph has a multiple of them.
     goal: microseconds.
-    launched: cannot be captured, so launched per call.
+    launched: per call, as it cannot be captured.
     """
 
     side: Side | tuple[str, str]
@@ -63,7 +63,7 @@ class Times:
         }  # fmt: skip
 
     def table(self, rate: float) -> str:
-        """A Markdown table. rate: measured read bandwidth, bytes per second."""
+        """A Markdown table. rate: read bandwidth, bytes per second."""
         rows = []
         for name, timed in self.sides.items():
             spread, floor = self.spread(name), timed.moved / rate * 1e6

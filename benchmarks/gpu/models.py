@@ -1,7 +1,7 @@
 """The part `models`: exported models on onnxruntime's CUDA provider, against the CPU's tokens.
 
-Each way to run each folder is a step. Needs onnxruntime-gpu and exported folders; `python -m benchmarks.gpu pack` packs
-both. Rehearsals use the CPU provider.
+Each way to run each folder is a step. Needs onnxruntime-gpu and exported folders, as in the packed archives. Rehearsals
+use the CPU provider.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def ways_of(folder: Path) -> dict[str, Way]:
-    """The ways by name; a captured step needs a cache of fixed size."""
+    """Ways by name; a captured step needs a cache of fixed size."""
     from benchmarks.gpu.ways import Way
     from topw_deploy.manifest import load_manifest
 
@@ -63,7 +63,7 @@ def folders(job: Job) -> list[Path]:
 
 
 def digest(folder: Path) -> str:
-    """A digest of the manifest, which has the files' hashes, and of the recorded tokens."""
+    """A digest of the manifest, with the files' hashes, and the recorded tokens."""
     from benchmarks.gpu.tokens import beside
 
     found = hashlib.sha256()
@@ -73,7 +73,7 @@ def digest(folder: Path) -> str:
 
 
 def package(name: str) -> str:
-    """The file that `import name` would run, and its digest; imports nothing."""
+    """The file that `import name` would run, and its digest."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return f"no {name}"
@@ -119,7 +119,7 @@ def stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def why_no_cuda() -> str:
-    """Why onnxruntime cannot run on CUDA here, as a sentence; empty if it can."""
+    """Why onnxruntime cannot run on CUDA here; empty if it can."""
     try:
         import onnxruntime
     except ImportError as error:

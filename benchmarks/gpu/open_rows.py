@@ -18,11 +18,11 @@ GOALS = {1: 60.0}
 
 
 class NotOpenError(Exception):
-    """A row needs no distances, which would invalidate the measurement."""
+    """A row without distances invalidates the measurement."""
 
 
 def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, top_m: int) -> dict[str, Timed]:
-    """Top-W over open rows, with and without neighbour bounds. table: float16 [V, d] on the device."""
+    """Top-W with and without neighbour bounds. table: float16 [V, d] on the device."""
     options = TopWOptions(metric=metric, top_m=top_m)
     vocab = len(table)
     logits = torch.from_numpy(np.concatenate([bell_logits(vocab, 1, seed) for seed in range(batch)])).to(table.device)

@@ -1,4 +1,4 @@
-"""The GPU command's results: a JSON and a Markdown file, replaced after every step."""
+"""Results as JSON and Markdown files, replaced after every step."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Record:
         put(self.folder / TABLES, self.tables())
 
     def tables(self) -> str:
-        """Markdown: failures and absences, then a section per part."""
+        """Markdown: failures, absences, then a section per part."""
         lines = ["# On a GPU", ""]
         if self._all["rehearsal"]:
             lines += [f"**{REHEARSAL}**", ""]

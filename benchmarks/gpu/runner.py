@@ -1,6 +1,6 @@
 """The parent process: chooses steps, runs them in children and records results.
 
-It never initialises CUDA, so it cannot hang. Steps that failed earlier run last, as a hang must not delay others.
+It never initialises CUDA, so it cannot hang. Earlier failures run last, as they may hang.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Run:
     tried: set[str] = field(default_factory=set)
 
     def parts(self, names: Sequence[str]) -> None:
-        """Run the parts: first steps never tried with these inputs, then earlier failures."""
+        """Run steps not tried with these inputs, then earlier failures."""
         failed_before = {key for key, entry in self.record.steps.items() if entry["state"] == FAILED}
         for name in names:
             self._part(name, lambda key: key not in failed_before or self._changed(key))
@@ -85,7 +85,7 @@ class Run:
                 child.close(wait=sys.exception() is None)
 
     def _forget(self, name: str, planned: set[str]) -> None:
-        """Drop failures of unplanned steps, such as a failure to list them; keep results."""
+        """Drop failures of unplanned steps, such as a failure to list them."""
         for key in [key for key in self.record.steps if key.startswith(f"{name}/") and key not in planned]:
             if self.record.steps[key]["state"] in (FAILED, WAITING):
                 self.record.drop(key)

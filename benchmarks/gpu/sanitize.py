@@ -1,6 +1,6 @@
 """The part `sanitize`: rows of every kind under compute-sanitizer's four tools.
 
-A tool that does not work here (some virtual machines forbid it) fails; its output is recorded.
+A tool that cannot run here (some virtual machines forbid it) is recorded as absent, with its output.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def sanitizer(job: Job) -> list[str] | None:
 
 
 def verdict(name: str, code: int | None, said: str) -> Result:
-    """The result for a tool's exit code and output. code: None if killed at its limit."""
+    """The result of a tool. code: None if killed at its limit."""
     counts = [int(count) for count in _SUMMARY.findall(said)]
     lines = said.splitlines()
     if READY not in lines:  # no allocation or copy: the tool or the driver refuses

@@ -1,4 +1,4 @@
-"""Rows of the shipped shape (V = 151,936, d = 2,048) against the CPU's kernel and the reference."""
+"""Shipped-shape rows (V = 151,936, d = 2,048) against the CPU's kernel and the reference."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Judge:
         self._kernel = None if cpu is None else Kernel(cpu)
 
     def judge(self, rows: Rows, found: KernelSamples, verdict: Verdict) -> None:
-        """Compare every row with the CPU's kernel; the first few and differing ones with the reference."""
+        """Compare every row with the CPU's kernel, some and all differing ones with the reference."""
         beside = None
         if self._kernel is not None:
             beside = self._kernel.sample(
@@ -135,7 +135,7 @@ def _agree(first: KernelSamples, second: KernelSamples, row: int) -> bool:
 
 
 def cpu_library(kernels: Path) -> Path | None:
-    """The CUDA library or this package's native one if it has the CPU's kernel, else None."""
+    """The CUDA library or the native one if it has the CPU's kernel, else None."""
     for path in (kernels, library_path()):
         try:
             if path is not None:
@@ -149,7 +149,7 @@ def cpu_library(kernels: Path) -> Path | None:
 def compare(
     kernel: DeviceKernel, table: torch.Tensor, metric: str, dtype: str, batches: tuple[int, ...], cpu: Path | None
 ) -> Verdict:
-    """Compare batches of rows of every kind; a batch of one runs once per kind.
+    """Compare batches of every kind; a batch of one runs once per kind.
 
     table: float16 [V, d] on the device.
     """

@@ -1,4 +1,4 @@
-"""Problem sizes on the host, and in a rehearsal, where a CPU emulates every thread."""
+"""Problem sizes on the host and in a rehearsal, where a CPU emulates every thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ class Sizes:
 
     vocab, hidden: shipped shape.
     checked: batches compared with the reference.
-    rows: maximum random rows.
+    rows, rounds: maxima.
     small_vocab, small_hidden: of repeats and captures.
     certified, open_batches: timed batches.
-    captured: (batch, number of other batches) of captured steps.
+    captured: (batch, number of other batches).
     replays: of one captured step.
     steps: per timed graph.
-    rounds: maximum per measurement.
     cold: bytes that exceed every cache.
-    decoder: (hidden, inner, kv, layers, vocab) of the decode step.
+    decoder: (hidden, inner, kv, layers, vocab).
     top_m: of the pool.
     """
 

@@ -1,4 +1,4 @@
-"""The part `speed`: step times in a CUDA graph, against torch and FlashInfer over the same logits."""
+"""The part `speed`: step times in a CUDA graph, against torch and FlashInfer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def certified_rows(job: Job, batch: int) -> Result:
-    """Time certified rows: logits types, warm and cold, separate launches, torch operations."""
+    """Time certified rows: logits types, caches, separate launches, torch operations."""
     from benchmarks.gpu import certified
     from benchmarks.gpu.device import opened
 
@@ -52,7 +52,7 @@ def certified_rows(job: Job, batch: int) -> Result:
 
 
 def flashinfer(job: Job, batch: int) -> Result:
-    """Time FlashInfer's samplers and Top-W; a separate step, as FlashInfer may compile or fail."""
+    """Time FlashInfer's samplers; a separate step, as FlashInfer may compile or fail."""
     from benchmarks.gpu import certified, flashinfer_samplers
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.measure import Timed
@@ -68,7 +68,7 @@ def flashinfer(job: Job, batch: int) -> Result:
 
 
 def open_rows(job: Job, metric: str, batch: int) -> Result:
-    """Time rows that need geometry, at the shipped size."""
+    """Time open rows at the shipped size."""
     from benchmarks.gpu import open_rows as rows
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.tables import random_rows
@@ -84,7 +84,7 @@ def open_rows(job: Job, metric: str, batch: int) -> Result:
 
 
 def decode_step(job: Job) -> Result:
-    """Time a captured decode step with Top-W, minus the same step without, by round."""
+    """Time a captured decode step with Top-W, minus the same step without."""
     from benchmarks.common import Spread
     from benchmarks.gpu.decoder import decoder, sampler
     from benchmarks.gpu.device import opened

@@ -48,7 +48,7 @@ def table_of(rows: torch.Tensor, metric: str, bounded: torch.Tensor | None = Non
 def nearest_bound(
     rows: torch.Tensor, metric: str, mean: torch.Tensor, inverse_std: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [V]: lower bounds of the distance to the nearest other token for `ids`, else 0."""
+    """float32 [V]: lower bounds of the nearest-neighbour distances of `ids`, else 0."""
 
     def points(block: torch.Tensor) -> torch.Tensor:
         if metric == "mahalanobis":

@@ -1,6 +1,6 @@
 """The tokens that an exported model draws for fixed requests, and their comparison.
 
-A CPU records them during packing, as a host's CPU runtime may have another version or fail to open the folder.
+Recorded while packing, as a host's CPU runtime may have another version or fail to open the folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Difference:
     """Difference between two lists of sequences.
 
     steps: the first differing step of each differing sequence.
-    first: the smallest; None if all are equal.
+    first: the smallest, or None.
     """
 
     sequences: int
@@ -57,7 +57,7 @@ class Difference:
 
 
 def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Arguments of `generate`: every choice and seed, each prompt alone and all in a batch."""
+    """Arguments of `generate`: every choice and seed, prompts alone and in a batch."""
     prompts: list[Any] = [*PROMPTS, PROMPTS]
     return [
         {"prompt": prompt, "seed": seed, "max_new_tokens": tokens, **choice}
@@ -90,7 +90,7 @@ def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> 
 
 
 def record(folder: Path, asked: Sequence[dict[str, Any]]) -> None:
-    """Draw with `folder` on this CPU and write the tokens beside it. Raises TopWError if it does not open."""
+    """Draw with `folder` on this CPU and write the tokens. Raises TopWError if it does not open."""
     import onnxruntime
 
     from topw_deploy.runtime import TopWModel

@@ -1,8 +1,8 @@
-"""Unpacks the archives of `python -m benchmarks.gpu pack` on a GPU host and sets up their environment.
+"""Unpacks the archives of `python -m benchmarks.gpu pack` on a GPU host.
 
-`pack.json`, beside the archives, has their SHA-256. Archives with another hash or a member outside the folder are
-refused. Archives may arrive one by one: each is unpacked once; a component needs all of its archives. Uses only the
-standard library.
+`pack.json`, beside them, has their SHA-256. Archives with another hash or a member outside the folder are refused.
+Archives may arrive one by one: each is unpacked once, and a component needs all of its archives. Uses only the standard
+library.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _DONE = "unpacked.json"
 def unpack(archives: Sequence[Path], into: Path) -> list[str]:
     """Unpack those of `archives` that `into` does not have yet.
 
-    Returns a sentence for every unusable component: incomplete, or not packed. Raises BenchmarkError for an archive
-    without an index, with another hash, or with a refused member; earlier archives stay unpacked.
+    Returns a sentence per unusable component. Raises BenchmarkError for an archive without an index, with another hash,
+    or with a refused member; earlier archives stay unpacked.
     """
     for archive in archives:
         index = _index_beside(archive)
@@ -57,7 +57,7 @@ def missing(folder: Path) -> list[str]:
 
 
 def why_missing(folder: Path, component: str) -> str:
-    """Why the component is missing, as a sentence; empty without an index or a reason."""
+    """Why the component is missing; empty without an index or a reason."""
     known = missing(folder) if (folder / INDEX).is_file() else []
     return next((sentence for sentence in known if sentence.split(" ", 1)[0] == component), "")
 
@@ -74,8 +74,8 @@ def components(folder: Path) -> dict[str, dict[str, Any]]:
 def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
     """`base` with the complete components before everything installed.
 
-    Sets PYTHONPATH, LD_LIBRARY_PATH and the components' variables. Adds the library folders of PyTorch's packages, as
-    onnxruntime finds CUDA through the loader.
+    Sets PYTHONPATH, LD_LIBRARY_PATH and the components' variables. Adds PyTorch's library folders, as onnxruntime finds
+    CUDA through the loader.
     """
     found = dict(base)
     for entry in components(folder).values():
@@ -90,7 +90,7 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def cuda_libraries() -> list[str]:
-    """CUDA library folders of this Python's packages: `nvidia/cu13/lib`, `nvidia/cudnn/lib` and so on."""
+    """CUDA library folders of this Python: `nvidia/cu13/lib`, `nvidia/cudnn/lib` and so on."""
     spec = find_spec("nvidia")
     places = [] if spec is None else spec.submodule_search_locations or []
     return [str(path) for place in places for path in sorted(Path(place).glob("*/lib"))]

@@ -1,4 +1,4 @@
-"""A way to run an exported folder: its tokens against the recorded ones, its time against the CPU's."""
+"""A way to run an exported folder, against the recorded tokens and the CPU's time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Way:
 
     options: of TopWModel.from_pretrained.
     sampler: expected in the model's report; "" for any.
-    threads: that generate concurrently with one model.
+    threads: concurrent `generate` calls on one model.
     stands_in: what this way replaces in a rehearsal.
     """
 
@@ -46,7 +46,7 @@ class Way:
 
 
 def run(folder: Path, way: Way, job: Job) -> Result:
-    """Run the recorded requests, compare the tokens, and time. Fails if the folder does not open this way."""
+    """Run the recorded requests, compare the tokens, and time. Fails if the folder does not open."""
     from topw_deploy.runtime import TopWModel
 
     notes: list[str] = []
@@ -89,7 +89,7 @@ def timed(
 ) -> dict[str, list[float]]:
     """Milliseconds per token, in turn: "this" and, if it opens, "cpu".
 
-    Several threads generate one sequence each, concurrently; the slowest counts.
+    Threads generate one sequence each; the slowest counts.
     """
     from benchmarks.common import interleave
 
@@ -110,7 +110,7 @@ def timed(
 
 
 def wrong(difference: tokens.Difference, float32: bool) -> str:
-    """Why rounding cannot explain the difference, as a sentence; empty if it can."""
+    """Why rounding cannot explain the difference; empty if it can."""
     early = sum(step < EARLY for step in difference.steps)
     if early > MOST_EARLY * difference.sequences:
         return (

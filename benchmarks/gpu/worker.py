@@ -1,7 +1,6 @@
 """The child process of one part: `python -m benchmarks.gpu.worker PART JOB`, started by `children.py`.
 
-Lists its steps, then runs those requested as JSON lines on stdin. Writes events to the file descriptor in TOPW_EVENTS.
-Exits at the end of stdin.
+Lists its steps, then runs those requested as JSON lines on stdin. Writes events to file descriptor TOPW_EVENTS.
 """
 
 from __future__ import annotations

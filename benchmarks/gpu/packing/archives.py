@@ -1,8 +1,8 @@
 """Writes a folder as .tar.xz files of limited size.
 
-An .xz file may concatenate streams, and a tar file is a sequence of members. So blocks of members become streams, and
-an archive takes blocks until the next does not fit. Blocks above the limit are halved, down to slices of one file,
-which `unpack.py` joins. Any tar with xz reads the archives.
+.xz files may concatenate streams, and tar files are sequences of members. So each block of members is a stream, and an
+archive takes blocks until the next does not fit. Blocks above the limit are halved, down to slices of a file, which
+`unpack.py` joins. Any tar with xz reads the archives.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DICTIONARY = 32 << 20  # a larger one saves less than 1 % of onnxruntime's CUDA
 
 @dataclass(frozen=True)
 class Member:
-    """A link, or `size` bytes of a file from byte `start`. sliced: part of the file only."""
+    """A link, or `size` bytes of a file from `start`. sliced: not the whole file."""
 
     name: str
     path: Path
@@ -45,7 +45,7 @@ class Written:
     """Results of `write`.
 
     archives: name, bytes and SHA-256 of each.
-    slices: each sliced file's slices in order, size and SHA-256.
+    slices: by file: its slices in order, size and SHA-256.
     """
 
     archives: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class Written:
 
 
 def write(root: Path, into: Path, name: str, limit: int) -> Written:
-    """Write `root` to `into`/NAME-1.tar.xz, NAME-2.tar.xz and so on, of at most `limit` bytes.
+    """Write `root` to `into`/NAME-1.tar.xz and so on, of at most `limit` bytes.
 
     Stores files and symbolic links sorted by relative path, without times and owners. Raises BenchmarkError for a limit
     below SMALLEST.

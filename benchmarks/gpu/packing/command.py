@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu pack [--limit 60MiB] [--sm 90] [--python 3.12] [--into out/pack] [--only COMPONENT ...]
 
-Writes .tar.xz files up to the limit per component, and pack.json with contents, sizes, SHA-256 and the components that
-could not be packed. On the host: python3 -m benchmarks.gpu --pack ARCHIVE ...
+Writes .tar.xz files up to the limit, and pack.json with their contents, sizes, SHA-256 and missing components. On the
+host: python3 -m benchmarks.gpu --pack ARCHIVE ...
 
 Exit code: 0 if every requested component was packed, else 1.
 """

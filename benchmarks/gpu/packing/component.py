@@ -12,10 +12,10 @@ from benchmarks.gpu.packing.fatbin import Kept
 class Packed:
     """A staged component.
 
-    python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH; "." for the folder itself.
+    python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH, or ".".
     variables: environment variables that name a subfolder each.
     cuda_libraries: needs CUDA's libraries, which PyTorch's packages have.
-    gpu_code: GPU code kept of each library.
+    gpu_code: kept of each library.
     notes: sentences for users.
     """
 

@@ -1,12 +1,12 @@
 """GPU code in a shared library: list its architectures and zero what one GPU does not need.
 
 nvcc stores fat binaries in their own sections: a header and entries, each machine code (a cubin) or PTX of one
-architecture, from which the driver picks one. Zeroing the other payloads keeps all sizes and offsets, and zeros
-compress well.
+architecture, from which the driver picks one. Zeroing the other payloads keeps sizes and offsets, and zeros compress
+well.
 
 Layout, little-endian. Fat binary: magic u32, version u16, header size u16, size of the entries u64. Entry: kind u16 (1
-PTX, 2 cubin), u16, header size u32, payload size u64, then at byte 28 the architecture u32 (90 is sm_90) and at byte 40
-flags u64, of which bit 20 is the "a" of sm_90a.
+PTX, 2 cubin), u16, header size u32, payload size u64, at byte 28 architecture u32 (90 is sm_90), at byte 40 flags u64,
+where bit 20 is the "a" of sm_90a.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ONE_GPU_ONLY = 1 << 20  # runs on no other architecture, not even a newer one
 
 @dataclass(frozen=True)
 class Code:
-    """A fat binary's entry. start, size: of its payload in the file, in bytes."""
+    """A fat binary's entry. start, size: of its payload, in bytes of the file."""
 
     cubin: bool
     architecture: int
@@ -52,7 +52,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Kept:
-    """What `keep_only` keeps: entries by architecture before and after, and bytes of payload.
+    """What `keep_only` keeps: entries by architecture before and after, and payload bytes.
 
     without: fat binaries without code for the GPU.
     """
@@ -67,7 +67,7 @@ class Kept:
 def fat_binaries(data: bytes) -> list[list[Code]]:
     """Every fat binary's entries in a 64-bit little-endian ELF file.
 
-    Raises BenchmarkError for any other file, or a header that points outside it.
+    Raises BenchmarkError for another file, or a header that points outside it.
     """
     found = []
     try:
@@ -79,7 +79,7 @@ def fat_binaries(data: bytes) -> list[list[Code]]:
 
 
 def chosen(entries: Sequence[Code], sm: int) -> list[Code]:
-    """What the driver loads on `sm`: the best machine code, else the newest PTX, else nothing."""
+    """What the driver loads: the best machine code, else the newest PTX, else nothing."""
     for cubin in (True, False):
         fitting = [code for code in entries if code.cubin == cubin and code.runs_on(sm)]
         if fitting:
@@ -89,12 +89,12 @@ def chosen(entries: Sequence[Code], sm: int) -> list[Code]:
 
 
 def survey(path: Path, sm: int) -> Kept:
-    """What `keep_only` would keep. Raises BenchmarkError as `fat_binaries` does."""
+    """A dry run of `keep_only`. Raises BenchmarkError as `fat_binaries` does."""
     return _summary(_read(path)[1], sm)
 
 
 def keep_only(path: Path, sm: int) -> Kept:
-    """Zero every payload that a GPU of architecture `sm` does not load.
+    """Zero every payload that `sm` does not load.
 
     Raises BenchmarkError as `fat_binaries` does, without changing the file.
     """

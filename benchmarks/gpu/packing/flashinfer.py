@@ -1,6 +1,6 @@
 """The component `flashinfer`: FlashInfer's compiled samplers and their dependencies.
 
-Unless `data/aot` has a library, FlashInfer compiles at the first call, from 330 MB of sources and headers that a host
+Without a library in `data/aot`, FlashInfer compiles at the first call, from 330 MB of sources and headers that a host
 may lack. So this compiles the two sampler modules and omits the sources.
 """
 
@@ -43,7 +43,7 @@ _LIMIT = 1_800  # seconds per module
 
 
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
-    """Stage the packages in `tree`. Raises BenchmarkError without a working nvcc or an available package."""
+    """Raises BenchmarkError without a working nvcc, or if a package is unavailable."""
     try:
         nvcc = compile_cuda.find_toolkit().nvcc
     except PluginError as error:

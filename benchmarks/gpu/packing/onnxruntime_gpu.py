@@ -18,9 +18,9 @@ _UNUSED = ("transformers", "tools", "quantization", "datasets", "backend")
 
 
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
-    """Stage the package in `tree`. Raises BenchmarkError if it is unavailable or has no code for the host's GPU.
+    """Raises BenchmarkError if the package is unavailable or has no code for the host's GPU.
 
-    Omits other providers, the library for C programs, and subpackages that inference does not import.
+    Omits other providers, the C library, and subpackages that inference does not import.
     """
     wheel = wheels.fetch(REQUIREMENT, host, scratch)
     wheels.unzip(wheel, tree)

@@ -1,7 +1,7 @@
 """The component `tensorrt`: TensorRT's Python bindings over TensorRT-RTX's libraries, renamed.
 
-TensorRT's wheels download their libraries during installation; TensorRT-RTX's are complete. The pairing is unsupported,
-so versions are pinned. The library has code for more GPUs than it officially supports, so its contents are recorded.
+TensorRT's wheels download their libraries; TensorRT-RTX's are complete. The pairing is unsupported, so versions are
+pinned. The library has code for more GPUs than supported, so its contents are recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLUGINS = 'extern "C" bool initLibNvInferPlugins(void *, const char *) { return
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     """Stage bindings in `tree` and libraries in its `lib`.
 
-    Raises BenchmarkError if the libraries have no code for the host's GPU, or a package is unavailable.
+    Raises BenchmarkError without code for the host's GPU, or if a package is unavailable.
     """
     wheel = wheels.fetch(LIBRARIES, host, scratch)
     unpacked, folder = scratch / "rtx", tree / "lib"

@@ -17,7 +17,7 @@ _LIMIT = 600  # seconds per wheel
 
 @dataclass(frozen=True)
 class Host:
-    """The GPU host, x86-64 Linux with glibc 2.39 or newer. sm: 90 for sm_90. python: such as "3.12"."""
+    """An x86-64 Linux host with glibc 2.39 or newer. sm: 90 for sm_90. python: such as "3.12"."""
 
     sm: int
     python: str
