@@ -1,7 +1,7 @@
 """The implementations that `fuzz.sampler` compares, behind one protocol.
 
-An adapter opens an implementation for one scenario and answers lists of rows. Imports are deferred; if one fails, the
-adapter raises `Absent` with the reason.
+Adapters open an implementation for one scenario and answer lists of rows. They import on demand, or raise `Absent` with
+the reason.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 class Sampling(Protocol):
-    """The interface of plugins.kernel.Kernel, on a CPU or GPU, or emulated."""
+    """The interface of plugins.kernel.Kernel."""
 
     def sample(self, logits: Any, columns: Any, options: Any, table: Any, *, mass: bool, keep_mask: bool) -> Any: ...
 
@@ -118,7 +118,7 @@ def open_kernel(
 ) -> Answerer:
     """A kernel with one scenario's table and options, one batch.
 
-    table: KernelTable, or None for the uniform metric.
+    table: None for the uniform metric.
     logits: converts float32 rows to the kernel's input type.
     """
     from topw_deploy.plugins.kernel import STAGES

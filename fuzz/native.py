@@ -2,7 +2,7 @@
 
     python -m fuzz.native [--seconds 600] [--seed 0] [--compiler clang++] [--corpus FOLDER]
 
-Clang's libFuzzer, if available, guides inputs by coverage; otherwise they are random bytes.
+Clang's libFuzzer guides inputs by coverage; other compilers use random bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build(output: Path, compiler: str, libfuzzer: bool) -> None:
 
 
 def build_any(folder: Path, compiler: str | None) -> tuple[Path, bool]:
-    """Compile the harness, with libFuzzer if possible. Returns its path and whether libFuzzer drives it."""
+    """Returns the harness and whether libFuzzer drives it."""
     reasons = []
     for name in [compiler] if compiler else ["clang++", "g++", "c++"]:
         if shutil.which(name) is None:

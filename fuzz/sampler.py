@@ -2,9 +2,9 @@
 
     python -m fuzz.sampler [--rows 250000] [--seed 0] [--implementation fast torch native]
 
-All implementations decide in double, so they may differ only at a float64 tie (docs/contract/graph.md, section 4), and
-not at equal logits across the pool's cut, which ids order. Every other visit has neighbour bounds. Prints counts and
-each difference with its explanation; exits 1 if one has none.
+All decide in double, so they may differ only at float64 ties (docs/contract/graph.md, section 4), but not at equal
+logits across the pool's cut, which ids order. Every other visit has neighbour bounds. Prints counts and explained
+differences; exits 1 if one has no explanation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Bounding = Callable[[Geometry, int], np.ndarray]
 
 
 def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
-    """The neighbour bound of an export. Imports the exporter."""
+    """An export's neighbour bound. Imports the exporter."""
     from topw_deploy.export.graft.neighbour_bound import neighbour_bound
 
     return neighbour_bound(geometry, tokens)
@@ -43,7 +43,7 @@ def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
 
 @dataclass
 class Side:
-    """One implementation's results by regime. bounds: of ties that excuse a difference."""
+    """One implementation's results by regime. bounds: of ties."""
 
     bounds: TieBounds = FLOAT64_TIES
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Side:
 
 
 def differences(wanted: Row, found: Answer) -> Iterator[str]:
-    """What differs: the certificate; the kept ids (with their order), or else the draw and its numbers."""
+    """What differs: the certificate; the kept ids (with their order), or else the draw."""
     if found.certified != wanted.certified:
         yield "certified"
     ids = wanted.kept_ids if found.ordered else np.sort(wanted.kept_ids)
@@ -117,9 +117,9 @@ def compare(
     visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener] = ADAPTERS,
     measure: Bounding = exported_bound,
 ) -> None:  # fmt: skip
-    """Compare one visit's rows in every implementation of the outcome.
+    """Compare one visit's rows in every implementation.
 
-    bounded: pass the neighbour bound from `measure`, for small vocabularies.
+    bounded: pass `measure`'s neighbour bound for small vocabularies.
     """
     wanted = [reference(visit.scenario, visit.geometry, case) for case in cases]
     for case, row in zip(cases, wanted, strict=True):
@@ -148,7 +148,7 @@ def _regime(case: Case) -> str:
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """The installed implementations; prints why others are left out."""
+    """Prints why implementations are left out."""
     found = []
     for name in names:
         try:

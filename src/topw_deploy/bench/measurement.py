@@ -1,7 +1,7 @@
 """Timing and the machine.
 
-All sides take turns within a run, so drifting machine speed affects all of them: a round calls each side once, in a
-changing order. Reports quote medians over rounds; ratios are taken per round.
+All sides take turns within a run, so that drifting machine speed affects all: a round calls each side once, in a
+changing order. Reports quote medians over rounds, with ratios per round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Spread:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % confidence interval of the population's median, for any distribution.
+    """A 95 % confidence interval of the median, for any distribution.
 
     From order statistics: the number of values below the median is binomial with p = 1/2 (normal approximation; below
     six values, the minimum and maximum).
@@ -68,7 +68,7 @@ def seconds(call: Callable[[], object], repeat: int = 1) -> float:
 
 
 def calls_filling(call: Callable[[], object], duration: float, most: int) -> int:
-    """The number of calls that take about `duration` seconds, in [1, most]. The first call is a warm-up."""
+    """The number of calls that take about `duration` seconds, in [1, most], after a warm-up call."""
     call()
     once = max(seconds(call), 1e-9)
     return max(1, min(most, round(duration / once)))
@@ -82,7 +82,7 @@ def interleave(
     seed: int | None = None,
     advance: Advance = lambda _parts: None,
 ) -> dict[str, list[Sample]]:
-    """Call every side once per round and collect the results, without the warm-up rounds.
+    """Call every side once per round and collect the results, without warm-up rounds.
 
     seed: shuffles each round's order; None rotates it.
     advance: called with 1 after every call.
@@ -114,9 +114,9 @@ def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> Spre
 class Machine:
     """The machine of a measurement.
 
-    flags: CPU flags, from FLAGS.
+    flags: those of FLAGS it has.
     cores: usable by this process.
-    load: mean number of running processes over the last minute; None if unknown.
+    load: mean running processes over the last minute; None if unknown.
     versions: of the installed DISTRIBUTIONS.
     """
 

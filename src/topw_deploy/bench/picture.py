@@ -1,4 +1,4 @@
-"""Bar charts of measurements on a logarithmic axis.
+"""Bar charts on a logarithmic axis.
 
 Okabe and Ito's colours suit every kind of colour vision and differ in lightness for grey prints.
 """
@@ -31,7 +31,7 @@ class Bar:
 
     spread: length and whiskers, in seconds.
     kind: a key of COLOURS.
-    text: label at its end.
+    text: end label.
     """
 
     label: str
@@ -42,11 +42,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars on one axis, top to bottom.
-
-    title: the finding.
-    subtitle: what was measured.
-    """
+    """Bars on one axis, top to bottom. title: the finding."""
 
     subtitle: str
     title: str
@@ -55,9 +51,6 @@ class Panel:
 
 def draw(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
     """Write the panels, one below the other, as a PNG.
-
-    axis: x axis label.
-    note: small print.
 
     Raises ParameterError if matplotlib is missing or `path` cannot be written.
     """
@@ -87,7 +80,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     middles = [bar.spread.median for bar in panel.bars]
     shortest, longest = min(middles), max(middles)
     ax.set_xscale("log")
-    # room to see the shortest bar (left) and for the longest bar's label (right)
+    # room for the shortest bar (left) and the longest bar's label (right)
     ax.set_xlim(shortest / 2.5, longest * (longest / shortest) ** 0.22 * 2.5)
     ax.barh(places, middles, color=[COLOURS[bar.kind] for bar in panel.bars], height=0.7, zorder=2)
     below = [bar.spread.median - bar.spread.low for bar in panel.bars]

@@ -1,6 +1,6 @@
 """Worker processes: each side has its own environment, thread pools and memory.
 
-The worker takes the times; this process decides the order.
+Workers take the times; this process decides the order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Worker:
     """A process that serves the functions of one file. A context manager.
 
     name: for error messages.
-    file: an absolute path, or a name in `bench/workers`; workers/serve.py documents the protocol.
+    file: an absolute path, or a name in `bench/workers`; see workers/serve.py for the protocol.
     settings: plain JSON for the file's `start`.
     python: the interpreter; this one by default.
     threads: for OpenMP and BLAS.
@@ -63,7 +63,7 @@ class Worker:
     ) -> None:
         self.name = name
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe that nobody reads could fill up
-        # Absolute, as Popen searches PATH for bare names; not resolved, as a virtual environment's python is a link.
+        # Absolute, as Popen searches PATH for bare names; unresolved, as an environment's python is a link.
         self._interpreter = str(Path(python).absolute()) if python else sys.executable
         command = [self._interpreter, str(WORKERS / "serve.py"), str(WORKERS / file)]
         environment = {**os.environ, **_QUIET, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}

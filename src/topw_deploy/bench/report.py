@@ -37,7 +37,7 @@ def duration(value: float) -> str:
 
 
 def comparison(factors: Mapping[str, float]) -> str:
-    """Other sides' times relative to ours: 560x faster than a, 12x than b, 1.5x slower than c."""
+    """Times relative to ours: 560x faster than a, 12x than b, 1.5x slower than c."""
     faster = [(name, factor) for name, factor in factors.items() if factor >= 1]
     slower = [(name, 1 / factor) for name, factor in factors.items() if factor < 1]
     parts = []
@@ -48,7 +48,7 @@ def comparison(factors: Mapping[str, float]) -> str:
 
 
 def closing_lines(absent: Iterable[tuple[str, str]], machine: Machine) -> list[str]:
-    """The absent sides, (label, why), grouped by reason, and a note if the machine is busy."""
+    """The absent sides, (label, why), by reason, and a note if the machine is busy."""
     labels: dict[str, list[str]] = {}
     for label, why in absent:
         labels.setdefault(why, []).append(label)
@@ -59,7 +59,7 @@ def closing_lines(absent: Iterable[tuple[str, str]], machine: Machine) -> list[s
 
 
 def reference_side(kinds: Mapping[str, str]) -> str:
-    """The reference for ratios: the first side of ours, else the first. kinds: kind by side, in order."""
+    """The reference for ratios: our first side, else the first. kinds: by side, in order."""
     return next((name for name, kind in kinds.items() if kind == "ours"), next(iter(kinds)))
 
 

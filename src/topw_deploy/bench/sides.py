@@ -1,4 +1,4 @@
-"""Sides: the rows of a table, and which can run here."""
+"""Sides: table rows, and which can run here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Side:
     name: for --peers.
     label: for the table.
     kind: "ours", "peer" or "yardstick".
-    why_not: why it cannot run here and what to do; None if it can.
+    why_not: why it cannot run here and what to do, or None.
     """
 
     name: str
@@ -35,7 +35,7 @@ AnySide = TypeVar("AnySide", bound=Side)
 
 
 def select(sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str]) -> list[AnySide]:
-    """The sides selected by `names`, in the order of `sides`; all if empty.
+    """The sides in `names`, in the order of `sides`; all if empty.
 
     A name in `groups` selects every "<group>-..." side. Raises ParameterError for an unknown name.
     """
@@ -50,7 +50,7 @@ def select(sides: Sequence[AnySide], names: Sequence[str], groups: Collection[st
 def choose(
     sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str]
 ) -> tuple[list[AnySide], list[AnySide]]:
-    """The sides to run and those left out; arguments as for `select`.
+    """The sides to run and those left out.
 
     Raises ParameterError for an unknown name, BenchmarkError for a named side that cannot run.
     """
@@ -62,7 +62,7 @@ def choose(
 
 
 def load_processor(path: Path) -> Any:
-    """TopW_LogitsProcessor from the user's copy of the authors' file (this project has none).
+    """TopW_LogitsProcessor from the user's copy of the authors' file.
 
     Raises BenchmarkError for a file without it.
     """

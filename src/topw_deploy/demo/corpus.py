@@ -1,7 +1,7 @@
 """The demo model's text: Python's own documentation.
 
-In order: the reference topics (`pydoc_data.topics`), docstrings of built-in modules, and docstrings of the standard
-library, parsed with `ast`. Deterministic for each Python release.
+In order: reference topics (`pydoc_data.topics`), docstrings of built-in modules, docstrings of the standard library,
+parsed with `ast`. Deterministic for each Python release.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Test suites, applications' internals, generated tables, installed packages.
+# Tests, applications' internals, generated tables, installed packages.
 SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
@@ -34,7 +34,7 @@ SKIPPED_FOLDERS = frozenset(
         "tests",
     }
 )
-# Built in: importing them runs nothing and works on every platform.
+# Built in: importable on every platform without running code.
 CORE_MODULES = ("builtins", "_functools", "_io", "gc", "itertools", "sys", "time")
 SHORTEST_DOCUMENT = 60  # characters
 LONGEST_SIGNATURE = 400  # characters; longer ones are mostly tables
@@ -68,9 +68,10 @@ def gather_corpus() -> Corpus:
 
 
 def split(documents: Iterable[str]) -> Corpus:
-    """Drop stubs and exact copies; hold out by hash the documents that share no long paragraph with another.
+    """Drop stubs and exact copies; hold out documents by hash.
 
-    Topics overlap and modules copy docstrings, and a copy in the training text would invalidate the held-out loss.
+    Long paragraphs shared with the training text (topics overlap, modules copy docstrings) would invalidate the
+    held-out loss.
     """
     kept = [d for d in dict.fromkeys(documents) if len(d) >= SHORTEST_DOCUMENT]
     uses = Counter(paragraph for document in kept for paragraph in set(long_paragraphs(document)))
@@ -80,7 +81,7 @@ def split(documents: Iterable[str]) -> Corpus:
 
 
 def is_chosen(document: str) -> bool:
-    """Whether the document's hash falls into the first HELD_OUT_PERCENT of 100 slots."""
+    """Whether the hash falls into the first HELD_OUT_PERCENT of 100 slots."""
     digest = hashlib.sha256(document.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
@@ -105,7 +106,7 @@ def split_sections(text: str) -> Iterator[str]:
 
 
 def core_docstrings() -> Iterator[str]:
-    """Functions and types of CORE_MODULES as Python stubs."""
+    """CORE_MODULES as Python stubs."""
     for module in CORE_MODULES:
         for name, value in sorted(vars(importlib.import_module(module)).items()):
             if inspect.isclass(value) and value.__name__ == name:
@@ -122,7 +123,7 @@ def _stub(opening: str, value: Any, indent: str) -> str:
         return ""
     signature = getattr(value, "__text_signature__", None)
     if signature:
-        # CPython marks the bound argument with $; for a function it is the module, which callers do not pass.
+        # CPython marks the bound argument with $; a function's is its module, which callers omit.
         signature = re.sub(r"\$module(, /)?(, )?", "", signature).replace("$", "")
     elif not opening.startswith("class"):
         signature = "(...)"
@@ -130,7 +131,7 @@ def _stub(opening: str, value: Any, indent: str) -> str:
 
 
 def library_docstrings(root: Path | None = None) -> Iterator[str]:
-    """Module docstrings, functions and classes of all .py files under `root` (default: the standard library)."""
+    """Docstrings of all .py files under `root` (default: the standard library)."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         parts = path.relative_to(root).parts
@@ -153,7 +154,7 @@ def _module_documents(tree: ast.Module, name: str) -> Iterator[str]:
 
 
 def _definition(node: _Definition, indent: str) -> str:
-    """Signature, docstring and, for classes, documented members; empty if undocumented."""
+    """Empty if undocumented."""
     doc = ast.get_docstring(node)
     inner = indent + "    "
     members = []
@@ -183,7 +184,7 @@ def _clean(text: str) -> str:
 
 
 def long_paragraphs(document: str) -> Iterator[str]:
-    """Paragraphs of at least LONG_PARAGRAPH characters. Folds whitespace, as copies may be indented differently."""
+    """Paragraphs of at least LONG_PARAGRAPH characters, with whitespace folded as copies may be indented."""
     for paragraph in document.split("\n\n"):
         folded = " ".join(paragraph.split())
         if len(folded) >= LONG_PARAGRAPH:

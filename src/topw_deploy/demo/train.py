@@ -1,7 +1,4 @@
-"""Train the demo model: `python -m topw_deploy.demo.train --output DIR`.
-
-Read `Recipe`, `train`, `write_model`, `main` in this order.
-"""
+"""Train the demo model: `python -m topw_deploy.demo.train --output DIR`."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from topw_deploy.demo.tokenizer import BOS, EOS, PAD, tokenizer_config, train_to
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything besides corpus and library versions that determines the weights."""
+    """Determines the weights, with corpus and library versions."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -70,7 +67,7 @@ def pack(documents: Sequence[str], tokenizer: Tokenizer) -> list[torch.Tensor]:
 
 
 def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Endless int64 [batch, context + 1] of concatenated documents, shuffled every epoch."""
+    """Endless int64 [batch, context + 1], shuffled every epoch."""
     rng = np.random.default_rng(recipe.seed)
     rows: list[torch.Tensor] = []
     width = recipe.context + 1
@@ -79,7 +76,7 @@ def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Ten
         order = rng.permutation(len(documents))
         stream = torch.cat([stream, *(documents[i] for i in order)])
         count = len(stream) // width
-        # Shuffle rows too, so that parts of a long document do not share a batch.
+        # Shuffle rows too, to separate parts of a long document.
         rows += [stream[i * width : (i + 1) * width] for i in rng.permutation(count)]
         stream = stream[count * width :]
         while len(rows) >= recipe.batch:
@@ -96,7 +93,7 @@ def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: Tokenizer, recipe: Recipe) -> HeldOut:
-    """float32 loss over the concatenated documents, in windows of the context. Bytes are UTF-8."""
+    """float32 loss in windows of the context. Bytes are UTF-8."""
     stream = torch.cat(pack(documents, tokenizer))
     bos = model.config.bos_token_id
     losses, scored = 0.0, 0
@@ -144,7 +141,7 @@ def learning_rate_factor(step: int, progress: float, recipe: Recipe) -> float:
 
 
 def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, minutes: float) -> list[dict]:
-    """Train in place; returns the curve: step, learning rate, training and held-out loss, elapsed seconds.
+    """Train in place; returns the curve: step, learning rate, losses, elapsed seconds.
 
     The schedule follows steps, or the clock if `minutes` run out first, so a slow machine also ends at the low learning
     rate. Runs that end by steps are reproducible.
@@ -187,7 +184,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
 
 
 def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
-    """Write a Hugging Face folder with float16 weights; the tied output layer is stored once."""
+    """Write a Hugging Face folder with float16 weights; stores the tied output layer once."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {n: p.detach().to(torch.float16).contiguous() for n, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -211,13 +208,13 @@ def versions() -> dict[str, str]:
 
 
 def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[str, Any]:
-    """Train and write the folder; returns the contents of `training_log.json`."""
+    """Train and write the folder; returns `training_log.json`."""
     started = time.monotonic()
     tokenizer = train_tokenizer(corpus.train, recipe.vocab_size)
     model = build_model(recipe, tokenizer)
     curve = train(model, corpus, tokenizer, recipe, minutes)
     write_model(model, tokenizer, recipe, folder)
-    # Loss of the written file: float16 weights, float32 arithmetic.
+    # Loss of the float16 file in float32 arithmetic.
     written = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     final = held_out_loss(written, corpus.held_out, tokenizer, recipe)
     log = {

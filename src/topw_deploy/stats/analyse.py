@@ -19,11 +19,11 @@ class Step:
     """One Top-W step.
 
     kept: crop size.
-    mass: the crop's softmax probability over the vocabulary, at the selection temperature.
-    entropy: of the softmax over the vocabulary at the draw's temperature, in nats.
+    mass: the crop's softmax probability, at the selection temperature.
+    entropy: of the whole softmax, at the draw's temperature, in nats.
     crop_entropy: of the renormalised crop.
-    added, dropped: tokens that only distances put into or out of the crop.
-    stage: of `fast_crop` that found the crop.
+    added, dropped: tokens that distances put into or out of the crop.
+    stage: of `fast_crop`.
     distances, distances_avoided: ordered token pairs that `fast_crop` measured and avoided.
     """
 
@@ -46,14 +46,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Analyser:
-    """Recomputes a model's crops from its baked options, geometry and optional neighbour bound [V]."""
+    """Recomputes a model's crops from its options, geometry and optional neighbour bound [V]."""
 
     options: TopWOptions
     geometry: Geometry
     neighbour_bound: NDArray[np.float32] | None = None
 
     def analyse(self, logits: NDArray[np.float32], parameters: TopWParameters) -> Step:
-        """Analyse one row of edited logits [V]. parameters: rounded to float32, as in the graph."""
+        """Analyse one row of edited logits [V]. parameters: rounded to float32."""
         found = fast_crop(logits, parameters, self.options, self.geometry, self.neighbour_bound)
         # Scale does not change a certified crop (docs/contract/theory.md, T2).
         plain = found.kept if found.certified else self._without_distances(logits, parameters)

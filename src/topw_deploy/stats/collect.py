@@ -1,7 +1,7 @@
 """Generate like `topw generate`, then recompute and analyse every step's logits.
 
-The exported graph has no logits output. After generation, the graph up to the sampler runs over the same tokens with
-the same cache and columns per step. Each recomputed crop is compared with the reported size and certificate.
+The exported graph has no logits output. So the graph up to the sampler reruns the generated tokens with the same cache
+and columns. Each crop is compared with the reported size and certificate.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Collected:
     """Result of `collect`.
 
     runs: each setting with its sequences, in prompt order.
-    texts: of every token that geometry added or dropped, by id.
+    texts: of added and dropped tokens, by id.
     """
 
     runs: list[tuple[Setting, list[Analysed]]]
@@ -78,7 +78,7 @@ def collect(
 
     folder: an exported model.
     batch_size: prompts per batch; batching can change the last bits of logits.
-    generation: further parameters of `TopWModel.generate`, such as max_new_tokens and seed.
+    generation: further parameters of `TopWModel.generate`.
 
     Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context, and the
     errors of `TopWModel`.
@@ -130,7 +130,7 @@ def _stored(value: ir.Value | None) -> NDArray[np.float32]:
 
 
 def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
-    """Encodes like `generate`. Raises PromptError if the prompt fills the context."""
+    """Raises PromptError if the prompt fills the context."""
     most = model.manifest.decoder.context_length
     check_text(prompt.text, model.tokenizer, Limits(most, model.manifest.sampler.vocab_size), prompt.where)
     ids = model.tokenizer.encode(prompt.text)
@@ -179,7 +179,7 @@ def _analyse(
 
 
 def recomputed_logits(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterator[NDArray[np.float32]]:
-    """Logits [batch, vocab] of every step in turn, before edits; finished rows hold arbitrary values."""
+    """Logits [batch, vocab] of every step, before edits; finished rows are arbitrary."""
     lengths = [len(one.result.token_ids) for one in batch]
     width = max(len(one.request.prompt) for one in batch)
     ids, mask = (np.zeros((len(batch), width), np.int64) for _ in range(2))
@@ -196,8 +196,6 @@ def recomputed_logits(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterato
 
 
 class _Edits:
-    """One generated sequence's edits by step, as in the runtime."""
-
     def __init__(self, one: Generated) -> None:
         self._edits = Edits([one.request])
 
@@ -212,8 +210,6 @@ class _Edits:
 
 
 class _NoBinding:
-    """Ignores the arrays of `Edits.prepare`."""
-
     def bind_array(self, name: str, array: NDArray[Any]) -> None: ...
 
     def refresh(self, name: str) -> None: ...

@@ -1,4 +1,4 @@
-"""The report as a picture: crops by position, what decided them, and added or dropped tokens."""
+"""The report as a picture: crops by position, what decided them, and moved tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DPI = 110
 
 
 def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
-    """Write the picture in the format of the file extension. Raises ParameterError if it cannot be written."""
+    """Write the picture in the file extension's format. Raises ParameterError if it cannot be written."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
 
 
 def _heights(summaries: Sequence[Summary]) -> tuple[float, float]:
-    """Inches of the upper panels (with the legend) and the lower ones (a bar per setting)."""
+    """Inches of the upper panels (with legend) and the lower ones."""
     legend = -(-len(summaries) // _legend_columns(summaries))
     bars = len(summaries) * (max(len(_setting(summary)) for summary in summaries) + 1)
     return 3.3 + _LINE * legend, max(4.0, 1.5 + _LINE * bars)
@@ -65,7 +65,6 @@ def _setting(summary: Summary) -> list[str]:
 
 
 def _colours(count: int) -> Sequence[Any]:
-    """Distinct colours for few settings, a colour scale for many."""
     if count <= len(_COLOURS):
         return _COLOURS
     from matplotlib import colormaps
@@ -74,13 +73,12 @@ def _colours(count: int) -> Sequence[Any]:
 
 
 def _drawable(text: str, most: int) -> str:
-    """`text`, printable, cut to `most` letters, with `$` escaped: matplotlib reads pairs as formulas."""
+    """Printable, cut to `most` letters, with `$` escaped: matplotlib reads pairs as formulas."""
     text = printable(text)
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 
 def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
-    """Sizes, mass and entropies along the text."""
     kept, mass, entropy = figure.subplots(1, 3)
     bands = len(summaries) <= _BANDS_UP_TO
     _by_position(kept, summaries, lambda place: place.kept, bands=bands)
@@ -146,10 +144,7 @@ _DECIDERS: tuple[tuple[str, str, Callable[[Place | Summary], int]], ...] = (
 
 
 def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
-    """Shares of certified, uncertified but unchanged, and changed steps.
-
-    By setting; for a single setting, by position.
-    """
+    """By setting; for a single setting, by position."""
     if len(summaries) > 1:
         parts: Sequence[Place | Summary] = summaries
         at, draw = [float(row) for row in range(len(summaries))], axes.barh
@@ -191,7 +186,7 @@ def _title(axes: Any, text: str, handles: Any = None) -> None:
 
 
 def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
-    """Tokens that geometry added or dropped, for the setting with most changes."""
+    """For the setting with most changes."""
     most = max(summaries, key=lambda summary: summary.changed)
     if not most.changed:
         _no_changes(axes, summaries)

@@ -22,7 +22,7 @@ class Prompt:
 
 
 def prompts_of_lines(data: bytes, where: str) -> list[Prompt]:
-    """One prompt per non-blank line. Raises PromptError for data that is not text or has no prompt."""
+    """One prompt per non-blank line. Raises PromptError if `data` is not text or has no prompt."""
     return _not_empty(
         [Prompt(line, f"line {number} of {where}") for number, line in numbered_lines(data, where)], where
     )
@@ -54,7 +54,7 @@ def _not_empty(prompts: list[Prompt], where: str) -> list[Prompt]:
 class Setting:
     """Top-W parameters of one run.
 
-    label: the parameters that differ between settings; empty for a single one.
+    label: the parameters that differ between settings.
     """
 
     label: str

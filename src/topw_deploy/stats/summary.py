@@ -32,10 +32,10 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Steps in a range of positions of the generated text.
+    """Steps in a range of positions.
 
     first, last: positions, from 1.
-    single: steps that kept one token, like greedy decoding.
+    single: steps that kept one token.
     """
 
     first: int
@@ -63,15 +63,15 @@ class MovedToken:
 class Summary:
     """Top-W under one setting.
 
-    parameters: those in force, from the setting, the model and the export.
+    parameters: those in force.
     agreed: steps whose crop has the reported size and certificate.
-    changed: steps whose crop differs from geom_scale 0 at the same logits.
+    changed: steps whose crop differs from geom_scale 0.
     added, dropped: tokens put into or out of a crop by distances, most frequent first.
     added_total, dropped_total: sums over steps.
     distances: ordered token pairs measured by the fast path.
     distances_avoided: pairs that only the literal algorithm measures.
     whole: all steps; None without steps.
-    positions, ranges, windows: by position, by growing ranges, by ranges of equal length.
+    positions, ranges, windows: by position, growing ranges, equal ranges.
     """
 
     label: str

@@ -1,1 +1,1 @@
-"""`topw bench decode`: decoding loops of this project and other libraries over the same weights."""
+"""`topw bench decode`: decoding loops of several libraries over the same weights."""

@@ -1,6 +1,6 @@
 """The exported decoder with ArgMax instead of the sampler, in a minimal greedy loop.
 
-This is the lower bound: what `TopWModel` adds is the cost of Top-W and of this package's Python.
+The lower bound: `TopWModel` adds the cost of Top-W and of this package's Python.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ FILE = "argmax.onnx"
 def with_argmax(export: Path, folder: Path) -> Path:
     """Write `folder/argmax.onnx`: `export` with ArgMax instead of the sampler.
 
-    Hard-links the weights where possible; does not change `export`. Raises BenchmarkError unless the graph has exactly
-    one sampler.
+    Hard-links the weights where possible. Raises BenchmarkError unless the graph has exactly one sampler.
     """
     import onnx_ir as ir
 
@@ -58,7 +57,7 @@ def with_argmax(export: Path, folder: Path) -> Path:
 
 
 def share_weights(export: Path, folder: Path) -> None:
-    """Hard-link the data files of `export` into `folder`, or copy them if that fails."""
+    """Hard-link the data files of `export` into `folder`, else copy them."""
     for data in (path for pattern in ("*.onnx_data*", "*.onnx.data*") for path in export.glob(pattern)):
         try:
             os.link(data, folder / data.name)
@@ -80,7 +79,7 @@ class ArgMaxLoop:
         self._token = np.zeros(1, np.int64)
 
     def prefill(self, prompt: list[int], capacity: int) -> int:
-        """Run the prompt; return the first token. capacity: maximum sequence length, prompt included."""
+        """Run the prompt; return the first token. capacity: maximum length, prompt included."""
         if self._cache is not None:
             self._caches.close(self._cache)
         self._binding = self._session.bind()

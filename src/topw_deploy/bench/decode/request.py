@@ -34,7 +34,7 @@ class DecodeRequest:
     """Options of `topw bench decode`.
 
     folder: an exported model.
-    threads: thread counts; one run each.
+    threads: one run per count.
     transformers, optimum, genai: folders with the same weights in each library's format.
     optimum_python, genai_python: interpreters of their environments.
     authors: the authors' processor file.
@@ -73,8 +73,8 @@ class DecodeRequest:
 class LoopSide(Side):
     """A decoding loop and its worker.
 
-    worker: the file, as for `Worker`.
-    settings: for the worker, besides `threads`.
+    worker: a file, as for `Worker`.
+    settings: besides `threads`.
     python: the worker's interpreter; None for this one.
     """
 
@@ -86,8 +86,8 @@ class LoopSide(Side):
 def choose(request: DecodeRequest) -> tuple[list[LoopSide], list[LoopSide]]:
     """The sides to run and those left out, in table order.
 
-    Raises ParameterError for an unknown name in `peers`, BenchmarkError if a named side or one with a given model
-    folder cannot run.
+    Raises ParameterError for an unknown name in `peers`, BenchmarkError if a side that is named or has its model folder
+    cannot run.
     """
     every = [*_ours(request), *_genai(request), *_optimum(request), *_transformers(request)]
     return sides.choose(every, request.peers, _GROUPS)
@@ -144,7 +144,7 @@ def _transformers(request: DecodeRequest) -> Iterator[LoopSide]:
 
 
 def _why_not(module: str, distribution: str, folder: Path | None, python: Path | None, option: str) -> str | None:
-    """Raises BenchmarkError if the peer's folder is given but the peer is not installed."""
+    """Raises BenchmarkError for a given folder without its library."""
     here = python is not None or install.importable(module)
     missing = f"not installed: pip install {distribution}, or name the interpreter of its environment"
     if folder is not None and not here:

@@ -122,7 +122,7 @@ def _with_argmax_file(side: LoopSide, export: Path, scratch: Path) -> LoopSide:
 
 
 def _beside(folder: Path) -> Path | None:
-    """A folder on the same file system for hard links: the parent of `folder`, or None if it is read-only."""
+    """The parent of `folder`, for hard links; None if it is read-only."""
     try:
         with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=folder.resolve().parent):
             return folder.resolve().parent
@@ -134,8 +134,7 @@ def _beside(folder: Path) -> Path | None:
 class LoopResult:
     """One side's measurements.
 
-    runs: per round, the seconds to the first token ("first"), the seconds of the rest ("rest") and the number of
-    tokens.
+    runs: per round, seconds to the first token ("first"), seconds of the rest ("rest"), number of tokens.
     """
 
     label: str
@@ -186,7 +185,7 @@ class ThreadsReport:
 
 @dataclass(frozen=True)
 class DecodeReport:
-    """Results of `topw bench decode`. absent: (label, why) of the sides left out."""
+    """Results. absent: (label, why) of the sides left out."""
 
     request: DecodeRequest
     machine: Machine

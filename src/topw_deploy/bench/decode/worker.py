@@ -1,4 +1,4 @@
-"""The worker for `TopWModel` and for the same decoder with ArgMax.
+"""The worker for `TopWModel` and for ArgMax.
 
 Functions import what they need, so load times include imports.
 """

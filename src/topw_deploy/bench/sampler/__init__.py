@@ -1,1 +1,1 @@
-"""`topw bench sampler`: one step of this project's and other samplers over the same logits."""
+"""`topw bench sampler`: one step of several samplers over the same logits."""

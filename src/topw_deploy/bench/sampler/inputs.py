@@ -1,4 +1,4 @@
-"""Inputs of `topw bench sampler`: logits, parameters and embeddings."""
+"""Logits, parameters and embeddings of `topw bench sampler`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Logits = NDArray[np.float32]
 Table = NDArray[np.float32]
 
 REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
-    # certified among few candidates, like nearly all steps of a language model
+    # few candidates, like nearly all steps of a language model
     "certified": ((1.0, 2.0), {}),
-    # certified, with a hundred tokens in the crop and thousands in the warm start
+    # a hundred tokens in the crop, thousands in the warm start
     "flat": ((2.0,), {}),
-    # distances decide over the whole pool: no token is likely, and the warm start is a third of it
+    # distances decide over the whole pool, a third of which is the warm start
     "uncertified": ((2.0,), {"lam": 1.0, "init_top_p": 0.5}),
 }
 """Regime -> (default temperatures, parameters that differ from the defaults)."""
@@ -35,7 +35,7 @@ _SLACK = 1e-3  # relative: far above float32's error on random points
 
 @dataclass(frozen=True)
 class Case:
-    """One case of the report: parameters and logits regime."""
+    """One case: parameters and logits regime."""
 
     regime: str
     parameters: TopWParameters
@@ -53,7 +53,7 @@ class Inputs:
     uniform: float32 [B].
     embeddings: float32 [V, d]; None for metric `uniform`.
     neighbour_bound: float32 [V], or None.
-    folder: contains TABLE, the embeddings; samplers write models there.
+    folder: has the file TABLE; samplers write models there.
     """
 
     cases: tuple[Case, ...]
@@ -71,8 +71,7 @@ class Inputs:
 def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: float) -> tuple[Case, ...]:
     """One case per regime and temperature; the regime's own temperatures if empty.
 
-    Rounds numbers to float32, as the native sampler and the graph receive them. Raises ParameterError for numbers out
-    of range.
+    Rounds numbers to float32, as samplers receive them. Raises ParameterError for numbers out of range.
     """
     return tuple(
         Case(regime, as_float32({**REGIMES[regime][1], "temperature": temperature, "geom_scale": geom_scale}))
@@ -82,7 +81,7 @@ def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: flo
 
 
 def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab], like a language model's: normal with deviation 2.2, and twenty likely tokens."""
+    """float32 [batch, vocab], like a language model's: normal with deviation 2.2, twenty likely tokens."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(batch):
@@ -96,7 +95,7 @@ def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
 def flat_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
     """float32 [batch, vocab]: standard normal, and 120 about equally likely tokens.
 
-    The crop keeps all 120, more than the graph's first stage (64 candidates).
+    The crop keeps all 120, more than the graph's 64 first candidates.
     """
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((batch, vocab))
@@ -112,7 +111,7 @@ def bell_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
 
 
 def given_logits(path: Path) -> Logits:
-    """A .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError for other files."""
+    """A .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError otherwise."""
     try:
         loaded = np.load(path, allow_pickle=False)
     except OSError as error:
@@ -138,7 +137,7 @@ _LOGITS = {"certified": likely_logits, "flat": flat_logits, "uncertified": bell_
 
 
 def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
-    """Write random embeddings float32 [vocab, hidden] to `folder / TABLE`; returns them memory-mapped."""
+    """Write random float32 [vocab, hidden] to `folder / TABLE`; returns it memory-mapped."""
     rng = np.random.default_rng([seed, 1])
     table = np.memmap(folder / TABLE, np.float32, "w+", shape=(vocab, hidden))
     for start in range(0, vocab, _BLOCK):
@@ -151,7 +150,7 @@ def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
 def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArray[np.float32]:
     """The neighbour bound [V] for tokens in the pools of `rows`, else 0 (a valid bound).
 
-    Samplers read only the pools' bounds, which cost pools x V distances instead of V x V.
+    Samplers read only these; they cost pools x V distances instead of V x V.
     """
     vocab = rows[0].shape[1]
     ids = np.unique(np.concatenate([pool(row.astype(np.float64), top_m)[0] for batch in rows for row in batch]))

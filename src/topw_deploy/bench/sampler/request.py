@@ -24,8 +24,8 @@ class SamplerRequest:
 
     regimes: names of REGIMES.
     temperatures: empty for each regime's own.
-    logits: a .npy file of rows; its shape replaces vocab and batch.
-    neighbour_bound: compute the neighbour bound for the pools' tokens.
+    logits: a .npy file; its shape replaces vocab and batch.
+    neighbour_bound: compute the bound for the pools' tokens.
     peers: names of sides; empty for all.
     authors: the authors' processor file.
     genai_python: interpreter of an environment with onnxruntime-genai.
@@ -69,7 +69,7 @@ class SamplerSide(Side):
 
     does: what one call returns, for the table.
     exact: must keep the reference's set.
-    needs: modules to import, all from the extra [export].
+    needs: modules to import, all from [export].
     """
 
     does: str
@@ -118,7 +118,7 @@ def choose(request: SamplerRequest) -> tuple[list[SamplerSide], list[SamplerSide
     """
     every = [replace(side, why_not=_why_not(side, request)) for side in SIDES.values()]
     present, absent = sides.choose(every, request.peers, GROUPS)
-    # The authors' file cannot be installed, so its side is listed only if given.
+    # The authors' file cannot be installed: list its side only if given.
     return present, [side for side in absent if side.name != "authors"]
 
 

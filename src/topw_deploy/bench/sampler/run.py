@@ -42,7 +42,7 @@ def run(request: SamplerRequest, progress: Progress = SILENT) -> SamplerReport:
     """Compare the kept sets with the reference's, then time all sides in turn.
 
     Raises ParameterError for a request that does not fit its logits, BenchmarkError for a side that is named but
-    absent, dies, or keeps other tokens than the reference.
+    absent, dies, or differs from the reference.
     """
     present, absent = choose(request)
     names = [side.name for side in present]
@@ -137,7 +137,7 @@ class CaseReport:
 
 @dataclass(frozen=True)
 class SamplerReport:
-    """Results of `topw bench sampler`.
+    """Results.
 
     absent: (label, why) of the sides left out.
     instruction_set: of the native library; None if not measured.

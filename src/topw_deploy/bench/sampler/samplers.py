@@ -26,13 +26,13 @@ _OPSET, _IR_VERSION = 18, 10
 
 
 class Sampler(Protocol):
-    """A sampler. Both methods may cache their preparation."""
+    """Both methods may cache their preparation."""
 
     def step(self, case: Case, logits: Logits) -> Call:
-        """A prepared function that takes one step over all rows [B, V]."""
+        """A prepared step over all rows [B, V]."""
 
     def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
-        """Each row's kept ids; None for a sampler without a Top-W set."""
+        """Each row's kept ids; None without a Top-W set."""
 
 
 class NumpySampler:
@@ -108,7 +108,7 @@ class GraphSampler:
     """The sampler-only model in onnxruntime.
 
     form: of the function's body.
-    native: use the native operator instead of the function.
+    native: use the native operator instead.
     """
 
     def __init__(self, inputs: Inputs, form: str, *, native: bool) -> None:
@@ -147,7 +147,7 @@ class OperatorModel:
 
 
 def open_session(path: Path, threads: int, *, native: bool = False) -> ort.InferenceSession:
-    """A CPU session. native: use the native operator instead of the function."""
+    """A CPU session. native: use the native operator."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -161,7 +161,7 @@ def open_session(path: Path, threads: int, *, native: bool = False) -> ort.Infer
 
 
 def bound(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call:
-    """A run of the session with inputs and outputs bound once, as in the runtime."""
+    """A run with inputs and outputs bound once, as in the runtime."""
     import onnxruntime as ort
 
     binding = session.io_binding()
@@ -189,7 +189,7 @@ def feeds(inputs: Inputs, case: Case, logits: Logits) -> dict[str, np.ndarray]:
 
 
 def sampler_file(inputs: Inputs, form: str, *, with_keep_mask: bool) -> Path:
-    """Write the sampler-only model to `inputs.folder`, unless it exists. All models share one table file."""
+    """Write the sampler-only model to `inputs.folder`, unless it exists. Models share one table."""
     path = inputs.folder / f"{form}{'-mask' if with_keep_mask else ''}.onnx"
     if path.exists():
         return path

@@ -1,6 +1,6 @@
 """PyTorch logits processors: they set scores outside the crop to -inf.
 
-Only the processor is timed; the rest of `generate` (softmax, multinomial) is the same for all.
+Only the processor is timed; the rest of `generate` is the same for all.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Warper:
 class AuthorsProcessor:
     """The user's copy of the processor of arashgholami/top-w-decoding, with our parameters.
 
-    Always measures cosine distances; takes one row at a time.
+    Always measures cosine distances, one row at a time.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -94,7 +94,7 @@ class AuthorsProcessor:
         return [np.flatnonzero(np.isfinite(row)) for row in masked]
 
     def _processor(self, case: Case) -> Processor:
-        """One instance for all cases, as its constructor computes costly statistics."""
+        """One instance, as its constructor computes costly statistics."""
         p = case.parameters
         parameters = {
             "selection_temperature": p.selection_temperature or p.temperature,

@@ -124,7 +124,7 @@ class SamplerWorker:
         return None if path is None else Kernel(path).instruction_set
 
     def check(self, case: int) -> dict[str, Any]:
-        """Compare all kept sets with the reference's. Raises BenchmarkError if an exact side differs."""
+        """Compare the kept sets with the reference's. Raises BenchmarkError if an exact side differs."""
         chosen, logits, p = self.inputs.cases[case], self.inputs.logits[case], self.inputs
         crops = [crop(row, chosen.parameters, p.options, p.geometry) for row in logits]
         found = []
@@ -140,7 +140,7 @@ class SamplerWorker:
         }
 
     def time(self, side: str, case: int) -> float:
-        """Seconds per step over about 2 ms of steps, with warm caches as after the matmul."""
+        """Seconds per step over about 2 ms of steps; caches are warm, as after the matmul."""
         key = (side, case)
         if key not in self._ready:
             call = self.samplers[side].step(self.inputs.cases[case], self.inputs.logits[case])
@@ -165,7 +165,7 @@ def _parameters(case: Case) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of `rows`, those equal to the reference and those that differ at a tie."""
+    """Rows that equal the reference or differ at a tie."""
 
     side: str
     rows: int
@@ -176,7 +176,7 @@ class Agreement:
 def agree(side: str, kept: Sequence[ArrayLike], crops: Sequence[Crop], *, exact: bool) -> Agreement:
     """Compare each row's kept ids with the reference's.
 
-    Raises BenchmarkError if an `exact` side differs other than at a tie (docs/contract/graph.md, section 4).
+    Raises BenchmarkError if an `exact` side differs beyond ties (docs/contract/graph.md, section 4).
     """
     same = ties = 0
     for row, (ids, wanted) in enumerate(zip(kept, crops, strict=True)):

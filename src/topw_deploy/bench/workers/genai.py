@@ -17,8 +17,8 @@ _BURST, _MOST_CALLS = 2e-3, 100  # seconds per sample; maximum calls
 class Sampler:
     """A generator that draws repeatedly from the same logits [B, V].
 
-    Generators accept logits only after computing some, so each draw first rewinds and runs an empty model
-    (bench/sampler/sides.py). Only `generate_next_token` is timed.
+    Generators accept logits only after computing some, so each draw first rewinds and runs an empty model. Only
+    `generate_next_token` is timed.
     """
 
     def __init__(self, model: Any, logits: np.ndarray, options: dict[str, Any]) -> None:

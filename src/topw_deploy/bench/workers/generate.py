@@ -15,8 +15,6 @@ from transformers import GenerationConfig
 
 
 class _Clock:
-    """A streamer that records when the prompt and each token arrive."""
-
     def __init__(self) -> None:
         self.times: list[float] = []
 
@@ -33,7 +31,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     library: "transformers" or "optimum".
     folder, threads.
     search: fields of a GenerationConfig.
-    processor: None, "topw", or the path of the authors' file.
+    processor: None, "topw", or the authors' file.
     """
     torch.set_num_threads(settings["threads"])
     make_processors = _processors(settings["processor"])  # before the model, to fail early
@@ -41,7 +39,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     model = _load(settings)
     took = time.perf_counter() - began
     processors = make_processors(model)
-    # Replace the folder's config, which could set top_k or end sequences early.
+    # The folder's config could set top_k or end sequences early.
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None, **settings["search"])
 
     def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
@@ -79,7 +77,6 @@ def _load(settings: dict[str, Any]) -> Any:
 
 
 def _processors(wanted: str | None) -> Callable[[Any], list[Any]]:
-    """Maps a model to the logits processors for `generate`."""
     if wanted is None:
         return lambda _model: []
     if wanted == "topw":
@@ -89,5 +86,5 @@ def _processors(wanted: str | None) -> Callable[[Any], list[Any]]:
     from topw_deploy.bench.sides import load_processor
 
     theirs = load_processor(Path(wanted))
-    # alt_iters, geom_scale: this project's defaults
+    # this project's defaults
     return lambda model: [theirs(model.get_input_embeddings().weight, alt_iters=3, geom_scale=1.0)]

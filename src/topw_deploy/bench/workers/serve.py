@@ -1,8 +1,8 @@
 """The program of a `bench.process.Worker`: `PYTHON serve.py FILE`, with JSON lines on stdin and stdout.
 
 FILE defines `start(settings: dict) -> dict[str, function]`. The first request is {"settings": ...}; later ones, {"do":
-NAME, "with": {...}}, call function NAME with keyword arguments. Answers are {"value": ...} or {"error": "Type:
-message"}. FILE's own output goes to stderr.
+NAME, "with": {...}}, call a function. Answers are {"value": ...} or {"error": "Type: message"}. FILE's output goes to
+stderr.
 
 Imports only the standard library, as topw_deploy may be missing.
 """
@@ -32,7 +32,7 @@ def load(path: Path) -> Callable[[dict[str, Any]], Handlers]:
 
 
 def peak_bytes() -> int | None:
-    """Peak resident memory of this process; None if the system does not report it.
+    """Peak resident memory; None if the system does not report it.
 
     On Linux, getrusage would start from the parent's peak.
     """
@@ -66,10 +66,10 @@ def serve(requests: IO[str], answers: IO[str], file: Path) -> None:
 
 
 def main() -> None:
-    # Libraries, C++ ones too, write to file descriptor 1: reserve the real stdout for answers.
+    # Libraries write to file descriptor 1: reserve the real stdout for answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # Python puts this folder first on the path; its files must not shadow libraries.
+    # Python puts this folder on the path; its files must not shadow libraries.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     serve(sys.stdin, answers, Path(sys.argv[1]))
 
