@@ -1,4 +1,4 @@
-"""A decoder with both Top-W and ArgMax gives the results of a model with one of them."""
+"""A graph with Top-W and ArgMax equals graphs with one of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def feeds(session: ort.InferenceSession, uniform: float) -> dict[str, np.ndarray]:
-    """One prompt, no cache; a high temperature makes draws differ from the argmax."""
+    """A high temperature makes draws differ from the argmax."""
     parameters = TopWParameters(temperature=6.0)
     given: dict[str, np.ndarray] = {
         "input_ids": np.array([PROMPT]),

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def packages(tmp_path: Path) -> dict[str, importlib.metadata.Distribution]:
-    """This package, onnxruntime, tokenizers with a hub library, click shared by both, and an unrelated package."""
+    """This package, onnxruntime, tokenizers and its hub library, click shared by both, an unrelated package."""
     wanted = {
         "topw-deploy": ["tokenizers>=0.20", "click", 'onnxruntime; extra == "cpu"', 'torch; extra == "export"'],
         "onnxruntime": [],

@@ -22,7 +22,6 @@ def run(*words: object, program: str = TOPW, **env: str) -> subprocess.Completed
 
 
 def error(done: subprocess.CompletedProcess[str]) -> str:
-    """The last line of stderr."""
     return done.stderr.splitlines()[-1].removeprefix("Error: ")
 
 

@@ -42,7 +42,6 @@ def written(path: Path, prompts: list[Any]) -> Path:
 
 
 def answers(text: str) -> list[dict[str, Any]]:
-    """The lines without run-dependent fields."""
     return [{n: v for n, v in json.loads(line).items() if n not in TIMED} for line in text.splitlines()]
 
 
@@ -72,8 +71,8 @@ def test_each_prompt_has_draws_of_its_own_which_its_seed_repeats(
     assert [line["seed"] for line in lines if line["index"] != 2] == [
         prompt_seed(4, index) for index in (0, 1, 3, 4, 4, 4, 5, 6)
     ]
-    assert lines[2]["seed"] == 9  # its own
-    assert lines[0]["token_ids"] != lines[-1]["token_ids"]  # the same prompt
+    assert lines[2]["seed"] == 9
+    assert lines[0]["token_ids"] != lines[-1]["token_ids"]
     model = TopWModel.from_pretrained(random_model, provider="cpu")
     again = model.generate("ab", max_new_tokens=6, temperature=2, seed=lines[0]["seed"])
     assert again.token_ids == lines[0]["token_ids"]

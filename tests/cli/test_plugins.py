@@ -1,4 +1,4 @@
-"""`topw plugins`: builds and output. tests/plugins/cuda/test_nvcc.py tests nvcc."""
+"""`topw plugins`; tests/plugins/cuda/test_nvcc.py tests nvcc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON lines of prompts: valid lines, and line numbers in errors."""
+"""Valid JSON lines of prompts, and line numbers in errors."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_only_the_terminal_module_prints(path: Path) -> None:
 
 @pytest.fixture
 def hostile(random_model: Path, tmp_path: Path) -> Path:
-    """An exported folder whose manifest and name contain terminal controls."""
+    """Manifest and name contain terminal controls."""
     folder = tmp_path / f"out{EVIL}"
     shutil.copytree(random_model, folder)
     manifest = load_manifest(folder)
@@ -102,8 +102,6 @@ def test_a_traceback_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Terminal:
-    """The terminal methods that `GeneratedText` needs."""
-
     encoding = "utf-8"
 
     def __init__(self, terminal: bool) -> None:

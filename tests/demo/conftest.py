@@ -1,4 +1,4 @@
-"""Share the corpus, which takes seconds to gather."""
+"""Gathers the corpus, which takes seconds, once."""
 
 from __future__ import annotations
 

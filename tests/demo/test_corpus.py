@@ -47,7 +47,7 @@ def test_no_long_paragraph_is_on_both_sides_of_the_split(corpus: Corpus) -> None
 
 def test_documents_are_held_out_by_their_hash(corpus: Corpus) -> None:
     assert all(map(is_chosen, corpus.held_out))
-    # 5 in 100 by hash: a binomial share with deviation below 0.4 points at 3,700 documents, less a few copies.
+    # 5 in 100 by hash: a binomial share, deviation below 0.4 points at 3,700 documents.
     share = len(corpus.held_out) / (len(corpus.held_out) + len(corpus.train))
     assert 0.03 < share < 0.065
 

@@ -100,7 +100,7 @@ def test_training_lowers_the_loss() -> None:
     model = build_model(recipe, TOKENIZER)
     before = held_out_loss(model, CORPUS.held_out, TOKENIZER, recipe).loss
     curve = train(model, CORPUS, TOKENIZER, recipe, minutes=1.0)
-    # The 40 sentences differ in one number, so 60 steps at this rate about halve their loss.
+    # The sentences differ in one number, so 60 steps about halve their loss.
     assert before == pytest.approx(torch.tensor(300.0).log().item(), abs=0.1)
     assert curve[-1]["train_loss"] < 0.7 * before
 

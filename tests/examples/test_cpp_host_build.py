@@ -32,11 +32,11 @@ from tests.support.toy_model import VOCAB
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
 
-OLDEST = "1.23.2"  # oldest supported version
+OLDEST = "1.23.2"  # supported
 
 
 def find_cmake() -> str | None:
-    beside = Path(sys.executable).with_name("cmake")  # of the package `cmake`
+    beside = Path(sys.executable).with_name("cmake")
     return str(beside) if beside.is_file() else shutil.which("cmake")
 
 
@@ -94,7 +94,7 @@ def test_the_vendors_header_has_the_same_declarations(
 def test_sanitizers_find_no_error(
     folders: dict[str, Path], host: Host, ort_library: Path, tokenizers_library: Path, tmp_path: Path
 ) -> None:
-    """Address, leak and undefined-behaviour sanitizers, error paths included."""
+    """Includes error paths."""
     try:
         checked = compiled(tmp_path / "topw_host", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     except subprocess.CalledProcessError as error:

@@ -24,7 +24,6 @@ NOT_JSON = (
 
 @pytest.fixture
 def folder(folders: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy to modify."""
     return Path(shutil.copytree(folders["concat"], tmp_path / "export"))
 
 

@@ -18,7 +18,7 @@ EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repe
 
 
 def random_request(rng: np.random.Generator) -> dict[str, Any]:
-    """A prompt with about half of the parameters, likely to trigger edits and ends."""
+    """About half of the parameters, likely to trigger edits and ends."""
 
     def ids(least: int, most: int) -> list[int]:
         return rng.integers(3, VOCAB, rng.integers(least, most)).tolist()

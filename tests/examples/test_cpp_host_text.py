@@ -27,7 +27,7 @@ def library(tokenizers_library: Path) -> list[object]:
 
 
 def words_tokenizer() -> Tokenizer:
-    """Words that lose a leading space at the start, as in SentencePiece, and bytes."""
+    """SentencePiece-like words that lose a leading space at the start, and bytes."""
     letters = [a + b for a in "abcdefghijkl" for b in "aeiou"]
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {token: i for i, token in enumerate([*SPECIAL, *[f"▁{letter}" for letter in letters], *names])}

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def kernel(emulated_library: Path) -> DeviceKernel:  # noqa: F811
-    """The emulated kernels, called as on a GPU."""
     return DeviceKernel(emulated_library, torch.device("cpu"))
 
 

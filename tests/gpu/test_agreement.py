@@ -1,4 +1,4 @@
-"""The checks pass on the emulated kernels, and fail on wrong answers."""
+"""Checks pass on the emulated kernels, and fail on wrong answers."""
 
 from __future__ import annotations
 

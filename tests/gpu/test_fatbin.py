@@ -17,7 +17,7 @@ OLD, WANTED, NEW, TEXT = b"old" * 40, b"wanted!!" * 9, b"new code" * 11, b".vers
 
 
 def library(tmp_path: Path) -> Path:
-    """Two padded fat binaries with code for three architectures, between other sections."""
+    """Two padded fat binaries with three architectures, between other sections."""
     first = fat_binary(entry(CUBIN, 80, OLD), entry(CUBIN, 90, WANTED), entry(CUBIN, 120, NEW), entry(PTX, 120, TEXT))
     second = fat_binary(entry(CUBIN, 90, WANTED, ONLY_THERE), entry(CUBIN, 100, NEW))
     path = tmp_path / "libmade.so"
@@ -38,7 +38,7 @@ def test_code_for_other_gpus_is_zeroed_and_the_wanted_one_stays(tmp_path: Path) 
     assert after.count(WANTED) == 2
     assert not any(payload in after for payload in (OLD, NEW, TEXT))
     assert len(after) == len(before)
-    assert fat_binaries(after) == fat_binaries(before)  # unchanged headers, sizes and offsets
+    assert fat_binaries(after) == fat_binaries(before)
     assert b"machine code of the processor" in after
     assert b"numbers" in after
 
@@ -141,7 +141,7 @@ def test_a_library_of_nvcc_keeps_the_code_of_one_gpu(tmp_path: Path) -> None:
 
 
 def payloads(path: Path) -> dict[str, bytes]:
-    """Concatenated payloads by architecture: nvcc's linking adds a fat binary."""
+    """Payloads by architecture: nvcc's linking adds a fat binary."""
     data, found = path.read_bytes(), dict[str, bytes]()
     for entries in fat_binaries(data):
         for code in entries:

@@ -1,4 +1,4 @@
-"""Sides measure what they claim, and differences are taken within a round."""
+"""Sides measure what they claim; differences are per round."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The part `models` on onnxruntime's CUDA provider over a stand-in for CUDA's runtime: every way opens, captures and is
-timed, and wrong tokens are detected, as the stand-in's decoder computes nothing.
+timed, and its wrong tokens (the stand-in computes nothing) are detected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ print(json.dumps({name: [answer.failed, answer.absent, answer.data] for name, an
 def answers(
     python: Path, stand_in: Path, cuda_library: Path, demo_folder: Path, tmp_path_factory: pytest.TempPathFactory  # noqa: F811
 ) -> dict[str, tuple[str, list[str], dict[str, Any]]]:  # fmt: skip
-    """(failed, absent, data) of every step over a few requests."""
+    """(failed, absent, data) by step."""
     out = tmp_path_factory.mktemp("out")
     folder = Path(shutil.copytree(demo_folder, out / demo_folder.name))
     tokens.record(folder, [{**request, "max_new_tokens": 6} for request in tokens.requests()[3:6]])

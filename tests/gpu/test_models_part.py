@@ -23,7 +23,7 @@ REQUESTS = tokens.requests(seeds=1, tokens=12)
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a cache of 128 tokens and the CPU's recorded tokens."""
+    """A folder with a cache of 128 tokens and the CPU's tokens."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
     tokens.record(folder, REQUESTS)

@@ -1,4 +1,4 @@
-"""The GPU command's framework: order, budget, continuing, and children that hang or crash."""
+"""Order, budget, continuing, and children that hang or crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts from compute-sanitizer's output and exit codes."""
+"""Verdicts on compute-sanitizer's output and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part whose steps do what their names say, for tests of the framework."""
+"""Steps that do what their names say."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def log_of(out: Path) -> Path:
 
 
 def ran(out: Path) -> list[str]:
-    """The started steps, in order."""
     return log_of(out).read_text().split() if log_of(out).is_file() else []
 
 
@@ -85,7 +84,6 @@ def counts_and_hangs(job: Job) -> Result:
 
 
 def loops(job: Job) -> Result:
-    """Works until its time is over."""
     log(job, "loops")
     while job.left() > 0:
         time.sleep(0.05)

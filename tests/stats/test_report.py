@@ -1,4 +1,4 @@
-"""Summary, table and picture of steps countable by hand."""
+"""Summary, table and picture of countable steps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A stand-in for `cuda.bindings.runtime` and the driver, on host memory.
 
 Stricter than a GPU: stream work runs only on synchronisation, which exposes early reads and changes; unallocated
-addresses are refused; allocating, freeing or waiting during a capture fails with CUDA's error and spoils the capture.
+addresses are refused; allocating, freeing or waiting during a capture fails and spoils it.
 """
 
 # ruff: noqa: N802  # the functions have CUDA's names
@@ -33,7 +33,7 @@ Work = Callable[[], None]
 
 @dataclass
 class Stream:
-    """queue: pending work. captured: the current capture's work."""
+    """queue: pending work. captured: in the current capture."""
 
     handle: int
     queue: list[Work] = field(default_factory=list)
@@ -48,9 +48,9 @@ class Stream:
 
 
 class Gpu:
-    """The double's device. calls: names of called functions, in order.
+    """calls: names of called functions, in order.
 
-    devices: their number; they share one memory.
+    devices: share one memory.
     free_bytes: memory left.
     pageable: copies of unpinned host memory.
     """

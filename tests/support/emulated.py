@@ -1,4 +1,4 @@
-"""The CUDA kernels on a CPU: nvcc's sources as C++ over fibres (plugins/cuda/emulator.h)."""
+"""The CUDA kernels' sources as C++ over fibres (plugins/cuda/emulator.h)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _EMULATE_WAITING = (c_uint32, c_uint64)
 
 
 def built(folder: Path, extra: Sequence[str] = ()) -> Path:
-    """The emulated library in `folder`: see `compiled`."""
+    """The emulated library: see `compiled`."""
     return compiled(folder, _KERNELS, extra)
 
 
 def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -> Path:
-    """Compile the sources with the emulator into `folder`, unless done for the same files and flags.
+    """Compile the sources with the emulator into `folder`, unless files and flags are unchanged.
 
     Raises compile_native.NotBuiltError if the compiler is missing or fails.
     """
@@ -83,7 +83,7 @@ class EmulatedKernel(CudaKernel):
         threads: per block; 0 for the device's number.
         blocks: multiprocessors.
         resident: concurrent blocks; 0 for one per multiprocessor.
-        tick: nanoseconds per unsuccessful wait for another block.
+        tick: nanoseconds per unsuccessful wait for a block.
         """
         self.handle.topw_emulate.argtypes = _EMULATE
         self.handle.topw_emulate(seed, threads, blocks)
@@ -102,7 +102,7 @@ class EmulatedKernel(CudaKernel):
         keep_mask: bool = False,
         spare: int = 0,
     ) -> KernelSamples:
-        """As Kernel.sample. Raises PluginError for kernel errors that the emulation finds.
+        """As Kernel.sample. Raises PluginError for kernel errors.
 
         logits: float32, float16, or bfloat16 bits as uint16.
         spare: extra rows and edits in the shape.
@@ -127,7 +127,7 @@ class EmulatedKernel(CudaKernel):
         return samples
 
     def _room_for(self, shape: CudaShape) -> tuple[int, int]:
-        """The addresses of control memory and the scratch memory after it."""
+        """Addresses of control and scratch memory."""
         needed = self.control_bytes(shape) + self.workspace_bytes(shape)
         if len(self._workspace) < needed + 256:
             self._workspace = np.empty(needed + 256, np.uint8)

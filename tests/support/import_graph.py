@@ -1,4 +1,4 @@
-"""The package's imports, from its syntax trees, through packages too.
+"""The package's imports, from its syntax trees.
 
 `python -m tests.support.import_graph` prints the rooms (folders) with their modules, lines and imports.
 """
@@ -22,7 +22,7 @@ PACKAGE = ROOT.name
 class Import:
     """One import in a file.
 
-    name: the resolved module: `from package import function` gives the module that defines the function.
+    name: the module that defines the imported name.
     when: "load" (at import), "types" (type checkers only) or "call" (in a function).
     """
 
@@ -61,7 +61,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 def cycle() -> list[str]:
-    """A cycle of imports, type imports included, in order; [] if there is none."""
+    """A cycle of imports, type imports included, in order; else []."""
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
@@ -81,7 +81,7 @@ def cycle() -> list[str]:
 
 
 def room_of(module: str) -> str:
-    """The folder of `module`, such as `export/graft`; top-level modules are their own rooms."""
+    """The folder of `module`, such as `export/graft`; top-level modules are rooms."""
     path = MODULES[module].relative_to(ROOT)
     return path.parent.as_posix() if len(path.parts) > 1 else path.stem
 
@@ -102,7 +102,6 @@ def _tree(module: str) -> ast.Module:
 
 @cache
 def _exports(package: str) -> dict[str, str]:
-    """Names re-exported by `__init__` -> the module of each."""
     return {
         alias.asname or alias.name: _resolved(node.module, alias.name)
         for node in _tree(package).body
@@ -112,7 +111,6 @@ def _exports(package: str) -> dict[str, str]:
 
 
 def _resolved(base: str, name: str) -> str:
-    """The module that `from base import name` resolves to."""
     if f"{base}.{name}" in MODULES:
         return f"{base}.{name}"
     if base in MODULES and MODULES[base].name == "__init__.py":
@@ -140,7 +138,7 @@ def _found(node: ast.AST, module: str, when: str) -> Iterator[Import]:
 
 
 def _is_inside(module: str, package: str) -> bool:
-    """Whether `package` contains `module`: its `__init__` listing it is no cycle."""
+    """A package's `__init__` listing its modules is no cycle."""
     return module == package or (module.startswith(f"{package}.") and MODULES[package].name == "__init__.py")
 
 

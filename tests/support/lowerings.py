@@ -36,7 +36,7 @@ def attention_nodes(decoder: TracedDecoder) -> list[ir.Node]:
 
 
 def driver_of(decoder: TracedDecoder, form: Lowered, kv_dtype: str = "float") -> CacheDriver:
-    """Runs `decoder` for the last token's logits of each row."""
+    """Runs `decoder` for each row's last logits."""
     graph = decoder.model.graph
     last = last_logits(graph)
     last.name = "last"

@@ -14,14 +14,14 @@ from topw_deploy.plugins.kernel import KernelBlocks
 
 @dataclass(frozen=True)
 class Form:
-    """Code type and bits, scale type, zero points, block size, row width."""
+    """Types and bits of codes and scales, zero points, block size, row width."""
 
     element: str = "uint8"
     bits: int = 4
     zero_points: bool = False
     scales: str = "float32"
     block_size: int = 16
-    hidden: int = 48  # an odd number of blocks: rows of zero points start inside a byte
+    hidden: int = 48  # an odd number of blocks: zero points start inside a byte
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ FORMS = [
 
 @dataclass(frozen=True)
 class Quantised:
-    """A table of random codes [tokens, bytes]: `blocks` for the kernel, `tensors` for a graph."""
+    """Random codes [tokens, bytes]: `blocks` for the kernel, `tensors` for a graph."""
 
     form: Form
     codes: np.ndarray

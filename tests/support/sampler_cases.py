@@ -1,4 +1,4 @@
-"""Rows that could break a sampler's shortcuts: random ones, and ones built on a tie."""
+"""Rows that could break a sampler's shortcuts: random ones, and ones on a tie."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 @dataclass(frozen=True)
 class Size:
-    """A size in the mix: its choices, rows per visit, and share of all rows."""
+    """A size in the mix, rows per visit, and share of all rows."""
 
     vocabularies: tuple[int, ...]
     pools: tuple[int, ...]
@@ -23,7 +23,7 @@ class Size:
     share: float
 
 
-# The literal rule takes up to 60 ms for a pool of 1,200 tokens: few of those, many odd sizes.
+# The literal rule takes up to 60 ms for a pool of 1,200: few of those, many odd sizes.
 SMALL = (
     Size((1, 2, 3), (1, 2, 1200), (1, 3), 60, 0.04),
     Size((4, 7, 12, 25), (1, 3, 8, 1200), (2, 4), 300, 0.25),
@@ -45,7 +45,7 @@ _BUILT_SHARE = 0.3  # of all rows
 
 @dataclass(frozen=True)
 class Visit:
-    """A scenario's rows, table [V, d] and geometry (statistics as in a graph)."""
+    """A scenario's rows, table [V, d] and geometry."""
 
     scenario: Scenario
     table: np.ndarray
@@ -54,7 +54,7 @@ class Visit:
 
 
 def geometry_of(scenario: Scenario, table: np.ndarray) -> Geometry:
-    """The scenario's geometry with float32 statistics, as in a graph."""
+    """Geometry with float32 statistics, as in a graph."""
     if scenario.options.metric == "uniform":
         return Geometry.uniform()
     exact = Geometry.from_embeddings(table, scenario.options.metric)
@@ -63,7 +63,7 @@ def geometry_of(scenario: Scenario, table: np.ndarray) -> Geometry:
 
 
 def nearest_distances(geometry: Geometry, tokens: int) -> np.ndarray:
-    """float32 [tokens]: lower bounds of the nearest-neighbour distances, from all pairs."""
+    """float32 [tokens]: lower bounds of the nearest-neighbour distances."""
     ids = np.arange(tokens)
     found = geometry.distances(ids, ids)
     np.fill_diagonal(found, np.inf)
@@ -102,7 +102,7 @@ def visits(seed: int, sizes: Sequence[Size] = ALL) -> Iterator[Visit]:
 
 
 def some_rows(rng: np.random.Generator, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """One random row, or one or two built ones, as `regime` says."""
+    """One random row, or one or two built ones (`regime`)."""
     case = random_case(rng, scenario.vocab_size)
     if rng.random() >= _BUILT_SHARE:
         return [case]
@@ -129,7 +129,7 @@ def _result(case: Case, scenario: Scenario, geometry: Geometry) -> tuple[object,
 def _threshold(
     scenario: Scenario, geometry: Geometry, at: Callable[[np.float32], Case], ends: tuple[np.float32, np.float32]
 ) -> list[Case]:
-    """The rows at the two adjacent float32 numbers where the result changes, or at the end."""
+    """The rows at adjacent float32 numbers where the result changes, or at the end."""
     a, b = ends
     first = _result(at(a), scenario, geometry)
     if _result(at(b), scenario, geometry) == first:
@@ -175,7 +175,7 @@ def _parameter_at_threshold(rng: np.random.Generator, case: Case, scenario: Scen
 
 
 def _nucleus_hit(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """2^j equal tokens and a warm start of exactly k of them, without rounding."""
+    """2^j equal tokens and a warm start of exactly k of them."""
     most = min(scenario.vocab_size, scenario.options.top_m)
     count = 1 << int(rng.integers(0, most.bit_length()))
     logits = np.full(scenario.vocab_size, -np.inf, np.float32)
@@ -213,7 +213,7 @@ def _equal_phi(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geom
 
 
 def _two_levels(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """A head, a few tokens at one level and many lower: J has two maxima, and geometry decides."""
+    """A head, a few tokens at one level and many lower: J has two maxima."""
     ids = rng.permutation(scenario.vocab_size)
     head, shelf = int(rng.integers(1, 4)), int(rng.integers(1, 12))
     upper, lower = rng.uniform(0.0, 1.5), rng.uniform(1.5, 3.5)
@@ -232,7 +232,7 @@ def _two_levels(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geo
 def _near_block(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
     """A head, a distant token in its warm start, and an equally probable block near the head.
 
-    The distant token leaves first, which brings the block nearer if there are more k-NN neighbours than members.
+    The distant token leaves first; with more k-NN neighbours than members, the block gets nearer.
     """
     ids = rng.permutation(scenario.vocab_size)[:60]
     nearest = ids[np.argsort(geometry.distances(ids[:1], ids)[0], kind="stable")]

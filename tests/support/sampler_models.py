@@ -20,9 +20,7 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to bake.
-
-    form: of the function's body.
+    """form: of the function's body.
     mass, keep_mask: optional outputs.
     dtype: of the table.
     """
@@ -63,7 +61,7 @@ class Wanted:
 
 
 def open_model(model: onnx.ModelProto, native: Path | None = None, threads: int = 1) -> ort.InferenceSession:
-    """A CPU session over the function, or over the operator of the library `native`."""
+    """A CPU session over the function, or the operator of the library `native`."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
@@ -91,7 +89,7 @@ def set_attribute(model: onnx.ModelProto, name: str, value: Any) -> None:
 
 
 def clear_rows(wanted: Wanted, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """bool [batch]: rows that float32 rounding cannot change, by the reference."""
+    """bool [batch]: rows that float32 rounding cannot change."""
     names = ("lam", "beta", "temperature", "selection_temperature", "init_top_p", "geom_scale")
     clear = []
     for index, logits in enumerate(inputs["logits"]):

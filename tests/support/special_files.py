@@ -61,7 +61,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 @contextmanager
 def no_hang() -> Iterator[None]:
-    """Raises in Python code that waits; ends the process if a library waits."""
+    """Raises in waiting Python code; ends the process in a library."""
 
     def fail(_number: int, _frame: FrameType | None) -> None:
         raise AssertionError("it waits forever")

@@ -24,7 +24,7 @@ SCRATCH = (1000, 5000)  # bytes, by profile
 
 
 class Registry:
-    """The plugin registry. libraries: loaded paths; those with "topw" in the name have the plugin."""
+    """libraries: loaded paths; those with "topw" in the name have the plugin."""
 
     def __init__(self) -> None:
         self.all_creators: list[Any] = []
@@ -54,8 +54,6 @@ class TensorRT:
     fails: the builder's message.
     branches: the engine has an If, which cannot be captured.
     pruned: inputs that engines lack, with their values.
-
-    Tests read `networks`, `configs` and `contexts`.
     """
 
     def __init__(self, gpu: Gpu, version: str = "10.16.1.11") -> None:
@@ -217,7 +215,7 @@ class Builder:
         return json.dumps({"path": network.path, "profiles": profiles}).encode()
 
     def _advance(self, monitor: Any) -> bool:
-        """Report two steps, the first with three nested ones. Returns whether to continue."""
+        """Two steps, the first with three nested ones. Returns whether to continue."""
         assert monitor.ready
         monitor.phase_start("building", None, 2)
         monitor.phase_start("timing", "building", 3)
@@ -229,7 +227,7 @@ class Builder:
 
 
 class Runtime:
-    """Opens the JSON from any buffer without keeping it."""
+    """Opens JSON from any buffer without keeping it."""
 
     def __init__(self, trt: TensorRT, logger: Any) -> None:
         self._trt, self._logger = trt, logger
@@ -278,7 +276,7 @@ class Engine:
 
 
 class Context:
-    """runs: runs of the engine. touched: changes of shapes or addresses."""
+    """runs: of the engine. touched: changes of shapes or addresses."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -312,7 +310,7 @@ class Context:
         return [name for name in self._engine.inputs if name not in self.shapes]
 
     def execute_async_v3(self, handle: int) -> bool:
-        """Enqueue a run with the current shapes and addresses; a capture is valid until the context changes."""
+        """Enqueue a run; a capture is valid until the context changes."""
         trt, stream = self._engine.trt, self._engine.trt.gpu.streams[handle]
         assert self._scratch >= SCRATCH[self.profile]
         assert not self.infer_shapes()

@@ -5,7 +5,7 @@
     grouped   static: GroupQueryAttention; after a prefill, one token per row or several for a single row
     shared    GroupQueryAttention with attention_mask, as in onnxruntime-genai's graphs
 
-GroupQueryAttention only stores the cache: heads are zero-padded and its output is unused.
+GroupQueryAttention only stores the cache: heads are zero-padded, the output unused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def decoder_graph(
     """Nodes, inputs, outputs and constants that compute `logits` [B, V].
 
     numbers: from `Toy.numbers`.
-    max_length: slots of a static cache.
+    max_length: of a static cache.
     """
     widths = HEAD_DIMS[form]
     tables = {
@@ -116,7 +116,7 @@ def _keep(form: str, layer: int, pasts: list[str], presents: list[str]) -> list[
 
 
 def _logits(form: str) -> list[onnx.NodeProto]:
-    """Layer 1's values have three columns of the history, layer 0's keys the fourth."""
+    """Layer 1's values hold three columns of the history, layer 0's keys the fourth."""
     if form in ("concat", "scatter"):
         masked = _make("Mul", ["cached", "mask"], ["seen"])
     else:  # unused columns are arbitrary
@@ -137,7 +137,7 @@ def _logits(form: str) -> list[onnx.NodeProto]:
 
 
 def _concat_places() -> list[onnx.NodeProto]:
-    """The last tokens' `last_id` and `last_place` [B], and `mask` [B, 1, T, 1]."""
+    """`last_id` and `last_place` [B], and `mask` [B, 1, T, 1]."""
     return [
         _make("Cast", ["attention_mask"], ["mask_float"], to=TensorProto.FLOAT),
         _make("Unsqueeze", ["mask_float", "mask_axes"], ["mask"]),
@@ -168,7 +168,7 @@ def _shared_places() -> list[onnx.NodeProto]:
 
 
 def _filled_places() -> list[onnx.NodeProto]:
-    """The last token's place and the used columns, from row lengths `filled` [B]."""
+    """The last place and the used columns, from row lengths `filled` [B]."""
     return [
         _make("Sub", ["filled", "one"], ["last_place"]),
         _make("Cast", ["last_place"], ["seqlens_k"], to=TensorProto.INT32),

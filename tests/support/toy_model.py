@@ -1,11 +1,11 @@
-"""A decoder computable by hand, exported with the real sampler, for runtime tests.
+"""A decoder computable by hand, exported with the real sampler.
 
 Logits are integers times one factor, so numpy and every batch size give the same bits:
 
     logits(t_1 .. t_n) = factor * (follow[t_n] + place[n - 1] + sum over t_i of features[t_i] @ mix)
 
-`place` is indexed by position: one outside the context is an error. The sum uses the key-value cache of two layers of
-different shapes, so cache errors change the logits.
+`place` is indexed by position: one outside the context is an error. The sum uses the cache of two layers of different
+shapes, so cache errors change the logits.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Load = Callable[..., TopWModel]
 
 
 def byte_tokenizer(bos: bool = False) -> Tokenizer:
-    """One token per byte, like GPT-2's. bos: texts start with <s>."""
+    """GPT-2's tokens of single bytes. bos: texts start with <s>."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, *BYTES])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +88,7 @@ def byte_ids(data: str | bytes) -> list[int]:
 
 @cache
 def _ids_of_bytes() -> list[int]:
-    """Bytes map to GPT-2's printable characters."""
+    """By GPT-2's printable characters."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
@@ -97,7 +97,7 @@ def _ids_of_bytes() -> list[int]:
 
 @dataclass(frozen=True)
 class Toy:
-    """One decoder's numbers; only the sampler's geometry uses `embeddings`."""
+    """One decoder's numbers; `embeddings` only affect geometry."""
 
     follow: np.ndarray
     place: np.ndarray
@@ -149,7 +149,7 @@ class Toy:
         sample: int = 0,
         edits: Any = None,
     ) -> list[Row]:
-        """The reference's draws. edits: maps the tokens so far to (ids, penalties, biases) or None."""
+        """The reference's draws. edits: tokens so far -> (ids, penalties, biases) or None."""
         geometry = Geometry.uniform()
         if self.options.metric != "uniform":
             geometry = Geometry.from_embeddings(self.embeddings, self.options.metric)
@@ -194,9 +194,9 @@ def export(
 ) -> Path:
     """Write `folder` like the exporter.
 
-    padding: rows of a batch may have different lengths.
+    padding: rows may have different lengths.
     form: see toy_graph.py.
-    max_length: slots of a cache ("scatter"), as for --target tensorrt.
+    max_length: of the cache ("scatter"), as for --target tensorrt.
     """
     folder.mkdir(parents=True)
     spec = TailSpec(

@@ -68,10 +68,9 @@ def gather_corpus() -> Corpus:
 
 
 def split(documents: Iterable[str]) -> Corpus:
-    """Drop stubs and exact copies; hold out documents by hash.
+    """Drop stubs and exact copies; hold out by hash documents that share no long paragraph with another.
 
-    Long paragraphs shared with the training text (topics overlap, modules copy docstrings) would invalidate the
-    held-out loss.
+    Topics overlap and modules copy docstrings; a copy in the training text would invalidate the held-out loss.
     """
     kept = [d for d in dict.fromkeys(documents) if len(d) >= SHORTEST_DOCUMENT]
     uses = Counter(paragraph for document in kept for paragraph in set(long_paragraphs(document)))
