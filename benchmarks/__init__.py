@@ -1,1 +1,1 @@
-"""The measurements that the docs quote, their workers (`*_worker`), and shared code (`common`, `models`)."""
+"""The measurements that the docs quote, and their workers (`*_worker`)."""

@@ -34,7 +34,7 @@ def say(text: str) -> None:
 
 
 def released_processor(path: Path) -> Any:
-    """The class in the authors' file. Exits with a message if it is missing."""
+    """Exits with a message for a file without the authors' class."""
     try:
         return load_processor(path)
     except BenchmarkError as error:
@@ -63,14 +63,14 @@ def importable_by_workers() -> None:
 
 @dataclass(frozen=True)
 class Process:
-    """Wall seconds and peak resident bytes of a finished process and its children."""
+    """Wall seconds and peak resident bytes, children included."""
 
     seconds: float
     peak_bytes: int
 
 
 def run_process(command: Sequence[str]) -> Process:
-    """Run a command and discard its output. Raises CalledProcessError if it fails."""
+    """Discards output. Raises CalledProcessError if the command fails."""
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert child.stderr is not None

@@ -2,9 +2,9 @@
 
     python -m benchmarks.decode [--vocab 32000 151936] [--threads 1 2] [--sampler native graph] [--sessions 4]
 
-Both share weights in memory and take turns of a few steps (benchmarks/decode_worker.py). The table has median ratios,
-95 % intervals, and the extreme medians of the sessions, each a new process. ArgMax runs in a minimal loop, Top-W in the
-runtime's; "control" is ArgMax against ArgMax.
+Both share weights in memory and take turns (benchmarks/decode_worker.py). The table has median ratios, 95 % intervals,
+and the extreme medians of the sessions, each a new process. ArgMax runs in a minimal loop, Top-W in the runtime's;
+"control" is ArgMax against ArgMax.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from topw_deploy.bench.measurement import median_interval
 from topw_deploy.bench.process import Worker
 
 WORKER = Path(__file__).with_name("decode_worker.py")
-Turn = dict[str, float]  # seconds per step by sampler; "<sampler> argmax" is its ArgMax
+Turn = dict[str, float]  # seconds per step; "<sampler> argmax" is its ArgMax
 
 
 def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[Turn]]:

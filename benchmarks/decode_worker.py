@@ -1,8 +1,7 @@
 """The worker of `benchmarks.decode`: one decoder that ends in Top-W or ArgMax.
 
 The address of the weights changes speed by several per cent, more than a sampler costs. So an input of one graph
-selects the sampler, over the same weights, threads and cache length. Samplers take turns of a few steps in random
-order; a turn counts its median step.
+selects the sampler. Samplers take turns of a few steps in random order; a turn counts its median step.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def write_either(export: Path, folder: Path) -> Path:
 
 
 class Either(OrtSession):
-    """A session over `write_either`'s file. native: use the native operator."""
+    """native: use the native operator."""
 
     def __init__(self, path: Path, *, native: bool) -> None:
         options = ort.SessionOptions()
@@ -106,13 +105,12 @@ class TopW:
         accept(self.generation, decode_one_token(self.generation))
 
     def end(self) -> None:
-        """Record the certified steps and free the cache."""
         self.certified += self.generation.record.of("certified", 0, self.row.steps)
         self.generation.close()
 
 
 class ArgMax:
-    """A minimal greedy loop over the same session."""
+    """A minimal greedy loop."""
 
     def __init__(self, manifest: DecoderManifest, session: Either) -> None:
         self.session, self.caches = session, Caches(session, manifest.decoder)  # type: ignore[arg-type]
@@ -156,7 +154,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     order = random.Random(settings["seed"])
 
     def sweep(prompt: list[int], turns: int, steps: int) -> list[dict[str, float]]:
-        """Seconds per step by name, for each turn after the prompt."""
+        """Seconds per step by name and turn."""
         for name in distinct:
             loops[name].begin(prompt, turns * (steps + UNCOUNTED))
         found = []

@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 def held_out_logits(rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Logits [rows, V] at random held-out positions, and the embedding table [V, d]."""
+    """Logits [rows, V] at random positions, and the embedding table [V, d]."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
     random = np.random.default_rng(0)

@@ -3,8 +3,8 @@
     python -m benchmarks.grown --output DIR [--minutes 40]
 
 From scratch, this takes hours on a CPU. Growing keeps the perplexity: weights are split at random between two copies of
-their input, and new layers start as the identity. Writes the folder and the curve in `training_log.json` every --every
-steps. The schedule follows the clock, so runs differ. Used by docs/guide/quantisation.md.
+their input, and new layers start as the identity. Writes the folder and `training_log.json` every --every steps. The
+schedule follows the clock, so runs differ. Used by docs/guide/quantisation.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNEVEN = 0.35  # deviation of the first copy's share
 
 
 def grown(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
-    """A model of the shape of `recipe` with nearly the logits of `source`; its table gets some noise."""
+    """The shape of `recipe` with nearly the logits of `source`; the table gets noise."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(**{**source.config.to_dict(), **_sizes(recipe)})
     model = LlamaForCausalLM(config)
@@ -73,7 +73,7 @@ def _sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def _widen(weight: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy `weight` into `target`: twice along the outputs, split between two copies of the inputs.
+    """Copy `weight` twice along the outputs, split between two copies of the inputs.
 
     The rest of `target` is unchanged.
     """

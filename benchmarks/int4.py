@@ -47,7 +47,7 @@ _BATCH = 16
 
 
 def held_out_rows(folder: Path) -> np.ndarray:
-    """int64 [rows, COLUMNS + 1]: the concatenated held-out documents, cut into rows."""
+    """int64 [rows, COLUMNS + 1] of the concatenated held-out documents."""
     from tokenizers import Tokenizer
 
     from topw_deploy.demo.corpus import gather_corpus
@@ -80,7 +80,7 @@ def torch_losses(model: Any, rows: np.ndarray) -> np.ndarray:
 
 
 def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
-    """The exported graph's losses [rows, COLUMNS], token by token."""
+    """The graph's losses [rows, COLUMNS], token by token."""
     from topw_deploy.export.verification.probe import LogitsProbe
     from topw_deploy.manifest import load_decoder_manifest
 
@@ -120,7 +120,7 @@ def weights_bytes(folder: Path) -> int:
 
 
 def llama_files(worker: Worker, model: Path, kinds: list[str], work: Path) -> dict[str, Path]:
-    """The checkpoint's GGUF files by kind, written once."""
+    """The checkpoint's GGUF files by kind."""
     files = {kind: work / f"{model.name}-{kind}.gguf" for kind in ("F32", *kinds)}
     if not files["F32"].exists():
         from safetensors.numpy import load_file

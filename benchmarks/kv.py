@@ -54,7 +54,7 @@ def cell(ratios: Sequence[float]) -> str:
 
 
 def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
-    """Bare loops: tables of steps and of prefills."""
+    """Tables of steps and of prefills."""
     rng = np.random.default_rng(args.seed)
     steps, prefills = [], []
     for threads in args.threads:
@@ -79,7 +79,6 @@ def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
 def _session(
     ours: dict[str, Path], threads: int, context: int, number: int, rng: np.random.Generator, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The sweeps of one process."""
     with tempfile.TemporaryDirectory(dir=next(iter(ours.values())).parent, prefix=".kv-") as scratch:
         settings = {
             "task": "sweeps",
@@ -134,7 +133,7 @@ def loop(export: Path, args: argparse.Namespace) -> None:
 
 
 def _loop_row(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
-    """Medians over all runs; ratios by run, with the sessions' extreme medians."""
+    """Medians over all runs; ratios by run, with the sessions' extremes."""
     ours = peers[0]
     times: dict[str, list[float]] = {name: [] for name in peers}
     ratios: dict[str, list[list[float]]] = {name: [] for name in peers[1:]}

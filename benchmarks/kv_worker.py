@@ -25,12 +25,12 @@ INTERVAL = 0.01  # seconds between memory samples
 
 
 def bare_export(export: Path, folder: Path) -> tuple[Path, DecoderInfo]:
-    """An export with ArgMax instead of its sampler, and how to drive its cache."""
+    """With ArgMax instead of the sampler; and how to drive the cache."""
     return with_argmax(export, folder), load_decoder_manifest(export).decoder
 
 
 def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
-    """The graph of onnxruntime-genai's builder with ArgMax over the last column's logits."""
+    """onnxruntime-genai's graph with ArgMax over the last logits."""
     info = load_decoder(peer / "model.onnx", peer).info
     model = ir.load(peer / "model.onnx")
     graph = model.graph
@@ -66,7 +66,7 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     if settings["genai"] is not None:
         makers["genai"] = (bare_peer, settings["genai"])
     loops: dict[str, ArgMaxLoop] = {}
-    # random order: where weights lie in memory affects a session's speed
+    # random: where weights lie in memory affects a session's speed
     for name in order.sample(list(makers), len(makers)):
         make, source = makers[name]
         folder = Path(settings["scratch"]) / name
@@ -75,7 +75,7 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         loops[name] = ArgMaxLoop(file, decoder, options)
 
     def sweep(prompt: list[int], turns: int, steps: int) -> dict[str, Any]:
-        """By loop: seconds per step by turn, seconds of the prefill, and the first token, which must agree."""
+        """By loop: seconds per step by turn, of the prefill, and the first token, which must agree."""
         room = len(prompt) + turns * (steps + UNCOUNTED) + 1
         prefills, first, found = {}, {}, []
         for name in order.sample(list(loops), len(loops)):
@@ -123,7 +123,7 @@ def resident() -> int:
 
 
 def peak_during(work: Callable[[], object]) -> int:
-    """Peak resident bytes during `work`, sampled."""
+    """Sampled."""
     seen, done = [resident()], threading.Event()
 
     def sample() -> None:

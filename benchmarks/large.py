@@ -120,7 +120,7 @@ def exported(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
 
 
 def decoder_alone(folder: Path, target: Path) -> None:
-    """Write an export's decoder like another exporter's: logits of one position, no sampler."""
+    """Like another exporter's decoder: logits of one position, no sampler."""
     import onnx_ir as ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -149,7 +149,7 @@ def decoder_alone(folder: Path, target: Path) -> None:
 
 
 def stages_of(work: Path, billions: float, dtypes: list[str]) -> list[tuple[str, ...]]:
-    """A row per stage: name, seconds, GiB of files, peak GiB, predicted GiB."""
+    """By stage: name, seconds, GiB of files, peak GiB, predicted GiB."""
     started = time.perf_counter()
     size = write_checkpoint(work / "model", billions)
     rows: list[tuple[str, ...]] = []

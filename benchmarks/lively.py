@@ -80,7 +80,7 @@ class Steps:
 
 
 def count(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
-    """Count the crops of logits [rows, V]. plain: the same rule without distances."""
+    """Count the crops of logits [rows, V]. plain: without distances."""
     certified = acted = over = 0
     sizes, masses = [], []
     for row in rows:
@@ -97,7 +97,7 @@ def count(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
 
 
 def top_w(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
-    """Top-W as a Crop, with and without distances."""
+    """With and without distances."""
     options = TopWOptions(metric=METRIC)
 
     def crop(row: NDArray[np.float32], scale: float = parameters.geom_scale) -> tuple[NDArray[np.int64], bool]:
@@ -108,7 +108,7 @@ def top_w(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
 
 
 def by_probability(top_p: float = 1.0, min_p: float = 0.0) -> Crop:
-    """Top-p or min-p at temperature 1 as a Crop; certified, as it has no distances."""
+    """Top-p or min-p at temperature 1; certified, as it has no distances."""
 
     def crop(row: NDArray[np.float32]) -> tuple[NDArray[np.int64], bool]:
         order = np.argsort(-row, kind="stable")
@@ -186,7 +186,7 @@ def _measure_cells(measures: Sequence[Measures], runs: Sequence[list[Text]]) -> 
 
 
 def speed(rounds: int, new_tokens: int) -> None:
-    """One thread, one row; every setting generates the same number of tokens per round."""
+    """One thread, one row, equal numbers of tokens."""
     prompts = PROMPTS.read_text("utf-8").splitlines()[::3]
     names = list(TOP_W)
     chosen = {name: asdict(TOP_W[name]) for name in (names[0], names[2], names[3])}

@@ -69,7 +69,7 @@ class Writer:
         self._words = set(_WORD.findall("\n".join((*corpus.train, *corpus.held_out))))
 
     def top_w(self, model: TopWModel, parameters: Mapping[str, float], seed: int) -> list[Text]:
-        """Continuations by the exported model, one prompt at a time like `topw generate`."""
+        """By the exported model, one prompt at a time like `topw generate`."""
         texts = []
         for prompt in self.prompts:
             result = model.generate(prompt, max_new_tokens=self.new_tokens, seed=seed, **parameters)
@@ -77,7 +77,7 @@ class Writer:
         return texts
 
     def transformers(self, arguments: Mapping[str, Any], seed: int) -> list[Text]:
-        """Continuations by transformers' `generate` with `arguments` such as top_p."""
+        """By transformers' `generate`; arguments: such as top_p."""
         torch.manual_seed(seed)
         texts = []
         for prompt in self.prompts:
@@ -89,7 +89,7 @@ class Writer:
         return texts
 
     def documentation(self) -> list[Text]:
-        """The true continuations in the held-out documents."""
+        """The true continuations."""
         texts = []
         for prompt in self.prompts:
             spaced = re.compile(r"\s+".join(map(re.escape, prompt.split())))
@@ -127,7 +127,7 @@ class Writer:
 
 
 def common(one: Sequence[Text], other: Sequence[Text]) -> float:
-    """Share of 4-grams of `one` that `other` also has for the same prompt."""
+    """Share of 4-grams of `one` that `other` has for the same prompt."""
     both = total = 0
     for a, b in zip(one, other, strict=True):
         theirs = set(_ngrams(b.tokens, NGRAM))

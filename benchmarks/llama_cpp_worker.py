@@ -47,13 +47,13 @@ def gguf_name(name: str) -> str:
 
 
 def rotated_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows: llama.cpp rotates adjacent pairs of a head, Hugging Face's Llama its two halves."""
+    """llama.cpp rotates adjacent pairs of a head, Hugging Face's Llama its two halves."""
     outputs, inputs = weight.shape
     return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
 
 
 def write(weights: str, config: dict[str, Any], target: str) -> None:
-    """Write a float32 GGUF file. weights: a .npz file of tensors by name."""
+    """weights: a .npz file of tensors by name."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     writer.add_context_length(config["max_position_embeddings"])
@@ -161,7 +161,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         return time.perf_counter() - began
 
     def turn(name: str, steps: int) -> list[float]:
-        """Seconds of each of `steps` greedy steps, after UNCOUNTED others."""
+        """Seconds of each greedy step, after UNCOUNTED others."""
         model, times, token = models[name], [], 5
         for number in range(steps + UNCOUNTED):
             began = time.perf_counter()

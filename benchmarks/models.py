@@ -8,11 +8,11 @@ from pathlib import Path
 
 CACHE = Path(".cache/benchmarks")
 HIDDEN, LAYERS, INTERMEDIATE, HEADS, KV_HEADS = 512, 12, 1408, 8, 4
-LAST_NORM = 8.0  # weight of the last norm: logits deviate by 3.6, like a trained model's
+LAST_NORM = 8.0  # logits deviate by 3.6, like a trained model's
 
 
 def llama_50m(vocab_size: int = 32_000) -> Path:
-    """A Hugging Face folder with a random Llama: 52 M parameters at a vocabulary of 32,000 (tied)."""
+    """A random Llama: 52 M parameters at a vocabulary of 32,000 (tied)."""
     sizes = {
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
@@ -25,7 +25,7 @@ def llama_50m(vocab_size: int = 32_000) -> Path:
 
 
 def llama_small(context: int) -> Path:
-    """A Hugging Face folder with a tiny random decoder for `context` tokens."""
+    """A tiny random decoder for `context` tokens."""
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -38,7 +38,7 @@ def llama_small(context: int) -> Path:
 
 
 def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
-    """Fresh weights give nearly equal logits, so no step would be certified: hence LAST_NORM."""
+    """Fresh weights give nearly equal, never certified logits: hence LAST_NORM."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch
@@ -70,7 +70,7 @@ def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
 
 
 def exported(model: Path | str, *options: str) -> Path:
-    """The output folder of `topw-export MODEL OUT OPTIONS`, exported once per set of options."""
+    """The folder of `topw-export MODEL OUT OPTIONS`, exported once."""
     name = "-".join([Path(model).name, *(option.strip("-") for option in options)])
     folder = CACHE / "exported" / name
     if not (folder / "topw_manifest.json").exists():

@@ -30,7 +30,7 @@ Sides = dict[str, Callable[[], Any]]
 
 
 def described(name: str, call: KernelCall) -> str:
-    """The side's name, stage, crop size and number of distances."""
+    """Name, stage, crop size and number of distances."""
     call()
     report, samples = call.samples.reports[0], call.samples
     distances = f", {report['distances']:,} distances" if report["distances"] else ""
@@ -56,7 +56,7 @@ def certified_rows(kernel: Kernel, rounds: int) -> str:
 
 
 def shapes() -> dict[str, np.ndarray]:
-    """Logits float32 [1, VOCAB] by name: normal without likely tokens, and power laws of the rank."""
+    """float32 [1, VOCAB] by name: normal without likely tokens, and power laws of the rank."""
     rng = np.random.default_rng(0)
     rank = np.arange(1, VOCAB + 1)
     found = {f"bell of deviation {width}": rng.standard_normal(VOCAB) * width for width in (1.6, 2.0, 2.5, 3.0, 4.0)}
@@ -67,7 +67,7 @@ def shapes() -> dict[str, np.ndarray]:
 
 
 def shaped_rows(kernel: Kernel, rounds: int) -> str:
-    """Certified rows of other shapes against numpy.max."""
+    """Other shapes against numpy.max."""
     options = TopWOptions(metric="uniform")
     rows = shapes()
     first = next(iter(rows.values()))[0]
@@ -80,7 +80,7 @@ def shaped_rows(kernel: Kernel, rounds: int) -> str:
 
 
 def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
-    """float32 [vocab]: lower bounds of the Euclidean distance to the nearest other token."""
+    """float32 [vocab]: lower bounds of the nearest-neighbour distances, Euclidean."""
     points = torch.from_numpy(geometry.features(np.arange(vocab)))
     sizes = points.square().sum(1)
     nearest = []
@@ -92,7 +92,7 @@ def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
 
 
 def uncertified_rows(kernel: Kernel, processor: Any, rounds: int) -> str:
-    """Uncertified rows against the authors' processor over the same table."""
+    """Against the authors' processor over the same table."""
     say(f"making a table of {GEOMETRY_VOCAB:,} x {HIDDEN:,} and its nearest neighbours")
     embeddings = np.random.default_rng(1).standard_normal((GEOMETRY_VOCAB, HIDDEN), dtype=np.float32)
     cosine = KernelTable.from_geometry(Geometry.from_embeddings(embeddings, "cosine"))

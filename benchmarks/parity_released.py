@@ -80,7 +80,7 @@ def synthetic_sources() -> list[Source]:
 
 
 def model_source(folder: Path) -> Source:
-    """A Hugging Face causal LM over standard-library docstrings; logits at random positions."""
+    """A causal LM over standard-library docstrings, at random positions."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -93,7 +93,7 @@ def model_source(folder: Path) -> Source:
 
 
 def rows(processor: Any, sources: list[Source], choices: dict, count: int, seed: int) -> Iterator[Row]:
-    """`count` rows of a regime over all sources, with the released processor's kept sets."""
+    """`count` rows of a regime, with the released processor's sets."""
     rng = np.random.default_rng(seed)
     settings, per_setting = 6, max(1, count // (6 * len(sources)))
     for source in sources:
@@ -158,7 +158,7 @@ def rounded_warm_start(row: Row) -> int:
 
 
 def cause(row: Row, ties: Ties) -> str:
-    """Why the released processor differs: the first cause that reproduces its set, or a tie."""
+    """The first cause that reproduces the released processor's set, or a tie."""
     if ties.pool_cut or ties.warm_cut:
         return "equal logits at the pool's or the warm start's cut"
     if kept_with(row, floor=SMALLEST_P) == row.theirs:
@@ -172,14 +172,14 @@ def cause(row: Row, ties: Ties) -> str:
 
 
 def disputed_mass(row: Row, ours: frozenset[int]) -> float:
-    """Probability, before any crop, of the tokens that only one side keeps."""
+    """Probability of the tokens that only one side keeps."""
     a = (row.logits.astype(np.float64) - row.logits.max()) / row.parameters.temperature
     return float(np.exp(a)[list(ours ^ row.theirs)].sum() / np.exp(a).sum())
 
 
 @dataclass
 class Regime:
-    """Row counts; for unequal rows, number and largest disputed mass by cause."""
+    """Row counts; number and largest disputed mass by cause."""
 
     rows: int = 0
     certified: int = 0

@@ -37,7 +37,7 @@ OURS = "this project"
 
 @dataclass(frozen=True)
 class Columns:
-    """Token ids and token mask, both [rows, columns], and the columns at which runs end."""
+    """Token ids and mask [rows, columns], and the columns where runs end."""
 
     ids: np.ndarray
     mask: np.ndarray
@@ -87,7 +87,7 @@ class Graph:
 
 
 def columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
-    """Rows of `lengths` tokens: prompts padded on `side`, in `pieces` chunks, then two single-token steps."""
+    """Prompts padded on `side`, in `pieces` chunks, then two single-token steps."""
     generator = np.random.default_rng(0)
     prompt = max(lengths) - 2
     ids, mask = np.zeros((len(lengths), prompt + 2), np.int64), np.zeros((len(lengths), prompt + 2), np.int64)
@@ -100,7 +100,7 @@ def columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
 
 
 def difference(graph: Graph | LogitsProbe, reference: Any, fed: Columns) -> str:
-    """The largest absolute difference from torch's logits, or onnxruntime's error."""
+    """The largest difference from torch's logits, or onnxruntime's error."""
     graph.start(len(fed.ids))
     worst, start = 0.0, 0
     for end in fed.ends:

@@ -44,7 +44,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     for size in (32, 64, 128, 256)
     for bits in ((8, 4) if settings["bits"] == 4 else (8,))
 }  # fmt: skip
-# argv: a graph, and the native library or nothing. No other imports: the session could reuse their freed memory.
+# argv: a graph, and the native library or nothing. Other imports would free memory that the session could reuse.
 _OPEN = """
 import os, sys, onnxruntime
 def resident():

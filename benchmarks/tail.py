@@ -24,7 +24,7 @@ from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
-VOCAB, NARROW = 151_936, 16  # certified steps do not read the table, so it may be narrow
+VOCAB, NARROW = 151_936, 16  # narrow: certified steps do not read the table
 GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens, so that several tables fit into memory
 GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # the certificate fails
 Feeds = dict[str, np.ndarray]
@@ -75,7 +75,7 @@ def random_table(vocab: int, hidden: int) -> tuple[np.ndarray, Geometry]:
 
 
 def tail(form: str, vocab: int, hidden: int, with_mass: bool = False) -> onnx.ModelProto:
-    """The sampler-only model over a random table [vocab, hidden], default options."""
+    """The sampler-only model over a random table [vocab, hidden]."""
     embeddings, geometry = random_table(vocab, hidden)
     spec = TailSpec(
         options=TopWOptions(),
@@ -107,7 +107,7 @@ def peer(
 
 
 def measure(sides: dict[str, Callable[[], None]], rounds: int, under: str, in_a_row: int = 1) -> str:
-    """Time the sides in turn, `in_a_row` calls each; a table of microseconds per call and ratios to `under`."""
+    """Microseconds per call, `in_a_row` at a time, and ratios to `under`."""
     timed = {name: (lambda call=call: seconds(call, in_a_row)) for name, call in sides.items()}  # type: ignore[misc]
     samples = interleave(timed, rounds, warmup=max(3, rounds // 20))
     rows = [
@@ -118,7 +118,7 @@ def measure(sides: dict[str, Callable[[], None]], rounds: int, under: str, in_a_
 
 
 def certified_steps(rounds: int) -> str:
-    """Certified steps against standard operators, with warm (as after the matmul) and cold caches."""
+    """Against standard operators, with warm (as after the matmul) and cold caches."""
     logits = likely_logits(VOCAB)
     alone: Feeds = {"logits": logits}
     sides = {

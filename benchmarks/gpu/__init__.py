@@ -2,9 +2,7 @@
 
 - `job`: the interface of parts
 - `runner`, `children`, `worker`: parent and child processes
-- `record`, `machine`: results, machine
-- `build`, `check`, `sanitize`, `capture`, `speed`: parts
-- `device`, `tables`, `graphs`, `sizes`: shared by parts
+- `build`, `check`, `sanitize`, `capture`, `speed`, `models`, `engines`: parts
 - `agreement`, `shipped_rows`: for `check` and `capture`
 - `small_rows`, `sanitizer_stand_in`: for `sanitize`
 - `measure`, `certified`, `open_rows`, `decoder`, `flashinfer_samplers`: for `speed`

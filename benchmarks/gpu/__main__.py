@@ -3,9 +3,8 @@
     python3 -m benchmarks.gpu [--pack ARCHIVE ...] [--budget SECONDS] [--only PART ...] [--out DIR]
 
 Run it from a checkout, with a Python that has torch. It builds the kernels, compares them with the reference, runs them
-under compute-sanitizer and in CUDA graphs, times them, and runs whole models. Results are in DIR: `results.json` and
-`results.md`. Run it again to continue; finished steps repeat only if the kernels, torch or the GPU changed, or with
---again.
+under compute-sanitizer and in CUDA graphs, times them, and runs whole models. DIR gets `results.json` and `results.md`.
+Run it again to continue; finished steps repeat only if the kernels, torch or the GPU changed, or with --again.
 
 Exit code: 0 if every step passed, 1 if one failed or there is no GPU, 3 if steps remain.
 """
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src")]  # the host has no installation of ours
+sys.path[:0] = [str(ROOT / "src")]  # nothing of ours is installed
 
 from benchmarks.gpu import machine as machines  # noqa: E402
 from benchmarks.gpu import unpack  # noqa: E402
@@ -63,7 +62,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def digest_of_kernels(library: Path | None) -> str:
-    """A digest of the given library, else of the sources."""
+    """Of the given library, else the sources."""
     written = (file for folder in ("cuda", "native") for file in (_PLUGINS / folder).iterdir())
     sources = [library] if library is not None else sorted(file for file in written if file.suffix in _CODE)
     digest = hashlib.sha256()
@@ -115,7 +114,7 @@ def main() -> int:
 
 
 def conclude(record: Record, parts: list[str], out: Path) -> int:
-    """Print the tables and the remaining steps; returns the exit code."""
+    """Print tables and remaining steps; returns the exit code."""
     print((out / TABLES).read_text(encoding="utf-8"))
     mine = {key: entry for key, entry in record.steps.items() if key.split("/")[0] in parts}
     failed = [key for key, entry in mine.items() if entry.get("failed")]

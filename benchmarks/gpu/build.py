@@ -15,7 +15,7 @@ from benchmarks.common import table
 from benchmarks.gpu.job import Job, Result, Step
 
 _REHEARSED = 90  # sm_90 (H200), for rehearsals without a GPU
-_LIMIT = 120  # seconds for tools that read the library
+_LIMIT = 120  # seconds per tool
 
 
 def steps(job: Job) -> list[Step]:
@@ -29,7 +29,7 @@ def for_the_gpu(job: Job) -> Path:
 
 
 def kernels(job: Job) -> Result:
-    """Build the library with nvcc. Absent in a rehearsal without nvcc."""
+    """Compile with nvcc. Absent in a rehearsal without nvcc."""
     from topw_deploy.errors import PluginError
     from topw_deploy.plugins import compile_cuda
 
@@ -60,7 +60,7 @@ def emulated(job: Job) -> Result:
 
 
 def resources(job: Job) -> Result:
-    """Each kernel's registers, stack, shared memory (cuobjdump) and spills (ptxas, from PTX)."""
+    """Registers, stack, shared memory (cuobjdump) and spills (ptxas, from PTX) by kernel."""
     library = for_the_gpu(job)
     if not library.is_file():
         return Result(absent=(f"there is no library that nvcc made at {library.name}",))
@@ -81,7 +81,7 @@ def resources(job: Job) -> Result:
 
 
 def usage(said: str) -> dict[str, dict[str, int | None]]:
-    """Registers, stack and shared memory by kernel, from `cuobjdump --dump-resource-usage`."""
+    """Parse `cuobjdump --dump-resource-usage`."""
     pattern = re.compile(r"Function (\S+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
     return {
         plain_name(name): {"registers": int(registers), "stack": int(stack), "shared": int(shared)}
@@ -90,7 +90,7 @@ def usage(said: str) -> dict[str, dict[str, int | None]]:
 
 
 def spills(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], str]:
-    """(bytes of spill stores, of spill loads) by kernel; or why they are unknown."""
+    """Bytes of spill (stores, loads) by kernel; or why they are unknown."""
     ptxas = tool("ptxas")
     if ptxas is None:
         return {}, "ptxas is not here: spills are not known"
@@ -124,7 +124,7 @@ def plain_name(mangled: str) -> str:
 
 
 def tool(name: str) -> str | None:
-    """A CUDA toolkit program beside nvcc, on PATH or in Triton's package; else None."""
+    """A CUDA program beside nvcc, on PATH or in Triton's package; else None."""
     from topw_deploy.errors import PluginError
     from topw_deploy.plugins import compile_cuda
 
@@ -146,7 +146,7 @@ def tool(name: str) -> str | None:
 
 
 def ask(command: list[str], folder: Path | None = None) -> str:
-    """The program's output. Raises RuntimeError with it if the program fails."""
+    """Raises RuntimeError with the program's output if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_LIMIT)
     if done.returncode != 0:
         raise RuntimeError(f"{Path(command[0]).name} failed: {(done.stderr or done.stdout).strip()[-500:]}")

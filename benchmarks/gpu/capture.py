@@ -55,7 +55,7 @@ def modes(job: Job) -> Result:
 
 
 def behind_a_product(job: Job) -> Result:
-    """Capture a step with the matmul that computes its logits."""
+    """Capture a step and the matmul before it."""
     import torch
 
     from benchmarks.gpu.agreement import same, step_of
@@ -87,7 +87,7 @@ def behind_a_product(job: Job) -> Result:
 
 
 def two_streams(job: Job) -> Result:
-    """Run two steps with separate memory concurrently; answers must not change."""
+    """Run two steps concurrently; answers must not change."""
     import contextlib
 
     import torch

@@ -35,7 +35,7 @@ def logits_on(device: torch.device, batch: int, vocab: int) -> torch.Tensor:
 
 
 def top_w_sides(kernel: DeviceKernel, logits: torch.Tensor, sizes: Sizes) -> dict[str, Timed]:
-    """Top-W per logits type, its two launches separately, and with more inputs and outputs."""
+    """Top-W by logits type, by launch, and with more inputs and outputs."""
     batch = len(logits)
     sides: dict[str, Timed] = {}
     for dtype in _TYPES:
@@ -70,7 +70,7 @@ def certified_step(
     kernel: DeviceKernel, logits: torch.Tensor, edits: Edits | None = None, *, mass: bool = False,
     keep_mask: bool = False, memory: Step | None = None,
 ) -> Step:  # fmt: skip
-    """A step over these rows. Raises NotCertifiedError if a row is not certified."""
+    """Raises NotCertifiedError if a row is not certified."""
     step = Step(kernel, logits, _COLUMNS, _OPTIONS, None, edits, mass=mass, keep_mask=keep_mask, reports=False,
                 memory=memory)  # fmt: skip
     step.launch()
@@ -81,7 +81,7 @@ def certified_step(
 
 
 def cold_side(kernel: DeviceKernel, step: Step, cold: int) -> tuple[Side, int]:
-    """The step over cache-exceeding copies of its logits; and their number."""
+    """The step over cache-exceeding copies of its logits; their number."""
     copies = max(2, math.ceil(cold / step.logits.nbytes))
     others = [certified_step(kernel, step.logits.clone(), memory=step) for _ in range(copies)]
     return rotating([other.launch for other in others]), copies

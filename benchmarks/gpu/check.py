@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fuzz.sampler import Outcome
 
 _CHUNK = 2_000  # random rows per record
-_SHOWN = 20  # unexplained differences recorded
+_SHOWN = 20  # recorded
 _TYPES = {"float32": "cosine", "float16": "mahalanobis", "bfloat16": "cosine"}  # logits type -> metric
 _COUNTERS = ("distances", "avoided", "explained")
 
@@ -79,7 +79,7 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
 
 def random_rows(job: Job) -> Result:
-    """Compare random and adversarial rows with the reference, after the recorded chunks."""
+    """Compare random and adversarial rows with the reference; continues after recorded chunks."""
     from benchmarks.gpu.device import opened
     from fuzz.cuda import fuzz, new_outcome, unexplained_of
     from fuzz.sampler import report
@@ -97,7 +97,7 @@ def random_rows(job: Job) -> Result:
         add(outcome, plain(found))
         done, chunk = done + size, chunk + 1
         job.keep({"rows": done, "chunks": chunk, "outcome": plain(outcome)})
-        if job.left() < 0:  # after a chunk, so that every run progresses
+        if job.left() < 0:  # at least one chunk per run
             break
     unexplained = unexplained_of(outcome)
     failed = f"{len(unexplained)} differences are not at a tie: {unexplained[0][:800]}" if unexplained else ""
@@ -106,7 +106,7 @@ def random_rows(job: Job) -> Result:
 
 
 def plain(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as plain JSON types, for `add`."""
+    """Plain JSON types, for `add`."""
     side = next(iter(outcome.sides.values()))
     return {
         "rows": dict(outcome.rows), "certified": dict(outcome.certified), "tied": outcome.tied,

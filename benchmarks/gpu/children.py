@@ -21,7 +21,7 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.worker import EVENTS
 
 ROOT = Path(__file__).parents[2]
-_LAST_WORDS = 6  # output lines to record when a child dies
+_LAST_WORDS = 6  # recorded when a child dies
 
 
 class ChildEndedError(Exception):
@@ -29,7 +29,7 @@ class ChildEndedError(Exception):
 
 
 def environment() -> dict[str, str]:
-    """The environment, with this checkout before installed packages."""
+    """This checkout precedes installed packages."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
@@ -52,12 +52,12 @@ class Child:
         self._listener.start()
 
     def plan(self, limit: float) -> list[tuple[str, float, float, list[str]]]:
-        """(name, expected seconds, limit, inputs) of every step. Raises ChildEndedError."""
+        """(name, expected seconds, limit, inputs) by step. Raises ChildEndedError."""
         return [tuple(step) for step in self._event(time.monotonic() + limit, limit)["plan"]]
 
     def ask(self, step: str, earlier: dict[str, Any], end: float, limit: float,
             kept: Callable[[dict[str, Any]], None]) -> dict[str, Any]:  # fmt: skip
-        """Run a step and return its event, with `result` and `seconds`.
+        """Return the step's event, with `result` and `seconds`.
 
         kept: receives intermediate data.
         end: on time.monotonic's clock.
@@ -80,7 +80,7 @@ class Child:
             kept(event["kept"])
 
     def close(self, wait: bool = True) -> None:
-        """End the child and its children. wait: let it exit by itself first."""
+        """End the child and its children. wait: let it exit first."""
         assert self._process.stdin is not None
         if wait and self._process.poll() is None and not self._process.stdin.closed:
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):
@@ -138,7 +138,7 @@ class Child:
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of the leader's session, in any process group."""
+    """In any process group."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it may have ended

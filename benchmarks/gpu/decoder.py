@@ -19,7 +19,7 @@ _SCALE = 0.01
 
 @dataclass(frozen=True)
 class Decoder:
-    """One token's matmuls; the last writes `logits` [1, V]. layers: those that fit of `wanted`."""
+    """`logits` [1, V]: the last matmul's output. layers: those that fit of `wanted`."""
 
     step: Side
     logits: torch.Tensor
@@ -31,7 +31,7 @@ class Decoder:
 def decoder(device: torch.device, sizes: tuple[int, int, int, int, int]) -> Decoder:
     """Allocate a decoder. sizes: hidden, inner, kv, layers, vocab.
 
-    The head makes the logits a certified row, like nearly all of a language model's.
+    The head makes the logits certified, like nearly all of a language model's.
     """
     hidden, inner, kv, wanted, vocab = sizes
     shapes = [(hidden, hidden + 2 * kv), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
@@ -59,6 +59,6 @@ def decoder(device: torch.device, sizes: tuple[int, int, int, int, int]) -> Deco
 
 
 def sampler(kernel: DeviceKernel, logits: torch.Tensor, hidden: int) -> Step:
-    """Top-W over the decoder's logits, with a table of its embeddings' size."""
+    """Top-W over the logits, with a table of the embeddings' size."""
     table = table_of(random_rows(logits.shape[1], hidden, logits.device), _OPTIONS.metric)
     return Step(kernel, logits, {"uniform": 0.37}, _OPTIONS, table, reports=False)

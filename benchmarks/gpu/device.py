@@ -1,6 +1,6 @@
 """The CUDA kernels over torch tensors: as `plugins.kernel.Kernel`, and as bound calls.
 
-The torch device may be the CPU, for emulated kernels.
+The device may be the CPU, for emulated kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ assert list(_OUTPUTS) == [name for name, _ in Outputs._fields_]
 
 
 class DeviceTable:
-    """A table [V, d] and its statistics on the device. table: as for `Kernel`."""
+    """A table [V, d] and its statistics. table: as for `Kernel`."""
 
     def __init__(self, table: KernelTable, device: torch.device) -> None:
         def put(array: Any) -> torch.Tensor | None:
@@ -60,7 +60,7 @@ class DeviceTable:
     def of_tensors(
         cls, rows: torch.Tensor, mean: torch.Tensor, inverse_std: torch.Tensor, bound: torch.Tensor | None = None
     ) -> Self:
-        """A table of device rows [V, d], with float32 statistics [d] and bound [V]."""
+        """From device rows [V, d], float32 statistics [d] and bound [V]."""
         table = cls.__new__(cls)
         table._kept = [rows, mean, inverse_std, bound]
         table._describe(*rows.shape, _TYPES[rows.dtype], Blocks())
@@ -83,7 +83,7 @@ class Step:
     """A bound call on device tensors; every `launch` rereads `logits` and `columns`.
 
     logits: float32, float16 or bfloat16 [B, V].
-    memory: shares control and scratch memory with a step of the same shape and stream.
+    memory: a step of the same shape and stream whose memory to share.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Step:
         self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, *memory, stream, parts)
 
     def samples(self) -> KernelSamples:
-        """The last launch's answers, on the host. Asserts that the control bytes are zero."""
+        """The last answers, on the host. Asserts zero control bytes."""
         if self.logits.is_cuda:
             torch.cuda.synchronize()
         assert not bool(self.control.any()), "control bytes are not zero after the launch"
@@ -147,7 +147,7 @@ class Step:
 
 
 def opened(job: Job) -> DeviceKernel:
-    """The job's kernels, on the GPU or, in a rehearsal, the CPU.
+    """The job's kernels.
 
     Raises MissingError without a library or GPU, PluginError for an unusable library.
     """
@@ -160,7 +160,7 @@ def opened(job: Job) -> DeviceKernel:
 
 
 class DeviceKernel(CudaKernel):
-    """The library as a `Kernel`: numpy arrays in and out."""
+    """A `Kernel`: numpy arrays in and out."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         super().__init__(path)

@@ -1,6 +1,6 @@
-"""The part `engines`: build TensorRT engines and compare their tokens with the CPU's.
+"""The part `engines`: build TensorRT engines and compare tokens with the CPU's.
 
-Needs TensorRT or the packed TensorRT-RTX, and folders exported for TensorRT.
+Needs TensorRT or the packed TensorRT-RTX, and folders exported for it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _no_folders(job: Job) -> str:
 
 
 def _no_gpu_to_rehearse(job: Job) -> str:
-    """Why a rehearsal cannot build an engine; empty if it can."""
+    """Empty if a rehearsal can build an engine."""
     from topw_deploy.plugins import driver
 
     why = driver.look().why_none if job.rehearse else ""
@@ -69,7 +69,7 @@ def _no_gpu_to_rehearse(job: Job) -> str:
 
 
 def build(folder: Path, name: str, job: Job) -> Result:
-    """Build an engine for a batch of four in a copy of the folder."""
+    """A batch of four, in a copy of the folder."""
     from topw_deploy.errors import TopWError
     from topw_deploy.plugins.tensorrt import tensorrt_module
     from topw_deploy.progress import Progress
@@ -107,7 +107,7 @@ def tokens(folder: Path, name: str, job: Job) -> Result:
 
 
 def use_kernels(name: str, job: Job) -> None:
-    """Use the kernels of `build` in the plugin. Raises MissingError if there are none."""
+    """Use the kernels of `build`. Raises MissingError if there are none."""
     if name == "plugin":
         os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
 

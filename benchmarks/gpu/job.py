@@ -1,8 +1,8 @@
 """The interface of a part: its steps, their input and results.
 
-A part is a module of this folder, listed in PARTS, with a function `steps(job) -> list[Step]`. Parts run in child
-processes, so a step may import anything, initialise CUDA, hang or crash. The top of the module imports only the
-standard library; `steps` opens nothing.
+A part is a module of this folder, listed in PARTS, with a function `steps(job) -> list[Step]`. It runs in child
+processes, so a step may import anything, initialise CUDA, hang or crash. Top-level imports are from the standard
+library; `steps` opens nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Result:
 
     data: plain JSON types for results.json.
     table: Markdown for results.md.
-    failed: why, as a sentence; empty if the step passed. Exceptions fail a step too.
+    failed: why, as a sentence; empty if passed. Exceptions fail a step too.
     absent: sentences on what could not run here. A step that ran nothing has no data or table.
-    partial: the next run calls the step again, with `data` as `Job.earlier`.
+    partial: the next run repeats the step, with `data` as `Job.earlier`.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Step:
 
     name: unique within its part.
     seconds: expected; a step does not start with less budget left.
-    limit: seconds until the process is killed and the step fails; None for four times `seconds`, at least a minute.
+    limit: seconds until the process is killed; None for four times `seconds`, at least a minute.
     inputs: dependencies besides the kernels, torch and the GPU; a change repeats the step.
     """
 
@@ -66,14 +66,14 @@ class Job:
     """The input of steps, sent to the child as JSON.
 
     out: the results folder.
-    kernel_file: the library, from `build` or --library; use `Job.kernels`.
+    kernel_file: from `build` or --library; use `Job.kernels`.
     rehearse: emulate the kernels on the CPU, at small sizes.
     rows, seed: of random rows.
     rounds: of measurements.
     folders: exported models that replace the packed ones.
-    architecture: 90 for sm_90; 0 in a rehearsal without a GPU.
+    architecture: 90 for sm_90; 0 without a GPU.
     built: the library was given.
-    earlier: data of this step's last run if partial, else {}.
+    earlier: data of the last partial run, else {}.
     end: of the step, on time.monotonic's clock.
     """
 
@@ -99,13 +99,13 @@ class Job:
         return self.out / "packed"
 
     def folder(self, name: str) -> Path:
-        """A part's folder, kept between runs."""
+        """Kept between runs."""
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def kernels(self) -> Path:
-        """The library. Raises MissingError if there is none."""
+        """Raises MissingError without a library."""
         if not self.kernel_file.is_file():
             raise MissingError(f"there is no library of kernels at {self.kernel_file}; the part `build` makes it.")
         return self.kernel_file
@@ -126,7 +126,7 @@ class MissingError(Exception):
 
 
 def steps_of(part: str, job: Job) -> list[Step]:
-    """The part's steps, in order. part: a module of this folder, or a dotted name."""
+    """In order. part: a module of this folder, or a dotted name."""
     steps: list[Step] = import_module(part if "." in part else f"benchmarks.gpu.{part}").steps(job)
     return steps
 

@@ -27,7 +27,6 @@ class Machine:
     architecture: 90 for sm_90.
     why_none: why there is no GPU, as a clause.
     cuda: newest version the driver supports.
-    versions: of the installed PACKAGES.
     """
 
     gpu: str

@@ -1,4 +1,4 @@
-"""Times of steps in CUDA graphs, taken in turn, and a table with the memory bandwidth.
+"""Times of steps in CUDA graphs, taken in turn, and the memory bandwidth.
 
 Events time replays of graphs with many captures of a step, which excludes host time.
 """
@@ -18,7 +18,7 @@ from benchmarks.gpu.graphs import Calls, Graph, Side, captured, microseconds
 from topw_deploy.plugins import driver
 
 _WARM_UP = 5  # uncounted rounds
-_READ = 1 << 30  # bytes to read for the memory's speed
+_READ = 1 << 30  # bytes
 _SMALLEST_READ = 1 << 22
 
 
@@ -28,7 +28,7 @@ class Timed:
 
     side: enqueues one step; or two names, for their difference by round.
     moved: bytes a step must read or write; 0 if meaningless.
-    copies: of its logits, used in turn; a graph has a multiple of them.
+    copies: of its logits; a graph has a multiple of them.
     goal: microseconds.
     launched: per call, as it cannot be captured.
     """
@@ -76,7 +76,7 @@ class Times:
 
 
 def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.device) -> Times:
-    """Time every side in turn, `rounds` times. steps: minimum per graph."""
+    """Time every side in turn. steps: minimum per graph."""
     graphs: dict[str, tuple[Graph, int]] = {}
     for name, timed in sides.items():
         if not isinstance(timed.side, tuple):
@@ -96,7 +96,7 @@ def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.dev
 
 
 def rotating(launches: Sequence[Side]) -> Side:
-    """A side that enqueues the next of `launches` at each call."""
+    """Enqueues the next of `launches` at each call."""
     state = {"next": 0}
 
     def one() -> None:
@@ -115,14 +115,14 @@ def bandwidth(device: torch.device) -> float:
 
 
 def zeroing(block: torch.Tensor) -> Side:
-    """The driver's memset of the block; torch's `zero_` may launch a kernel."""
+    """A memset by the driver; torch's `zero_` may launch a kernel."""
     if not block.is_cuda:
         return block.zero_
     return lambda: memset(block.data_ptr(), block.nbytes, torch.cuda.current_stream().cuda_stream)
 
 
 def memset(address: int, size: int, stream: int) -> None:
-    """Enqueue zeroing `size` bytes of device memory. Raises RuntimeError with the driver's error."""
+    """Zero `size` bytes on the device. Raises RuntimeError with the driver's error."""
     code = ctypes.CDLL(driver.LIBRARY).cuMemsetD8Async(
         ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream)
     )

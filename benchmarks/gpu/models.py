@@ -37,7 +37,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def ways_of(folder: Path) -> dict[str, Way]:
-    """Ways by name; a captured step needs a cache of fixed size."""
+    """By name; captured steps need a cache of fixed size."""
     from benchmarks.gpu.ways import Way
     from topw_deploy.manifest import load_manifest
 
@@ -54,7 +54,7 @@ def ways_of(folder: Path) -> dict[str, Way]:
 
 
 def folders(job: Job) -> list[Path]:
-    """The named folders, else the packed ones if complete."""
+    """The named folders, else the packed ones."""
     if job.folders:
         return [Path(folder) for folder in job.folders]
     if "folders" not in unpack.components(job.packed):
@@ -63,7 +63,7 @@ def folders(job: Job) -> list[Path]:
 
 
 def digest(folder: Path) -> str:
-    """A digest of the manifest, with the files' hashes, and the recorded tokens."""
+    """Of the manifest, with the files' hashes, and the recorded tokens."""
     from benchmarks.gpu.tokens import beside
 
     found = hashlib.sha256()
@@ -73,7 +73,7 @@ def digest(folder: Path) -> str:
 
 
 def package(name: str) -> str:
-    """The file that `import name` would run, and its digest."""
+    """The file that `import name` would run; its digest."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return f"no {name}"
@@ -114,12 +114,12 @@ def one_way(folder: Path, way: Way, job: Job) -> Result:
 
 
 def stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for the CPU provider, which captures nothing."""
+    """For the CPU provider, which captures nothing."""
     return {**{name: value for name, value in options.items() if name != "provider_options"}, "provider": "cpu"}
 
 
 def why_no_cuda() -> str:
-    """Why onnxruntime cannot run on CUDA here; empty if it can."""
+    """Empty if onnxruntime can run on CUDA."""
     try:
         import onnxruntime
     except ImportError as error:

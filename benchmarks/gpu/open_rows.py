@@ -22,7 +22,7 @@ class NotOpenError(Exception):
 
 
 def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, top_m: int) -> dict[str, Timed]:
-    """Top-W with and without neighbour bounds. table: float16 [V, d] on the device."""
+    """With and without neighbour bounds. table: float16 [V, d] on the device."""
     options = TopWOptions(metric=metric, top_m=top_m)
     vocab = len(table)
     logits = torch.from_numpy(np.concatenate([bell_logits(vocab, 1, seed) for seed in range(batch)])).to(table.device)
@@ -39,7 +39,7 @@ def sides(kernel: DeviceKernel, table: torch.Tensor, metric: str, batch: int, to
 
 
 def describe(samples: KernelSamples) -> str:
-    """The rows' work. Raises NotOpenError if a row needed no distances."""
+    """The rows' work. Raises NotOpenError for a row without distances."""
     reports = samples.reports
     stages = {STAGES[int(stage)] for stage in reports["stage"]}
     if stages != {"geometry"}:

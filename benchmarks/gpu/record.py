@@ -29,7 +29,7 @@ class RecordError(Exception):
 
 
 class Record:
-    """The results in `folder`. Raises RecordError for another kind or format."""
+    """Raises RecordError for results of another kind or format."""
 
     def __init__(self, folder: Path, rehearse: bool) -> None:
         self.folder = folder

@@ -18,7 +18,7 @@ from benchmarks.gpu.job import PART_LIMIT, Job
 from benchmarks.gpu.record import ABSENT, DONE, FAILED, PARTIAL, WAITING, Record
 
 _PLAN_LIMIT = 120.0  # seconds for a child to list its steps
-_GRACE = 5.0  # seconds reserved to end a child and write the record
+_GRACE = 5.0  # seconds to end a child and write the record
 _SHORTEST = 20.0  # minimum seconds to continue a partial step
 
 Opened = Callable[[str, Job], Child]
@@ -80,7 +80,7 @@ class Run:
                     child = None
         except ChildEndedError as reason:
             self._file(f"{name}/steps", "", {"state": FAILED, "failed": str(reason)})
-        finally:  # on interruption, without waiting for the child
+        finally:  # without waiting for the child
             if child is not None:
                 child.close(wait=sys.exception() is None)
 
@@ -91,7 +91,7 @@ class Run:
                 self.record.drop(key)
 
     def _step(self, child: Child, key: str, digest: str, limit: float) -> bool:
-        """Run and record a step; returns whether the process is still usable."""
+        """Returns whether the process is still usable."""
         say(f"{key} ...")
         before = self.record.steps.get(key, {})
         goes_on = before.get("partial") and before.get("inputs") == digest and not self.again
@@ -116,7 +116,7 @@ class Run:
         return not result["failed"]
 
     def _file(self, key: str, digest: str, entry: dict[str, Any]) -> None:
-        """Record the entry; a waiting step keeps its earlier results."""
+        """A waiting step keeps its earlier results."""
         if entry["state"] == WAITING:
             known = self.record.steps.get(key, {})
             entry = known if known.get("state") in (DONE, PARTIAL, FAILED) else entry
@@ -140,7 +140,6 @@ class Run:
         return self.record.steps[key].get("base") != self.base
 
     def _mark(self, key: str, digest: str) -> None:
-        """Mark an entry measured with other inputs as stale."""
         entry = self.record.steps.get(key)
         if entry is not None:
             entry["stale"] = entry.get("inputs") != digest

@@ -16,9 +16,9 @@ from pathlib import Path
 from benchmarks.gpu.build import tool
 from benchmarks.gpu.job import Job, Result, Step
 
-READY, ANSWERED = "READY", "ANSWERED"  # output lines of small_rows, which only the child imports
+READY, ANSWERED = "READY", "ANSWERED"  # output of small_rows, which only the child imports
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-_FOUND = 97  # the exit code that compute-sanitizer should use for an error
+_FOUND = 97  # compute-sanitizer's exit code for an error
 _LONGEST = 100.0  # seconds per tool
 _QUOTED = 12  # lines
 _USUAL = Path("/usr/local/cuda/compute-sanitizer/compute-sanitizer")
@@ -37,7 +37,7 @@ def command(job: Job) -> list[str]:
 
 
 def without_a_tool(job: Job) -> Result:
-    """Run the program without a tool: its answers must be right."""
+    """Answers must be right without a tool."""
     code, said = run(command(job))
     if code != 0 or ANSWERED not in said:
         return Result(failed=f"the rows ended with {_code(code)} before any tool watched: {_last(said)}")
@@ -45,7 +45,7 @@ def without_a_tool(job: Job) -> Result:
 
 
 def under(job: Job, name: str) -> Result:
-    """Run the program under one tool."""
+    """Run the program under a tool."""
     program = sanitizer(job)
     if program is None:
         return Result(absent=(f"compute-sanitizer is not on this machine: {name} was not run",))
@@ -67,7 +67,7 @@ def verdict(name: str, code: int | None, said: str) -> Result:
     """The result of a tool. code: None if killed at its limit."""
     counts = [int(count) for count in _SUMMARY.findall(said)]
     lines = said.splitlines()
-    if READY not in lines:  # no allocation or copy: the tool or the driver refuses
+    if READY not in lines:  # no allocation: the tool or the driver refuses
         messages = [line.strip("= ") for line in lines if line.startswith("=====")]
         return Result(absent=(f"{name} could not run: {' / '.join([*messages[1:5], _last(said)])}",))
     if code is None:
@@ -99,7 +99,7 @@ def _code(code: int | None) -> str:
 
 
 def run(words: list[str]) -> tuple[int | None, str]:
-    """(exit code, output); the limit kills the process group and gives None."""
+    """(exit code, output); the limit kills the process group: None."""
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0
     )

@@ -1,7 +1,7 @@
 """Rows of every kind over a small vocabulary, for compute-sanitizer: `python -m benchmarks.gpu.small_rows LIBRARY`.
 
 Does not import torch or transformers, which are slow under the tools. Device blocks have exact sizes and scratch memory
-is uninitialised, so the tools see overruns and uninitialised reads. Compares answers with the reference.
+is uninitialised, to expose overruns and uninitialised reads. Compares answers with the reference.
 
 Prints READY after the first allocation and copy, and ANSWERED at the end; exits 1 for a wrong answer.
 """

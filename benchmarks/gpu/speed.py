@@ -37,7 +37,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def certified_rows(job: Job, batch: int) -> Result:
-    """Time certified rows: logits types, caches, separate launches, torch operations."""
+    """Logits types, caches, separate launches, torch operations."""
     from benchmarks.gpu import certified
     from benchmarks.gpu.device import opened
 
@@ -52,7 +52,7 @@ def certified_rows(job: Job, batch: int) -> Result:
 
 
 def flashinfer(job: Job, batch: int) -> Result:
-    """Time FlashInfer's samplers; a separate step, as FlashInfer may compile or fail."""
+    """A separate step, as FlashInfer may compile or fail."""
     from benchmarks.gpu import certified, flashinfer_samplers
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.measure import Timed
@@ -84,7 +84,7 @@ def open_rows(job: Job, metric: str, batch: int) -> Result:
 
 
 def decode_step(job: Job) -> Result:
-    """Time a captured decode step with Top-W, minus the same step without."""
+    """A captured decode step with Top-W, minus the step without."""
     from benchmarks.common import Spread
     from benchmarks.gpu.decoder import decoder, sampler
     from benchmarks.gpu.device import opened

@@ -24,7 +24,7 @@ def random_rows(vocab: int, hidden: int, device: torch.device) -> torch.Tensor:
 
 
 def statistics(rows: torch.Tensor, metric: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 mean and inverse standard deviation [d], as in `sampling.embedding_statistics`."""
+    """float32 mean and inverse standard deviation [d] (`sampling.embedding_statistics`)."""
     count = len(rows)
     mean = sum(block.sum(0) for block in _blocks(rows, metric)) / count
     variance = sum((block - mean).square().sum(0) for block in _blocks(rows, metric)) / count
@@ -39,7 +39,7 @@ def _blocks(rows: torch.Tensor, metric: str) -> Iterator[torch.Tensor]:
 
 
 def table_of(rows: torch.Tensor, metric: str, bounded: torch.Tensor | None = None) -> DeviceTable:
-    """The table with its statistics. bounded: token ids that need neighbour bounds."""
+    """bounded: token ids that need neighbour bounds."""
     mean, inverse_std = statistics(rows, metric)
     bound = None if bounded is None else nearest_bound(rows, metric, mean, inverse_std, bounded)
     return DeviceTable.of_tensors(rows, mean, inverse_std, bound)

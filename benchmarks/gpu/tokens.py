@@ -1,6 +1,6 @@
-"""The tokens that an exported model draws for fixed requests, and their comparison.
+"""An exported model's tokens for fixed requests, and their comparison.
 
-Recorded while packing, as a host's CPU runtime may have another version or fail to open the folder.
+Recorded while packing, as a host's CPU runtime may differ or fail to open the folder.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Difference:
 
 
 def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Arguments of `generate`: every choice and seed, prompts alone and in a batch."""
+    """Arguments of `generate`: every choice and seed, prompts alone and batched."""
     prompts: list[Any] = [*PROMPTS, PROMPTS]
     return [
         {"prompt": prompt, "seed": seed, "max_new_tokens": tokens, **choice}
@@ -77,7 +77,7 @@ def draw(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
 
 
 def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> Difference:
-    """Compare two lists. Raises BenchmarkError for different lengths."""
+    """Raises BenchmarkError for different lengths."""
     if len(found) != len(wanted):
         raise BenchmarkError(f"{len(found)} sequences were drawn, but {len(wanted)} are recorded; pack again.")
     steps = []
@@ -90,7 +90,7 @@ def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> 
 
 
 def record(folder: Path, asked: Sequence[dict[str, Any]]) -> None:
-    """Draw with `folder` on this CPU and write the tokens. Raises TopWError if it does not open."""
+    """Write this CPU's tokens. Raises TopWError if `folder` does not open."""
     import onnxruntime
 
     from topw_deploy.runtime import TopWModel
@@ -108,7 +108,7 @@ def beside(folder: Path) -> Path:
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
-    """The tokens from `record`; None without. Raises BenchmarkError for another format."""
+    """None without a record. Raises BenchmarkError for another format."""
     path = beside(folder)
     if not path.is_file():
         return None

@@ -1,8 +1,7 @@
 """Unpacks the archives of `python -m benchmarks.gpu pack` on a GPU host.
 
-`pack.json`, beside them, has their SHA-256. Archives with another hash or a member outside the folder are refused.
-Archives may arrive one by one: each is unpacked once, and a component needs all of its archives. Uses only the standard
-library.
+`pack.json`, beside them, has their SHA-256. Archives with another hash or a member outside the folder are refused. They
+may arrive one by one: each is unpacked once, and a component needs all of its archives. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def _index(path: Path) -> dict[str, Any]:
 
 
 def _same_pack(index: Mapping[str, Any], into: Path) -> None:
-    """Write the index into `into`. Raises BenchmarkError if it holds another pack's."""
+    """Raises BenchmarkError if `into` holds another pack's index."""
     path = into / INDEX
     if not path.is_file():
         into.mkdir(parents=True, exist_ok=True)
@@ -181,7 +180,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, into: Pa
         target.symlink_to(member.linkname)
         return
     content = tar.extractfile(member)
-    assert content is not None  # regular files have content
+    assert content is not None
     with content, open(target, "xb") as file:
         shutil.copyfileobj(content, file)
     target.chmod(0o755 if member.mode & 0o100 else 0o644)
@@ -196,7 +195,7 @@ def _join(index: Mapping[str, Any], into: Path) -> None:
             if not all(part.is_file() for part in parts):
                 continue
             _concatenate(parts, target, whole["sha256"])
-        for part in parts:  # including those of an archive unpacked twice
+        for part in parts:  # even of an archive unpacked twice
             part.unlink(missing_ok=True)
 
 
@@ -226,7 +225,7 @@ def _done(folder: Path) -> dict[str, str]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Atomic, as a run can be killed while writing."""
+    """Atomic, as a run can be killed."""
     scratch = path.with_name(path.name + ".new")
     scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     scratch.replace(path)

@@ -46,7 +46,7 @@ class Way:
 
 
 def run(folder: Path, way: Way, job: Job) -> Result:
-    """Run the recorded requests, compare the tokens, and time. Fails if the folder does not open."""
+    """Compare the recorded requests' tokens, and time. Fails if the folder does not open."""
     from topw_deploy.runtime import TopWModel
 
     notes: list[str] = []
@@ -67,7 +67,7 @@ def run(folder: Path, way: Way, job: Job) -> Result:
 
 
 def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], tokens.Sequences]:
-    """Requests and the CPU's tokens: recorded, else drawn on this machine."""
+    """Recorded, else drawn on this machine."""
     known = tokens.recorded(folder)
     if known is not None:
         return known["requests"], known["tokens"]
@@ -78,7 +78,7 @@ def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], 
 
 
 def drawn(model: TopWModel, asked: Sequence[dict[str, Any]], threads: int) -> tokens.Sequences:
-    """The tokens of every sequence, in order; threads take the next request when free."""
+    """In order; threads take the next request when free."""
     with ThreadPoolExecutor(threads) as pool:
         answers = pool.map(lambda request: tokens.draw(model, [request]), asked)
         return [sequence for answer in answers for sequence in answer]

@@ -26,7 +26,7 @@ SMALLEST = 64 << 10
 """The smallest limit, in bytes."""
 
 _BLOCK = 16 << 20  # bytes of files per stream, with one dictionary
-_DICTIONARY = 32 << 20  # a larger one saves less than 1 % of onnxruntime's CUDA library
+_DICTIONARY = 32 << 20  # a larger one saves below 1 % of onnxruntime's CUDA library
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _members(root: Path) -> list[Member]:
 
 
 def _streams(members: Sequence[Member], most: int) -> Iterator[tuple[list[Member], bytes]]:
-    """Blocks of members with their streams of at most `most` bytes."""
+    """Streams of at most `most` bytes."""
     block: list[Member] = []
     for member in members:
         if block and sum(m.size for m in block) + member.size > _BLOCK:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu pack [--limit 60MiB] [--sm 90] [--python 3.12] [--into out/pack] [--only COMPONENT ...]
 
-Writes .tar.xz files up to the limit, and pack.json with their contents, sizes, SHA-256 and missing components. On the
-host: python3 -m benchmarks.gpu --pack ARCHIVE ...
+Writes .tar.xz files, and pack.json with their contents, sizes, SHA-256 and missing components. On the host: python3 -m
+benchmarks.gpu --pack ARCHIVE ...
 
 Exit code: 0 if every requested component was packed, else 1.
 """
@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def pack(into: Path, names: Sequence[str], limit: int, host: Host, *, rehearse: bool = False) -> int:
-    """Write the archives and the index; returns the exit code. Raises BenchmarkError for a bad folder or limit."""
+    """Returns the exit code. Raises BenchmarkError for a bad folder or limit."""
     _clear(into)
     index: dict[str, Any] = {
         "format": FORMAT, "sm": host.sm, "python": host.python, "limit": limit, "rehearsal": rehearse,
@@ -106,7 +106,7 @@ def _add(index: dict[str, Any], name: str, packed: Packed, tree: Path, into: Pat
 
 
 def _clear(into: Path) -> None:
-    """Remove an earlier call's files. Raises BenchmarkError if the folder holds anything else."""
+    """Raises BenchmarkError if the folder holds anything but an earlier call's files."""
     into.mkdir(parents=True, exist_ok=True)
     for path in into.iterdir():
         if path.name != INDEX and not (path.name.startswith("pack-") and path.name.endswith(archives.SUFFIX)):

@@ -14,9 +14,9 @@ class Packed:
 
     python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH, or ".".
     variables: environment variables that name a subfolder each.
-    cuda_libraries: needs CUDA's libraries, which PyTorch's packages have.
+    cuda_libraries: needs CUDA's libraries from PyTorch's packages.
     gpu_code: kept of each library.
-    notes: sentences for users.
+    notes: for users.
     """
 
     version: str
@@ -28,7 +28,7 @@ class Packed:
     notes: tuple[str, ...] = ()
 
     def as_json(self, name: str) -> dict[str, Any]:
-        """The index entry, with paths relative to the folder of all components."""
+        """The index entry, with paths relative to all components' folder."""
         found = asdict(self)
         for key in ("python_path", "library_path"):
             found[key] = [name if place == "." else f"{name}/{place}" for place in found[key]]

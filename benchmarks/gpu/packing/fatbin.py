@@ -1,8 +1,7 @@
 """GPU code in a shared library: list its architectures and zero what one GPU does not need.
 
 nvcc stores fat binaries in their own sections: a header and entries, each machine code (a cubin) or PTX of one
-architecture, from which the driver picks one. Zeroing the other payloads keeps sizes and offsets, and zeros compress
-well.
+architecture, from which the driver picks one. Zeroing the others keeps sizes and offsets, and zeros compress well.
 
 Layout, little-endian. Fat binary: magic u32, version u16, header size u16, size of the entries u64. Entry: kind u16 (1
 PTX, 2 cubin), u16, header size u32, payload size u64, at byte 28 architecture u32 (90 is sm_90), at byte 40 flags u64,
@@ -24,12 +23,12 @@ MAGIC = 0xBA55ED50
 _FAT_HEADER = struct.Struct("<IHHQ")
 _ENTRY_HEADER = struct.Struct("<HHIQ12xI8xQ")
 _PTX, _CUBIN = 1, 2
-_ONE_GPU_ONLY = 1 << 20  # runs on no other architecture, not even a newer one
+_ONE_GPU_ONLY = 1 << 20  # not even on a newer architecture
 
 
 @dataclass(frozen=True)
 class Code:
-    """A fat binary's entry. start, size: of its payload, in bytes of the file."""
+    """A fat binary's entry. start, size: of its payload, in bytes."""
 
     cubin: bool
     architecture: int
@@ -131,7 +130,7 @@ def _summary(binaries: Sequence[Sequence[Code]], sm: int) -> Kept:
 
 
 def _sections(data: bytes) -> Iterator[tuple[int, int]]:
-    """(position, size) of every section with fat binaries."""
+    """(position, size) of each."""
     if data[:6] != b"\x7fELF\x02\x01":
         raise BenchmarkError("this is no 64-bit little-endian ELF file; name a shared library for Linux.")
     (table,) = struct.unpack_from("<Q", data, 0x28)

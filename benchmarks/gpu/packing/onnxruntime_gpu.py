@@ -1,4 +1,4 @@
-"""The component `onnxruntime`: the parts of onnxruntime-gpu that CPU and CUDA sessions load."""
+"""The component `onnxruntime`: the parts of onnxruntime-gpu for CPU and CUDA sessions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The component `tensorrt`: TensorRT's Python bindings over TensorRT-RTX's libraries, renamed.
 
-TensorRT's wheels download their libraries; TensorRT-RTX's are complete. The pairing is unsupported, so versions are
-pinned. The library has code for more GPUs than supported, so its contents are recorded.
+TensorRT's wheels download their libraries; TensorRT-RTX's are complete. The pairing is unsupported: versions are
+pinned, and the library's GPU code is recorded.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 
 
 def _empty_plugins(path: Path) -> None:
-    """An empty library of TensorRT's plugins, which the bindings load. Raises BenchmarkError."""
+    """The bindings load this empty library. Raises BenchmarkError."""
     try:
         command = [*compile_native.find_compiler(), "-xc++", "-", "-shared", "-fPIC", "-o", str(path)]
         subprocess.run(command, input=_PLUGINS, capture_output=True, text=True, check=True)

@@ -24,7 +24,7 @@ class Host:
 
 
 def fetch(requirement: str, host: Host, into: Path) -> Path:
-    """Download a wheel without dependencies. Raises BenchmarkError with pip's message."""
+    """Raises BenchmarkError with pip's message."""
     before = set(into.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", host.python, "-d", str(into)]
@@ -42,7 +42,7 @@ def fetch(requirement: str, host: Host, into: Path) -> Path:
 
 
 def unzip(wheel: Path, into: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Extract the wanted files. Raises BenchmarkError for a file that is not a wheel."""
+    """Raises BenchmarkError for a file that is not a wheel."""
     try:
         with zipfile.ZipFile(wheel) as file:
             file.extractall(into, [name for name in file.namelist() if wanted(name)])
