@@ -105,6 +105,7 @@ class TopW:
         accept(self.generation, decode_one_token(self.generation))
 
     def end(self) -> None:
+        """Count the certified steps and free the cache."""
         self.certified += self.generation.record.of("certified", 0, self.row.steps)
         self.generation.close()
 

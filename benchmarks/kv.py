@@ -8,10 +8,10 @@ FOLDER is written by genai's builder, in its own environment:
 
     python -m onnxruntime_genai.models.builder -i HF_FOLDER -o FOLDER -p fp32 -e cpu
 
-Without --model, uses a random 52 M parameter Llama (benchmarks/models.py); without --genai, only our forms.
+Without --model, uses a random 52 M parameter Llama; without --genai, only our forms.
 
-graphs: bare ArgMax decoders in turns of a few steps in one process (benchmarks/kv_worker.py); ratios per turn.
-loop: `TopWModel` with Top-W against genai's own loop, greedy and with top-p, run by run.
+graphs: bare ArgMax decoders in turns of a few steps in one process; ratios per turn.
+loop: `TopWModel` with Top-W against genai's own loop, greedy and with top-p.
 memory: resident bytes while a small model generates one sequence of --tokens tokens.
 
 Tables have medians with 95 % intervals.

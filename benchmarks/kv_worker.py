@@ -123,7 +123,7 @@ def resident() -> int:
 
 
 def peak_during(work: Callable[[], object]) -> int:
-    """Sampled."""
+    """Peak resident bytes, sampled."""
     seen, done = [resident()], threading.Event()
 
     def sample() -> None:

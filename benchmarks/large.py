@@ -2,7 +2,7 @@
 
     python -m benchmarks.large [--billions 3] [--dtypes fp16 int4] [--folder DIR]
 
-The model is a Llama with random float16 weights. Each in its own process: dry run, export, graft onto the exported
+The model is a Llama with random float16 weights. Stages, each a process: dry run, export, graft onto the exported
 decoder, verification of the first layers, a few tokens. DIR needs three times the checkpoint's size (18 GB for 3
 billion parameters). Figures: docs/lab/benchmarks.md.
 """

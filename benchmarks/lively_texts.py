@@ -1,7 +1,7 @@
 """The texts of `benchmarks.lively`: how likely, varied and repetitive they are.
 
 The bundled model continues `examples/prompts.txt` with Top-W in the exported model and other samplers in transformers'
-`generate`. The prompts begin held-out documents, whose true continuations are measured too.
+`generate`. The prompts' true continuations are measured too.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Measures:
-    """Measures of one sampler's continuations with one seed.
+    """One sampler's continuations with one seed.
 
     tokens: their number.
     logprob: mean per token under the model at temperature 1, in nats.
     distinct: share of different pairs among adjacent tokens.
     repeated: share of 4-grams seen before in the same text.
-    words: share of words in the corpus, training and held-out text.
+    words: share of words in the corpus.
     """
 
     tokens: int

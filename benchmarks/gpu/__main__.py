@@ -4,7 +4,7 @@
 
 Run it from a checkout, with a Python that has torch. It builds the kernels, compares them with the reference, runs them
 under compute-sanitizer and in CUDA graphs, times them, and runs whole models. DIR gets `results.json` and `results.md`.
-Run it again to continue; finished steps repeat only if the kernels, torch or the GPU changed, or with --again.
+Run it again to continue; finished steps repeat only with --again, or after a change of kernels, torch or GPU.
 
 Exit code: 0 if every step passed, 1 if one failed or there is no GPU, 3 if steps remain.
 """

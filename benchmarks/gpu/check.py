@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fuzz.sampler import Outcome
 
 _CHUNK = 2_000  # random rows per record
-_SHOWN = 20  # recorded
+_SHOWN = 20  # recorded differences
 _TYPES = {"float32": "cosine", "float16": "mahalanobis", "bfloat16": "cosine"}  # logits type -> metric
 _COUNTERS = ("distances", "avoided", "explained")
 

@@ -138,7 +138,7 @@ class Child:
 
 
 def _session(leader: int) -> list[int]:
-    """In any process group."""
+    """Includes processes in other process groups."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it may have ended

@@ -61,7 +61,6 @@ def _no_folders(job: Job) -> str:
 
 
 def _no_gpu_to_rehearse(job: Job) -> str:
-    """Empty if a rehearsal can build an engine."""
     from topw_deploy.plugins import driver
 
     why = driver.look().why_none if job.rehearse else ""

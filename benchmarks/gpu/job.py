@@ -1,4 +1,4 @@
-"""The interface of a part: its steps, their input and results.
+"""The interface of a part.
 
 A part is a module of this folder, listed in PARTS, with a function `steps(job) -> list[Step]`. It runs in child
 processes, so a step may import anything, initialise CUDA, hang or crash. Top-level imports are from the standard

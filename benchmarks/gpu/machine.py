@@ -21,10 +21,7 @@ _LIMIT = 60  # seconds; a driver may hang
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine.
-
-    gpu: name; empty without one.
-    architecture: 90 for sm_90.
+    """architecture: 90 for sm_90.
     why_none: why there is no GPU, as a clause.
     cuda: newest version the driver supports.
     """

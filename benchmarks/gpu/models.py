@@ -119,7 +119,7 @@ def stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def why_no_cuda() -> str:
-    """Empty if onnxruntime can run on CUDA."""
+    """Why onnxruntime cannot run on CUDA; empty if it can."""
     try:
         import onnxruntime
     except ImportError as error:

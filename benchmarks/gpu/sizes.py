@@ -11,7 +11,6 @@ from benchmarks.gpu.job import Job
 class Sizes:
     """Sizes of the parts.
 
-    vocab, hidden: shipped shape.
     checked: batches compared with the reference.
     rows, rounds: maxima.
     small_vocab, small_hidden: of repeats and captures.
@@ -21,7 +20,6 @@ class Sizes:
     steps: per timed graph.
     cold: bytes that exceed every cache.
     decoder: (hidden, inner, kv, layers, vocab).
-    top_m: of the pool.
     """
 
     vocab: int = 151_936

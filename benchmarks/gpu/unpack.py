@@ -1,7 +1,7 @@
 """Unpacks the archives of `python -m benchmarks.gpu pack` on a GPU host.
 
 `pack.json`, beside them, has their SHA-256. Archives with another hash or a member outside the folder are refused. They
-may arrive one by one: each is unpacked once, and a component needs all of its archives. Uses only the standard library.
+may arrive one by one; a component needs all of its archives. Uses only the standard library.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def run(folder: Path, way: Way, job: Job) -> Result:
 
 
 def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], tokens.Sequences]:
-    """Recorded, else drawn on this machine."""
+    """The CPU's tokens: recorded, else drawn here."""
     known = tokens.recorded(folder)
     if known is not None:
         return known["requests"], known["tokens"]

@@ -1,4 +1,4 @@
-"""The child process of one part: `python -m benchmarks.gpu.worker PART JOB`, started by `children.py`.
+"""The child process of a part: `python -m benchmarks.gpu.worker PART JOB`, started by `children.py`.
 
 Lists its steps, then runs those requested as JSON lines on stdin. Writes events to file descriptor TOPW_EVENTS.
 """

@@ -1,7 +1,7 @@
 """A stand-in for `cuda.bindings.runtime` and the driver, on host memory.
 
-Stricter than a GPU: stream work runs only on synchronisation, which exposes early reads and changes; unallocated
-addresses are refused; allocating, freeing or waiting during a capture fails and spoils it.
+Stricter than a GPU: stream work runs only on synchronisation, to expose early reads and changes; unallocated addresses
+are refused; allocating, freeing or waiting during a capture fails and spoils it.
 """
 
 # ruff: noqa: N802  # the functions have CUDA's names

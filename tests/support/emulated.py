@@ -67,10 +67,7 @@ def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -
 
 
 class EmulatedKernel(CudaKernel):
-    """The emulated library as plugins.kernel.Kernel.
-
-    Asserts that launches leave the control memory zero.
-    """
+    """Asserts that launches leave the control memory zero."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

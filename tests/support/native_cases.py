@@ -106,7 +106,6 @@ _answers: dict[tuple[bytes, str, TopWOptions, int], Row] = {}
 
 
 def _wanted(case: Case, options: TopWOptions, geometry: Geometry) -> Row:
-    """Cached for all instruction sets."""
     table = 0 if geometry.table is None else hash(geometry.table.tobytes())
     key = (case.logits.tobytes(), f"{case.parameters} {case.uniform}", options, table)
     if key not in _answers:

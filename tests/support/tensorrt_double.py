@@ -1,8 +1,7 @@
 """A stand-in for `tensorrt` whose engines are onnxruntime CPU sessions.
 
-A serialized engine is JSON: file and profiles. Checks the caller: shapes within the profile, an address for every
-tensor, the same one for a cache and its update, enough scratch memory, and no launch of a graph whose context changed
-after the capture.
+A serialized engine is JSON: file and profiles. Checks the caller: shapes within the profile, all addresses, the same
+one for a cache and its update, enough scratch memory, and no launch of a graph whose context changed after the capture.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def _shared_places() -> list[onnx.NodeProto]:
 
 
 def _filled_places() -> list[onnx.NodeProto]:
-    """The last place and the used columns, from row lengths `filled` [B]."""
+    """From row lengths `filled` [B]."""
     return [
         _make("Sub", ["filled", "one"], ["last_place"]),
         _make("Cast", ["last_place"], ["seqlens_k"], to=TensorProto.INT32),

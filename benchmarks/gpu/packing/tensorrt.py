@@ -26,7 +26,7 @@ _PLUGINS = 'extern "C" bool initLibNvInferPlugins(void *, const char *) { return
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
     """Stage bindings in `tree` and libraries in its `lib`.
 
-    Raises BenchmarkError without code for the host's GPU, or if a package is unavailable.
+    Raises BenchmarkError without code for the host's GPU or an available package.
     """
     wheel = wheels.fetch(LIBRARIES, host, scratch)
     unpacked, folder = scratch / "rtx", tree / "lib"

@@ -1,7 +1,7 @@
 """Timing and the machine.
 
 All sides take turns within a run, so that drifting machine speed affects all: a round calls each side once, in a
-changing order. Reports quote medians over rounds, with ratios per round.
+changing order. Reports quote medians over rounds.
 """
 
 from __future__ import annotations

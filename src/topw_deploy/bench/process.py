@@ -42,7 +42,6 @@ def require_few_threads(threads: Sequence[int]) -> None:
 class Worker:
     """A process that serves the functions of one file. A context manager.
 
-    name: for error messages.
     file: an absolute path, or a name in `bench/workers`; see workers/serve.py for the protocol.
     settings: plain JSON for the file's `start`.
     python: the interpreter; this one by default.

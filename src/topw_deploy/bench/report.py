@@ -20,7 +20,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` to `digits` significant digits without an exponent: 0.0123, 17.4, 1,230."""
+    """Without an exponent: 0.0123, 17.4, 1,230."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")

@@ -48,7 +48,7 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order; no long paragraph is in both parts."""
+    """Documents in a fixed order; the parts share no long paragraph."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
@@ -63,7 +63,7 @@ class Corpus:
 
 
 def gather_corpus() -> Corpus:
-    """This installation's documents, cleaned, deduplicated and split."""
+    """Cleaned, deduplicated and split."""
     return split([*topic_sections(), *core_docstrings(), *library_docstrings()])
 
 
@@ -86,7 +86,7 @@ def is_chosen(document: str) -> bool:
 
 
 def topic_sections() -> Iterator[str]:
-    """The language reference from pydoc, one document per section."""
+    """pydoc's language reference, one document per section."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):

@@ -214,7 +214,7 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
     model = build_model(recipe, tokenizer)
     curve = train(model, corpus, tokenizer, recipe, minutes)
     write_model(model, tokenizer, recipe, folder)
-    # Loss of the float16 file in float32 arithmetic.
+    # the float16 file's loss, in float32
     written = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     final = held_out_loss(written, corpus.held_out, tokenizer, recipe)
     log = {
@@ -251,7 +251,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def plot_curve(log: dict[str, Any], path: Path) -> None:
-    """Plot training and held-out loss over steps. Needs matplotlib."""
+    """Losses over steps. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -36,7 +36,7 @@ class DecodeRequest:
     folder: an exported model.
     threads: one run per count.
     transformers, optimum, genai: folders with the same weights in each library's format.
-    optimum_python, genai_python: interpreters of their environments.
+    optimum_python, genai_python: their environments' interpreters.
     authors: the authors' processor file.
     peers: names of sides; empty for all.
 

@@ -112,7 +112,7 @@ GENAI_SEARCHES: dict[str, dict[str, Any]] = {
 
 
 def choose(request: SamplerRequest) -> tuple[list[SamplerSide], list[SamplerSide]]:
-    """The sides to run and those left out, in table order.
+    """The sides to run and those left out.
 
     Raises ParameterError for an unknown name in `peers`, BenchmarkError for a named side that cannot run.
     """

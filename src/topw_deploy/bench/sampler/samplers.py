@@ -26,7 +26,7 @@ _OPSET, _IR_VERSION = 18, 10
 
 
 class Sampler(Protocol):
-    """Both methods may cache their preparation."""
+    """A sampler. Methods may cache preparations."""
 
     def step(self, case: Case, logits: Logits) -> Call:
         """A prepared step over all rows [B, V]."""
@@ -71,7 +71,7 @@ class NumpyMax:
 
 
 class NativeSampler:
-    """The C function `topw_sample_row` per row, in one thread, without a runtime."""
+    """The C function `topw_sample_row` per row, in one thread."""
 
     def __init__(self, inputs: Inputs) -> None:
         from topw_deploy.plugins.kernel import Kernel, KernelTable

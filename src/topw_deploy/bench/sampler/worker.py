@@ -114,7 +114,7 @@ class SamplerWorker:
         ]
 
     def instruction_set(self) -> str | None:
-        """The native library's instruction set; None if not measured."""
+        """None if the native library is not measured."""
         if not {"native", "native-op"} & set(self.samplers):
             return None
         from topw_deploy.plugins.kernel import Kernel
