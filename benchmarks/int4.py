@@ -1,5 +1,4 @@
-"""Accuracy, speed and size of 4-bit exports, against llama.cpp on the same weights. Figures:
-docs/guide/quantisation.md.
+"""Accuracy, speed and size of 4-bit exports, against llama.cpp. Figures: docs/guide/quantisation.md.
 
     python -m benchmarks.int4 --model HF_FOLDER [--llama-python PYTHON] [--part accuracy speed] [--work DIR]
         [--export NAME=FOLDER ...] [--llama Q4_0 Q4_K_M ...] [--threads 1 2]

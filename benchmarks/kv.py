@@ -1,5 +1,4 @@
-"""In-place caches: our graphs and loop against onnxruntime-genai's on the same weights. Figures:
-docs/lab/benchmarks.md.
+"""In-place caches, against onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.kv --model HF_FOLDER --genai FOLDER --genai-python PYTHON [--context 128 1024 4096]
         [--threads 1 2] [--dtype fp32] [--part graphs loop memory]

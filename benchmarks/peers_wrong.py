@@ -2,9 +2,8 @@
 
     make peers && python -m benchmarks.peers_wrong
 
-Graphs run unchanged in onnxruntime. As in transformers, `attention_mask` marks token columns and `position_ids` count
-them; GroupQueryAttention's cache is one buffer for past and present. Our export gets the same columns. Tables of
-docs/guide/grafting.md.
+Graphs run unchanged in onnxruntime, with columns as in transformers; GroupQueryAttention's cache is one buffer for past
+and present. Our export gets the same columns. Tables of docs/guide/grafting.md.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def errors() -> str:
 
 
 def perplexity(folder: Path, every: int) -> str:
-    """The checkpoint's perplexity with and without rounded weights."""
+    """With and without rounded weights."""
     rows = held_out_rows(folder)[::every]
     model = torch_model(folder)
     exact = torch_losses(model, rows)

@@ -1,4 +1,4 @@
-"""Time and peak memory of importing the runtime and of loading the demo, in fresh processes.
+"""Time and peak memory of importing the runtime and loading the demo, in fresh processes.
 
     python -m benchmarks.startup [--rounds 9]
 

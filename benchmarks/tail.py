@@ -31,8 +31,9 @@ Feeds = dict[str, np.ndarray]
 
 
 def flat_logits(seed: int = 0) -> np.ndarray:
-    """float32 [1, GEOMETRY_VOCAB], normal. At T = 2 the certified crop (93 tokens) exceeds the certified path's 64
-    candidates.
+    """float32 [1, GEOMETRY_VOCAB], normal.
+
+    At T = 2 the certified crop (93 tokens) exceeds the certified path's 64 candidates.
     """
     return (np.random.default_rng(seed).standard_normal((1, GEOMETRY_VOCAB)) * 1.6).astype(np.float32)
 

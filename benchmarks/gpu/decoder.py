@@ -29,7 +29,7 @@ class Decoder:
 
 
 def decoder(device: torch.device, sizes: tuple[int, int, int, int, int]) -> Decoder:
-    """Allocate a decoder. sizes: hidden, inner, kv, layers, vocab.
+    """sizes: hidden, inner, kv, layers, vocab.
 
     The head makes the logits certified, like nearly all of a language model's.
     """

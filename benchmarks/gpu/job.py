@@ -65,11 +65,9 @@ class Step:
 class Job:
     """The input of steps, sent to the child as JSON.
 
-    out: the results folder.
     kernel_file: from `build` or --library; use `Job.kernels`.
     rehearse: emulate the kernels on the CPU, at small sizes.
     rows, seed: of random rows.
-    rounds: of measurements.
     folders: exported models that replace the packed ones.
     architecture: 90 for sm_90; 0 without a GPU.
     built: the library was given.

@@ -21,7 +21,9 @@ _LIMIT = 60  # seconds; a driver may hang
 
 @dataclass(frozen=True)
 class Machine:
-    """architecture: 90 for sm_90.
+    """A machine.
+
+    architecture: 90 for sm_90.
     why_none: why there is no GPU, as a clause.
     cuda: newest version the driver supports.
     """

@@ -1,6 +1,6 @@
 """Times of steps in CUDA graphs, taken in turn, and the memory bandwidth.
 
-Events time replays of graphs with many captures of a step, which excludes host time.
+Events time replays of many captures, which excludes host time.
 """
 
 from __future__ import annotations

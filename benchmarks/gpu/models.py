@@ -1,7 +1,6 @@
 """The part `models`: exported models on onnxruntime's CUDA provider, against the CPU's tokens.
 
-Each way to run each folder is a step. Needs onnxruntime-gpu and exported folders, as in the packed archives. Rehearsals
-use the CPU provider.
+Each way to run each folder is a step. Needs onnxruntime-gpu and exported folders. Rehearsals use the CPU provider.
 """
 
 from __future__ import annotations

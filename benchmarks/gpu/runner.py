@@ -34,8 +34,6 @@ class Run:
 
     base: digest of what every result depends on.
     end: of the budget, on time.monotonic's clock.
-    again: repeat finished steps.
-    open_child: starts a part's process.
     """
 
     record: Record

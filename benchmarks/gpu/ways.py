@@ -1,4 +1,4 @@
-"""A way to run an exported folder, against the recorded tokens and the CPU's time."""
+"""A way to run an exported folder, against recorded tokens and the CPU's time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ _WARMUP = 2
 class Way:
     """How to open a folder.
 
-    options: of TopWModel.from_pretrained.
     sampler: expected in the model's report; "" for any.
     threads: concurrent `generate` calls on one model.
     stands_in: what this way replaces in a rehearsal.

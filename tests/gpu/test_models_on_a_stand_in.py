@@ -1,5 +1,6 @@
-"""The part `models` on onnxruntime's CUDA provider over a stand-in for CUDA's runtime: every way opens, captures and is
-timed, and its wrong tokens (the stand-in computes nothing) are detected.
+"""The part `models` on onnxruntime's CUDA provider over a stand-in for CUDA's runtime.
+
+Every way opens, captures and is timed; wrong tokens (the stand-in computes nothing) are detected.
 """
 
 from __future__ import annotations

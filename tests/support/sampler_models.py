@@ -20,7 +20,9 @@ from topw_deploy.sampling.parameters import TopWOptions
 
 @dataclass(frozen=True)
 class Wanted:
-    """form: of the function's body.
+    """What to bake.
+
+    form: of the function's body.
     mass, keep_mask: optional outputs.
     dtype: of the table.
     """

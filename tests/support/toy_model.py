@@ -4,8 +4,8 @@ Logits are integers times one factor, so numpy and every batch size give the sam
 
     logits(t_1 .. t_n) = factor * (follow[t_n] + place[n - 1] + sum over t_i of features[t_i] @ mix)
 
-`place` is indexed by position, at most the context. The sum uses the cache of two layers of different shapes, so cache
-errors change the logits.
+A position outside `place` is an error. The sum uses the cache of two layers of different shapes, so cache errors change
+the logits.
 """
 
 from __future__ import annotations

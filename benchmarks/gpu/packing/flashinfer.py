@@ -1,7 +1,7 @@
 """The component `flashinfer`: FlashInfer's compiled samplers and their dependencies.
 
 Without a library in `data/aot`, FlashInfer compiles at the first call, from 330 MB of sources and headers that a host
-may lack. So this compiles the two sampler modules and omits the sources.
+may lack. So this compiles its samplers and omits the sources.
 """
 
 from __future__ import annotations

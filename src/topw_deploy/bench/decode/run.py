@@ -46,7 +46,7 @@ _HEADER = (
 def run(request: DecodeRequest, progress: Progress = SILENT) -> DecodeReport:
     """Measure every side in turn, each in its own process.
 
-    Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
+    Raises ManifestError for a folder without a decoder, ParameterError for a request unfit for the model,
     BenchmarkError for a named side that is absent or dies.
     """
     prompt = _prompt(request)

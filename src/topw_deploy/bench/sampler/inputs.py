@@ -21,7 +21,7 @@ REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
     "certified": ((1.0, 2.0), {}),
     # a hundred tokens in the crop, thousands in the warm start
     "flat": ((2.0,), {}),
-    # distances decide over the whole pool, a third of which is the warm start
+    # distances decide over the whole pool; the warm start is a third of it
     "uncertified": ((2.0,), {"lam": 1.0, "init_top_p": 0.5}),
 }
 """Regime -> (default temperatures, parameters that differ from the defaults)."""
@@ -53,7 +53,7 @@ class Inputs:
     uniform: float32 [B].
     embeddings: float32 [V, d]; None for metric `uniform`.
     neighbour_bound: float32 [V], or None.
-    folder: has the file TABLE; samplers write models there.
+    folder: has TABLE; samplers write models there.
     """
 
     cases: tuple[Case, ...]
