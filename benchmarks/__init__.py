@@ -1,1 +1,1 @@
-"""Measurements that the docs quote: commands, their workers (`*_worker`), and what they share (`common`, `models`)."""
+"""The measurements that the docs quote, and their workers (`*_worker`)."""

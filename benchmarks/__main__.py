@@ -1,6 +1,6 @@
-"""`python -m benchmarks` runs every measurement that needs only the extra [dev], one after the other.
+"""`python -m benchmarks` runs every measurement that needs only the extra [dev].
 
-Not among them: `transformers_generate` and `parity_released`, which need the authors' file.
+Excludes `transformers_generate` and `parity_released`, which need the authors' file.
 """
 
 from __future__ import annotations

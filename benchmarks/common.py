@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing and tables of `topw bench`, workers, and processes."""
+"""Shared timing, tables, workers and processes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from topw_deploy.errors import BenchmarkError
 __all__ = ["UNCOUNTED", "Spread", "interleave", "machine", "ratio", "released_processor", "say", "seconds", "table"]
 
 
-UNCOUNTED = 2  # steps at the beginning of a turn
+UNCOUNTED = 2  # warm-up steps of a turn
 
 
 def machine() -> str:
-    """One line on the machine: processor, cores, Python and versions."""
+    """The machine on one line."""
     return str(this_machine())
 
 
 def say(text: str) -> None:
-    """Progress, on stderr: stdout carries the tables."""
+    """Progress goes to stderr, tables to stdout."""
     print(text, file=sys.stderr, flush=True)
 
 
 def released_processor(path: Path) -> Any:
-    """The class in the authors' file. Exits with a message for a file without it."""
+    """Exits with a message for a file without the authors' class."""
     try:
         return load_processor(path)
     except BenchmarkError as error:
@@ -42,36 +42,35 @@ def released_processor(path: Path) -> Any:
 
 
 def median_step(step: Callable[[], object], steps: int) -> float:
-    """Seconds of a step: the median of `steps`, after UNCOUNTED others."""
+    """Median seconds of `steps` steps, after UNCOUNTED others."""
     for _ in range(UNCOUNTED):
         step()
     return statistics.median(seconds(step) for _ in range(steps))
 
 
 def one_thread_pool(threads: int) -> None:
-    """Make one thread pool for all sessions of this process: idle threads of one session's own pool spin for a while on
-    the core that the next session needs."""
+    """One thread pool for all sessions: a session's own idle threads spin on the next session's cores."""
     import onnxruntime as ort
 
     ort.set_global_thread_pool_sizes(threads, 1)
 
 
 def importable_by_workers() -> None:
-    """Put the repository on PYTHONPATH: workers are started by path and import `benchmarks`."""
+    """Put the repository on PYTHONPATH for workers, which start by path."""
     root = str(Path(__file__).parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
 
 
 @dataclass(frozen=True)
 class Process:
-    """Wall seconds and peak resident bytes of a finished process, its children included."""
+    """Wall seconds and peak resident bytes, children included."""
 
     seconds: float
     peak_bytes: int
 
 
 def run_process(command: Sequence[str]) -> Process:
-    """Run a command without its output. Raises CalledProcessError if it fails."""
+    """Discards output. Raises CalledProcessError if the command fails."""
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert child.stderr is not None

@@ -1,11 +1,10 @@
-"""A decoding step with Top-W beside the same step with ArgMax, to 1 %. Figures: docs/lab/benchmarks.md.
+"""A decoding step with Top-W against the same step with ArgMax, to 1 %. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.decode [--vocab 32000 151936] [--threads 1 2] [--sampler native graph] [--sessions 4]
 
-Both use the same weights at the same place in memory and take turns of a few steps (benchmarks/decode_worker.py).
-Ratios are taken turn by turn; the table has their median with a 95 % interval, and the smallest and largest median of
-the sessions, each a new process. ArgMax runs in a minimal loop, Top-W in the runtime's. The column "control" is ArgMax
-beside ArgMax.
+Both share weights in memory and take turns (benchmarks/decode_worker.py). The table has median ratios, 95 % intervals,
+and the extreme medians of the sessions, each a new process. ArgMax runs in a minimal loop, Top-W in the runtime's;
+"control" is ArgMax against ArgMax.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from topw_deploy.bench.measurement import median_interval
 from topw_deploy.bench.process import Worker
 
 WORKER = Path(__file__).with_name("decode_worker.py")
-Turn = dict[str, float]  # seconds of a step, by sampler; "<sampler> argmax" is the ArgMax beside it
+Turn = dict[str, float]  # seconds per step; "<sampler> argmax" is its ArgMax
 
 
 def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[Turn]]:
@@ -53,12 +52,12 @@ def measure(folder: Path, threads: int, args: argparse.Namespace) -> list[list[T
 
 
 def ratios(turns: list[Turn], name: str) -> list[float]:
-    """`name` over the ArgMax of its session, turn by turn."""
+    """`name` relative to its session's ArgMax, by turn."""
     return [turn[name] / turn[f"{name} argmax"] for turn in turns]
 
 
 def summary(turns: list[Turn]) -> str:
-    """The medians, in a line."""
+    """The medians on one line."""
     return ", ".join(f"{n} {statistics.median(ratios(turns, n)):.4f}" for n in sorted(turns[0]) if "argmax" not in n)
 
 

@@ -1,8 +1,7 @@
-"""The worker of `benchmarks.decode`: one decoder that ends in Top-W or ArgMax, in turns of a few steps.
+"""The worker of `benchmarks.decode`: one decoder that ends in Top-W or ArgMax.
 
-Two sessions over equal weights differ in speed by several per cent, depending on where their weights lie in memory,
-which is more than a sampler costs. So an input of one graph selects the sampler, and both use the same weights, threads
-and cache length. They take turns in a random order; a turn's result is the median of its steps.
+The address of the weights changes speed by several per cent, more than a sampler costs. So an input of one graph
+selects the sampler. Samplers take turns of a few steps in random order; a turn counts its median step.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from topw_deploy.runtime.loop import Generation, Row, accept, decode_one_token, 
 from topw_deploy.runtime.ort.session import SAMPLER_INPUTS, OrtSession
 from topw_deploy.sampling import TopWParameters
 
-CHOICE = "argmax"  # the input, a bool
+CHOICE = "argmax"  # input, bool
 FILE = "either.onnx"
 CONTROL = "control"
 
 
 def write_either(export: Path, folder: Path) -> Path:
-    """Write `folder/either.onnx`: `export` with its sampler in one branch of an If and ArgMax in the other."""
+    """Write `folder/either.onnx`: `export` with its sampler and ArgMax in an If."""
     model = ir.load(export / "model.onnx")
     graph = model.graph
     (sampler,) = [node for node in graph if node.op_type == OP_TYPE]
@@ -73,11 +72,11 @@ def write_either(export: Path, folder: Path) -> Path:
 
 
 class Either(OrtSession):
-    """A session over the file of `write_either`. native: with the native operator."""
+    """native: use the native operator."""
 
     def __init__(self, path: Path, *, native: bool) -> None:
         options = ort.SessionOptions()
-        options.use_per_session_threads = False  # the process's pool, made by `start`
+        options.use_per_session_threads = False  # use the pool made by `start`
         options.log_severity_level = 3
         if native:
             options.register_custom_ops_library(str(library_path()))
@@ -106,13 +105,13 @@ class TopW:
         accept(self.generation, decode_one_token(self.generation))
 
     def end(self) -> None:
-        """Record which steps were certified, and free the cache."""
+        """Count the certified steps and free the cache."""
         self.certified += self.generation.record.of("certified", 0, self.row.steps)
         self.generation.close()
 
 
 class ArgMax:
-    """A minimal greedy loop over the same session."""
+    """A minimal greedy loop."""
 
     def __init__(self, manifest: DecoderManifest, session: Either) -> None:
         self.session, self.caches = session, Caches(session, manifest.decoder)  # type: ignore[arg-type]
@@ -142,21 +141,21 @@ class ArgMax:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: export, either (the file of `write_either`), samplers, threads, seed."""
+    """settings: export, either (from `write_either`), samplers, threads, seed."""
     one_thread_pool(settings["threads"])
     loops: dict[str, TopW | ArgMax] = {}
     for name in settings["samplers"]:
         session = Either(Path(settings["either"]), native=name == "native")
         topw = TopW(Path(settings["export"]), session)
         loops |= {name: topw, f"{name} argmax": ArgMax(topw.model.manifest, session)}
-    # ArgMax again over the last session: how far its ratio is from 1 is the measurement's error
+    # a second ArgMax, which shows the measurement's error
     loops[CONTROL] = ArgMax(topw.model.manifest, session)
     loops[f"{CONTROL} argmax"] = loops[f"{settings['samplers'][-1]} argmax"]
     distinct = [name for name in loops if name != f"{CONTROL} argmax"]
     order = random.Random(settings["seed"])
 
     def sweep(prompt: list[int], turns: int, steps: int) -> list[dict[str, float]]:
-        """Seconds of a step by name, for each of `turns` turns after the prompt."""
+        """Seconds per step by name and turn."""
         for name in distinct:
             loops[name].begin(prompt, turns * (steps + UNCOUNTED))
         found = []

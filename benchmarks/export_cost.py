@@ -1,9 +1,8 @@
-"""Wall time, peak memory and file sizes of exporting the 52 M model, beside optimum's exporter.
+"""Time, peak memory and file sizes of exporting the 52 M model, against optimum's exporter.
 
     python -m benchmarks.export_cost [--optimum PYTHON] [--rounds 3]
 
-PYTHON belongs to an environment with the extra [optimum], which cannot be installed beside [export].
-Figures: docs/lab/benchmarks.md.
+PYTHON needs the extra [optimum], which conflicts with [export]. Figures: docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How often geometry decides a crop, over the bundled model's logits of held-out text, by the float64 reference.
+"""How often geometry decides a crop, by the reference over the bundled model's held-out logits.
 
     python -m benchmarks.geometry_share [--rows 400] [--temperature 0.5 0.7 1 1.5 2]
 
@@ -30,7 +30,7 @@ SETTINGS = {
 
 
 def held_out_logits(rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Logits [rows, V] at random positions of held-out documents, and the embedding table [V, d]."""
+    """Logits [rows, V] at random positions, and the embedding table [V, d]."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
     random = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def main() -> None:
                 chosen = crop(row, parameters, options, geometry)
                 kept.append(len(chosen.kept))
                 certified += chosen.certified
-                # A certified crop is the same at every scale (docs/contract/theory.md, T2).
+                # Scale does not change a certified crop (docs/contract/theory.md, T2).
                 changed += not chosen.certified and set(chosen.kept) != set(crop(row, flat, options, geometry).kept)
             share = [f"{count / len(logits):.1%}" for count in (certified, changed)]
             sizes = f"{np.mean(kept):.1f}", f"{np.median(kept):.0f}", max(kept)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.graft_memory [--gib 3] [--hidden 2048] [--vocab 32000] [--hard-link] [--folder DIR]
 
-The decoder has random weights in one data file; the graft runs in its own process, without verification. Mapped pages
-of the data file count as resident memory. Figures: docs/guide/export.md.
+The decoder has random weights in one data file, whose mapped pages count as resident; the graft runs in its own
+process, unverified. Figures: docs/guide/export.md.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ print(json.dumps({"seconds": time.perf_counter() - started, "imports_mib": befor
 
 
 def write_decoder(folder: Path, gib: float, hidden: int, vocab: int) -> int:
-    """Write a decoder of `gib` GiB of float32: an embedding, square layers, a head and one cached layer; returns bytes.
-    Write a decoder of `gib` GiB of float32: an embedding, square layers, a head and one cached layer; returns bytes."""
+    """Write a float32 decoder of `gib` GiB: an embedding, square layers, a head and one cached layer; returns bytes."""
     folder.mkdir(parents=True)
     layers = max(1, round((gib * 2**30 - 8 * vocab * hidden) / (4 * hidden * hidden)))
     offset, data = 0, (folder / "model.onnx.data").open("wb")

@@ -1,11 +1,10 @@
-"""Train a model of 52 M parameters by growing the bundled one: twice the width, four times the layers.
+"""Train a 52 M parameter model by growing the bundled one: twice the width, four times the layers.
 
     python -m benchmarks.grown --output DIR [--minutes 40]
 
-Training it from scratch takes hours on a CPU. Grown, it starts at the bundled model's perplexity: each weight is split
-at random between two copies of its input, and new layers start as the identity. Every --every steps the folder is
-written, with the curve in `training_log.json`. The schedule follows the clock, so two runs differ. Used by
-docs/guide/quantisation.md.
+From scratch, this takes hours on a CPU. Growing keeps the perplexity: weights are split at random between two copies of
+their input, and new layers start as the identity. Writes the folder and `training_log.json` every --every steps. The
+schedule follows the clock, so runs differ. Used by docs/guide/quantisation.md.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from topw_deploy.demo.train import (
 RECIPE = Recipe(
     hidden_size=512, intermediate_size=1536, layers=16, heads=8, kv_heads=4, learning_rate=8e-4, warmup=20, seed=2
 )
-_PLACES = (0, 5, 10, 15)  # of the bundled model's layers
-_UNEVEN = 0.35  # deviation of the share of a weight's first copy
+_PLACES = (0, 5, 10, 15)  # of the bundled layers
+_UNEVEN = 0.35  # deviation of the first copy's share
 
 
 def grown(source: LlamaForCausalLM, recipe: Recipe) -> LlamaForCausalLM:
-    """A model of the shape of `recipe` with nearly the logits of `source`; its table gets some noise."""
+    """The shape of `recipe` with nearly the logits of `source`; the table gets noise."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(**{**source.config.to_dict(), **_sizes(recipe)})
     model = LlamaForCausalLM(config)
@@ -74,9 +73,9 @@ def _sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def _widen(weight: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy `weight` into `target`: twice along the outputs, split between two copies of the inputs.
+    """Copy `weight` twice along the outputs, split between two copies of the inputs.
 
-    The rest of `target` keeps its initial values.
+    The rest of `target` is unchanged.
     """
     if weight.dim() == 1:
         target.copy_(weight.repeat(2))

@@ -1,9 +1,9 @@
-"""The size on disk of topw-deploy and every package it needs. The table of docs/guide/install.md.
+"""Size on disk of topw-deploy and its dependencies, for docs/guide/install.md.
 
     python benchmarks/installed_size.py        (with the Python of the environment to measure)
 
-Counts the files that pip recorded, compiled modules included. An editable installation has this package's own files in
-the clone: install a wheel to count those too.
+Counts the files that pip recorded, compiled modules included. Install a wheel: an editable installation keeps this
+package's files in the clone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Packages = Mapping[str, metadata.Distribution]
 
 
 def normal(name: str) -> str:
-    """The normalised name of a distribution: huggingface-hub for huggingface_hub."""
+    """huggingface-hub for huggingface_hub."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needs(package: metadata.Distribution, extras: frozenset[str] = frozenset()) -> dict[str, frozenset[str]]:
-    """The requirements of a package with `extras`: name -> the extras it requires of it."""
+    """Requirements of a package with `extras`: name -> requested extras."""
     found: dict[str, frozenset[str]] = {}
     for wanted in package.requires or ():
         text, _, marker = wanted.partition(";")
@@ -40,7 +40,7 @@ def needs(package: metadata.Distribution, extras: frozenset[str] = frozenset()) 
 
 
 def reached(packages: Packages, start: Mapping[str, frozenset[str]], leave: frozenset[str] = frozenset()) -> set[str]:
-    """The installed packages that `start` needs, itself included, not following those in `leave`."""
+    """Installed packages that `start` needs, itself included, not following `leave`."""
     seen: set[str] = set()
     open_ = list(start.items())
     while open_:
@@ -52,13 +52,13 @@ def reached(packages: Packages, start: Mapping[str, frozenset[str]], leave: froz
 
 
 def size(package: metadata.Distribution) -> int:
-    """Bytes of the files that the package installed."""
+    """Bytes of the package's installed files."""
     paths = [Path(str(file.locate())) for file in package.files or ()]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def report(packages: Packages) -> list[str]:
-    """A Markdown table of all packages, largest first, marking those that only tokenizers needs; and the sum."""
+    """Packages, largest first, marking those that only tokenizers needs; and the sum."""
     runtime = frozenset({"cpu"}) if "onnxruntime" in packages else frozenset({"gpu"})
     every = reached(packages, {ROOT: runtime})
     brought = every - reached(packages, {ROOT: runtime}, frozenset({HEAVY})) - {HEAVY}

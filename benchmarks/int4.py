@@ -1,14 +1,14 @@
-"""Accuracy, speed and size of 4-bit exports, beside llama.cpp on the same weights. Figures: docs/guide/quantisation.md.
+"""Accuracy, speed and size of 4-bit exports, against llama.cpp. Figures: docs/guide/quantisation.md.
 
     python -m benchmarks.int4 --model HF_FOLDER [--llama-python PYTHON] [--part accuracy speed] [--work DIR]
         [--export NAME=FOLDER ...] [--llama Q4_0 Q4_K_M ...] [--threads 1 2]
 
-HF_FOLDER is a Llama. Each of CANDIDATES is exported once, unless --export names exports. PYTHON belongs to an
-environment with llama-cpp-python and gguf; without it llama.cpp is left out.
+HF_FOLDER is a Llama. Without --export, exports each of CANDIDATES once. PYTHON needs llama-cpp-python and gguf; without
+it llama.cpp is left out.
 
-accuracy: loss over the bundled model's held-out text (HF_FOLDER must have its tokenizer) in rows of 512 tokens, beside
-    float32's in torch, with the standard error of the difference over rows.
-speed: greedy steps after a prompt of --prompt tokens; the models take turns in random order.
+accuracy: loss over the bundled model's held-out text (HF_FOLDER must have its tokenizer) in rows of 512 tokens,
+    against float32 in torch, with the standard error over rows.
+speed: greedy steps after --prompt tokens; the models take turns in random order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BATCH = 16
 
 
 def held_out_rows(folder: Path) -> np.ndarray:
-    """int64 [rows, COLUMNS + 1]: the held-out documents, concatenated and cut into rows."""
+    """int64 [rows, COLUMNS + 1] of the concatenated held-out documents."""
     from tokenizers import Tokenizer
 
     from topw_deploy.demo.corpus import gather_corpus
@@ -59,7 +59,7 @@ def held_out_rows(folder: Path) -> np.ndarray:
 
 
 def torch_model(folder: Path) -> Any:
-    """The checkpoint in float32."""
+    """The float32 checkpoint."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -67,7 +67,7 @@ def torch_model(folder: Path) -> Any:
 
 
 def torch_losses(model: Any, rows: np.ndarray) -> np.ndarray:
-    """Losses [rows, COLUMNS] of a torch model."""
+    """A torch model's losses [rows, COLUMNS]."""
     import torch
 
     found = []
@@ -79,7 +79,7 @@ def torch_losses(model: Any, rows: np.ndarray) -> np.ndarray:
 
 
 def graph_losses(folder: Path, rows: np.ndarray) -> np.ndarray:
-    """Losses [rows, COLUMNS] of the exported graph, token by token."""
+    """The graph's losses [rows, COLUMNS], token by token."""
     from topw_deploy.export.verification.probe import LogitsProbe
     from topw_deploy.manifest import load_decoder_manifest
 
@@ -101,7 +101,7 @@ HEADER = ("weights", "perplexity", "nats over float32", "standard error", "ratio
 
 
 def compared(name: str, losses: np.ndarray, exact: np.ndarray, rows: np.ndarray, size: int) -> tuple[str, ...]:
-    """A row of the table; the first tokens of documents are not counted."""
+    """A table row; documents' first tokens are not counted."""
     counted = rows[:, 1:] != 0
     tokens = counted.sum(axis=1)
     lost = ((losses - exact) * counted).sum(axis=1)
@@ -119,7 +119,7 @@ def weights_bytes(folder: Path) -> int:
 
 
 def llama_files(worker: Worker, model: Path, kinds: list[str], work: Path) -> dict[str, Path]:
-    """GGUF files of the checkpoint by kind, each written once."""
+    """The checkpoint's GGUF files by kind."""
     files = {kind: work / f"{model.name}-{kind}.gguf" for kind in ("F32", *kinds)}
     if not files["F32"].exists():
         from safetensors.numpy import load_file
@@ -168,7 +168,7 @@ def accuracy(args: argparse.Namespace, exports: dict[str, Path]) -> str:
 
 
 def speed(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> str:
-    """Milliseconds of a step and tokens a second of a prompt, by model."""
+    """Milliseconds per step and prompt tokens per second, by model."""
     vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
     prompt = [int(token) for token in np.random.default_rng(0).integers(3, vocabulary, args.prompt)]
     room = args.turns * (args.steps + 2) + 8
@@ -190,7 +190,7 @@ def speed(args: argparse.Namespace, exports: dict[str, Path], threads: int) -> s
         prefills: dict[str, list[float]] = {name: [] for name in places}
         steps: dict[str, list[float]] = {name: [] for name in places}
         order = random.Random(0)
-        for _ in range(3):  # the steps continue from the last one's cache
+        for _ in range(3):  # steps continue from the last cache
             for name in order.sample(list(places), len(places)):
                 worker, more = places[name]
                 prefills[name].append(worker.call("prefill", name=name, prompt=prompt, **more))

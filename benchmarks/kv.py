@@ -1,21 +1,19 @@
-"""In-place caches: our graphs and loop beside onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
+"""In-place caches, against onnxruntime-genai's on the same weights. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.kv --model HF_FOLDER --genai FOLDER --genai-python PYTHON [--context 128 1024 4096]
         [--threads 1 2] [--dtype fp32] [--part graphs loop memory]
 
-FOLDER is what genai's builder makes of HF_FOLDER, in an environment of its own:
+FOLDER is written by genai's builder, in its own environment:
 
     python -m onnxruntime_genai.models.builder -i HF_FOLDER -o FOLDER -p fp32 -e cpu
 
-Without --model a random Llama-shaped decoder of 52 M parameters is made (benchmarks/models.py); without --genai only
-our own forms are compared.
+Without --model, uses a random 52 M parameter Llama; without --genai, only our forms.
 
-graphs: the decoders alone, each ending in ArgMax and driven by the same Python, in turns of a few steps in one process
-    (benchmarks/kv_worker.py); ratios are taken turn by turn.
-loop: `TopWModel` with Top-W beside genai's own loop, greedy and with top-p, run by run.
+graphs: bare ArgMax decoders in turns of a few steps in one process; ratios per turn.
+loop: `TopWModel` with Top-W against genai's own loop, greedy and with top-p.
 memory: resident bytes while a small model generates one sequence of --tokens tokens.
 
-The tables have medians with their 95 % intervals.
+Tables have medians with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ FORMS = {
     "concat": ("--kv", "concat"),
 }
 
-# The defaults of genai's builder, for equal weights.
+# Defaults of genai's builder, for equal weights.
 AS_GENAI = {"int4": ("--quantisation-algorithm", "default", "--block-size", "32", "--table-bits", "4")}
 
 
@@ -55,7 +53,7 @@ def cell(ratios: Sequence[float]) -> str:
 
 
 def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
-    """Bare loops: a table of steps and one of prefills."""
+    """Tables of steps and of prefills."""
     rng = np.random.default_rng(args.seed)
     steps, prefills = [], []
     for threads in args.threads:
@@ -80,7 +78,6 @@ def graphs(ours: dict[str, Path], args: argparse.Namespace) -> None:
 def _session(
     ours: dict[str, Path], threads: int, context: int, number: int, rng: np.random.Generator, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """The sweeps of one process."""
     with tempfile.TemporaryDirectory(dir=next(iter(ours.values())).parent, prefix=".kv-") as scratch:
         settings = {
             "task": "sweeps",
@@ -102,9 +99,9 @@ def _row(turns: Sequence[dict[str, float]], args: argparse.Namespace) -> list[st
 
 
 def loop(export: Path, args: argparse.Namespace) -> None:
-    """`TopWModel` with Top-W beside genai's own loop, greedy and with top-p.
+    """`TopWModel` with Top-W against genai's own loop.
 
-    Every session is new processes: where weights lie in memory changes a step by some per cent.
+    Sessions are new processes: where weights lie in memory changes a step by some per cent.
     """
     peers = ("topw-native", "genai-greedy", "genai-top-p")
     rows = []
@@ -122,7 +119,7 @@ def loop(export: Path, args: argparse.Namespace) -> None:
         )
         say(f"loop: {context} tokens of context")
         sessions = [bench_decode(settings).runs for _ in range(args.sessions)]
-        for reports in zip(*sessions, strict=True):  # one of each session, with the same threads
+        for reports in zip(*sessions, strict=True):  # one per session, same threads
             rows.append((reports[0].threads, f"{context:,}", *_loop_row(reports, peers)))
     header = (
         "threads",
@@ -135,7 +132,7 @@ def loop(export: Path, args: argparse.Namespace) -> None:
 
 
 def _loop_row(reports: Sequence[Any], peers: Sequence[str]) -> list[str]:
-    """Medians over all runs; ratios run by run, with the smallest and largest median of the sessions."""
+    """Medians over all runs; ratios by run, with the sessions' extremes."""
     ours = peers[0]
     times: dict[str, list[float]] = {name: [] for name in peers}
     ratios: dict[str, list[list[float]]] = {name: [] for name in peers[1:]}

@@ -1,7 +1,4 @@
-"""The worker of `benchmarks.kv` and `benchmarks.int4`: greedy loops over graphs that end in ArgMax, and memory.
-
-Every graph is driven by the same Python, `ArgMaxLoop`, with its own kind of cache.
-"""
+"""The worker of `benchmarks.kv` and `benchmarks.int4`: greedy loops over ArgMax graphs, and memory."""
 
 from __future__ import annotations
 
@@ -24,16 +21,16 @@ from topw_deploy.manifest import DecoderInfo, load_decoder_manifest
 from topw_deploy.runtime import TopWModel
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-INTERVAL = 0.01  # seconds between two samples of the memory
+INTERVAL = 0.01  # seconds between memory samples
 
 
 def bare_export(export: Path, folder: Path) -> tuple[Path, DecoderInfo]:
-    """An export with ArgMax in place of its sampler, and how its cache is driven."""
+    """With ArgMax instead of the sampler; and how to drive the cache."""
     return with_argmax(export, folder), load_decoder_manifest(export).decoder
 
 
 def bare_peer(peer: Path, folder: Path) -> tuple[Path, DecoderInfo]:
-    """The graph of onnxruntime-genai's builder, with ArgMax over the last column's logits appended."""
+    """onnxruntime-genai's graph with ArgMax over the last logits."""
     info = load_decoder(peer / "model.onnx", peer).info
     model = ir.load(peer / "model.onnx")
     graph = model.graph
@@ -69,7 +66,7 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     if settings["genai"] is not None:
         makers["genai"] = (bare_peer, settings["genai"])
     loops: dict[str, ArgMaxLoop] = {}
-    # in random order, as where the weights lie in memory affects speed for as long as the sessions are open
+    # random: where weights lie in memory affects a session's speed
     for name in order.sample(list(makers), len(makers)):
         make, source = makers[name]
         folder = Path(settings["scratch"]) / name
@@ -78,8 +75,7 @@ def start_sweeps(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         loops[name] = ArgMaxLoop(file, decoder, options)
 
     def sweep(prompt: list[int], turns: int, steps: int) -> dict[str, Any]:
-        """By loop: seconds of a step for each of `turns` turns, seconds of the prefill, and the first token, which must
-        be the same for all."""
+        """By loop: seconds per step by turn, of the prefill, and the first token, which must agree."""
         room = len(prompt) + turns * (steps + UNCOUNTED) + 1
         prefills, first, found = {}, {}, []
         for name in order.sample(list(loops), len(loops)):
@@ -122,12 +118,12 @@ def start_loops(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
 
 def resident() -> int:
-    """Resident bytes of this process."""
+    """This process's resident bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 def peak_during(work: Callable[[], object]) -> int:
-    """Peak resident bytes while `work` runs, sampled."""
+    """Peak resident bytes, sampled."""
     seen, done = [resident()], threading.Event()
 
     def sample() -> None:
@@ -155,7 +151,7 @@ def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         assert len(result.token_ids) == count
 
     def grow() -> dict[str, int]:
-        """Growth of peak memory after a short sequence, for a tenth, a half and all of the tokens."""
+        """Growth of peak memory for a tenth, half and all tokens, after a short sequence."""
         generate(tokens // 100)
         before = resident()
         parts = {"tenth": tokens // 10, "half": tokens // 2, "whole": tokens}
@@ -166,5 +162,5 @@ def start_memory(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings["task"] selects one of the functions above, which describes the others."""
+    """settings["task"] selects a function above; see it for the other settings."""
     return {"sweeps": start_sweeps, "loops": start_loops, "memory": start_memory}[settings["task"]](settings)

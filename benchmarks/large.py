@@ -1,10 +1,10 @@
-"""Time and memory of every stage of exporting a model of several GB, beside the dry run's predictions.
+"""Time and memory of exporting a model of several GB, by stage, against the dry run's predictions.
 
     python -m benchmarks.large [--billions 3] [--dtypes fp16 int4] [--folder DIR]
 
-The checkpoint is a Llama with random float16 weights. In a process each: a dry run, the export, a graft onto the
-exported decoder, the verification of the first layers, a few tokens. Needs about three times the checkpoint's bytes in
-DIR (18 GB for 3 billion parameters). Figures: docs/lab/benchmarks.md.
+The model is a Llama with random float16 weights. Stages, each a process: dry run, export, graft onto the exported
+decoder, verification of the first layers, a few tokens. DIR needs three times the checkpoint's size (18 GB for 3
+billion parameters). Figures: docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _GIB = 2**30
 
 
 def shapes(layers: int, hidden: int, inner: int, kv: int, vocab: int) -> dict[str, tuple[int, ...]]:
-    """Parameter -> shape, in the order of the file."""
+    """Parameter -> shape, in file order."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
         start = f"model.layers.{layer}."
@@ -63,7 +63,7 @@ def shapes(layers: int, hidden: int, inner: int, kv: int, vocab: int) -> dict[st
 
 
 def write_checkpoint(folder: Path, billions: float) -> int:
-    """Write a Llama of about `billions` billion random float16 parameters, shard by shard; returns its bytes."""
+    """Write a Llama of about `billions` billion random float16 parameters, by shard; returns bytes."""
     from safetensors.numpy import save_file
 
     hidden, inner, kv, vocab = 3072, 8192, 1024, 32000
@@ -85,7 +85,7 @@ def write_checkpoint(folder: Path, billions: float) -> int:
         if len(shape) == 1:
             shard[name] = np.ones(shape, np.float16)
         else:
-            # Random signs and mantissas with one exponent: magnitudes in [2^-6, 2^-5), generated as fast as integers.
+            # Random signs and mantissas with one exponent: magnitudes in [2^-6, 2^-5), as fast as random integers.
             bits = generator.integers(0, 1 << 16, shape, dtype=np.uint16)
             shard[name] = ((bits & 0x83FF) | 0x2400).view(np.float16)
         total += shard[name].nbytes
@@ -108,7 +108,7 @@ def write_checkpoint(folder: Path, billions: float) -> int:
 
 
 def child(code: str, *arguments: str) -> dict[str, Any]:
-    """Run `code` in its own process and return the JSON it prints."""
+    """Run `code` in its own process; return the JSON it prints."""
     command = [sys.executable, "-c", code, *arguments]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(result.stdout.strip().splitlines()[-1]))
@@ -120,7 +120,7 @@ def exported(model: Path, out: Path, **settings: Any) -> dict[str, Any]:
 
 
 def decoder_alone(folder: Path, target: Path) -> None:
-    """Write the decoder of an export as another exporter would: with logits of one position and no sampler."""
+    """Like another exporter's decoder: logits of one position, no sampler."""
     import onnx_ir as ir
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
@@ -149,7 +149,7 @@ def decoder_alone(folder: Path, target: Path) -> None:
 
 
 def stages_of(work: Path, billions: float, dtypes: list[str]) -> list[tuple[str, ...]]:
-    """A row per stage: name, seconds, GiB of files, peak GiB, predicted GiB."""
+    """By stage: name, seconds, GiB of files, peak GiB, predicted GiB."""
     started = time.perf_counter()
     size = write_checkpoint(work / "model", billions)
     rows: list[tuple[str, ...]] = []

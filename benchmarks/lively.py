@@ -3,11 +3,11 @@
     python -m benchmarks.lively [--part grid texts speed] [--seeds 3] [--rows 200] [--new-tokens 64] [--rounds 15]
 
 grid: crops of held-out rows over lam, beta, init_top_p, geom_scale and selection temperature. Only the ratios of lam,
-    beta and geom_scale matter (docs/contract/theory.md, section 2), so lam is 1. Distances are in units of the typical
-    one: geom_scale times sqrt(2 d). "passes over" is the share of rows that keep a token less likely than one left out,
-    which no rule by probability alone does.
-texts: continuations of examples/prompts.txt by Top-W and other samplers (benchmarks/lively_texts.py); each number is
-    the mean over seeds, with the smallest and largest in brackets.
+    beta and geom_scale matter (docs/contract/theory.md, section 2), so lam is 1. The unit of distances is the typical
+    one: geom_scale times sqrt(2 d). "passes over": rows that keep a token less likely than one left out, which no
+    probability rule does.
+texts: continuations of examples/prompts.txt by Top-W and other samplers (benchmarks/lively_texts.py); means over seeds,
+    with extremes in brackets.
 speed: time per token with the native sampler.
 """
 
@@ -80,7 +80,7 @@ class Steps:
 
 
 def count(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
-    """Count the crops of logits [rows, V]. plain: the same rule without distances."""
+    """Count the crops of logits [rows, V]. plain: without distances."""
     certified = acted = over = 0
     sizes, masses = [], []
     for row in rows:
@@ -97,7 +97,7 @@ def count(rows: NDArray[np.float32], crop: Crop, plain: Crop) -> Steps:
 
 
 def top_w(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
-    """Top-W as a Crop, and the same without distances."""
+    """With and without distances."""
     options = TopWOptions(metric=METRIC)
 
     def crop(row: NDArray[np.float32], scale: float = parameters.geom_scale) -> tuple[NDArray[np.int64], bool]:
@@ -108,7 +108,7 @@ def top_w(parameters: TopWParameters, geometry: Geometry) -> tuple[Crop, Crop]:
 
 
 def by_probability(top_p: float = 1.0, min_p: float = 0.0) -> Crop:
-    """Top-p or min-p at temperature 1 as a Crop; without distances, it counts as certified."""
+    """Top-p or min-p at temperature 1; certified, as it has no distances."""
 
     def crop(row: NDArray[np.float32]) -> tuple[NDArray[np.int64], bool]:
         order = np.argsort(-row, kind="stable")
@@ -152,7 +152,7 @@ def texts(seeds: int, new_tokens: int) -> None:
         if crop is not None:
             rows = np.concatenate([writer.logits(text) for run in runs for text in run])
             cells = count(rows, crop, plain or crop).cells()
-            if plain is None:  # no rule with distances, so there is nothing to certify
+            if plain is None:  # no distances, nothing to certify
                 cells[:3] = "-", "-", "-"
             cropped.append((name, str(len(rows)), *cells))
 
@@ -186,7 +186,7 @@ def _measure_cells(measures: Sequence[Measures], runs: Sequence[list[Text]]) -> 
 
 
 def speed(rounds: int, new_tokens: int) -> None:
-    """One thread, one row; every round generates the same number of tokens with each setting."""
+    """One thread, one row, equal numbers of tokens."""
     prompts = PROMPTS.read_text("utf-8").splitlines()[::3]
     names = list(TOP_W)
     chosen = {name: asdict(TOP_W[name]) for name in (names[0], names[2], names[3])}

@@ -1,7 +1,7 @@
-"""The texts of `benchmarks.lively`, and how likely, varied and repetitive they are.
+"""The texts of `benchmarks.lively`: how likely, varied and repetitive they are.
 
-The bundled model continues the prompts of `examples/prompts.txt`: with Top-W in the exported model, with other samplers
-in transformers' `generate`. The prompts begin held-out documents, so their true continuations are known too.
+The bundled model continues `examples/prompts.txt` with Top-W in the exported model and other samplers in transformers'
+`generate`. The prompts' true continuations are measured too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from topw_deploy.demo.corpus import gather_corpus
 from topw_deploy.runtime import TopWModel
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.txt"
-NGRAM = 4  # tokens that count as a repetition
+NGRAM = 4  # tokens per counted repetition
 
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _NO_TRUNCATION = {"top_k": 0, "top_p": 1.0}
@@ -30,7 +30,7 @@ _NO_TRUNCATION = {"top_k": 0, "top_p": 1.0}
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt's token ids and those of its continuation."""
+    """Token ids of a prompt and its continuation."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -38,13 +38,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Measures:
-    """Measures of the continuations by one sampler with one seed.
+    """One sampler's continuations with one seed.
 
     tokens: their number.
-    logprob: mean log-probability of a token under the model at temperature 1, in nats.
-    distinct: share of different pairs among all pairs of adjacent tokens.
-    repeated: share of 4-grams that occurred before in the same text.
-    words: share of words that occur in the corpus, training and held-out text.
+    logprob: mean per token under the model at temperature 1, in nats.
+    distinct: share of different pairs among adjacent tokens.
+    repeated: share of 4-grams seen before in the same text.
+    words: share of words in the corpus.
     """
 
     tokens: int
@@ -55,7 +55,7 @@ class Measures:
 
 
 class Writer:
-    """The bundled model in float32, its tokenizer, the 24 prompts and the corpus."""
+    """The bundled float32 model, its tokenizer, the 24 prompts and the corpus."""
 
     def __init__(self, new_tokens: int) -> None:
         folder = demo_model_path()
@@ -69,7 +69,7 @@ class Writer:
         self._words = set(_WORD.findall("\n".join((*corpus.train, *corpus.held_out))))
 
     def top_w(self, model: TopWModel, parameters: Mapping[str, float], seed: int) -> list[Text]:
-        """Continuations by the exported model, one prompt at a time, as `topw generate` does."""
+        """By the exported model, one prompt at a time like `topw generate`."""
         texts = []
         for prompt in self.prompts:
             result = model.generate(prompt, max_new_tokens=self.new_tokens, seed=seed, **parameters)
@@ -77,7 +77,7 @@ class Writer:
         return texts
 
     def transformers(self, arguments: Mapping[str, Any], seed: int) -> list[Text]:
-        """Continuations by transformers' `generate` with `arguments` such as top_p."""
+        """By transformers' `generate`; arguments: such as top_p."""
         torch.manual_seed(seed)
         texts = []
         for prompt in self.prompts:
@@ -89,7 +89,7 @@ class Writer:
         return texts
 
     def documentation(self) -> list[Text]:
-        """The true continuations in the held-out documents."""
+        """The true continuations."""
         texts = []
         for prompt in self.prompts:
             spaced = re.compile(r"\s+".join(map(re.escape, prompt.split())))
@@ -100,7 +100,7 @@ class Writer:
         return texts
 
     def logits(self, text: Text) -> NDArray[np.float32]:
-        """Logits [tokens, V] that the tokens of the continuation were drawn from."""
+        """Logits [tokens, V] behind the continuation's tokens."""
         ids = torch.tensor([[*text.prompt, *text.tokens]])
         with torch.no_grad():
             rows: NDArray[np.float32] = self.model(input_ids=ids).logits[0].numpy()
@@ -127,7 +127,7 @@ class Writer:
 
 
 def common(one: Sequence[Text], other: Sequence[Text]) -> float:
-    """Share of the 4-grams of `one` that also occur in the continuation of the same prompt in `other`."""
+    """Share of 4-grams of `one` that `other` has for the same prompt."""
     both = total = 0
     for a, b in zip(one, other, strict=True):
         theirs = set(_ngrams(b.tokens, NGRAM))

@@ -1,7 +1,7 @@
-"""The worker of `benchmarks.int4` for llama.cpp: GGUF files of the same weights, their losses and steps.
+"""The worker of `benchmarks.int4` for llama.cpp: GGUF files of the same weights, losses and steps.
 
-Runs in an environment with llama-cpp-python (tested with 0.3.36) and gguf, and imports nothing of this project. Files
-are written in float32 and quantised by llama.cpp, without an importance matrix.
+Needs llama-cpp-python (tested with 0.3.36) and gguf, nothing of this project. llama.cpp quantises float32 files without
+an importance matrix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import gguf
 import llama_cpp
 import numpy as np
 
-UNCOUNTED = 2  # steps at the beginning of a turn
+UNCOUNTED = 2  # warm-up steps of a turn
 TYPES = {
     "F32": llama_cpp.LLAMA_FTYPE_ALL_F32,
     "Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
@@ -47,13 +47,13 @@ def gguf_name(name: str) -> str:
 
 
 def rotated_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows: llama.cpp rotates neighbouring numbers of a head, Hugging Face's Llama its two halves."""
+    """llama.cpp rotates adjacent pairs of a head, Hugging Face's Llama its two halves."""
     outputs, inputs = weight.shape
     return weight.reshape(heads, 2, outputs // heads // 2, inputs).swapaxes(1, 2).reshape(outputs, inputs)
 
 
 def write(weights: str, config: dict[str, Any], target: str) -> None:
-    """Write a float32 GGUF file. weights: a .npz file of the checkpoint's tensors by name."""
+    """weights: a .npz file of tensors by name."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     writer.add_context_length(config["max_position_embeddings"])
@@ -66,7 +66,7 @@ def write(weights: str, config: dict[str, Any], target: str) -> None:
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")  # token ids go in, logits come out
+    writer.add_tokenizer_model("no_vocab")  # token ids in, logits out
     with np.load(weights) as tensors:
         for name in tensors.files:
             weight = tensors[name].astype(np.float32)
@@ -101,7 +101,7 @@ class Model:
         self.used = 0
 
     def run(self, ids: list[int], *, every: bool) -> np.ndarray:
-        """Logits of every id, or of the last one."""
+        """Logits of every id, or of the last."""
         batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for place, token in enumerate(ids):
@@ -143,7 +143,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         models[name] = Model(path, threads, length)
 
     def losses(name: str, rows: list[list[int]]) -> list[list[float]]:
-        """-log p of each next token, row by row."""
+        """-log p of each next token, by row."""
         model, found = models[name], []
         for row in rows:
             model.clear()
@@ -161,7 +161,7 @@ def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
         return time.perf_counter() - began
 
     def turn(name: str, steps: int) -> list[float]:
-        """Seconds of each of `steps` greedy steps, after UNCOUNTED others."""
+        """Seconds of each greedy step, after UNCOUNTED others."""
         model, times, token = models[name], [], 5
         for number in range(steps + UNCOUNTED):
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The models that are measured, made when first used and cached. Their weights are random: only shapes matter."""
+"""The measured models, cached after first use. Weights are random: only shapes matter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 CACHE = Path(".cache/benchmarks")
 HIDDEN, LAYERS, INTERMEDIATE, HEADS, KV_HEADS = 512, 12, 1408, 8, 4
-LAST_NORM = 8.0  # weight of the last norm: gives logits a deviation of 3.6, like a trained model's
+LAST_NORM = 8.0  # logits deviate by 3.6, like a trained model's
 
 
 def llama_50m(vocab_size: int = 32_000) -> Path:
-    """A Hugging Face folder with a random Llama-shaped decoder: 52 M parameters at a vocabulary of 32,000 (tied)."""
+    """A random Llama: 52 M parameters at a vocabulary of 32,000 (tied)."""
     sizes = {
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
@@ -25,7 +25,7 @@ def llama_50m(vocab_size: int = 32_000) -> Path:
 
 
 def llama_small(context: int) -> Path:
-    """A Hugging Face folder with a tiny random decoder, for sequences of `context` tokens."""
+    """A tiny random decoder for `context` tokens."""
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -38,8 +38,7 @@ def llama_small(context: int) -> Path:
 
 
 def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
-    """Fresh weights give nearly equal logits, unlike a trained model's, so that no step is certified: hence
-    LAST_NORM."""
+    """Fresh weights give nearly equal, never certified logits: hence LAST_NORM."""
     if (folder / "model.safetensors").exists():
         return folder
     import torch
@@ -59,7 +58,7 @@ def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
     torch.nn.init.constant_(model.model.norm.weight, LAST_NORM)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-    # A byte-level vocabulary filled up with unused entries: only ids matter here.
+    # Bytes, filled up with unused entries: only ids matter.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<s>", *alphabet])}
     vocabulary |= {f"<unused{i}>": i for i in range(len(vocabulary), vocab_size)}
@@ -71,7 +70,7 @@ def _random_llama(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
 
 
 def exported(model: Path | str, *options: str) -> Path:
-    """The folder that `topw-export MODEL OUT OPTIONS` writes, exported once per set of options."""
+    """The folder of `topw-export MODEL OUT OPTIONS`, exported once."""
     name = "-".join([Path(model).name, *(option.strip("-") for option in options)])
     folder = CACHE / "exported" / name
     if not (folder / "topw_manifest.json").exists():

@@ -1,10 +1,9 @@
-"""Time of one row in the native sampler, called through ctypes on one thread. Figures: docs/lab/benchmarks.md.
+"""Time of one row in the native sampler, through ctypes on one thread. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.native_rows [--native PATH] [--processor PATH/TO/logit_processor_w1.py] [--rounds 100]
 
-Certified rows are compared with numpy.max over the same logits, with warm caches (ten consecutive calls). Uncertified
-rows (lam 1, init_top_p 0.5, T = 2, normal logits) are compared with the authors' processor where its path is given.
-Embeddings are random normal.
+Compares certified rows with numpy.max, with warm caches (ten consecutive calls), and uncertified ones (lam 1,
+init_top_p 0.5, T = 2, normal logits) with the authors' processor. Embeddings are random normal.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Sides = dict[str, Callable[[], Any]]
 
 
 def described(name: str, call: KernelCall) -> str:
-    """The side's name with the stage, the crop's size and the number of distances."""
+    """Name, stage, crop size and number of distances."""
     call()
     report, samples = call.samples.reports[0], call.samples
     distances = f", {report['distances']:,} distances" if report["distances"] else ""
@@ -39,7 +38,7 @@ def described(name: str, call: KernelCall) -> str:
 
 
 def certified_rows(kernel: Kernel, rounds: int) -> str:
-    """Certified rows, beside numpy.max."""
+    """Certified rows against numpy.max."""
     logits = likely_logits(VOCAB)
     flat = (np.random.default_rng(0).standard_normal((1, VOCAB)) * 1.6).astype(np.float32)
     options = TopWOptions(metric="uniform")
@@ -57,7 +56,7 @@ def certified_rows(kernel: Kernel, rounds: int) -> str:
 
 
 def shapes() -> dict[str, np.ndarray]:
-    """Logits float32 [1, VOCAB] by name: normal without likely tokens, and power laws of the rank."""
+    """float32 [1, VOCAB] by name: normal without likely tokens, and power laws of the rank."""
     rng = np.random.default_rng(0)
     rank = np.arange(1, VOCAB + 1)
     found = {f"bell of deviation {width}": rng.standard_normal(VOCAB) * width for width in (1.6, 2.0, 2.5, 3.0, 4.0)}
@@ -68,7 +67,7 @@ def shapes() -> dict[str, np.ndarray]:
 
 
 def shaped_rows(kernel: Kernel, rounds: int) -> str:
-    """Certified rows of other shapes, beside numpy.max."""
+    """Other shapes against numpy.max."""
     options = TopWOptions(metric="uniform")
     rows = shapes()
     first = next(iter(rows.values()))[0]
@@ -81,7 +80,7 @@ def shaped_rows(kernel: Kernel, rounds: int) -> str:
 
 
 def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
-    """float32 [vocab]: a lower bound of each token's Euclidean distance to its nearest other."""
+    """float32 [vocab]: lower bounds of the nearest-neighbour distances, Euclidean."""
     points = torch.from_numpy(geometry.features(np.arange(vocab)))
     sizes = points.square().sum(1)
     nearest = []
@@ -93,7 +92,7 @@ def nearest_other(geometry: Geometry, vocab: int) -> np.ndarray:
 
 
 def uncertified_rows(kernel: Kernel, processor: Any, rounds: int) -> str:
-    """Uncertified rows, beside the authors' processor over the same table."""
+    """Against the authors' processor over the same table."""
     say(f"making a table of {GEOMETRY_VOCAB:,} x {HIDDEN:,} and its nearest neighbours")
     embeddings = np.random.default_rng(1).standard_normal((GEOMETRY_VOCAB, HIDDEN), dtype=np.float32)
     cosine = KernelTable.from_geometry(Geometry.from_embeddings(embeddings, "cosine"))

@@ -1,9 +1,9 @@
-"""Kept sets beside those of the authors' released processor, with the cause of every difference.
+"""Kept sets against the authors' released processor, with the cause of every difference.
 
     python -m benchmarks.parity_released --processor PATH/TO/logit_processor_w1.py
 
-The file is part of github.com/arashgholami/top-w-decoding, not of this project. Compares synthetic rows, then logits
-and embeddings of a real model (the bundled one, or --model). The tables of docs/contract/theory.md.
+The file is from github.com/arashgholami/top-w-decoding. Compares synthetic rows, then rows of the bundled model or
+--model. Tables of docs/contract/theory.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS: TopWOptions = PRESETS["released"][1]
 DEFAULTS: TopWParameters = PRESETS["released"][0]
 
 TABLES = ((60, 8), (500, 32), (5000, 64), (32000, 128))  # (V, d) of the synthetic embeddings
-TEXT = ("argparse", "collections", "decimal", "difflib", "json", "pickle", "re", "typing")  # modules whose docstrings
+TEXT = ("argparse", "collections", "decimal", "difflib", "json", "pickle", "re", "typing")  # their docstrings
 SMALLEST_P = 1e-12  # the released code takes log(max(p, 1e-12))
 
 REGIMES = {
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Source:
-    """An embedding table float32 [V, d] and rows of logits [V] to go with it."""
+    """An embedding table float32 [V, d] and its rows of logits [V]."""
 
     table: np.ndarray
     logits: Callable[[np.random.Generator], np.ndarray]
@@ -80,7 +80,7 @@ def synthetic_sources() -> list[Source]:
 
 
 def model_source(folder: Path) -> Source:
-    """A Hugging Face causal LM over docstrings of the standard library, with logits at random positions."""
+    """A causal LM over standard-library docstrings, at random positions."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -93,7 +93,7 @@ def model_source(folder: Path) -> Source:
 
 
 def rows(processor: Any, sources: list[Source], choices: dict, count: int, seed: int) -> Iterator[Row]:
-    """`count` rows of a regime over all sources, with what the released processor keeps."""
+    """`count` rows of a regime, with the released processor's sets."""
     rng = np.random.default_rng(seed)
     settings, per_setting = 6, max(1, count // (6 * len(sources)))
     for source in sources:
@@ -123,14 +123,14 @@ def rows(processor: Any, sources: list[Source], choices: dict, count: int, seed:
 
 @dataclass(frozen=True)
 class SinglePrecision(Geometry):
-    """The same geometry, computed in float32."""
+    """The same geometry in float32."""
 
     def features(self, ids: Any) -> Any:
         return super().features(ids).astype(np.float32)
 
 
 def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geometry | None = None) -> frozenset[int]:
-    """The reference with one choice of the released code: floored log p, another warm start, another geometry."""
+    """The reference with one choice of the released code."""
     P, logits = row.parameters, row.logits.astype(np.float64)
     C, _ = pool(logits, OPTIONS.top_m)
     a = (logits - logits.max()) / P.temperature
@@ -149,7 +149,7 @@ def kept_with(row: Row, floor: float = 0.0, k0: int | None = None, geometry: Geo
 
 
 def rounded_warm_start(row: Row) -> int:
-    """k0 for init_top_p 1 if float64 sums decide: the sum stops growing before the last token."""
+    """k0 for init_top_p 1 by float64 sums, which stop growing before the last token."""
     logits = row.logits.astype(np.float64)
     C, _ = pool(logits, OPTIONS.top_m)
     w = np.exp((logits[C] - logits.max()) / row.parameters.temperature)
@@ -158,7 +158,7 @@ def rounded_warm_start(row: Row) -> int:
 
 
 def cause(row: Row, ties: Ties) -> str:
-    """Why the released processor keeps another set: the first cause that reproduces it, or a tie."""
+    """The first cause that reproduces the released processor's set, or a tie."""
     if ties.pool_cut or ties.warm_cut:
         return "equal logits at the pool's or the warm start's cut"
     if kept_with(row, floor=SMALLEST_P) == row.theirs:
@@ -172,14 +172,14 @@ def cause(row: Row, ties: Ties) -> str:
 
 
 def disputed_mass(row: Row, ours: frozenset[int]) -> float:
-    """Probability, before any crop, of the tokens that only one side keeps."""
+    """Probability of the tokens that only one side keeps."""
     a = (row.logits.astype(np.float64) - row.logits.max()) / row.parameters.temperature
     return float(np.exp(a)[list(ours ^ row.theirs)].sum() / np.exp(a).sum())
 
 
 @dataclass
 class Regime:
-    """Counts of rows; for the unequal ones, by cause, their number and the largest disputed mass."""
+    """Row counts; number and largest disputed mass by cause."""
 
     rows: int = 0
     certified: int = 0

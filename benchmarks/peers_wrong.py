@@ -1,10 +1,9 @@
-"""Logits of other exporters' graphs beside torch's: ragged batches, chunked prompts, sliding windows, capped scores.
+"""Logits of other exporters' graphs against torch's: ragged batches, chunked prompts, sliding windows, capped scores.
 
     make peers && python -m benchmarks.peers_wrong
 
-Every graph runs in onnxruntime unchanged. As in transformers, `attention_mask` marks the columns that are tokens and
-`position_ids` count them; a cache of GroupQueryAttention is one buffer, bound as past and present. This project's
-export of the same checkpoint gets the same columns. The tables of docs/guide/grafting.md.
+Graphs run unchanged in onnxruntime, with columns as in transformers; GroupQueryAttention's cache is one buffer for past
+and present. Our export gets the same columns. Tables of docs/guide/grafting.md.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from topw_deploy.export import ExportRequest, export_model
 from topw_deploy.export.verification.probe import LogitsProbe
 from topw_deploy.manifest import load_decoder_manifest
 
-HEADS, DIM, CAPACITY, WINDOW = 2, 16, 64, 16  # of tests/peers/models.py; the buffer is longer than any sequence here
-LONG, LENGTHS = 40, (40, 17, 5)  # tokens; the last two of every row are decoded one at a time
+HEADS, DIM, CAPACITY, WINDOW = 2, 16, 64, 16  # of tests/peers/models.py; the buffer exceeds every sequence here
+LONG, LENGTHS = 40, (40, 17, 5)  # tokens; each row decodes the last two one at a time
 MAKERS = {
     "genai": "genai-{}",
     "mobius": "mobius-{}",
@@ -37,7 +36,7 @@ OURS = "this project"
 
 @dataclass(frozen=True)
 class Columns:
-    """Token ids and which columns are tokens, both [rows, columns], and the columns at which runs end."""
+    """Token ids and mask [rows, columns], and the columns where runs end."""
 
     ids: np.ndarray
     mask: np.ndarray
@@ -87,7 +86,7 @@ class Graph:
 
 
 def columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
-    """Rows of `lengths` tokens: prompts padded on `side`, in `pieces` chunks, then two steps of a token each."""
+    """Prompts padded on `side`, in `pieces` chunks, then two single-token steps."""
     generator = np.random.default_rng(0)
     prompt = max(lengths) - 2
     ids, mask = np.zeros((len(lengths), prompt + 2), np.int64), np.zeros((len(lengths), prompt + 2), np.int64)
@@ -100,7 +99,7 @@ def columns(lengths: tuple[int, ...], side: str, pieces: int = 1) -> Columns:
 
 
 def difference(graph: Graph | LogitsProbe, reference: Any, fed: Columns) -> str:
-    """The largest absolute difference from torch's logits over all runs and rows, or onnxruntime's error."""
+    """The largest difference from torch's logits, or onnxruntime's error."""
     graph.start(len(fed.ids))
     worst, start = 0.0, 0
     for end in fed.ends:
@@ -117,7 +116,7 @@ def difference(graph: Graph | LogitsProbe, reference: Any, fed: Columns) -> str:
 
 
 def torch_reference(checkpoint: Path) -> Any:
-    """ids [n] -> logits [vocab] after the last of them, float32."""
+    """ids [n] -> float32 logits [vocab] after the last id."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -150,7 +149,7 @@ MODELS = {
 
 
 def rows_of(model: str, fed: dict[str, Columns], root: Path, scratch: Path) -> list[list[str]]:
-    """A row per entry of `fed`: its name and the difference of every exporter's graph and of ours."""
+    """A row per entry of `fed`: name, then the differences of the peers' graphs and ours."""
     checkpoint = root / "checkpoints" / model
     reference = torch_reference(checkpoint)
     say(f"{model}: exporting")

@@ -2,10 +2,10 @@
 
     python -m benchmarks.quantisation [--part errors perplexity memory] [--model DIR] [--every 1] [--folder OUT ...]
 
-errors: root mean square error of normally distributed weights, as a share of their deviation.
-perplexity: the bundled model (or --model, with its tokenizer) on its held-out text with every matrix rounded and the
-    rest in float32, with the standard error of the difference; --every 10 takes every tenth row of 512 tokens.
-memory: resident memory that opening a session over each --folder adds, in a fresh process with one thread.
+errors: root mean square error of normal weights, relative to their deviation.
+perplexity: the bundled model (or --model, with its tokenizer) on its held-out text with rounded matrices, the rest in
+    float32, with the standard error of the difference; --every 10 takes every tenth row of 512 tokens.
+memory: resident memory of opening a session over each --folder, in a fresh process with one thread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     for size in (32, 64, 128, 256)
     for bits in ((8, 4) if settings["bits"] == 4 else (8,))
 }  # fmt: skip
-# argv: a graph, and the native library or nothing. Imports nothing else, whose freed memory the session could reuse.
+# argv: a graph, and the native library or nothing. Other imports would free memory that the session could reuse.
 _OPEN = """
 import os, sys, onnxruntime
 def resident():
@@ -61,7 +61,7 @@ print(resident() - before)
 
 
 def errors() -> str:
-    """A table with a row per block size and a column per quantiser."""
+    """A row per block size, a column per quantiser."""
     weights = torch.from_numpy(np.random.default_rng(0).standard_normal((256, 4096)).astype(np.float32))
     rows = []
     for size in (16, 32, 64, 128, 256):
@@ -74,7 +74,7 @@ def errors() -> str:
 
 
 def perplexity(folder: Path, every: int) -> str:
-    """The perplexity of the checkpoint in `folder`, with and without rounded weights."""
+    """With and without rounded weights."""
     rows = held_out_rows(folder)[::every]
     model = torch_model(folder)
     exact = torch_losses(model, rows)
@@ -99,7 +99,7 @@ def _all_rounded(model: Any, quantisation: Quantisation) -> Any:
 
 
 def memory(folders: list[Path]) -> str:
-    """Bytes of files and of resident memory of each folder's model.onnx."""
+    """File and resident bytes of each folder's model.onnx."""
     from topw_deploy.plugins.shared_library import library_path
 
     rows = []

@@ -1,4 +1,4 @@
-"""Wall time and peak memory of importing the runtime and of loading the demo, each in a fresh process.
+"""Time and peak memory of importing the runtime and loading the demo, in fresh processes.
 
     python -m benchmarks.startup [--rounds 9]
 

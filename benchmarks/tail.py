@@ -1,4 +1,4 @@
-"""Time of one sampling step in onnxruntime, beside its own TopK and ArgMax. Figures: docs/lab/benchmarks.md.
+"""Time of one sampling step in onnxruntime, against its own TopK and ArgMax. Figures: docs/lab/benchmarks.md.
 
     python -m benchmarks.tail [--rounds 400] [--steps certified|geometry|all]
 
@@ -24,15 +24,17 @@ from topw_deploy.export.tail import FORMS, TailSpec, plain_gather
 from topw_deploy.sampling import Geometry
 from topw_deploy.sampling.parameters import TopWOptions, TopWParameters
 
-VOCAB, NARROW = 151_936, 16  # certified steps do not read the table, so it can be narrow
-GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens where the table is read, so that several fit into memory
-GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # parameters for which the certificate fails
+VOCAB, NARROW = 151_936, 16  # narrow: certified steps do not read the table
+GEOMETRY_VOCAB, HIDDEN = 32_000, 2_048  # fewer tokens, so that several tables fit into memory
+GEOMETRY = {"lam": 0.6, "beta": 2.8, "init_top_p": 0.3}  # the certificate fails
 Feeds = dict[str, np.ndarray]
 
 
 def flat_logits(seed: int = 0) -> np.ndarray:
-    """float32 [1, GEOMETRY_VOCAB], normal. At T = 2 the crop of 93 tokens is certified, but larger than the 64
-    candidates of the certified path."""
+    """float32 [1, GEOMETRY_VOCAB], normal.
+
+    At T = 2 the certified crop (93 tokens) exceeds the certified path's 64 candidates.
+    """
     return (np.random.default_rng(seed).standard_normal((1, GEOMETRY_VOCAB)) * 1.6).astype(np.float32)
 
 
@@ -58,7 +60,7 @@ def session(model: onnx.ModelProto) -> ort.InferenceSession:
 
 
 def bound(opened: ort.InferenceSession, inputs: Feeds) -> Callable[[], None]:
-    """A run of the session with inputs and outputs bound once."""
+    """A run with inputs and outputs bound once."""
     binding = opened.io_binding()
     for value in opened.get_inputs():
         binding.bind_ortvalue_input(value.name, ort.OrtValue.ortvalue_from_numpy(inputs[value.name]))
@@ -74,7 +76,7 @@ def random_table(vocab: int, hidden: int) -> tuple[np.ndarray, Geometry]:
 
 
 def tail(form: str, vocab: int, hidden: int, with_mass: bool = False) -> onnx.ModelProto:
-    """The sampler-only model over a random table [vocab, hidden], default options."""
+    """The sampler-only model over a random table [vocab, hidden]."""
     embeddings, geometry = random_table(vocab, hidden)
     spec = TailSpec(
         options=TopWOptions(),
@@ -106,8 +108,7 @@ def peer(
 
 
 def measure(sides: dict[str, Callable[[], None]], rounds: int, under: str, in_a_row: int = 1) -> str:
-    """Time the sides in turn, `in_a_row` calls each; a Markdown table of microseconds per call and
-    ratios to `under`."""
+    """Microseconds per call, `in_a_row` at a time, and ratios to `under`."""
     timed = {name: (lambda call=call: seconds(call, in_a_row)) for name, call in sides.items()}  # type: ignore[misc]
     samples = interleave(timed, rounds, warmup=max(3, rounds // 20))
     rows = [
@@ -118,7 +119,7 @@ def measure(sides: dict[str, Callable[[], None]], rounds: int, under: str, in_a_
 
 
 def certified_steps(rounds: int) -> str:
-    """Certified steps beside standard operators, with warm caches (as after the matmul) and with cold ones."""
+    """Against standard operators, with warm (as after the matmul) and cold caches."""
     logits = likely_logits(VOCAB)
     alone: Feeds = {"logits": logits}
     sides = {
@@ -136,7 +137,7 @@ def certified_steps(rounds: int) -> str:
 
 
 def geometry_steps(rounds: int) -> str:
-    """Steps at T = 2 that the candidates do not settle, for each form: certified by the pool, and uncertified."""
+    """Steps at T = 2 that the candidates do not settle: certified by the pool, and uncertified."""
     logits = likely_logits(GEOMETRY_VOCAB)
     rows = {"flat, certified": feeds(flat_logits(), temperature=2.0)}
     rows["not certified"] = feeds(logits, temperature=2.0, **GEOMETRY)

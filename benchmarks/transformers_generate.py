@@ -1,9 +1,9 @@
-"""`TopWModel` beside transformers' `generate` with the authors' processor, and without a processor.
+"""`TopWModel` against transformers' `generate`, with and without the authors' processor.
 
     python -m benchmarks.transformers_generate --processor FILE [--vocab 32000] [--threads 2]
 
-FILE is logit_processor_w1.py of arashgholami/top-w-decoding. All decode the same number of tokens after the same
-prompt; whole calls are timed. Figures: docs/lab/benchmarks.md.
+FILE is logit_processor_w1.py of arashgholami/top-w-decoding. Times whole calls of equal length. Figures:
+docs/lab/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
         exported(source, "--preset", "released"), provider="cpu", intra_op_num_threads=args.threads
     )
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    # top_k=0, as generate would keep only the 50 best tokens before the processor.
+    # top_k=0: the default keeps only the 50 best tokens.
     theirs.generation_config = GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None, max_new_tokens=args.tokens
     )

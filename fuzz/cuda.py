@@ -1,13 +1,12 @@
-"""Random and adversarial rows through the CUDA kernels, emulated on the CPU, compared with the reference.
+"""Compare random and adversarial rows in the emulated CUDA kernels with the reference.
 
     python -m fuzz.cuda [--rows 50000] [--seed 0]
 
-The rows of `fuzz.sampler`, with tables and logits in every type that the kernels read, blocks of several sizes, and a
-random order of threads per visit. A difference is allowed only at a tie of docs/contract/graph.md, section 4, with the
-bounds for float32; equal logits across the pool's cut do not count. Prints every difference with its explanation; exits
-1 if one has none.
+The rows of `fuzz.sampler`, with every table and logits type, several block sizes, and a random thread order.
+Differences are allowed only at float32 ties (docs/contract/graph.md, section 4), but not at equal logits across the
+pool's cut. Prints every difference with its explanation; exits 1 if one has none.
 
-`fuzz` accepts anything with the interface of `plugins.kernel.Kernel`, so `benchmarks.gpu` uses it on a real GPU.
+`fuzz` accepts any `plugins.kernel.Kernel`, so `benchmarks.gpu` uses it on a real GPU.
 """
 
 from __future__ import annotations
@@ -34,26 +33,26 @@ _BLOCK = 16  # coordinates that share a scale
 _NAME = "cuda"
 _NEARLY = TieBounds(objective=1e-3, nucleus=1e-3, draw=0.0)
 
-# (threads per block, blocks); small pools get small blocks, as tiles of distances are as wide as a block.
+# (threads per block, blocks). Small pools need small blocks, as distance tiles are as wide as a block.
 _LAYOUTS = ((64, 3), (32, 1), (128, 2), (64, 5))
 _LARGE_LAYOUTS = ((256, 2), (512, 1), (256, 3), (128, 4))
 _LARGE_POOL = 200
 
 
 def as_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The bits, uint16, of the nearest bfloat16 numbers, ties to even."""
+    """bfloat16 bits, uint16, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """float32 numbers of the bits."""
+    """float32 from bfloat16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def quantised(table: np.ndarray, bits: int) -> tuple[np.ndarray, KernelBlocks, np.ndarray]:
-    """Quantise a table in blocks of 16 coordinates: bit-packed codes, their scales, and the dequantised rows."""
+    """Quantise in blocks of 16 coordinates: packed codes, scales, dequantised rows."""
     tokens, hidden = table.shape
     blocks = -(-hidden // _BLOCK)
     padded = np.zeros((tokens, blocks * _BLOCK), np.float32)
@@ -69,7 +68,7 @@ def quantised(table: np.ndarray, bits: int) -> tuple[np.ndarray, KernelBlocks, n
 
 
 def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None], KernelTable | None]]:
-    """The visit with its table rounded to `kind`, and a function from neighbour bounds to the kernel's table."""
+    """The visit with its table rounded to `kind`; maps neighbour bounds to the kernel's table."""
     if visit.scenario.options.metric == "uniform":
         return visit, lambda bound: None
     codes, blocks, rows = visit.table, None, visit.table
@@ -89,7 +88,7 @@ def in_type(visit: Visit, kind: str) -> tuple[Visit, Callable[[np.ndarray | None
 
 
 def new_outcome() -> Outcome:
-    """An empty outcome with the tie bounds for float32 distances."""
+    """An empty outcome with float32's tie bounds."""
     return Outcome({_NAME: Side(FLOAT32_TIES)}, _NEARLY)
 
 
@@ -100,8 +99,8 @@ def fuzz(
 ) -> Outcome:  # fmt: skip
     """Compare `rows` rows of `kernel` with the reference.
 
-    before: called with each visit's number and the visit.
-    after: called after each visit with the outcome and its number of rows.
+    before: receives each visit's number and the visit.
+    after: receives the outcome and each visit's number of rows.
     first: the first visit's number, which determines types.
     measure: computes the neighbour bounds.
     """
@@ -128,12 +127,12 @@ def fuzz(
 
 
 def unexplained_of(outcome: Outcome) -> list[str]:
-    """The differences without an explanation."""
+    """Differences without an explanation."""
     return outcome.sides[_NAME].unexplained
 
 
 def _logits_types(number: int) -> tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]:
-    """How logits are stored, and their float32 values then: every tenth visit float16, every tenth bfloat16."""
+    """Every tenth visit stores float16, every tenth bfloat16."""
     if number % 10 == 3:
         return as_bfloat16, lambda row: from_bfloat16(as_bfloat16(row))
     if number % 10 == 7:

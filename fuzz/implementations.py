@@ -1,7 +1,7 @@
-"""The implementations that `fuzz.sampler` compares with the reference, behind one protocol.
+"""The implementations that `fuzz.sampler` compares, behind one protocol.
 
-An adapter opens an implementation for one scenario and answers lists of rows. It imports what it needs when called, and
-raises `Absent` with the reason if that is not installed.
+Adapters open an implementation for one scenario and answer lists of rows. They import on demand, or raise `Absent` with
+the reason.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Absent(Exception):  # noqa: N818 - a state, not a failure
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer for one row.
+    """One row's answer.
 
     kept: ids by (logit descending, id ascending), or ascending if not `ordered`.
-    next_token, logprob, mass: None for implementations that do not draw.
+    next_token, logprob, mass: None without a draw.
     """
 
     kept: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -58,7 +58,7 @@ def open_fast(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
-    """`sampling.torch.crop_rows`, the rows as one batch with parameters per row."""
+    """`sampling.torch.crop_rows`, one batch with parameters per row."""
     try:
         import torch
 
@@ -95,7 +95,7 @@ def open_torch(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
-    """The kernel of the native library through ctypes, the rows as one batch; it draws."""
+    """The native library's kernel through ctypes, one batch; draws."""
     from topw_deploy.plugins.kernel import Kernel, KernelTable
     from topw_deploy.plugins.shared_library import library_path, why_absent
 
@@ -108,7 +108,7 @@ def open_native(visit: Visit, bound: np.ndarray | None) -> Answerer:
 
 
 class Sampling(Protocol):
-    """The interface of plugins.kernel.Kernel, on a CPU, on a GPU or emulated."""
+    """The interface of plugins.kernel.Kernel."""
 
     def sample(self, logits: Any, columns: Any, options: Any, table: Any, *, mass: bool, keep_mask: bool) -> Any: ...
 
@@ -116,9 +116,9 @@ class Sampling(Protocol):
 def open_kernel(
     kernel: Sampling, options: TopWOptions, table: object, logits: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> Answerer:
-    """A kernel with the table and options of one scenario, all rows as one batch.
+    """A kernel with one scenario's table and options, one batch.
 
-    table: KernelTable, or None for the uniform metric.
+    table: None for the uniform metric.
     logits: converts float32 rows to the kernel's input type.
     """
     from topw_deploy.plugins.kernel import STAGES

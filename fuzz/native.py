@@ -2,7 +2,7 @@
 
     python -m fuzz.native [--seconds 600] [--seed 0] [--compiler clang++] [--corpus FOLDER]
 
-With a clang that has libFuzzer, coverage guides the inputs; with another compiler they are random bytes.
+Clang's libFuzzer guides inputs by coverage; other compilers use random bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build(output: Path, compiler: str, libfuzzer: bool) -> None:
 
 
 def build_any(folder: Path, compiler: str | None) -> tuple[Path, bool]:
-    """Compile the harness, with libFuzzer if a compiler has it. Returns its path and whether libFuzzer drives it."""
+    """Returns the harness and whether libFuzzer drives it."""
     reasons = []
     for name in [compiler] if compiler else ["clang++", "g++", "c++"]:
         if shutil.which(name) is None:
@@ -50,7 +50,7 @@ def build_any(folder: Path, compiler: str | None) -> tuple[Path, bool]:
 
 
 def command(program: Path, libfuzzer: bool, seconds: int, seed: int, corpus: Path) -> list[str]:
-    """The command line that fuzzes for `seconds`."""
+    """The command that fuzzes for `seconds`."""
     if not libfuzzer:
         return [str(program), str(seconds), str(seed)]
     limits = [f"-max_total_time={seconds}", f"-seed={seed + 1}", "-max_len=2000", "-len_control=0", "-timeout=120"]

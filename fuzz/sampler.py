@@ -1,11 +1,10 @@
-"""Random and adversarial rows through the fast samplers, compared with the reference.
+"""Compare random and adversarial rows in the fast samplers with the reference.
 
     python -m fuzz.sampler [--rows 250000] [--seed 0] [--implementation fast torch native]
 
-Each row is answered by the reference and by each implementation. All decide in double, so they may differ only at a tie
-for float64 (docs/contract/graph.md, section 4), and not at equal logits across the pool's cut, which ids order. Every
-other visit has neighbour bounds, as an export may store them. Prints what was compared, and each difference with its
-explanation; exits 1 if one has none.
+All decide in double, so they may differ only at float64 ties (docs/contract/graph.md, section 4), but not at equal
+logits across the pool's cut, which ids order. Every other visit has neighbour bounds. Prints counts and explained
+differences; exits 1 if one has no explanation.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from tests.support.rows import LOGPROB_BOUND, Case, explanation, reference
 from tests.support.sampler_cases import ALL, Size, Visit, visits
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TieBounds
 
-_MASS_BOUND = 1e-6  # relative: summed in double, answered in float32
-_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a repulsive crop may weigh less than float32's smallest number
-_BATCH_VALUES = 1 << 20  # logits per call of an implementation that takes batches
-_LARGEST_BOUNDED = 1100  # tokens; the bounds need all pairs
+_MASS_BOUND = 1e-6  # relative: double sums rounded to float32
+_SMALLEST_MASS = float(np.finfo(np.float32).tiny)  # a repulsive crop may weigh less
+_BATCH_VALUES = 1 << 20  # logits per batch call
+_LARGEST_BOUNDED = 1100  # tokens; bounds need all pairs
 _NEARLY = TieBounds(objective=1e-6, nucleus=1e-6, draw=0.0)
 _STAGES = ("candidates", "pool", "geometry", "literal", "greedy", "invalid")
 
@@ -36,7 +35,7 @@ Bounding = Callable[[Geometry, int], np.ndarray]
 
 
 def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
-    """The neighbour bound as an export stores it. Imports the exporter."""
+    """An export's neighbour bound. Imports the exporter."""
     from topw_deploy.export.graft.neighbour_bound import neighbour_bound
 
     return neighbour_bound(geometry, tokens)
@@ -44,7 +43,7 @@ def exported_bound(geometry: Geometry, tokens: int) -> np.ndarray:
 
 @dataclass
 class Side:
-    """The results of one implementation, by regime. bounds: of the ties that excuse a difference."""
+    """One implementation's results by regime. bounds: of ties."""
 
     bounds: TieBounds = FLOAT64_TIES
     stages: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -69,7 +68,7 @@ class Side:
 
 
 def differences(wanted: Row, found: Answer) -> Iterator[str]:
-    """Names of what differs: the certificate; the kept ids (with their order), or else the draw and its numbers."""
+    """What differs: the certificate; the kept ids (with their order), or else the draw."""
     if found.certified != wanted.certified:
         yield "certified"
     ids = wanted.kept_ids if found.ordered else np.sort(wanted.kept_ids)
@@ -86,7 +85,7 @@ def differences(wanted: Row, found: Answer) -> Iterator[str]:
 
 @dataclass
 class Outcome:
-    """The results of a run. near: bounds of rows counted as nearly tied."""
+    """A run's results. near: bounds for counting nearly tied rows."""
 
     sides: dict[str, Side]
     near: TieBounds = _NEARLY
@@ -97,7 +96,7 @@ class Outcome:
 
 
 def fuzz(rows: int, seed: int, names: Sequence[str], sizes: Sequence[Size] = ALL) -> Outcome:
-    """Compare `rows` rows in each of the implementations `names`."""
+    """Compare `rows` rows in the named implementations."""
     from tqdm import tqdm
 
     outcome = Outcome({name: Side() for name in names})
@@ -118,9 +117,9 @@ def compare(
     visit: Visit, cases: list[Case], bounded: bool, outcome: Outcome, openers: Mapping[str, Opener] = ADAPTERS,
     measure: Bounding = exported_bound,
 ) -> None:  # fmt: skip
-    """Compare the rows of one visit in every implementation of the outcome.
+    """Compare one visit's rows in every implementation.
 
-    bounded: pass the neighbour bound computed by `measure`, where the vocabulary is small enough.
+    bounded: pass `measure`'s neighbour bound for small vocabularies.
     """
     wanted = [reference(visit.scenario, visit.geometry, case) for case in cases]
     for case, row in zip(cases, wanted, strict=True):
@@ -149,7 +148,7 @@ def _regime(case: Case) -> str:
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """The installed implementations; prints why the others are left out."""
+    """Prints why implementations are left out."""
     found = []
     for name in names:
         try:
@@ -161,7 +160,7 @@ def available(names: Sequence[str]) -> list[str]:
 
 
 def report(outcome: Outcome) -> str:
-    """Markdown tables: stages by regime, and differences by explanation."""
+    """Markdown tables: stages by regime, differences by explanation."""
     parts = [_regimes(name, side, outcome) for name, side in outcome.sides.items()]
     reasons = sorted({reason for side in outcome.sides.values() for reason in side.explained})
     lines: list[tuple[object, ...]] = [(r, *(side.explained[r] for side in outcome.sides.values())) for r in reasons]

@@ -1,6 +1,6 @@
-"""`make fuzz`: compare random rows between all forms of the sampler's graph, the native operator and the reference.
+"""`make fuzz`: compare random rows in all graph forms and the native operator with the reference.
 
-Prints tables of rows and differences; exits 1 if a difference has no explanation.
+Prints rows and differences; exits 1 if a difference has no explanation.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Checks and measurements on an NVIDIA GPU, in one command without network or installation:
+"""Checks and measurements on an NVIDIA GPU, without network or installation:
 
     python3 -m benchmarks.gpu [--pack ARCHIVE ...] [--budget SECONDS] [--only PART ...] [--out DIR]
 
 Run it from a checkout, with a Python that has torch. It builds the kernels, compares them with the reference, runs them
-under compute-sanitizer and in CUDA graphs, times them, and runs whole models. After every step, results are in DIR as
-`results.json` and `results.md`. Run it again to continue; a finished step is repeated only if the kernels, torch or the
-GPU changed, or with --again.
+under compute-sanitizer and in CUDA graphs, times them, and runs whole models. DIR gets `results.json` and `results.md`.
+Run it again to continue; finished steps repeat only with --again, or after a change of kernels, torch or GPU.
 
-Exit code: 0 if every step passed, 1 if one failed or there is no GPU, 3 if some steps are still to be run.
+Exit code: 0 if every step passed, 1 if one failed or there is no GPU, 3 if steps remain.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src")]  # nothing of ours is installed on the host
+sys.path[:0] = [str(ROOT / "src")]  # nothing of ours is installed
 
 from benchmarks.gpu import machine as machines  # noqa: E402
 from benchmarks.gpu import unpack  # noqa: E402
@@ -63,7 +62,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def digest_of_kernels(library: Path | None) -> str:
-    """A digest of the given library, else of the sources."""
+    """Of the given library, else the sources."""
     written = (file for folder in ("cuda", "native") for file in (_PLUGINS / folder).iterdir())
     sources = [library] if library is not None else sorted(file for file in written if file.suffix in _CODE)
     digest = hashlib.sha256()
@@ -79,7 +78,7 @@ def main() -> int:
         return command.main(sys.argv[2:])
     given = arguments().parse_args()
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the children too
     if given.kernels is not None and not given.kernels.is_file():
         raise SystemExit(f"{given.kernels} is no file; name a library with --library, or leave it out.")
     out = (given.out or ROOT / "out" / ("rehearsal" if given.rehearse else "gpu")).absolute()
@@ -115,7 +114,7 @@ def main() -> int:
 
 
 def conclude(record: Record, parts: list[str], out: Path) -> int:
-    """Print the tables and what is left to do; returns the exit code."""
+    """Print tables and remaining steps; returns the exit code."""
     print((out / TABLES).read_text(encoding="utf-8"))
     mine = {key: entry for key, entry in record.steps.items() if key.split("/")[0] in parts}
     failed = [key for key, entry in mine.items() if entry.get("failed")]

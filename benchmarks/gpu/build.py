@@ -1,4 +1,4 @@
-"""The part `build`: compile the kernels for this GPU, and list the resources each uses."""
+"""The part `build`: compile the kernels and list their resources."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.common import table
 from benchmarks.gpu.job import Job, Result, Step
 
-_REHEARSED = 90  # sm_90, the H200's, in a rehearsal without a GPU
-_LIMIT = 120  # seconds for a tool that reads the library
+_REHEARSED = 90  # sm_90 (H200), for rehearsals without a GPU
+_LIMIT = 120  # seconds per tool
 
 
 def steps(job: Job) -> list[Step]:
@@ -24,12 +24,12 @@ def steps(job: Job) -> list[Step]:
 
 
 def for_the_gpu(job: Job) -> Path:
-    """nvcc's library; a rehearsal runs another, the emulated one."""
+    """nvcc's library; the emulated one in rehearsals."""
     return job.out / "libtopw_nvcc.so" if job.rehearse else job.kernel_file
 
 
 def kernels(job: Job) -> Result:
-    """Build the library with nvcc for this GPU. Absent in a rehearsal without nvcc."""
+    """Compile with nvcc. Absent in a rehearsal without nvcc."""
     from topw_deploy.errors import PluginError
     from topw_deploy.plugins import compile_cuda
 
@@ -48,7 +48,7 @@ def kernels(job: Job) -> Result:
 
 
 def emulated(job: Job) -> Result:
-    """Compile the same sources for the CPU, for a rehearsal."""
+    """Compile the same sources for the CPU, for rehearsals."""
     from tests.support.emulated import built
 
     started = time.perf_counter()
@@ -60,7 +60,7 @@ def emulated(job: Job) -> Result:
 
 
 def resources(job: Job) -> Result:
-    """Registers, stack and shared memory of each kernel (cuobjdump), and spills (ptxas, from the library's PTX)."""
+    """Registers, stack, shared memory (cuobjdump) and spills (ptxas, from PTX) by kernel."""
     library = for_the_gpu(job)
     if not library.is_file():
         return Result(absent=(f"there is no library that nvcc made at {library.name}",))
@@ -81,7 +81,7 @@ def resources(job: Job) -> Result:
 
 
 def usage(said: str) -> dict[str, dict[str, int | None]]:
-    """Registers, stack and shared memory by kernel, from the output of `cuobjdump --dump-resource-usage`."""
+    """Parse `cuobjdump --dump-resource-usage`."""
     pattern = re.compile(r"Function (\S+):\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
     return {
         plain_name(name): {"registers": int(registers), "stack": int(stack), "shared": int(shared)}
@@ -90,7 +90,7 @@ def usage(said: str) -> dict[str, dict[str, int | None]]:
 
 
 def spills(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], str]:
-    """(bytes of spill stores, of spill loads) by kernel, or the reason why they are unknown; the other is empty."""
+    """Bytes of spill (stores, loads) by kernel; or why they are unknown."""
     ptxas = tool("ptxas")
     if ptxas is None:
         return {}, "ptxas is not here: spills are not known"
@@ -106,7 +106,7 @@ def spills(library: Path, cuobjdump: str) -> tuple[dict[str, tuple[int, int]], s
 
 
 def spill_lines(said: str) -> list[tuple[str, int, int]]:
-    """(mangled name, bytes of spill stores, of spill loads) from the output of `ptxas -v`."""
+    """(mangled name, bytes of spill stores, of spill loads) from `ptxas -v`."""
     pattern = re.compile(
         r"Function properties for (\S+)\s+(?:ptxas info\s*:)?\s*\d+ bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads"
@@ -115,7 +115,7 @@ def spill_lines(said: str) -> list[tuple[str, int, int]]:
 
 
 def plain_name(mangled: str) -> str:
-    """`certify<float>` for `_ZN4topw7certifyIfEEvNS_4CallE`; other names are returned unchanged."""
+    """`certify<float>` for `_ZN4topw7certifyIfEEvNS_4CallE`; other names unchanged."""
     match = re.match(r"_ZN4topw\d+([a-z_]+?)(?:I(\w+?)EE)?(?:EN|Ev|vN|$)", mangled)
     if match is None:
         return mangled
@@ -124,7 +124,7 @@ def plain_name(mangled: str) -> str:
 
 
 def tool(name: str) -> str | None:
-    """A program of the CUDA toolkit: beside nvcc, on PATH, or in Triton's package; None if there is none."""
+    """A CUDA program beside nvcc, on PATH or in Triton's package; else None."""
     from topw_deploy.errors import PluginError
     from topw_deploy.plugins import compile_cuda
 
@@ -146,7 +146,7 @@ def tool(name: str) -> str | None:
 
 
 def ask(command: list[str], folder: Path | None = None) -> str:
-    """The program's output. Raises RuntimeError with it if the program fails."""
+    """Raises RuntimeError with the program's output if it fails."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_LIMIT)
     if done.returncode != 0:
         raise RuntimeError(f"{Path(command[0]).name} failed: {(done.stderr or done.stdout).strip()[-500:]}")

@@ -1,4 +1,4 @@
-"""The part `capture`: steps in CUDA graphs, in every capture mode, after a matrix product, and on two streams."""
+"""The part `capture`: CUDA graphs in every capture mode, after a matmul, and on two streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _opened(job: Job) -> tuple[DeviceKernel, DeviceTable]:
 
 
 def modes(job: Job) -> Result:
-    """Capture a step in each mode and replay it over other rows: answers must equal those of launches."""
+    """Capture a step in each mode; replays over other rows must equal launches."""
     from benchmarks.gpu.agreement import load, same, step_of
     from benchmarks.gpu.graphs import captured
 
@@ -55,7 +55,7 @@ def modes(job: Job) -> Result:
 
 
 def behind_a_product(job: Job) -> Result:
-    """Capture the matrix product that computes the logits together with the step after it."""
+    """Capture a step and the matmul before it."""
     import torch
 
     from benchmarks.gpu.agreement import same, step_of
@@ -87,7 +87,7 @@ def behind_a_product(job: Job) -> Result:
 
 
 def two_streams(job: Job) -> Result:
-    """Run two steps with separate memory concurrently: answers must equal those of each alone."""
+    """Run two steps concurrently; answers must not change."""
     import contextlib
 
     import torch
@@ -118,7 +118,7 @@ def two_streams(job: Job) -> Result:
 
 
 def replays(job: Job) -> Result:
-    """Replay one graph of certified and open rows many times: answers must not change."""
+    """Replay a graph of certified and open rows; answers must not change."""
     from benchmarks.gpu.agreement import same, step_of
     from benchmarks.gpu.graphs import captured
 

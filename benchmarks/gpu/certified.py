@@ -1,4 +1,4 @@
-"""Sides of `speed` over certified rows, in every type of logits, with warm and cold caches."""
+"""Sides of `speed` over certified rows."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _COLUMNS = {"uniform": 0.37}
 
 
 class NotCertifiedError(Exception):
-    """Some rows are not certified, so the measurement would mean something else."""
+    """An uncertified row invalidates the measurement."""
 
 
 def logits_on(device: torch.device, batch: int, vocab: int) -> torch.Tensor:
-    """float32 [batch, vocab]: `likely_logits`, different in each row."""
+    """float32 [batch, vocab]: `likely_logits`, different per row."""
     return torch.from_numpy(np.concatenate([likely_logits(vocab, seed=row) for row in range(batch)])).to(device)
 
 
 def top_w_sides(kernel: DeviceKernel, logits: torch.Tensor, sizes: Sizes) -> dict[str, Timed]:
-    """Top-W in each type of logits, its two launches separately, and with more inputs and outputs."""
+    """Top-W by logits type, by launch, and with more inputs and outputs."""
     batch = len(logits)
     sides: dict[str, Timed] = {}
     for dtype in _TYPES:
@@ -70,7 +70,7 @@ def certified_step(
     kernel: DeviceKernel, logits: torch.Tensor, edits: Edits | None = None, *, mass: bool = False,
     keep_mask: bool = False, memory: Step | None = None,
 ) -> Step:  # fmt: skip
-    """A step over these rows. Raises NotCertifiedError if a row is not certified."""
+    """Raises NotCertifiedError if a row is not certified."""
     step = Step(kernel, logits, _COLUMNS, _OPTIONS, None, edits, mass=mass, keep_mask=keep_mask, reports=False,
                 memory=memory)  # fmt: skip
     step.launch()
@@ -81,14 +81,14 @@ def certified_step(
 
 
 def cold_side(kernel: DeviceKernel, step: Step, cold: int) -> tuple[Side, int]:
-    """The step over enough copies of its logits in turn that none stays in the cache; and their number."""
+    """The step over cache-exceeding copies of its logits; their number."""
     copies = max(2, math.ceil(cold / step.logits.nbytes))
     others = [certified_step(kernel, step.logits.clone(), memory=step) for _ in range(copies)]
     return rotating([other.launch for other in others]), copies
 
 
 def edits_of(logits: torch.Tensor) -> Edits:
-    """Penalties and biases of the likeliest tokens; the rows stay certified."""
+    """Penalties and biases that leave the rows certified."""
     ids = logits.topk(_EDITS, 1).indices.cpu().numpy().astype(np.int64)
     penalty, bias = np.full(ids.shape, 1.05, np.float32), np.zeros(ids.shape, np.float32)
     bias[:, ::2] = 0.1

@@ -1,4 +1,4 @@
-"""The part `check`: the kernels' answers beside the reference's, and their repeatability."""
+"""The part `check`: the kernels against the reference, and repeatability."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from fuzz.sampler import Outcome
 
 _CHUNK = 2_000  # random rows per record
-_SHOWN = 20  # unexplained differences in the record
-_TYPES = {"float32": "cosine", "float16": "mahalanobis", "bfloat16": "cosine"}  # of logits -> metric of the table
+_SHOWN = 20  # recorded differences
+_TYPES = {"float32": "cosine", "float16": "mahalanobis", "bfloat16": "cosine"}  # logits type -> metric
 _COUNTERS = ("distances", "avoided", "explained")
 
 
@@ -23,7 +23,7 @@ def steps(job: Job) -> list[Step]:
     shipped = [
         Step(f"rows of {vocab:,} tokens, {dtype}", partial(shipped_rows, dtype=dtype), 60, 300) for dtype in _TYPES
     ]
-    return [  # the random rows last: they use the time left and continue in the next run
+    return [  # last, as they use the remaining time and continue in the next run
         Step("repeats and batches", repeats, 20, 180),
         *shipped,
         Step("random rows", random_rows, 60, 450, (str(job.rows), str(job.seed))),
@@ -31,7 +31,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def repeats(job: Job) -> Result:
-    """Launch the same rows again, and every row of a batch alone."""
+    """Repeat launches, and launch every row of a batch alone."""
     from benchmarks.gpu import agreement
     from benchmarks.gpu.device import opened
 
@@ -50,7 +50,7 @@ def repeats(job: Job) -> Result:
 
 
 def shipped_rows(job: Job, dtype: str) -> Result:
-    """Compare rows of the shipped shape with the CPU's kernel and the reference."""
+    """Compare shipped-shape rows with the CPU's kernel and the reference."""
     from benchmarks.common import table
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.shipped_rows import compare, cpu_library
@@ -79,7 +79,7 @@ def shipped_rows(job: Job, dtype: str) -> Result:
 
 
 def random_rows(job: Job) -> Result:
-    """Compare random and adversarial rows with the reference, in chunks; continues after the recorded ones."""
+    """Compare random and adversarial rows with the reference; continues after recorded chunks."""
     from benchmarks.gpu.device import opened
     from fuzz.cuda import fuzz, new_outcome, unexplained_of
     from fuzz.sampler import report
@@ -97,7 +97,7 @@ def random_rows(job: Job) -> Result:
         add(outcome, plain(found))
         done, chunk = done + size, chunk + 1
         job.keep({"rows": done, "chunks": chunk, "outcome": plain(outcome)})
-        if job.left() < 0:  # after at least one chunk, so that every run makes progress
+        if job.left() < 0:  # at least one chunk per run
             break
     unexplained = unexplained_of(outcome)
     failed = f"{len(unexplained)} differences are not at a tie: {unexplained[0][:800]}" if unexplained else ""
@@ -106,7 +106,7 @@ def random_rows(job: Job) -> Result:
 
 
 def plain(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as plain JSON types; `add` reads them."""
+    """Plain JSON types, for `add`."""
     side = next(iter(outcome.sides.values()))
     return {
         "rows": dict(outcome.rows), "certified": dict(outcome.certified), "tied": outcome.tied,
@@ -117,7 +117,7 @@ def plain(outcome: Outcome) -> dict[str, Any]:
 
 
 def add(outcome: Outcome, found: dict[str, Any]) -> None:
-    """Add counts from `plain` to the outcome."""
+    """Add the counts of `plain` to the outcome."""
     side = next(iter(outcome.sides.values()))
     outcome.rows.update(found["rows"])
     outcome.certified.update(found["certified"])

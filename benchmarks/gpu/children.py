@@ -1,4 +1,4 @@
-"""Child processes with a time limit: their output is passed on, and one that hangs is killed with all its children."""
+"""Child processes with a time limit; a hung child is killed with its children."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from benchmarks.gpu.job import Job
 from benchmarks.gpu.worker import EVENTS
 
 ROOT = Path(__file__).parents[2]
-_LAST_WORDS = 6  # lines of a child's output to record when it dies
+_LAST_WORDS = 6  # recorded when a child dies
 
 
 class ChildEndedError(Exception):
-    """The child was killed at its limit or ended without an answer."""
+    """The child was killed at its limit or gave no answer."""
 
 
 def environment() -> dict[str, str]:
-    """The environment of children: this checkout comes before installed packages."""
+    """This checkout precedes installed packages."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 class Child:
-    """A process that runs the steps of one part."""
+    """A process that runs one part's steps."""
 
     def __init__(self, part: str, job: Job) -> None:
         reading, writing = os.pipe()
@@ -52,16 +52,16 @@ class Child:
         self._listener.start()
 
     def plan(self, limit: float) -> list[tuple[str, float, float, list[str]]]:
-        """(name, expected seconds, limit, inputs) of every step. Raises ChildEndedError."""
+        """(name, expected seconds, limit, inputs) by step. Raises ChildEndedError."""
         return [tuple(step) for step in self._event(time.monotonic() + limit, limit)["plan"]]
 
     def ask(self, step: str, earlier: dict[str, Any], end: float, limit: float,
             kept: Callable[[dict[str, Any]], None]) -> dict[str, Any]:  # fmt: skip
-        """Run a step and return its event, with `result` and `seconds`.
+        """Return the step's event, with `result` and `seconds`.
 
-        kept: called with intermediate data that the step saves.
-        end: when the step should end, on time.monotonic's clock.
-        limit: seconds after which the child is killed.
+        kept: receives intermediate data.
+        end: on time.monotonic's clock.
+        limit: seconds until the child is killed.
 
         Raises ChildEndedError.
         """
@@ -80,7 +80,7 @@ class Child:
             kept(event["kept"])
 
     def close(self, wait: bool = True) -> None:
-        """End the child and everything it started. wait: let it end by itself first."""
+        """End the child and its children. wait: let it exit first."""
         assert self._process.stdin is not None
         if wait and self._process.poll() is None and not self._process.stdin.closed:
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):
@@ -120,9 +120,9 @@ class Child:
         return f"; its last lines: {words[-1500:]}" if words else ""
 
     def _kill(self) -> None:
-        """A process blocked in the driver survives SIGKILL; it is left behind, as waiting would hang the parent."""
+        """Does not wait: a process blocked in the driver survives SIGKILL."""
         if self._process.poll() is None:
-            self._process.kill()  # first, so that it starts no others meanwhile
+            self._process.kill()  # first, to start no others
         for process in _session(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -138,10 +138,10 @@ class Child:
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of the leader's session, in whatever process group."""
+    """Includes processes in other process groups."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it may have ended
             fields = stat.read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
             if int(fields[3]) == leader:
                 found.append(int(stat.parent.name))

@@ -1,4 +1,4 @@
-"""A decode step of a decoder with Llama-3.2-3B's sizes in float16, to which `speed` adds Top-W."""
+"""A float16 decode step of Llama-3.2-3B's sizes, for `speed`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.gpu.tables import random_rows, table_of
 from topw_deploy.sampling.parameters import TopWOptions
 
 _OPTIONS = TopWOptions(metric="cosine")
-_SHARE = 0.7  # of the free memory that weights may take
+_SHARE = 0.7  # of free memory, for weights
 _SCALE = 0.01
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """The matrix products of one token; the last writes `logits` [1, V]. layers: those that fit, of `wanted`."""
+    """`logits` [1, V]: the last matmul's output. layers: those that fit of `wanted`."""
 
     step: Side
     logits: torch.Tensor
@@ -29,9 +29,9 @@ class Decoder:
 
 
 def decoder(device: torch.device, sizes: tuple[int, int, int, int, int]) -> Decoder:
-    """Allocate a decoder. sizes: hidden, inner and key-value sizes, layers, vocabulary.
+    """sizes: hidden, inner, kv, layers, vocab.
 
-    The head is computed so that the logits are a certified row, as a language model's nearly always are.
+    The head makes the logits certified, like nearly all of a language model's.
     """
     hidden, inner, kv, wanted, vocab = sizes
     shapes = [(hidden, hidden + 2 * kv), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
@@ -59,6 +59,6 @@ def decoder(device: torch.device, sizes: tuple[int, int, int, int, int]) -> Deco
 
 
 def sampler(kernel: DeviceKernel, logits: torch.Tensor, hidden: int) -> Step:
-    """Top-W over the decoder's logits, with a table of the size of its embeddings."""
+    """Top-W over the logits, with a table of the embeddings' size."""
     table = table_of(random_rows(logits.shape[1], hidden, logits.device), _OPTIONS.metric)
     return Step(kernel, logits, {"uniform": 0.37}, _OPTIONS, table, reports=False)

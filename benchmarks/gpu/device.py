@@ -1,6 +1,6 @@
-"""The CUDA kernels over torch tensors: with the interface of `plugins.kernel.Kernel`, and as bound, repeatable calls.
+"""The CUDA kernels over torch tensors: as `plugins.kernel.Kernel`, and as bound calls.
 
-The torch device can be the CPU, for the emulated kernels.
+The device may be the CPU, for emulated kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ assert list(_OUTPUTS) == [name for name, _ in Outputs._fields_]
 
 
 class DeviceTable:
-    """A table [V, d] with its statistics in device memory. table: as for `Kernel`."""
+    """A table [V, d] and its statistics. table: as for `Kernel`."""
 
     def __init__(self, table: KernelTable, device: torch.device) -> None:
         def put(array: Any) -> torch.Tensor | None:
@@ -60,7 +60,7 @@ class DeviceTable:
     def of_tensors(
         cls, rows: torch.Tensor, mean: torch.Tensor, inverse_std: torch.Tensor, bound: torch.Tensor | None = None
     ) -> Self:
-        """The table of rows [V, d] already on the device, with float32 statistics [d] and bound [V]."""
+        """From device rows [V, d], float32 statistics [d] and bound [V]."""
         table = cls.__new__(cls)
         table._kept = [rows, mean, inverse_std, bound]
         table._describe(*rows.shape, _TYPES[rows.dtype], Blocks())
@@ -80,10 +80,10 @@ class DeviceTable:
 
 
 class Step:
-    """A call of the kernels with all tensors on the device; every `launch` reads `logits` and `columns` anew.
+    """A bound call on device tensors; every `launch` rereads `logits` and `columns`.
 
-    logits: float32, float16 or bfloat16 [B, V] on the device.
-    memory: a step of the same shape on the same stream whose control and scratch memory to share.
+    logits: float32, float16 or bfloat16 [B, V].
+    memory: a step of the same shape and stream whose memory to share.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Step:
         self._kernel.launch(self.shape, self._table, self._inputs, self._outputs, *memory, stream, parts)
 
     def samples(self) -> KernelSamples:
-        """The answers of the last launch, on the host. Asserts that the control bytes are zero again."""
+        """The last answers, on the host. Asserts zero control bytes."""
         if self.logits.is_cuda:
             torch.cuda.synchronize()
         assert not bool(self.control.any()), "control bytes are not zero after the launch"
@@ -147,9 +147,9 @@ class Step:
 
 
 def opened(job: Job) -> DeviceKernel:
-    """The job's kernels, on the GPU or, for a rehearsal, on the CPU.
+    """The job's kernels.
 
-    Raises MissingError without a library or a GPU, PluginError for a library that does not open.
+    Raises MissingError without a library or GPU, PluginError for an unusable library.
     """
     if job.rehearse:
         return DeviceKernel(job.kernels(), torch.device("cpu"))
@@ -160,7 +160,7 @@ def opened(job: Job) -> DeviceKernel:
 
 
 class DeviceKernel(CudaKernel):
-    """The library with the interface of `Kernel`: numpy arrays in and out."""
+    """A `Kernel`: numpy arrays in and out."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
         super().__init__(path)
@@ -177,7 +177,7 @@ class DeviceKernel(CudaKernel):
         mass: bool = False,
         keep_mask: bool = False,
     ) -> KernelSamples:
-        """As Kernel.sample; logits may be float16, or the bits of bfloat16 as uint16."""
+        """As Kernel.sample; logits may be float16, or bfloat16 bits as uint16."""
         rows = torch.from_numpy(np.ascontiguousarray(logits))
         if rows.dtype == torch.uint16:
             rows = rows.view(torch.bfloat16)

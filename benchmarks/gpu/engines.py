@@ -1,6 +1,6 @@
-"""The part `engines`: build TensorRT engines of exported models, and compare their tokens with the CPU's.
+"""The part `engines`: build TensorRT engines and compare tokens with the CPU's.
 
-Needs TensorRT or the packed TensorRT-RTX, and folders exported for TensorRT; engines are built in copies of them.
+Needs TensorRT or the packed TensorRT-RTX, and folders exported for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLUGINS = {"plugin": ("python", "plugin"), "the file's function": ("none", "grap
 """By what runs the sampler's node: (EngineRequest.plugin, the sampler that the opened model must report)."""
 
 _BATCH, _SEQUENCE = 4, 64
-_BUILD, _RUN = (150, 470), (40, 240)  # expected seconds and the most
+_BUILD, _RUN = (150, 470), (40, 240)  # seconds: expected, maximum
 
 
 def steps(job: Job) -> list[Step]:
@@ -42,7 +42,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def nothing(why: str, job: Job) -> Result:
-    """Report what is missing and, if known, why it was not packed."""
+    """Report what is missing and why it was not packed."""
     known = unpack.why_missing(job.packed, "tensorrt")
     return Result(absent=(why, known) if known else (why,))
 
@@ -61,7 +61,6 @@ def _no_folders(job: Job) -> str:
 
 
 def _no_gpu_to_rehearse(job: Job) -> str:
-    """Why a rehearsal cannot build an engine; empty if it can."""
     from topw_deploy.plugins import driver
 
     why = driver.look().why_none if job.rehearse else ""
@@ -69,7 +68,7 @@ def _no_gpu_to_rehearse(job: Job) -> str:
 
 
 def build(folder: Path, name: str, job: Job) -> Result:
-    """Build an engine for a batch of four, in a copy of the folder."""
+    """A batch of four, in a copy of the folder."""
     from topw_deploy.errors import TopWError
     from topw_deploy.plugins.tensorrt import tensorrt_module
     from topw_deploy.progress import Progress
@@ -107,7 +106,7 @@ def tokens(folder: Path, name: str, job: Job) -> Result:
 
 
 def use_kernels(name: str, job: Job) -> None:
-    """Make the plugin use the kernels of the part `build`. Raises MissingError if there are none."""
+    """Use the kernels of `build`. Raises MissingError if there are none."""
     if name == "plugin":
         os.environ["TOPW_CUDA_LIBRARY"] = str(job.kernels())
 

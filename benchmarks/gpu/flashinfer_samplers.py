@@ -1,4 +1,4 @@
-"""FlashInfer's samplers, over the same rows as Top-W, if the package is installed."""
+"""FlashInfer's samplers, if installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.gpu.measure import Timed
 
 
 def why_absent() -> str:
-    """Why FlashInfer cannot be measured, as a sentence; empty if it can."""
+    """Why FlashInfer cannot be measured; empty if it can."""
     try:
         import flashinfer.sampling  # noqa: F401
     except ImportError as error:
@@ -20,7 +20,7 @@ def why_absent() -> str:
 
 
 def sides(logits: torch.Tensor) -> dict[str, Timed]:
-    """The samplers by name. One that cannot be captured is launched call by call, with a note."""
+    """Samplers by name; uncapturable ones have a note."""
     from flashinfer.sampling import top_k_top_p_sampling_from_logits, top_p_sampling_from_probs
 
     probabilities = logits.softmax(1)

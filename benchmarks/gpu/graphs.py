@@ -1,4 +1,4 @@
-"""CUDA graphs, timed by events; on a CPU, for rehearsals, plain calls and a clock."""
+"""CUDA graphs timed by events; on a CPU, calls timed by a clock."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 Side = Callable[[], object]
 """Enqueues work on torch's current stream."""
 
-_HEAD_START = 200_000  # cycles of the GPU, about 100 us
-_WARM_UP = 3  # calls before a capture: libraries allocate and choose algorithms in the first ones
+_HEAD_START = 200_000  # GPU cycles, about 100 us
+_WARM_UP = 3  # calls before a capture: libraries first allocate and choose algorithms
 
 
 class Graph(Protocol):
-    """Work that can be enqueued repeatedly."""
+    """Work to enqueue repeatedly."""
 
     def replay(self) -> None: ...
 
 
 class Calls:
-    """A graph's double for a CPU and for work that cannot be captured: repeats the calls."""
+    """A graph's double, for work that cannot be captured."""
 
     def __init__(self, side: Side, steps: int) -> None:
         self._side, self._steps = side, steps
@@ -33,7 +33,7 @@ class Calls:
 
 
 def captured(side: Side, steps: int, device: torch.device, mode: str = "global") -> Graph:
-    """`steps` calls of `side` in one graph. mode: the capture mode; onnxruntime uses `global`."""
+    """`steps` calls in one graph. mode: the capture mode; onnxruntime uses `global`."""
     if device.type == "cpu":
         side()
         return Calls(side, steps)
@@ -62,7 +62,7 @@ def microseconds(graph: Graph, steps: int, device: torch.device) -> float:
         graph.replay()
         return (time.perf_counter() - started) * 1e6 / steps
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START)  # so that the graph is queued before `begin` passes: its launch is not timed
+    torch.cuda._sleep(_HEAD_START)  # queues the graph before `begin` passes: the launch is not timed
     begin.record()
     graph.replay()
     end.record()

@@ -1,8 +1,8 @@
-"""The interface of a part of `python3 -m benchmarks.gpu`: its steps, their input and their results.
+"""The interface of a part.
 
-A part is a module of this folder, listed in PARTS, with a function `steps(job) -> list[Step]`. Each part runs in child
-processes, so a step may import what it needs, initialise CUDA, hang or crash. Modules of parts import only the standard
-library at the top, and `steps` opens nothing.
+A part is a module of this folder, listed in PARTS, with a function `steps(job) -> list[Step]`. It runs in child
+processes, so a step may import anything, initialise CUDA, hang or crash. Top-level imports are from the standard
+library; `steps` opens nothing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ REHEARSAL = "REHEARSAL on a CPU with stand-ins and small sizes: no figure here s
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a step.
+    """A step's result.
 
     data: plain JSON types for results.json.
     table: Markdown for results.md.
-    failed: why the step failed, as a sentence; empty if it passed. An exception fails a step too.
-    absent: sentences on what could not be run here. A step that ran nothing has neither data nor table.
-    partial: the next run calls the step again, with `data` as its `Job.earlier`.
+    failed: why, as a sentence; empty if passed. Exceptions fail a step too.
+    absent: sentences on what could not run here. A step that ran nothing has no data or table.
+    partial: the next run repeats the step, with `data` as `Job.earlier`.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -45,9 +45,9 @@ class Step:
     """One entry of the record.
 
     name: unique within its part.
-    seconds: expected time on the host; a step is not started if the budget has less left.
-    limit: seconds until the process is killed and the step fails; None for four times `seconds`, at least a minute.
-    inputs: what the result depends on besides the kernels, torch and the GPU; if one changes, the step is repeated.
+    seconds: expected; a step does not start with less budget left.
+    limit: seconds until the process is killed; None for four times `seconds`, at least a minute.
+    inputs: dependencies besides the kernels, torch and the GPU; a change repeats the step.
     """
 
     name: str
@@ -63,18 +63,16 @@ class Step:
 
 @dataclass
 class Job:
-    """The input of steps, sent to the child process as JSON.
+    """The input of steps, sent to the child as JSON.
 
-    out: the folder of results.
-    kernel_file: the library of kernels, from `build` or --library; use `Job.kernels`.
-    rehearse: run emulated kernels on the CPU, with small sizes.
-    rows, seed: of the random rows.
-    rounds: of measurements.
-    folders: exported models to run instead of the packed ones.
-    architecture: of the GPU, 90 for sm_90; 0 in a rehearsal without one.
-    built: the library was given, not built here.
-    earlier: data of this step's last run if it was partial, else {}.
-    end: when the step should end, on time.monotonic's clock.
+    kernel_file: from `build` or --library; use `Job.kernels`.
+    rehearse: emulate the kernels on the CPU, at small sizes.
+    rows, seed: of random rows.
+    folders: exported models that replace the packed ones.
+    architecture: 90 for sm_90; 0 without a GPU.
+    built: the library was given.
+    earlier: data of the last partial run, else {}.
+    end: of the step, on time.monotonic's clock.
     """
 
     out: Path
@@ -99,13 +97,13 @@ class Job:
         return self.out / "packed"
 
     def folder(self, name: str) -> Path:
-        """A folder for a part's files, kept between runs."""
+        """Kept between runs."""
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def kernels(self) -> Path:
-        """The library of kernels. Raises MissingError if there is none."""
+        """Raises MissingError without a library."""
         if not self.kernel_file.is_file():
             raise MissingError(f"there is no library of kernels at {self.kernel_file}; the part `build` makes it.")
         return self.kernel_file
@@ -122,11 +120,11 @@ class Job:
 
 
 class MissingError(Exception):
-    """Something that a step needs is missing; the step fails with this message."""
+    """A step lacks something it needs."""
 
 
 def steps_of(part: str, job: Job) -> list[Step]:
-    """The steps of the part, in order. part: a module of this folder, or the dotted name of another."""
+    """In order. part: a module of this folder, or a dotted name."""
     steps: list[Step] = import_module(part if "." in part else f"benchmarks.gpu.{part}").steps(job)
     return steps
 

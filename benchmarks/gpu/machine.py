@@ -1,4 +1,4 @@
-"""The machine's GPU and packages. `python -m benchmarks.gpu.machine` asks the driver and prints JSON."""
+"""The GPU and packages. `python -m benchmarks.gpu.machine` queries the driver and prints JSON."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ PACKAGES = (
     "torch", "numpy", "triton", "transformers", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu",
     "tensorrt", "cuda-bindings", "cupy-cuda13x", "safetensors", "tokenizers", "flashinfer-python",
 )  # fmt: skip
-_LIMIT = 60  # seconds, as a driver may not answer
+_LIMIT = 60  # seconds; a driver may hang
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine.
+    """A machine.
 
-    gpu: its name; empty without one.
     architecture: 90 for sm_90.
     why_none: why there is no GPU, as a clause.
-    cuda: the newest version that the driver supports.
-    versions: of the installed PACKAGES.
+    cuda: newest version the driver supports.
     """
 
     gpu: str
@@ -48,7 +46,7 @@ class Machine:
 
 
 def look() -> Machine:
-    """This machine. A child asks the driver, and is killed if it hangs."""
+    """A child queries the driver and is killed if it hangs."""
     versions = {name: found for name in PACKAGES if (found := _version(name))}
     command = [sys.executable, "-m", "benchmarks.gpu.machine"]
     try:

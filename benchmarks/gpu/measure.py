@@ -1,6 +1,6 @@
-"""Times of steps in CUDA graphs, taken in turn, and a table of them beside the memory's bandwidth.
+"""Times of steps in CUDA graphs, taken in turn, and the memory bandwidth.
 
-A side's step is captured many times into one graph, and replays are timed by events, so host time does not count.
+Events time replays of many captures, which excludes host time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from benchmarks.common import Spread, interleave, table
 from benchmarks.gpu.graphs import Calls, Graph, Side, captured, microseconds
 from topw_deploy.plugins import driver
 
-_WARM_UP = 5  # rounds that do not count
-_READ = 1 << 30  # bytes that are read to measure the memory's speed
+_WARM_UP = 5  # uncounted rounds
+_READ = 1 << 30  # bytes
 _SMALLEST_READ = 1 << 22
 
 
@@ -26,11 +26,11 @@ _SMALLEST_READ = 1 << 22
 class Timed:
     """One side of a measurement.
 
-    side: enqueues one step; or the names of two sides, for their difference round by round.
-    moved: bytes that a step must read or write; 0 if meaningless.
-    copies: of its logits, which calls use in turn; a graph has a multiple of them.
+    side: enqueues one step; or two names, for their difference by round.
+    moved: bytes a step must read or write; 0 if meaningless.
+    copies: of its logits; a graph has a multiple of them.
     goal: microseconds.
-    launched: launched call by call, as it cannot be captured.
+    launched: per call, as it cannot be captured.
     """
 
     side: Side | tuple[str, str]
@@ -63,7 +63,7 @@ class Times:
         }  # fmt: skip
 
     def table(self, rate: float) -> str:
-        """A Markdown table. rate: measured read bandwidth, bytes per second."""
+        """A Markdown table. rate: read bandwidth, bytes per second."""
         rows = []
         for name, timed in self.sides.items():
             spread, floor = self.spread(name), timed.moved / rate * 1e6
@@ -76,7 +76,7 @@ class Times:
 
 
 def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.device) -> Times:
-    """Time every side in turn, `rounds` times. steps: least number per graph."""
+    """Time every side in turn. steps: minimum per graph."""
     graphs: dict[str, tuple[Graph, int]] = {}
     for name, timed in sides.items():
         if not isinstance(timed.side, tuple):
@@ -96,7 +96,7 @@ def measured(sides: dict[str, Timed], rounds: int, steps: int, device: torch.dev
 
 
 def rotating(launches: Sequence[Side]) -> Side:
-    """A side that enqueues the next of `launches` at each call."""
+    """Enqueues the next of `launches` at each call."""
     state = {"next": 0}
 
     def one() -> None:
@@ -107,7 +107,7 @@ def rotating(launches: Sequence[Side]) -> Side:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Read bandwidth in bytes per second, from 1 GiB; from less on a CPU."""
+    """Read bandwidth in bytes per second, from 1 GiB (less on a CPU)."""
     block = torch.rand((_SMALLEST_READ if device.type == "cpu" else _READ) // 4, device=device)
     graph = captured(block.sum, 5, device)
     best = min(microseconds(graph, 5, device) for _ in range(10))
@@ -115,14 +115,14 @@ def bandwidth(device: torch.device) -> float:
 
 
 def zeroing(block: torch.Tensor) -> Side:
-    """A memset of the block by the driver, as torch's `zero_` may launch a kernel."""
+    """A memset by the driver; torch's `zero_` may launch a kernel."""
     if not block.is_cuda:
         return block.zero_
     return lambda: memset(block.data_ptr(), block.nbytes, torch.cuda.current_stream().cuda_stream)
 
 
 def memset(address: int, size: int, stream: int) -> None:
-    """Enqueue zeroing `size` bytes of device memory. Raises RuntimeError with the driver's error."""
+    """Zero `size` bytes on the device. Raises RuntimeError with the driver's error."""
     code = ctypes.CDLL(driver.LIBRARY).cuMemsetD8Async(
         ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), ctypes.c_void_p(stream)
     )

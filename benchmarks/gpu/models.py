@@ -1,7 +1,6 @@
-"""The part `models`: exported models on onnxruntime's CUDA provider, their tokens compared with the CPU's.
+"""The part `models`: exported models on onnxruntime's CUDA provider, against the CPU's tokens.
 
-Each way to run each folder is a step. Needs onnxruntime-gpu and exported folders; `python -m benchmarks.gpu pack` packs
-both. A rehearsal runs the same steps on the CPU provider.
+Each way to run each folder is a step. Needs onnxruntime-gpu and exported folders. Rehearsals use the CPU provider.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.ways import Way
 
 CUDA = "CUDAExecutionProvider"
-_LENGTH, _BATCH = 512, 4  # of a captured step's cache, which is allocated at once
+_LENGTH, _BATCH = 512, 4  # captured steps allocate the whole cache at once
 _SECONDS, _LIMIT = 40, 240
 
 
@@ -37,7 +36,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def ways_of(folder: Path) -> dict[str, Way]:
-    """The ways by name; a captured step needs a cache of fixed size."""
+    """By name; captured steps need a cache of fixed size."""
     from benchmarks.gpu.ways import Way
     from topw_deploy.manifest import load_manifest
 
@@ -54,7 +53,7 @@ def ways_of(folder: Path) -> dict[str, Way]:
 
 
 def folders(job: Job) -> list[Path]:
-    """The exported folders to run: those named, else the packed ones if they are complete."""
+    """The named folders, else the packed ones."""
     if job.folders:
         return [Path(folder) for folder in job.folders]
     if "folders" not in unpack.components(job.packed):
@@ -63,7 +62,7 @@ def folders(job: Job) -> list[Path]:
 
 
 def digest(folder: Path) -> str:
-    """A digest of the folder's manifest, which has the hashes of its files, and of the recorded tokens."""
+    """Of the manifest, with the files' hashes, and the recorded tokens."""
     from benchmarks.gpu.tokens import beside
 
     found = hashlib.sha256()
@@ -73,7 +72,7 @@ def digest(folder: Path) -> str:
 
 
 def package(name: str) -> str:
-    """The file that `import name` would run and its digest; imports nothing."""
+    """The file that `import name` would run; its digest."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return f"no {name}"
@@ -108,18 +107,18 @@ def one_way(folder: Path, way: Way, job: Job) -> Result:
     if found.data:
         import onnxruntime
 
-        # Tells the packed one from the host's own.
+        # Distinguishes the packed onnxruntime from the host's.
         found.data["onnxruntime"] = f"{onnxruntime.__version__}, {Path(onnxruntime.__file__).parent}"
     return found
 
 
 def stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for the CPU provider, which captures nothing."""
+    """For the CPU provider, which captures nothing."""
     return {**{name: value for name, value in options.items() if name != "provider_options"}, "provider": "cpu"}
 
 
 def why_no_cuda() -> str:
-    """Why onnxruntime cannot run on CUDA here, as a sentence; empty if it can."""
+    """Why onnxruntime cannot run on CUDA; empty if it can."""
     try:
         import onnxruntime
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The results of the GPU command: a JSON file and a Markdown file, both replaced after every step."""
+"""Results as JSON and Markdown files, replaced after every step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RecordError(Exception):
 
 
 class Record:
-    """The results so far, in `folder`. Raises RecordError for results of another kind or format."""
+    """Raises RecordError for results of another kind or format."""
 
     def __init__(self, folder: Path, rehearse: bool) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class Record:
 
     @property
     def steps(self) -> dict[str, dict[str, Any]]:
-        """The entry of each step, by `part/step`."""
+        """Entries by `part/step`."""
         found: dict[str, dict[str, Any]] = self._all["steps"]
         return found
 
@@ -70,7 +70,7 @@ class Record:
         put(self.folder / TABLES, self.tables())
 
     def tables(self) -> str:
-        """Markdown: failures and absences first, then a section per part."""
+        """Markdown: failures, absences, then a section per part."""
         lines = ["# On a GPU", ""]
         if self._all["rehearsal"]:
             lines += [f"**{REHEARSAL}**", ""]

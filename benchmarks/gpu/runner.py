@@ -1,7 +1,6 @@
-"""The parent process of the GPU command: chooses the steps, runs them in children and records their results.
+"""The parent process: chooses steps, runs them in children and records results.
 
-It never initialises CUDA, so it cannot hang. Steps that failed in an earlier run come last: a step that hangs must not
-delay the others.
+It never initialises CUDA, so it cannot hang. Earlier failures run last, as they may hang.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from benchmarks.gpu.job import PART_LIMIT, Job
 from benchmarks.gpu.record import ABSENT, DONE, FAILED, PARTIAL, WAITING, Record
 
 _PLAN_LIMIT = 120.0  # seconds for a child to list its steps
-_GRACE = 5.0  # seconds of the budget for ending a child and writing the record
-_SHORTEST = 20.0  # least seconds for continuing a partial step
+_GRACE = 5.0  # seconds to end a child and write the record
+_SHORTEST = 20.0  # minimum seconds to continue a partial step
 
 Opened = Callable[[str, Job], Child]
 
@@ -35,8 +34,6 @@ class Run:
 
     base: digest of what every result depends on.
     end: of the budget, on time.monotonic's clock.
-    again: repeat finished steps too.
-    open_child: starts a part's process.
     """
 
     record: Record
@@ -48,7 +45,7 @@ class Run:
     tried: set[str] = field(default_factory=set)
 
     def parts(self, names: Sequence[str]) -> None:
-        """Run the parts: first steps never tried with these inputs, then those that failed in an earlier run."""
+        """Run steps not tried with these inputs, then earlier failures."""
         failed_before = {key for key, entry in self.record.steps.items() if entry["state"] == FAILED}
         for name in names:
             self._part(name, lambda key: key not in failed_before or self._changed(key))
@@ -57,7 +54,7 @@ class Run:
                 self._part(name, lambda key: True)
 
     def _part(self, name: str, chosen: Callable[[str], bool]) -> None:
-        """Run the chosen steps of a part. A failed step ends its process, as CUDA errors persist."""
+        """A failed step ends its process, as CUDA errors persist."""
         part_end = min(self.end - _GRACE, time.monotonic() + PART_LIMIT)
         child: Child | None = None
         try:
@@ -81,18 +78,18 @@ class Run:
                     child = None
         except ChildEndedError as reason:
             self._file(f"{name}/steps", "", {"state": FAILED, "failed": str(reason)})
-        finally:  # if the command is interrupted, without waiting for the child
+        finally:  # without waiting for the child
             if child is not None:
                 child.close(wait=sys.exception() is None)
 
     def _forget(self, name: str, planned: set[str]) -> None:
-        """Drop failures of steps that are not planned, such as a failure to list them; keep results."""
+        """Drop failures of unplanned steps, such as a failure to list them."""
         for key in [key for key in self.record.steps if key.startswith(f"{name}/") and key not in planned]:
             if self.record.steps[key]["state"] in (FAILED, WAITING):
                 self.record.drop(key)
 
     def _step(self, child: Child, key: str, digest: str, limit: float) -> bool:
-        """Run and record one step; returns whether the process can be used again."""
+        """Returns whether the process is still usable."""
         say(f"{key} ...")
         before = self.record.steps.get(key, {})
         goes_on = before.get("partial") and before.get("inputs") == digest and not self.again
@@ -117,7 +114,7 @@ class Run:
         return not result["failed"]
 
     def _file(self, key: str, digest: str, entry: dict[str, Any]) -> None:
-        """Record the entry; a waiting step keeps its earlier results."""
+        """A waiting step keeps its earlier results."""
         if entry["state"] == WAITING:
             known = self.record.steps.get(key, {})
             entry = known if known.get("state") in (DONE, PARTIAL, FAILED) else entry
@@ -141,7 +138,6 @@ class Run:
         return self.record.steps[key].get("base") != self.base
 
     def _mark(self, key: str, digest: str) -> None:
-        """Mark an entry that was measured with other inputs as stale."""
         entry = self.record.steps.get(key)
         if entry is not None:
             entry["stale"] = entry.get("inputs") != digest

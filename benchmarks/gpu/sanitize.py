@@ -1,6 +1,6 @@
 """The part `sanitize`: rows of every kind under compute-sanitizer's four tools.
 
-A tool that does not work here (some virtual machines forbid it) has not passed; its output is recorded.
+A tool that cannot run here (some virtual machines forbid it) is recorded as absent, with its output.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from benchmarks.gpu.build import tool
 from benchmarks.gpu.job import Job, Result, Step
 
-READY, ANSWERED = "READY", "ANSWERED"  # lines of small_rows, which this process does not import: it is the child's
+READY, ANSWERED = "READY", "ANSWERED"  # output of small_rows, which only the child imports
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-_FOUND = 97  # the exit code that compute-sanitizer is asked for where it finds an error
-_LONGEST = 100.0  # seconds for a tool
+_FOUND = 97  # compute-sanitizer's exit code for an error
+_LONGEST = 100.0  # seconds per tool
 _QUOTED = 12  # lines
 _USUAL = Path("/usr/local/cuda/compute-sanitizer/compute-sanitizer")
 _SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
@@ -37,7 +37,7 @@ def command(job: Job) -> list[str]:
 
 
 def without_a_tool(job: Job) -> Result:
-    """Run the program without a tool: its answers must be right."""
+    """Answers must be right without a tool."""
     code, said = run(command(job))
     if code != 0 or ANSWERED not in said:
         return Result(failed=f"the rows ended with {_code(code)} before any tool watched: {_last(said)}")
@@ -45,7 +45,7 @@ def without_a_tool(job: Job) -> Result:
 
 
 def under(job: Job, name: str) -> Result:
-    """Run the program under one tool."""
+    """Run the program under a tool."""
     program = sanitizer(job)
     if program is None:
         return Result(absent=(f"compute-sanitizer is not on this machine: {name} was not run",))
@@ -64,10 +64,10 @@ def sanitizer(job: Job) -> list[str] | None:
 
 
 def verdict(name: str, code: int | None, said: str) -> Result:
-    """The result that a tool's exit code and output mean. code: None if it was killed at its limit."""
+    """The result of a tool. code: None if killed at its limit."""
     counts = [int(count) for count in _SUMMARY.findall(said)]
     lines = said.splitlines()
-    if READY not in lines:  # no memory allocated and copied: the tool or the driver refuses
+    if READY not in lines:  # no allocation: the tool or the driver refuses
         messages = [line.strip("= ") for line in lines if line.startswith("=====")]
         return Result(absent=(f"{name} could not run: {' / '.join([*messages[1:5], _last(said)])}",))
     if code is None:
@@ -83,7 +83,6 @@ def verdict(name: str, code: int | None, said: str) -> Result:
 
 
 def _first_errors(lines: list[str]) -> str:
-    """The tool's first error, with its location."""
     messages = [line.strip("= ").strip() for line in lines if line.startswith("=====")]
     return " / ".join(line for line in messages[1 : 1 + _QUOTED] if line)[:1500]
 
@@ -100,7 +99,7 @@ def _code(code: int | None) -> str:
 
 
 def run(words: list[str]) -> tuple[int | None, str]:
-    """(exit code, output); at the limit the process group is killed and the code is None."""
+    """(exit code, output); the limit kills the process group: None."""
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0
     )

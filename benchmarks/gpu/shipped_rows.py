@@ -1,4 +1,4 @@
-"""Rows of the shipped shape (V = 151,936, d = 2,048), compared with the CPU's kernel and the reference."""
+"""Shipped-shape rows (V = 151,936, d = 2,048) against the CPU's kernel and the reference."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWOptions, TopWPa
 
 KINDS = ("certified", "open", "edited", "invalid")
 _EDITS = 8
-_JUDGED = 8  # rows per batch that are compared with the reference even if the CPU's kernel agrees
+_JUDGED = 8  # rows per batch always compared with the reference
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of rows of KINDS: logits float32 [B, V] representable in the tested type, parameters, edits."""
+    """Rows of KINDS: float32 [B, V] representable in the tested type, parameters, edits."""
 
     logits: np.ndarray
     columns: dict[str, np.ndarray]
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass
 class Verdict:
-    """Counts by kind of rows and of stages; differences, explained by ties or wrong."""
+    """Rows and stages by kind; differences, explained or wrong."""
 
     rows: Counter[str] = field(default_factory=Counter)
     stages: Counter[str] = field(default_factory=Counter)
@@ -57,7 +57,7 @@ def rounded(logits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
-    """One row per kind; edits penalise, favour and ban likely tokens of the edited rows."""
+    """One row per kind; edits penalise, favour and ban likely tokens."""
     rng = np.random.default_rng(seed)
     batch = len(kinds)
     logits = np.concatenate([(bell_logits if k == "open" else likely_logits)(vocab, 1, seed * 1000 + i)
@@ -82,7 +82,7 @@ def rows_of(kinds: list[str], vocab: int, dtype: str, seed: int) -> Rows:
 
 
 class Judge:
-    """Compares answers. cpu: a library with the CPU's kernel, or None."""
+    """cpu: a library with the CPU's kernel, or None."""
 
     def __init__(self, options: TopWOptions, geometry: Geometry, cpu: Path | None) -> None:
         self._options, self._geometry = options, geometry
@@ -90,7 +90,7 @@ class Judge:
         self._kernel = None if cpu is None else Kernel(cpu)
 
     def judge(self, rows: Rows, found: KernelSamples, verdict: Verdict) -> None:
-        """Compare every row with the CPU's kernel, and the first few and those that differ with the reference."""
+        """Compare with the CPU's kernel; some and all differing rows with the reference."""
         beside = None
         if self._kernel is not None:
             beside = self._kernel.sample(
@@ -135,7 +135,7 @@ def _agree(first: KernelSamples, second: KernelSamples, row: int) -> bool:
 
 
 def cpu_library(kernels: Path) -> Path | None:
-    """A library with the CPU's kernel: the CUDA library or this package's native one; None without."""
+    """The CUDA or native library with the CPU's kernel, else None."""
     for path in (kernels, library_path()):
         try:
             if path is not None:
@@ -149,7 +149,7 @@ def cpu_library(kernels: Path) -> Path | None:
 def compare(
     kernel: DeviceKernel, table: torch.Tensor, metric: str, dtype: str, batches: tuple[int, ...], cpu: Path | None
 ) -> Verdict:
-    """Compare batches of rows of every kind; a batch of one runs once per kind.
+    """Compare batches of every kind; a batch of one runs once per kind.
 
     table: float16 [V, d] on the device.
     """

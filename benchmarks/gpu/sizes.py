@@ -1,4 +1,4 @@
-"""Problem sizes of the parts, on the host and in a rehearsal, where a CPU emulates every thread."""
+"""Problem sizes on the host and in a rehearsal, where a CPU emulates every thread."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from benchmarks.gpu.job import Job
 class Sizes:
     """Sizes of the parts.
 
-    vocab, hidden: of the shipped shape.
-    checked: batches that are compared with the reference.
-    rows: most random rows.
+    checked: batches compared with the reference.
+    rows, rounds: maxima.
     small_vocab, small_hidden: of repeats and captures.
-    certified, open_batches: batches that are timed.
-    captured: (batch, number of other batches) of captured steps.
+    certified, open_batches: timed batches.
+    captured: (batch, number of other batches).
     replays: of one captured step.
     steps: per timed graph.
-    rounds: most rounds of a measurement.
     cold: bytes that exceed every cache.
-    decoder: (hidden, inner, kv, layers, vocab) of the decode step.
-    top_m: of the pool.
+    decoder: (hidden, inner, kv, layers, vocab).
     """
 
     vocab: int = 151_936

@@ -1,8 +1,7 @@
 """Rows of every kind over a small vocabulary, for compute-sanitizer: `python -m benchmarks.gpu.small_rows LIBRARY`.
 
-Imports neither torch nor transformers, which would take long under the tools. Blocks of device memory have exactly the
-needed size and scratch memory is uninitialised, so that the tools see accesses beyond the end and uninitialised reads.
-The answers are compared with the reference.
+Does not import torch or transformers, which are slow under the tools. Device blocks have exact sizes and scratch memory
+is uninitialised, to expose overruns and uninitialised reads. Compares answers with the reference.
 
 Prints READY after the first allocation and copy, and ANSWERED at the end; exits 1 for a wrong answer.
 """
@@ -40,7 +39,7 @@ _OPTIONS = TopWOptions(metric="cosine", top_m=200, alt_iters=9)
 
 
 class DeviceMemory:
-    """Device memory through the driver: allocations of exact size, uninitialised."""
+    """Uninitialised device allocations of exact size, through the driver."""
 
     def __init__(self) -> None:
         try:
@@ -67,7 +66,7 @@ class DeviceMemory:
 
 
 class HostMemory:
-    """Memory of this process, for the emulated kernels."""
+    """Host memory, for the emulated kernels."""
 
     def __init__(self) -> None:
         self._kept: list[np.ndarray] = []
@@ -135,7 +134,7 @@ def launched(
     )  # fmt: skip
     control = kernel.allocate(kernel.control_bytes(shape))
     workspace = memory.allocate(kernel.workspace_bytes(shape))
-    for _ in range(2):  # the second launch reuses the first's memory
+    for _ in range(2):  # the second launch reuses memory
         kernel.launch(shape, table, inputs, Outputs(*places.values()), control, workspace)
     for name, place in places.items():
         memory.read(place, getattr(samples, name))

@@ -1,4 +1,4 @@
-"""The part `speed`: times of a step in a CUDA graph, beside torch's and FlashInfer's over the same logits."""
+"""The part `speed`: step times in a CUDA graph, against torch and FlashInfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.measure import Timed, Times
 
 _METRICS = ("cosine", "mahalanobis")
-_DECODER_STEPS = 5  # in one graph: each is more than a millisecond
+_DECODER_STEPS = 5  # per graph: each exceeds a millisecond
 
 
 def steps(job: Job) -> list[Step]:
@@ -37,7 +37,7 @@ def steps(job: Job) -> list[Step]:
 
 
 def certified_rows(job: Job, batch: int) -> Result:
-    """Time certified rows: types of logits, warm and cold, separate launches, torch operations."""
+    """Logits types, caches, separate launches, torch operations."""
     from benchmarks.gpu import certified
     from benchmarks.gpu.device import opened
 
@@ -52,7 +52,7 @@ def certified_rows(job: Job, batch: int) -> Result:
 
 
 def flashinfer(job: Job, batch: int) -> Result:
-    """Time FlashInfer's samplers beside Top-W, in a separate step, as FlashInfer may compile or fail."""
+    """A separate step, as FlashInfer may compile or fail."""
     from benchmarks.gpu import certified, flashinfer_samplers
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.measure import Timed
@@ -68,7 +68,7 @@ def flashinfer(job: Job, batch: int) -> Result:
 
 
 def open_rows(job: Job, metric: str, batch: int) -> Result:
-    """Time rows that need geometry, at the shipped size."""
+    """Time open rows at the shipped size."""
     from benchmarks.gpu import open_rows as rows
     from benchmarks.gpu.device import opened
     from benchmarks.gpu.tables import random_rows
@@ -84,7 +84,7 @@ def open_rows(job: Job, metric: str, batch: int) -> Result:
 
 
 def decode_step(job: Job) -> Result:
-    """Time a captured decode step with Top-W, minus the same step without, round by round."""
+    """A captured decode step with Top-W, minus the step without."""
     from benchmarks.common import Spread
     from benchmarks.gpu.decoder import decoder, sampler
     from benchmarks.gpu.device import opened
@@ -117,7 +117,7 @@ def decode_step(job: Job) -> Result:
 
 
 def _measured(job: Job, device: torch.device, sides: dict[str, Timed], steps: int | None = None) -> tuple[float, Times]:
-    """(bytes a second of the memory, times)."""
+    """(memory bandwidth in bytes per second, times)."""
     from benchmarks.gpu.measure import bandwidth, measured
 
     sizes = sizes_of(job)

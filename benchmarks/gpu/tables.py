@@ -1,4 +1,4 @@
-"""Random embedding tables in device memory, with the statistics and bounds that the kernels read."""
+"""Random embedding tables in device memory, with statistics and bounds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from benchmarks.gpu.device import DeviceTable
 from topw_deploy.sampling.geometry import VARIANCE_ADDED, VARIANCE_FLOOR
 
 _BLOCK = 8_192  # rows per pass
-_SLACK = 1e-3  # of a distance: far more than float32 loses on random points
+_SLACK = 1e-3  # relative: far above float32's error on random points
 
 
 def random_rows(vocab: int, hidden: int, device: torch.device) -> torch.Tensor:
-    """float16 [vocab, hidden], normal, from a fixed seed."""
+    """float16 [vocab, hidden], normal, fixed seed."""
     generator = torch.Generator(device).manual_seed(1)
     rows = torch.empty((vocab, hidden), dtype=torch.float16, device=device)
     for start in range(0, vocab, _BLOCK):
@@ -24,7 +24,7 @@ def random_rows(vocab: int, hidden: int, device: torch.device) -> torch.Tensor:
 
 
 def statistics(rows: torch.Tensor, metric: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 mean and inverse standard deviation [d], as `sampling.embedding_statistics` defines them."""
+    """float32 mean and inverse standard deviation [d] (`sampling.embedding_statistics`)."""
     count = len(rows)
     mean = sum(block.sum(0) for block in _blocks(rows, metric)) / count
     variance = sum((block - mean).square().sum(0) for block in _blocks(rows, metric)) / count
@@ -39,7 +39,7 @@ def _blocks(rows: torch.Tensor, metric: str) -> Iterator[torch.Tensor]:
 
 
 def table_of(rows: torch.Tensor, metric: str, bounded: torch.Tensor | None = None) -> DeviceTable:
-    """The table with its statistics. bounded: ids of tokens to compute neighbour bounds for."""
+    """bounded: token ids that need neighbour bounds."""
     mean, inverse_std = statistics(rows, metric)
     bound = None if bounded is None else nearest_bound(rows, metric, mean, inverse_std, bounded)
     return DeviceTable.of_tensors(rows, mean, inverse_std, bound)
@@ -48,7 +48,7 @@ def table_of(rows: torch.Tensor, metric: str, bounded: torch.Tensor | None = Non
 def nearest_bound(
     rows: torch.Tensor, metric: str, mean: torch.Tensor, inverse_std: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [V]: lower bounds of the distance to the nearest other token for the tokens `ids`, 0 for all others."""
+    """float32 [V]: lower bounds of the nearest-neighbour distances of `ids`, else 0."""
 
     def points(block: torch.Tensor) -> torch.Tensor:
         if metric == "mahalanobis":

@@ -1,7 +1,6 @@
-"""The tokens that an exported model draws for fixed requests, and how two lists of them differ.
+"""An exported model's tokens for fixed requests, and their comparison.
 
-They are recorded on a CPU when a folder is packed, so that a host can compare its GPU's tokens even if its own CPU
-runtime has another version or cannot open the folder.
+Recorded while packing, as a host's CPU runtime may differ or fail to open the folder.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ Sequences = list[list[int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """How two lists of sequences differ.
+    """Difference between two lists of sequences.
 
-    steps: of every differing sequence, the first step that differs.
-    first: the smallest of them; None if all are equal.
+    steps: the first differing step of each differing sequence.
+    first: the smallest, or None.
     """
 
     sequences: int
@@ -58,7 +57,7 @@ class Difference:
 
 
 def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Arguments of `generate`: every choice and seed, for each prompt alone and all as a batch."""
+    """Arguments of `generate`: every choice and seed, prompts alone and batched."""
     prompts: list[Any] = [*PROMPTS, PROMPTS]
     return [
         {"prompt": prompt, "seed": seed, "max_new_tokens": tokens, **choice}
@@ -69,7 +68,7 @@ def requests(seeds: int = 3, tokens: int = TOKENS) -> list[dict[str, Any]]:
 
 
 def draw(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
-    """The tokens of every sequence, those of a batch in order."""
+    """The tokens of every sequence, batches in order."""
     drawn: Sequences = []
     for request in asked:
         answer = model.generate(**request)
@@ -78,7 +77,7 @@ def draw(model: TopWModel, asked: Iterable[dict[str, Any]]) -> Sequences:
 
 
 def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> Difference:
-    """Compare two lists. Raises BenchmarkError for different lengths."""
+    """Raises BenchmarkError for different lengths."""
     if len(found) != len(wanted):
         raise BenchmarkError(f"{len(found)} sequences were drawn, but {len(wanted)} are recorded; pack again.")
     steps = []
@@ -91,7 +90,7 @@ def compare(found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> 
 
 
 def record(folder: Path, asked: Sequence[dict[str, Any]]) -> None:
-    """Draw with `folder` on this CPU and write the tokens beside it. Raises TopWError if it does not open."""
+    """Write this CPU's tokens. Raises TopWError if `folder` does not open."""
     import onnxruntime
 
     from topw_deploy.runtime import TopWModel
@@ -109,7 +108,7 @@ def beside(folder: Path) -> Path:
 
 
 def recorded(folder: Path) -> dict[str, Any] | None:
-    """What `record` wrote for the folder; None without. Raises BenchmarkError for another format."""
+    """None without a record. Raises BenchmarkError for another format."""
     path = beside(folder)
     if not path.is_file():
         return None

@@ -1,8 +1,7 @@
-"""Unpacks the archives of `python -m benchmarks.gpu pack` on a GPU host, and makes the environment to use them in.
+"""Unpacks the archives of `python -m benchmarks.gpu pack` on a GPU host.
 
-`pack.json`, written beside the archives, has their SHA-256. An archive that differs, or with a member outside the
-folder, is refused. Archives can arrive one by one: each is unpacked once, and a component is usable when all its
-archives are there. Uses only the standard library.
+`pack.json`, beside them, has their SHA-256. Archives with another hash or a member outside the folder are refused. They
+may arrive one by one; a component needs all of its archives. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ _DONE = "unpacked.json"
 
 
 def unpack(archives: Sequence[Path], into: Path) -> list[str]:
-    """Unpack those of `archives` that are not unpacked yet into the folder `into`.
+    """Unpack those of `archives` that `into` does not have yet.
 
-    Returns a sentence for every unusable component: incomplete, or not packed.
-    Raises BenchmarkError for an archive without index, one that differs from its index, or one with a refused member;
-    archives before it stay unpacked.
+    Returns a sentence per unusable component. Raises BenchmarkError for an archive without an index, with another hash,
+    or with a refused member; earlier archives stay unpacked.
     """
     for archive in archives:
         index = _index_beside(archive)
@@ -46,7 +44,7 @@ def unpack(archives: Sequence[Path], into: Path) -> list[str]:
 
 
 def missing(folder: Path) -> list[str]:
-    """A sentence for every component that cannot be used from `folder`."""
+    """A sentence per unusable component of `folder`."""
     index = _index(folder / INDEX)
     done = _done(folder)
     found = [f"{name} was not packed: {why}" for name, why in index["absent"].items()]
@@ -58,13 +56,13 @@ def missing(folder: Path) -> list[str]:
 
 
 def why_missing(folder: Path, component: str) -> str:
-    """Why the component is missing from `folder`, as a sentence; empty without an index or a reason."""
+    """Why the component is missing; empty without an index or a reason."""
     known = missing(folder) if (folder / INDEX).is_file() else []
     return next((sentence for sentence in known if sentence.split(" ", 1)[0] == component), "")
 
 
 def components(folder: Path) -> dict[str, dict[str, Any]]:
-    """The index entries of the components that are complete in `folder`."""
+    """Index entries of the complete components."""
     if not (folder / INDEX).is_file():
         return {}
     done = _done(folder)
@@ -73,10 +71,10 @@ def components(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
-    """`base` with the complete components of `folder` before everything installed.
+    """`base` with the complete components before everything installed.
 
-    Sets PYTHONPATH, LD_LIBRARY_PATH and the components' variables, such as folders of caches. onnxruntime finds CUDA's
-    libraries through the loader, so the folders of PyTorch's packages are added.
+    Sets PYTHONPATH, LD_LIBRARY_PATH and the components' variables. Adds PyTorch's library folders, as onnxruntime finds
+    CUDA through the loader.
     """
     found = dict(base)
     for entry in components(folder).values():
@@ -91,7 +89,7 @@ def environment(folder: Path, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def cuda_libraries() -> list[str]:
-    """Folders of CUDA's libraries among this Python's packages: `nvidia/cu13/lib`, `nvidia/cudnn/lib` and so on."""
+    """CUDA library folders of this Python: `nvidia/cu13/lib`, `nvidia/cudnn/lib` and so on."""
     spec = find_spec("nvidia")
     places = [] if spec is None else spec.submodule_search_locations or []
     return [str(path) for place in places for path in sorted(Path(place).glob("*/lib"))]
@@ -116,7 +114,7 @@ def _index(path: Path) -> dict[str, Any]:
 
 
 def _same_pack(index: Mapping[str, Any], into: Path) -> None:
-    """Write this pack's index into `into`. Raises BenchmarkError if it holds another."""
+    """Raises BenchmarkError if `into` holds another pack's index."""
     path = into / INDEX
     if not path.is_file():
         into.mkdir(parents=True, exist_ok=True)
@@ -126,7 +124,7 @@ def _same_pack(index: Mapping[str, Any], into: Path) -> None:
 
 
 def _entry(index: Mapping[str, Any], archive: Path) -> dict[str, Any]:
-    """The archive's entry in the index. Raises BenchmarkError if the archive does not match it."""
+    """Raises BenchmarkError if the archive does not match its index entry."""
     entries: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in index["archives"]}
     if archive.name not in entries:
         raise BenchmarkError(f"{archive.name} is not in {INDEX} beside it, which lists {', '.join(entries) or 'none'}.")
@@ -143,7 +141,7 @@ def _entry(index: Mapping[str, Any], archive: Path) -> dict[str, Any]:
 
 
 def _extract(archive: Path, index: Mapping[str, Any], into: Path) -> None:
-    """Write the archive's members below `into`. Raises BenchmarkError at the first refused member."""
+    """Raises BenchmarkError at the first refused member."""
     allowed = {name: entry["bytes"] for name, entry in index["components"].items() if archive.name in entry["archives"]}
     left = sum(allowed.values())
     try:
@@ -161,7 +159,7 @@ def _extract(archive: Path, index: Mapping[str, Any], into: Path) -> None:
 def _checked(member: tarfile.TarInfo, archive: Path, folders: Sequence[str]) -> PurePosixPath:
     """The member's path. Raises BenchmarkError unless it is a file or link within one of `folders`.
 
-    A link may only name a file of its own folder, so that none leads outside.
+    Links must name a file of their own folder, so none leads outside.
     """
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts or len(path.parts) < 2 or path.parts[0] not in folders:
@@ -175,21 +173,21 @@ def _checked(member: tarfile.TarInfo, archive: Path, folders: Sequence[str]) -> 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path, into: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    if not target.parent.resolve().is_relative_to(into.resolve()):  # through a link that was there before
+    if not target.parent.resolve().is_relative_to(into.resolve()):  # through an existing link
         raise BenchmarkError(f"{target.parent} leads out of {into}; delete {into} and unpack again.")
     target.unlink(missing_ok=True)
     if member.issym():
         target.symlink_to(member.linkname)
         return
     content = tar.extractfile(member)
-    assert content is not None  # a regular file has content
+    assert content is not None
     with content, open(target, "xb") as file:
         shutil.copyfileobj(content, file)
     target.chmod(0o755 if member.mode & 0o100 else 0o644)
 
 
 def _join(index: Mapping[str, Any], into: Path) -> None:
-    """Join the slices of complete files. Raises BenchmarkError if the result differs from what was packed."""
+    """Raises BenchmarkError if a joined file differs from the packed one."""
     for name, whole in index["slices"].items():
         target = into / name
         parts = [into / part for part in whole["slices"]]
@@ -197,7 +195,7 @@ def _join(index: Mapping[str, Any], into: Path) -> None:
             if not all(part.is_file() for part in parts):
                 continue
             _concatenate(parts, target, whole["sha256"])
-        for part in parts:  # also those of an archive unpacked twice
+        for part in parts:  # even of an archive unpacked twice
             part.unlink(missing_ok=True)
 
 
@@ -227,7 +225,7 @@ def _done(folder: Path) -> dict[str, str]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    """Replace the file atomically, as a run can be killed while it writes."""
+    """Atomic, as a run can be killed."""
     scratch = path.with_name(path.name + ".new")
     scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     scratch.replace(path)

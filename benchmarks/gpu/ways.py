@@ -1,4 +1,4 @@
-"""One way to run an exported folder: its tokens beside the recorded ones, its time beside the CPU's."""
+"""A way to run an exported folder, against recorded tokens and the CPU's time."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ _WARMUP = 2
 
 @dataclass(frozen=True)
 class Way:
-    """How a folder is opened.
+    """How to open a folder.
 
-    options: of TopWModel.from_pretrained.
-    sampler: that the model must report; "" for any.
-    threads: that generate concurrently with one model.
+    sampler: expected in the model's report; "" for any.
+    threads: concurrent `generate` calls on one model.
     stands_in: what this way replaces in a rehearsal.
     """
 
@@ -46,7 +45,7 @@ class Way:
 
 
 def run(folder: Path, way: Way, job: Job) -> Result:
-    """Run the recorded requests, compare the tokens, and time. Fails if the folder does not open this way."""
+    """Compare the recorded requests' tokens, and time. Fails if the folder does not open."""
     from topw_deploy.runtime import TopWModel
 
     notes: list[str] = []
@@ -67,7 +66,7 @@ def run(folder: Path, way: Way, job: Job) -> Result:
 
 
 def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], tokens.Sequences]:
-    """Requests and the CPU's tokens: recorded when the folder was packed, else drawn on this machine."""
+    """The CPU's tokens: recorded, else drawn here."""
     known = tokens.recorded(folder)
     if known is not None:
         return known["requests"], known["tokens"]
@@ -78,7 +77,7 @@ def _wanted(folder: Path, cpu: TopWModel | None) -> tuple[list[dict[str, Any]], 
 
 
 def drawn(model: TopWModel, asked: Sequence[dict[str, Any]], threads: int) -> tokens.Sequences:
-    """The tokens of every sequence, in order; threads take the next request when free."""
+    """In order; threads take the next request when free."""
     with ThreadPoolExecutor(threads) as pool:
         answers = pool.map(lambda request: tokens.draw(model, [request]), asked)
         return [sequence for answer in answers for sequence in answer]
@@ -89,7 +88,7 @@ def timed(
 ) -> dict[str, list[float]]:
     """Milliseconds per token, in turn: "this" and, if it opens, "cpu".
 
-    With several threads each generates one sequence concurrently, and the slowest counts.
+    Threads generate one sequence each; the slowest counts.
     """
     from benchmarks.common import interleave
 
@@ -110,7 +109,7 @@ def timed(
 
 
 def wrong(difference: tokens.Difference, float32: bool) -> str:
-    """Why rounding cannot explain the difference, as a sentence; empty if it can."""
+    """Why rounding cannot explain the difference; empty if it can."""
     early = sum(step < EARLY for step in difference.steps)
     if early > MOST_EARLY * difference.sequences:
         return (

@@ -1,7 +1,6 @@
-"""The child process of one part: `python -m benchmarks.gpu.worker PART JOB`, started by `children.py`.
+"""The child process of a part: `python -m benchmarks.gpu.worker PART JOB`, started by `children.py`.
 
-Lists its steps, then runs those that the parent names, one line of JSON each on standard input, and writes events to
-the file descriptor in TOPW_EVENTS. Ends with its input.
+Lists its steps, then runs those requested as JSON lines on stdin. Writes events to file descriptor TOPW_EVENTS.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 def main() -> int:
     part, given = sys.argv[1:]
-    with suppress(AttributeError):  # only Linux has it
+    with suppress(AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     job = Job.from_json(given)
     with os.fdopen(int(os.environ.pop(EVENTS)), "w", encoding="utf-8") as events:
@@ -45,7 +44,7 @@ def main() -> int:
 
 
 def run(step: Step, job: Job) -> Result:
-    """The step's result; a step that raises has failed."""
+    """The step's result; an exception is a failure."""
     try:
         return step.run(job)
     except MissingError as error:

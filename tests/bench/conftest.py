@@ -11,7 +11,6 @@ WITHOUT_A_GRAPH = ("numpy", "max")
 
 @pytest.fixture
 def side(tmp_path: Path) -> Path:
-    """A worker's file whose functions add, print, raise and die."""
     path = tmp_path / "side.py"
     path.write_text(
         "import os, sys\n"
@@ -35,5 +34,4 @@ def side(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small() -> SamplerRequest:
-    """Two cases over a small vocabulary, with numpy only."""
     return SamplerRequest(vocab=500, hidden=8, batch=2, rounds=2, temperatures=(1.0, 2.0), peers=WITHOUT_A_GRAPH)

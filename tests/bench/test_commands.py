@@ -1,4 +1,4 @@
-"""`topw bench` from the command line: streams, files, and wrong arguments."""
+"""`topw bench`: streams, files and wrong arguments."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ SMALL = ("--vocab", 300, "--hidden", 4, "--rounds", 2, "--peers", "numpy,max")
 
 @pytest.fixture
 def bench() -> Invoke:
-    """Run `topw bench` in this process."""
-
     def run(*arguments: object) -> Result:
         extra: dict[str, Any] = {"auto_envvar_prefix": "TOPW"}
         return CliRunner().invoke(topw, ["bench", *map(str, arguments)], **extra)

@@ -1,4 +1,4 @@
-"""`topw bench decode`: every side decodes in its own process, and absent sides are named."""
+"""`topw bench decode`: one process per side, named absences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers that drive other libraries: the real transformers, and a small double of onnxruntime-genai."""
+"""Workers for other libraries: real transformers, a double of onnxruntime-genai."""
 
 from __future__ import annotations
 
@@ -71,7 +71,6 @@ class Generator:
 
 @pytest.fixture
 def genai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers import the double."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "onnxruntime_genai.py").write_text(GENAI, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
@@ -112,7 +111,7 @@ def test_the_folders_generation_config_does_not_change_transformers_decoding(tmp
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=64, **shape))
-    # each of these would end the run early
+    # each would end the run early
     model.generation_config.update(eos_token_id=list(range(VOCAB)), max_length=6)
     model.save_pretrained(tmp_path / "model")
     asked = DecodeRequest(

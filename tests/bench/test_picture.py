@@ -1,4 +1,4 @@
-"""The PNG: its size, ticks and colours."""
+"""The PNG's size, ticks and colours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def panel(bars: int) -> Panel:
 
 
 def size(path: Path) -> tuple[int, int]:
-    """Width and height of a PNG, from its header."""
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])

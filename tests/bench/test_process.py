@@ -1,4 +1,4 @@
-"""The protocol between the command and its worker processes."""
+"""The protocol between command and workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_file_without_start_is_refused() -> None:
 
 
 def test_a_worker_reports_how_much_memory_it_took(side: Path) -> None:
-    ballast = bytearray(300 << 20)  # of this process, which must not count as the child's
+    ballast = bytearray(300 << 20)  # must not count as the child's
     for place in range(0, len(ballast), 1 << 12):
         ballast[place] = 1
     with Worker("adder", side, {"name": "adder"}) as worker:

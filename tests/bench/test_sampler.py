@@ -1,4 +1,4 @@
-"""`topw bench sampler`: reports, agreement with the reference, sides and logits."""
+"""`topw bench sampler`: reports, agreement, sides and logits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ OURS = (*NATIVE, "graph", "graph-ort", "numpy", "torch")
 
 
 def as_sent(asked: SamplerRequest, folder: Path, **changes: Any) -> dict[str, Any]:
-    """The settings that the worker gets."""
     sent = {"vocab": asked.vocab, "hidden": asked.hidden, "batch": asked.batch, "seed": 0, "threads": 1,
             "regimes": ["certified"], "temperatures": [1.0], "geom_scale": 1.0, "logits": None, "authors": None,
             "neighbour_bound": False, "options": {}, "sides": ["numpy"], "folder": str(folder)}  # fmt: skip
@@ -250,7 +249,6 @@ def test_the_pools_bound_is_below_every_distance_and_close_to_it(metric: str) ->
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    """Make these modules look uninstalled."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec",

@@ -11,7 +11,6 @@ from topw_deploy.bench.measurement import Spread, calls_filling, interleave, med
 
 
 def turns(rounds: int, seed: int | None = None) -> list[str]:
-    """The order in which three sides are called."""
     called: list[str] = []
 
     def side(name: str) -> float:
@@ -55,7 +54,7 @@ def test_the_interval_of_a_median_holds_it_as_often_as_it_says() -> None:
     draws = random.Random(0)
     samples = [[draws.lognormvariate(0, 1) for _ in range(40)] for _ in range(2000)]
     held = sum(low <= 1.0 <= high for low, high in map(median_interval, samples))
-    # of 2,000 trials at 95 %, 1,900 are expected with a standard deviation of 10; ranks are whole numbers
+    # 95 % of 2,000 trials is 1,900, with a standard deviation of 10; ranks are whole numbers
     assert 1860 <= held <= 1960
 
 

@@ -1,1 +1,1 @@
-"""Tests of `benchmarks`; only these and `tests/gpu`, which tests `benchmarks.gpu`, import it."""
+"""Tests of `benchmarks`; those of `benchmarks.gpu` are in `tests/gpu`."""

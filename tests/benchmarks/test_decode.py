@@ -1,4 +1,4 @@
-"""The decoder that ends in Top-W or ArgMax gives the same results as a model with only one of them."""
+"""A graph with Top-W and ArgMax equals graphs with one of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def feeds(session: ort.InferenceSession, uniform: float) -> dict[str, np.ndarray]:
-    """One prompt, no cache, a high temperature so that draws differ from the largest logit."""
+    """A high temperature makes draws differ from the argmax."""
     parameters = TopWParameters(temperature=6.0)
     given: dict[str, np.ndarray] = {
         "input_ids": np.array([PROMPT]),

@@ -1,4 +1,4 @@
-"""The tests of `benchmarks` are the only ones that import it, with those of `benchmarks.gpu` in `tests/gpu`."""
+"""Only `tests/benchmarks` and `tests/gpu` import `benchmarks`."""
 
 from __future__ import annotations
 

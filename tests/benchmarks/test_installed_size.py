@@ -1,4 +1,4 @@
-"""benchmarks/installed_size.py counts what an installation takes, and the pages quote it."""
+"""benchmarks/installed_size.py measures an installation, and the docs quote it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def packages(tmp_path: Path) -> dict[str, importlib.metadata.Distribution]:
-    """This package, onnxruntime, tokenizers with a hub library behind it, click that both need, and a stranger."""
+    """This package, onnxruntime, tokenizers and its hub library, click shared by both, an unrelated package."""
     wanted = {
         "topw-deploy": ["tokenizers>=0.20", "click", 'onnxruntime; extra == "cpu"', 'torch; extra == "export"'],
         "onnxruntime": [],

@@ -17,7 +17,7 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture
 def invoke() -> Invoke:
-    """Run `topw` in this process: arguments, then standard input and environment."""
+    """Takes arguments, then standard input and environment."""
 
     def run(*arguments: object, stdin: str | bytes | None = None, env: dict[str, str] | None = None) -> Result:
         words = [str(argument) for argument in arguments]
@@ -29,7 +29,7 @@ def invoke() -> Invoke:
 
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers ANSWER to every prompt of one token."""
+    """A model that answers ANSWER to one-token prompts."""
     toy = Toy.script([*byte_ids(ANSWER), EOS], prompt_tokens=1)
     return export(tmp_path_factory.mktemp("scripted") / "out", toy)
 

@@ -1,4 +1,4 @@
-"""`topw check`: lines for people, JSON for programs, exit codes for scripts."""
+"""`topw check`: text, JSON and exit codes."""
 
 from __future__ import annotations
 

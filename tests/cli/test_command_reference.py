@@ -1,4 +1,4 @@
-"""docs/guide/commands.md says what the commands themselves say."""
+"""docs/guide/commands.md matches the commands' help."""
 
 from __future__ import annotations
 

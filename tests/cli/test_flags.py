@@ -1,4 +1,4 @@
-"""Errors at the command line name what was typed, wrong values exit with 2, and near misses are suggested."""
+"""Errors name the input, wrong values exit with 2, near misses get suggestions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def run(*words: object, program: str = TOPW, **env: str) -> subprocess.Completed
 
 
 def error(done: subprocess.CompletedProcess[str]) -> str:
-    """The sentence of a failed command, the last line that it printed."""
     return done.stderr.splitlines()[-1].removeprefix("Error: ")
 
 

@@ -1,4 +1,4 @@
-"""`topw generate`: the text on stdout, everything else on stderr."""
+"""`topw generate`: text on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_stdout_carries_the_text_and_nothing_else(invoke: Invoke, scripted: Path
 
 def test_prompts_come_from_an_argument_a_file_or_standard_input(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
-    file.write_bytes(b"x\r\n")  # one line break at the end does not count
+    file.write_bytes(b"x\r\n")  # a final line break is dropped
     assert invoke("generate", scripted, "--prompt-file", file).stdout == ANSWER + "\n"
     assert invoke("generate", scripted, "-", stdin="x\n").stdout == ANSWER + "\n"
     assert invoke("generate", scripted, stdin="x").stdout == ANSWER + "\n"
 
 
 def test_a_byte_order_mark_is_no_part_of_a_prompt(invoke: Invoke, scripted: Path, tmp_path: Path) -> None:
-    """The model answers to prompts of one token, and a mark would be three."""
+    """The model answers one-token prompts; a mark adds three tokens."""
     marked = "\ufeffx\n".encode()
     (tmp_path / "prompt.txt").write_bytes(marked)
     assert invoke("generate", scripted, "--prompt-file", tmp_path / "prompt.txt").stdout == ANSWER + "\n"

@@ -1,4 +1,4 @@
-"""`topw generate --prompts-jsonl`: a line per sequence, in order, whatever happens in between."""
+"""`topw generate --prompts-jsonl`: one line per sequence, in order, despite interruptions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def written(path: Path, prompts: list[Any]) -> Path:
 
 
 def answers(text: str) -> list[dict[str, Any]]:
-    """The lines without what differs from run to run."""
     return [{n: v for n, v in json.loads(line).items() if n not in TIMED} for line in text.splitlines()]
 
 
@@ -72,8 +71,8 @@ def test_each_prompt_has_draws_of_its_own_which_its_seed_repeats(
     assert [line["seed"] for line in lines if line["index"] != 2] == [
         prompt_seed(4, index) for index in (0, 1, 3, 4, 4, 4, 5, 6)
     ]
-    assert lines[2]["seed"] == 9  # its own
-    assert lines[0]["token_ids"] != lines[-1]["token_ids"]  # the same prompt
+    assert lines[2]["seed"] == 9
+    assert lines[0]["token_ids"] != lines[-1]["token_ids"]
     model = TopWModel.from_pretrained(random_model, provider="cpu")
     again = model.generate("ab", max_new_tokens=6, temperature=2, seed=lines[0]["seed"])
     assert again.token_ids == lines[0]["token_ids"]
@@ -92,18 +91,18 @@ def test_a_run_that_ended_anywhere_goes_on_to_the_same_lines(
 ) -> None:
     out = tmp_path / "out.jsonl"
     command = ("generate", random_model, "--prompts-jsonl", source, "--output", out, *SETTINGS)
-    assert invoke(*command, "--resume", *seed).exit_code == 0  # there is nothing to go on with yet
+    assert invoke(*command, "--resume", *seed).exit_code == 0  # nothing to resume yet
     whole = out.read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == 10]
     cuts = [ends[0], ends[0] + 5, ends[4] + 7, ends[5], ends[-1] - 2, ends[-1]]
-    for cut in cuts:  # in a line, between lines, between the sequences of one prompt
+    for cut in cuts:  # in a line, between lines, between one prompt's sequences
         out.write_bytes(whole[:cut])
         result = invoke(*command, "--resume")
         assert answers(out.read_text("utf-8")) == answers(whole.decode()), cut
         kept = max((line["index"] + 1 for line in answers(whole.decode()) if finished(line, ends, cut)), default=0)
         assert f"{kept} of 7 prompts are in" in result.stderr
-        assert out.read_bytes().startswith(whole[: ends[0]])  # not made again, timings included
-    out.write_bytes(whole[: ends[0] - 1])  # nothing is finished, nor is a seed known
+        assert out.read_bytes().startswith(whole[: ends[0]])  # not regenerated, timings included
+    out.write_bytes(whole[: ends[0] - 1])  # nothing finished, no seed recorded
     assert invoke(*command, "--resume", "--seed", answers(whole.decode())[0]["run_seed"]).stderr == ""
     assert answers(out.read_text("utf-8")) == answers(whole.decode())
 
@@ -177,7 +176,7 @@ def test_lines_reach_the_disk_at_the_latest_with_the_end(
     monkeypatch.setattr(answer_lines.os, "fsync", lambda file: synced.append(file))
     monkeypatch.setattr(answer_lines, "_SYNC_SECONDS", -1.0)
     invoke("generate", random_model, "--prompts-jsonl", source, "--output", tmp_path / "o.jsonl", *SETTINGS)
-    assert len(synced) == 7 + 1  # every batch, and the end
+    assert len(synced) == 7 + 1  # every batch, then the end
 
 
 def test_no_character_of_a_text_ends_a_line_for_any_reader(tmp_path: Path) -> None:
@@ -270,7 +269,7 @@ def test_a_prompt_that_cannot_be_run_is_a_line_with_its_error_and_the_rest_is_do
     assert f"has {CONTEXT + 1} tokens" in lines[1]["error"]
     assert (lines[2]["error_type"], "999999" in lines[2]["error"]) == ("PromptError", True)
     before = out.read_bytes()
-    with pytest.raises(PromptError, match="2 of 4 prompts could not be run"):  # they are not tried again
+    with pytest.raises(PromptError, match="2 of 4 prompts could not be run"):  # not retried
         invoke(*command, "--resume")
     assert out.read_bytes() == before
 

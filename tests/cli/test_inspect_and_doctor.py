@@ -53,7 +53,7 @@ def test_inspect_says_how_weights_were_quantised(invoke: Invoke, random_model: P
 def test_inspect_gives_the_bytes_of_the_cache_and_of_the_weights(
     invoke: Invoke, random_model: Path, tmp_path: Path
 ) -> None:
-    """Two layers of one head of 3 and 2 dimensions, keys and values, 2 bytes each: 2 x 5 x 2 = 20 bytes a token."""
+    """Two layers, one head of size 3 and 2, keys and values, 2 bytes: 2 x 5 x 2 = 20 bytes per token."""
     folder = tmp_path / "out"
     shutil.copytree(random_model, folder)
     manifest = load_manifest(folder)

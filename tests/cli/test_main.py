@@ -106,7 +106,7 @@ def test_help_marks_the_commands_that_need_more_than_the_runtime() -> None:
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that needs long: a chat over a pipe never ends by itself."""
+    """A slow model: a chat over a pipe never ends by itself."""
     return export(tmp_path_factory.mktemp("endless") / "out", Toy.random(0), chat_template="{{ messages[0].content }}")
 
 
@@ -121,7 +121,7 @@ def test_interruption_is_130_and_leaves_no_traceback(endless: Path) -> None:
     assert process.stdout is not None
     process.stdin.write(b"a\n")
     process.stdin.flush()
-    assert process.stdout.read(1)  # it answered, so it now waits for the next line
+    assert process.stdout.read(1)  # waits for the next line
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)

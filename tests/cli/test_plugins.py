@@ -1,4 +1,4 @@
-"""`topw plugins`: what is built and shown. What nvcc makes of it is in tests/plugins/cuda/test_nvcc.py."""
+"""`topw plugins`; tests/plugins/cuda/test_nvcc.py tests nvcc."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .conftest import Invoke
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
-    """Arguments of the builds that would have been made."""
+    """Arguments of the intercepted builds."""
     asked: list[tuple[Any, ...]] = []
 
     def build(output: Path | None, architectures: tuple[int, ...], say: Any, watch: Any) -> CompiledLibrary:

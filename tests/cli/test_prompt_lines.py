@@ -1,4 +1,4 @@
-"""JSON lines of prompts: what a line may hold, and the line's number in every refusal."""
+"""Valid JSON lines of prompts, and line numbers in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands print, and that they print nowhere else."""
+"""Escaping of terminal output, and where commands may print."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_only_the_terminal_module_prints(path: Path) -> None:
 
 @pytest.fixture
 def hostile(random_model: Path, tmp_path: Path) -> Path:
-    """An exported folder whose manifest and name would control the terminal."""
+    """Manifest and name contain terminal controls."""
     folder = tmp_path / f"out{EVIL}"
     shutil.copytree(random_model, folder)
     manifest = load_manifest(folder)
@@ -102,8 +102,6 @@ def test_a_traceback_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Terminal:
-    """As much of a terminal as `GeneratedText` needs."""
-
     encoding = "utf-8"
 
     def __init__(self, terminal: bool) -> None:
@@ -114,7 +112,7 @@ class Terminal:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """No buffering."""
 
     def isatty(self) -> bool:
         return self._terminal
@@ -125,8 +123,8 @@ class Terminal:
     [
         (["a\tb\nc"], "a\tb\nc\n"),
         (["\x1b[2", "Jx\x9b"], "\\x1b[2Jx\\x9b\n"),
-        (["one\r", "\ntwo\r\n"], "one\ntwo\n\n"),  # a line end of Windows, between two pieces
-        (["hidden\rshown", "\r"], "hidden\\rshown\\r\n"),  # a CR alone would print over the line
+        (["one\r", "\ntwo\r\n"], "one\ntwo\n\n"),  # CRLF split between pieces
+        (["hidden\rshown", "\r"], "hidden\\rshown\\r\n"),  # a lone CR would overwrite the line
         (["\r", "\r", "\n"], "\\r\n\n"),
         (["שלום 👩‍👩‍👧 é"], "שלום 👩‍👩‍👧 é\n"),
     ],

@@ -1,4 +1,4 @@
-"""The corpus, shared by the tests as gathering it takes seconds."""
+"""Gathers the corpus, which takes seconds, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The corpus: always the same text, with separate training and held-out parts."""
+"""The corpus: deterministic, with separate training and held-out parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from topw_deploy.demo.corpus import (
 
 
 def test_another_process_gathers_the_same_text() -> None:
-    # A different hash seed would show in any order that comes from a set.
+    # Another hash seed would expose set ordering.
     script = (
         "from topw_deploy.demo.corpus import *\nd = [*topic_sections(), *core_docstrings()]\nprint(split(d).digest)"
     )
@@ -50,7 +50,7 @@ def test_no_long_paragraph_is_on_both_sides_of_the_split(corpus: Corpus) -> None
 
 def test_documents_are_held_out_by_their_hash(corpus: Corpus) -> None:
     assert all(map(is_chosen, corpus.held_out))
-    # 5 in 100 by hash, a binomial share whose deviation is below 0.4 points at 3,700 documents, less the few copies.
+    # 5 in 100 by hash: a binomial share, deviation below 0.4 points at 3,700 documents.
     share = len(corpus.held_out) / (len(corpus.held_out) + len(corpus.train))
     assert 0.03 < share < 0.065
 

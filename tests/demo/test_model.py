@@ -1,4 +1,4 @@
-"""The bundled model: its size, its files and its held-out loss."""
+"""The bundled model: size, files and held-out loss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_weights_are_float16_and_under_eight_megabytes() -> None:
 
 
 def test_the_bundled_model_was_trained_by_the_recipe_in_the_code() -> None:
-    # Compiling changes the order of roundings, not the recipe.
+    # Compiling changes only the order of roundings.
     assert dataclasses.replace(RECIPE, compiled=False) == Recipe()
     assert LOG["steps"] <= RECIPE.steps
 
@@ -74,8 +74,8 @@ def test_held_out_text_is_far_better_predicted_than_by_token_frequencies(
 ) -> None:
     sample = [d for d in corpus.held_out if len(d) < 4000][:12]
     loss = held_out_loss(model, sample, tokenizer, RECIPE).loss
-    # A model without context can do no better than the tokens' frequencies (add-one smoothed over the training text),
-    # and a model that learned nothing has ln V; the trained one must halve the latter.
+    # Token frequencies (add-one smoothed) bound a model without context, ln V an untrained one; the trained model must
+    # halve the latter.
     counts = Counter(t for ids in pack(corpus.train, tokenizer) for t in ids[1:].tolist())
     total = counts.total() + RECIPE.vocab_size
     tokens = [t for ids in pack(sample, tokenizer) for t in ids[1:].tolist()]
@@ -87,7 +87,7 @@ def test_the_logged_loss_is_that_of_the_file(model: LlamaForCausalLM, tokenizer:
     if corpus.digest != LOG["corpus"]["sha256"]:
         pytest.skip(f"the model's corpus is that of Python {LOG['versions']['python']}")
     measured = held_out_loss(model, corpus.held_out, tokenizer, RECIPE)
-    # Summation order differs between machines; float32 keeps far more than five digits of a mean.
+    # Summation order differs; a float32 mean keeps far more than five digits.
     assert measured.loss == pytest.approx(LOG["held_out_loss"], rel=1e-5)
     assert measured.bits_per_byte == pytest.approx(LOG["held_out_bits_per_byte"], rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""Training, end to end and in its parts, at toy sizes."""
+"""Training and its parts at toy sizes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_training_lowers_the_loss() -> None:
     model = build_model(recipe, TOKENIZER)
     before = held_out_loss(model, CORPUS.held_out, TOKENIZER, recipe).loss
     curve = train(model, CORPUS, TOKENIZER, recipe, minutes=1.0)
-    # The 40 sentences differ in one number alone, so 60 steps at this rate cut their loss to about half.
+    # The sentences differ in one number, so 60 steps about halve their loss.
     assert before == pytest.approx(torch.tensor(300.0).log().item(), abs=0.1)
     assert curve[-1]["train_loss"] < 0.7 * before
 
@@ -121,7 +121,7 @@ def test_every_document_is_closed_and_one_pass_shows_each_token_once() -> None:
 def test_held_out_loss_counts_each_token_once_and_no_bos() -> None:
     model = build_model(TINY, TOKENIZER)
     with torch.no_grad():
-        model.model.embed_tokens.weight.zero_()  # all logits equal: each token costs ln V
+        model.model.embed_tokens.weight.zero_()  # equal logits: ln V per token
     result = held_out_loss(model, CORPUS.held_out, TOKENIZER, TINY)
     scored = sum(len(ids) - 1 for ids in pack(CORPUS.held_out, TOKENIZER))
     assert result.loss == pytest.approx(torch.tensor(300.0).log().item(), rel=1e-5)

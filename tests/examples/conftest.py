@@ -17,7 +17,7 @@ def ort_library() -> Path:
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program with the project's own declarations, built once."""
+    """With the project's own declarations."""
     return compiled(tmp_path_factory.mktemp("host") / "topw_host", "-O2")
 
 
@@ -28,7 +28,7 @@ def host(program: Path, ort_library: Path) -> Host:
 
 @pytest.fixture(scope="session")
 def tokenizers_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The C interface to tokenizers that --tokenizer-library takes, over the Python package."""
+    """The C interface, over the Python package."""
     output = tmp_path_factory.mktemp("tokenizers") / "libtokenizers_c.so"
     return compiled(output, "-O1", "-shared", "-fPIC", source=HERE / "tokenizers_stand_in.cpp")
 

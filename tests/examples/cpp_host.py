@@ -1,4 +1,4 @@
-"""What the tests of examples/cpp share: the program's runs, and the folders that it runs."""
+"""Runs of the program, and folders for it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ Host = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def library_of(package: Path) -> Path:
-    """onnxruntime's shared library, in its Python package."""
     names = ("libonnxruntime.so*", "libonnxruntime*.dylib")
     found = [path for name in names for path in sorted((package / "capi").glob(name))]
     if not found:
@@ -94,7 +93,7 @@ def ids_of(done: subprocess.CompletedProcess[str]) -> list[int]:
 
 
 def answers_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """The JSON lines, in the order of the rows."""
+    """JSON lines in row order."""
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted(answer["row"] for answer in answers) == list(range(len(answers)))
@@ -107,20 +106,20 @@ def lines_of(requests: Sequence[dict[str, Any]]) -> str:
 
 
 def expected_of(result: GenerationResult, *, text: bool = True) -> dict[str, Any]:
-    """The program's output for such an answer."""
+    """The program's output for such a result."""
     names = ("token_ids", "kept", "certified", "seed", "sample", "finish_reason", "stop", "prompt_tokens")
     return {name: getattr(result, name) for name in names} | {"text": result.text if text else None}
 
 
 def same(answer: dict[str, Any], result: GenerationResult, *, text: bool = True) -> bool:
-    """Whether the program's answer equals the Python runtime's, log-probabilities as float32."""
+    """Whether they agree, log-probabilities as float32."""
     expected = expected_of(result, text=text)
     logprobs = np.asarray(answer["logprobs"], np.float32).tolist()
     return {name: answer[name] for name in expected} == expected and logprobs == result.logprobs
 
 
 def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    """Assert that it exited with this code, printed nothing, and wrote one sentence with these words."""
+    """Assert exit code, empty stdout, and one sentence with these words."""
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert done.stderr.startswith("topw_host: ")
     assert done.stderr.endswith(".\n")
@@ -130,7 +129,7 @@ def fails(done: subprocess.CompletedProcess[str], code: int, *words: str) -> Non
 
 
 def compare(host: Host, model: TopWModel, folder: Path, prompts: Sequence[str], *arguments: object) -> None:
-    """Every set of parameters, each prompt with another seed."""
+    """Every set of parameters, with a different seed per prompt."""
     for number, prompt in enumerate(prompts):
         for parameters in PARAMETERS:
             ids, seed = byte_ids(prompt), 2**64 - 1 - number
@@ -146,7 +145,7 @@ def rewritten(
     config: dict[str, Any] | None = None,
     **decoder: Any,
 ) -> Path:
-    """A copy of the folder with changed model and manifest. decoder: fields of DecoderInfo."""
+    """Copy the folder with changed model and manifest. decoder: fields of DecoderInfo."""
     shutil.copytree(source, target)
     if config is not None:
         (target / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""examples/cpp draws the same tokens as TopWModel from one prompt of token ids."""
+"""examples/cpp draws the same tokens as TopWModel from a prompt of token ids."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_bundled_model_draws_the_same_tokens_with_both_caches(
 
 
 def narrow_cache(element_type: int) -> Callable[[onnx.ModelProto], None]:
-    """Store the cache in a 16-bit type, which holds the toy's features, small integers, exactly."""
+    """A 16-bit cache represents the toy's features, small integers, exactly."""
 
     def change(model: onnx.ModelProto) -> None:
         graph, nodes = model.graph, []
@@ -57,7 +57,7 @@ def narrow_cache(element_type: int) -> Callable[[onnx.ModelProto], None]:
                 value.type.tensor_type.elem_type = element_type
         for node in graph.node:
             inputs = list(node.input)
-            if names.intersection(node.output):  # the Concat, whose new tokens become 16-bit
+            if names.intersection(node.output):  # the Concat, with 16-bit new tokens
                 nodes.append(helper.make_node("Cast", [inputs[1]], [f"narrow_{node.output[0]}"], to=element_type))
                 node.input[1] = f"narrow_{node.output[0]}"
             else:
@@ -85,7 +85,7 @@ def test_caches_of_sixteen_bits_are_supported(
 
 
 def test_fixed_sizes_of_the_graph_are_respected(host: Host, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Two edit slots, padded with edits without effect, and a cache of 40 tokens."""
+    """Two edit slots, padded with no-op edits, and a cache of 40 tokens."""
 
     def change(model: onnx.ModelProto) -> None:
         for value in (*model.graph.input, *model.graph.output):
@@ -106,7 +106,7 @@ def test_fixed_sizes_of_the_graph_are_respected(host: Host, folders: dict[str, P
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers a prompt of one token with 10, 11, the end of sequence, 12, 13."""
+    """Answers a one-token prompt with 10, 11, the end of sequence, 12, 13."""
     toy, defaults = Toy.script([10, 11, EOS, 12, 13], prompt_tokens=1), {"eos_token_id": [77, EOS], "lam": 0.9}
     return export(tmp_path_factory.mktemp("script") / "export", toy, generation_config=defaults)
 

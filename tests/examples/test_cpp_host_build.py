@@ -1,4 +1,4 @@
-"""Building examples/cpp: the declarations of the C interface, onnxruntime's versions, sanitizers, README and CMake."""
+"""Building examples/cpp: C declarations, onnxruntime versions, sanitizers, README and CMake."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.support.toy_model import VOCAB
 from topw_deploy.manifest import MANIFEST_NAME
 from topw_deploy.runtime import TopWModel
 
-OLDEST = "1.23.2"  # the oldest version that the package supports
+OLDEST = "1.23.2"  # supported
 
 
 def find_cmake() -> str | None:
-    beside = Path(sys.executable).with_name("cmake")  # of the package `cmake`
+    beside = Path(sys.executable).with_name("cmake")
     return str(beside) if beside.is_file() else shutil.which("cmake")
 
 
@@ -71,7 +71,7 @@ def test_the_oldest_onnxruntime_fits_the_same_declarations(
         (place / "ready").touch()
     oldest = host_of(program, library_of(place / "onnxruntime"))
     given = ["--stats", "--seed", 7, "--max-new-tokens", 20, "--lam", 0.5, 50, 51, 52]
-    for folder in (folders["concat"], folders["grouped"], demo_export):  # TensorScatter came later
+    for folder in (folders["concat"], folders["grouped"], demo_export):  # without TensorScatter, which is newer
         for library in ([], ["--native-library", native_library()]):
             done = oldest(folder, *given, *library)
             assert ids_of(done) == ids_of(host(folder, *given, *library))
@@ -95,7 +95,7 @@ def test_the_vendors_header_has_the_same_declarations(
 def test_sanitizers_find_no_error(
     folders: dict[str, Path], host: Host, ort_library: Path, tokenizers_library: Path, tmp_path: Path
 ) -> None:
-    """Run it with the sanitizers for addresses, leaks and undefined behaviour, including its error paths."""
+    """Includes error paths."""
     try:
         checked = compiled(tmp_path / "topw_host", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     except subprocess.CalledProcessError as error:
@@ -131,7 +131,7 @@ def test_the_commands_of_its_readme_run_and_draw_what_the_python_runtime_draws(
 ) -> None:
     page = (SOURCES / "README.md").read_text(encoding="utf-8")
     script = "".join(re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-    assert script.startswith("topw-export demo out/demo\n")  # which the fixture has done
+    assert script.startswith("topw-export demo out/demo\n")  # done by the fixture
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "demo").symlink_to(demo_export)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

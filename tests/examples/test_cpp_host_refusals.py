@@ -1,4 +1,4 @@
-"""examples/cpp reports every wrong folder, request and command line in one sentence."""
+"""examples/cpp reports wrong folders, requests and command lines in one sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ NOT_JSON = (
 
 @pytest.fixture
 def folder(folders: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy to modify."""
     return Path(shutil.copytree(folders["concat"], tmp_path / "export"))
 
 

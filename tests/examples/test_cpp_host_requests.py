@@ -1,4 +1,4 @@
-"""Batches and edits of examples/cpp: every row draws the same tokens as TopWModel."""
+"""Batches and edits of examples/cpp: every row draws the tokens of TopWModel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repe
 
 
 def random_request(rng: np.random.Generator) -> dict[str, Any]:
-    """A prompt with about half of the parameters, chosen so that edits take effect and ends occur."""
+    """About half of the parameters, likely to trigger edits and ends."""
 
     def ids(least: int, most: int) -> list[int]:
         return rng.integers(3, VOCAB, rng.integers(least, most)).tolist()
@@ -73,13 +73,13 @@ def test_random_requests_in_batches_equal_the_python_runtimes(form: str, host: H
                 plain = {name: value for name, value in request.items() if name not in EDITS}
                 stopped += result.finish_reason == "stop"
                 edited += expected(model, plain).token_ids != result.token_ids
-    assert stopped >= 5  # of 50, so that both kinds occur
+    assert stopped >= 5  # of 50, for both kinds
     assert edited >= 25
 
 
 @pytest.mark.slow
 def test_a_batch_draws_the_tokens_of_the_python_runtimes_batch(host: Host, demo_export: Path) -> None:
-    """With the bundled model, whose matmuls may round differently at another batch size."""
+    """The bundled model's matmuls may round differently at another batch size."""
     texts = ["class Path", "import os\n", "def parse(text):\n    return", "#"]
     with TopWModel.from_pretrained(demo_export, provider="cpu", intra_op_num_threads=1) as model:
         prompts = [model.tokenizer.encode(text) for text in texts]

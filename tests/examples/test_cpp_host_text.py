@@ -1,4 +1,4 @@
-"""Text in examples/cpp, with a tokenizers library that calls the Python package."""
+"""Text in examples/cpp, with a tokenizers library over the Python package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def library(tokenizers_library: Path) -> list[object]:
 
 
 def words_tokenizer() -> Tokenizer:
-    """Words that lose their leading space at the start of a text, as in SentencePiece, and bytes."""
+    """SentencePiece-like words that lose a leading space at the start, and bytes."""
     letters = [a + b for a in "abcdefghijkl" for b in "aeiou"]
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     vocab = {token: i for i, token in enumerate([*SPECIAL, *[f"▁{letter}" for letter in letters], *names])}
@@ -58,7 +58,7 @@ def test_a_prompt_is_tokenised_and_its_answer_is_text(
 def test_random_requests_with_stop_strings_give_the_text_of_the_python_runtime(
     tokenizer: str, host: Host, toy: Toy, library: list[object], tmp_path: Path
 ) -> None:
-    """Tokens are drawn at random, so most characters are unfinished or broken."""
+    """Random tokens: most characters are unfinished or broken."""
     made = byte_tokenizer() if tokenizer == "bytes" else words_tokenizer()
     folder, rng = export(tmp_path / "export", toy, form="scatter", tokenizer=made), np.random.default_rng(5)
     letters, found, broken = [*"abcdefghijklmnopqrstuvwxyz", " ", "é", "�", "ab", "e c", "��"], 0, 0

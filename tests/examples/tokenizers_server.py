@@ -1,4 +1,4 @@
-"""Answers the calls of tokenizers_stand_in.cpp with the tokenizers package."""
+"""Answers tokenizers_stand_in.cpp with the tokenizers package."""
 
 from __future__ import annotations
 

@@ -14,13 +14,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def kernel(emulated_library: Path) -> DeviceKernel:  # noqa: F811
-    """The emulated kernels, called as on a GPU."""
     return DeviceKernel(emulated_library, torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
 def host() -> Path:
-    """A Python with the package versions of a GPU host, without this project."""
+    """A Python with a GPU host's packages, without this project."""
     python = ROOT / ".venv-host" / "bin" / "python"
     if not (ROOT / ".venv-host" / "ready.stamp").is_file():
         reason = f"{python.parents[1]} is not ready; `make host` makes it"

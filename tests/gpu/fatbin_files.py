@@ -1,4 +1,4 @@
-"""Minimal ELF files with fat binaries, for `benchmarks.gpu.packing.fatbin`."""
+"""Minimal ELF files with fat binaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ONLY_THERE = 1 << 20
 
 
 def entry(kind: int, architecture: int, payload: bytes, flags: int = 0) -> bytes:
-    """An entry with a header of 64 bytes."""
+    """With a header of 64 bytes."""
     header = struct.pack("<HHIQ12xI8xQ16x", kind, 0x101, 64, len(payload), architecture, flags)
     assert len(header) == 64
     return header + payload
@@ -24,7 +24,7 @@ def fat_binary(*entries: bytes) -> bytes:
 
 
 def elf(sections: Sequence[tuple[str, bytes]]) -> bytes:
-    """A 64-bit little-endian ELF file with these sections and one for their names."""
+    """64-bit little-endian, with these sections and their names."""
     names = b"\0" + b"".join(name.encode() + b"\0" for name, _ in sections) + b".shstrtab\0"
     content, headers, position = b"", [bytes(64)], 64
     for name, data in [*sections, (".shstrtab", names)]:

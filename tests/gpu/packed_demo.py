@@ -1,4 +1,4 @@
-"""The archives of a rehearsed packing, made once, and the folder in them."""
+"""A rehearsed packing's archives and folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu.unpack import unpack
 
 @pytest.fixture(scope="session")
 def packed_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Archives of the bundled model in float16 with the CPU's tokens."""
+    """The float16 bundled model with the CPU's tokens."""
     into = tmp_path_factory.mktemp("pack")
     assert command.main(["--only", "folders", "--limit", "2MiB", "--into", str(into), "--rehearse"]) == 0
     return sorted(into.glob("*.tar.xz"))
@@ -20,7 +20,6 @@ def packed_demo(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def demo_folder(packed_demo: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder, as a host unpacks it."""
     host = tmp_path_factory.mktemp("host")
     unpack(packed_demo, host)
     return host / "folders" / "float16-gqa"

@@ -1,4 +1,4 @@
-"""The checks of the GPU command pass on the emulated kernels, and fail on wrong answers."""
+"""Checks pass on the emulated kernels, and fail on wrong answers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_random_rows_continue_after_the_recorded_chunks(
     whole = check.random_rows(job)
     kept = []
     job.keep = kept.append
-    job.end = 0.0  # no time left, so there is one chunk
+    job.end = 0.0  # no time left: one chunk
     first = check.random_rows(job)
     assert first.partial
     assert first.data["rows"] == kept[0]["rows"] == 60

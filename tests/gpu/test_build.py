@@ -1,4 +1,4 @@
-"""What cuobjdump and ptxas print about the kernels."""
+"""Parsing cuobjdump and ptxas output."""
 
 from __future__ import annotations
 

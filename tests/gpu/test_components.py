@@ -1,4 +1,4 @@
-"""The files each component packs, from small wheels with the layout of the real ones."""
+"""Packed files, from small wheels with the real layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scratch(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """Serve these requirements, each a wheel of these files; other wheels are empty."""
+    """Serve these files as wheels; other wheels are empty."""
 
     def put(served: Mapping[str, Mapping[str, bytes]]) -> None:
         def fetch(requirement: str, host: Host, into: Path) -> Path:

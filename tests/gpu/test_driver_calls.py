@@ -1,4 +1,4 @@
-"""The driver's functions that the GPU command calls through ctypes: names, types and errors."""
+"""Driver functions called through ctypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ CALLED = ("cuMemAlloc", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8Async")
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory, emulated_library: Path) -> dict[str, str]:
-    """An environment where the double is found as the driver."""
     folder = tmp_path_factory.mktemp("driver")
     source = Path(__file__).with_name("driver_stand_in.cpp")
     compile_native.run(

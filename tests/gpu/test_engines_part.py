@@ -1,4 +1,4 @@
-"""The part `engines` over doubles of TensorRT and of CUDA, whose engine is onnxruntime on the CPU."""
+"""The part `engines` over doubles of TensorRT and CUDA."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps(job: Job) -> dict[str, Step]:
 
 @pytest.fixture
 def found_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the double of TensorRT in sys.modules look importable."""
+    """Make the TensorRT double look importable."""
     monkeypatch.setattr(engines, "find_spec", lambda name: name if name == "tensorrt" else None)
     monkeypatch.setattr(models, "find_spec", lambda name: None)  # it has no file
 

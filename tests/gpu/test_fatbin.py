@@ -1,4 +1,4 @@
-"""Zeroing the GPU code of other architectures in a library."""
+"""Zeroing the GPU code of other architectures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OLD, WANTED, NEW, TEXT = b"old" * 40, b"wanted!!" * 9, b"new code" * 11, b".vers
 
 
 def library(tmp_path: Path) -> Path:
-    """Two fat binaries with code for three architectures, with padding between them, and other sections around."""
+    """Two padded fat binaries with three architectures, between other sections."""
     first = fat_binary(entry(CUBIN, 80, OLD), entry(CUBIN, 90, WANTED), entry(CUBIN, 120, NEW), entry(PTX, 120, TEXT))
     second = fat_binary(entry(CUBIN, 90, WANTED, ONLY_THERE), entry(CUBIN, 100, NEW))
     path = tmp_path / "libmade.so"
@@ -38,7 +38,7 @@ def test_code_for_other_gpus_is_zeroed_and_the_wanted_one_stays(tmp_path: Path) 
     assert after.count(WANTED) == 2
     assert not any(payload in after for payload in (OLD, NEW, TEXT))
     assert len(after) == len(before)
-    assert fat_binaries(after) == fat_binaries(before)  # headers, sizes and offsets are unchanged
+    assert fat_binaries(after) == fat_binaries(before)
     assert b"machine code of the processor" in after
     assert b"numbers" in after
 
@@ -73,8 +73,8 @@ def test_a_survey_does_not_change_the_file(tmp_path: Path) -> None:
         (90, ["sm_90"]),
         (89, ["sm_86"]),  # machine code runs on later architectures of its generation
         (80, ["sm_80"]),
-        (75, ["compute_70"]),  # nothing of the generation: PTX, which the driver compiles
-        (121, ["compute_120"]),  # sm_120a runs on sm_120 alone
+        (75, ["compute_70"]),  # no machine code of the generation: PTX
+        (121, ["compute_120"]),  # sm_120a runs only on sm_120
         (120, ["sm_120a"]),
         (61, []),
     ],
@@ -141,7 +141,7 @@ def test_a_library_of_nvcc_keeps_the_code_of_one_gpu(tmp_path: Path) -> None:
 
 
 def payloads(path: Path) -> dict[str, bytes]:
-    """The concatenated payloads by architecture: nvcc's linking step adds a fat binary."""
+    """Payloads by architecture: nvcc's linking adds a fat binary."""
     data, found = path.read_bytes(), dict[str, bytes]()
     for entries in fat_binaries(data):
         for code in entries:

@@ -1,4 +1,4 @@
-"""The GPU command runs from a bare checkout: each part imports what it needs and nothing else."""
+"""The GPU command runs from a bare checkout, and parts import only what they need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ MODULES_OF_STEPS = (
 
 
 def import_without(blocked: tuple[str, ...], statements: str) -> subprocess.CompletedProcess[str]:
-    """Run the statements where importing any of `blocked` raises ImportError."""
     code = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n{statements}"
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 

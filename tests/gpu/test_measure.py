@@ -1,4 +1,4 @@
-"""Timing of steps: sides measure what they claim, and differences are taken within a round."""
+"""Sides measure what they claim; differences are per round."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_sides_zero_the_control_memory(kernel: DeviceKernel) -> None:
     for timed in sides.values():
         if not isinstance(timed.side, tuple):
             timed.side()
-    again = certified_step(kernel, logits)  # raises where the control memory is not zero after it
+    again = certified_step(kernel, logits)  # raises unless it leaves the control memory zero
     assert again.samples().certified.all()
 
 

@@ -1,5 +1,7 @@
-"""The part `models` as a GPU host runs it, on onnxruntime's CUDA provider over a stand-in for CUDA's runtime: every way
-opens, captures and is timed, and the tokens are noticed to be wrong, for the stand-in's decoder computes nothing."""
+"""The part `models` on onnxruntime's CUDA provider over a stand-in for CUDA's runtime.
+
+Every way opens, captures and is timed; wrong tokens (the stand-in computes nothing) are detected.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ print(json.dumps({name: [answer.failed, answer.absent, answer.data] for name, an
 def answers(
     python: Path, stand_in: Path, cuda_library: Path, demo_folder: Path, tmp_path_factory: pytest.TempPathFactory  # noqa: F811
 ) -> dict[str, tuple[str, list[str], dict[str, Any]]]:  # fmt: skip
-    """(failed, absent, data) of every step over a few requests."""
+    """(failed, absent, data) by step."""
     out = tmp_path_factory.mktemp("out")
     folder = Path(shutil.copytree(demo_folder, out / demo_folder.name))
     tokens.record(folder, [{**request, "max_new_tokens": 6} for request in tokens.requests()[3:6]])
@@ -44,7 +46,7 @@ def answers(
         "PATH": os.environ["PATH"],
         "LD_LIBRARY_PATH": str(stand_in),
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        "ORT_ENABLE_XQA": "0",  # queries the device code, which the stand-in lacks
+        "ORT_ENABLE_XQA": "0",  # queries device code, which the stand-in lacks
     }
     done = subprocess.run(
         [str(python), "-c", SCRIPT, str(out), str(cuda_library), str(folder)],
@@ -72,5 +74,5 @@ def test_a_way_on_cuda_opens_is_timed_and_its_wrong_tokens_fail(answers: dict[st
 
 def test_a_way_that_fails_to_open_is_recorded_with_the_error(answers: dict[str, Any]) -> None:
     failed, _, data = answers["float16-gqa, cuda, the file's function"]
-    assert "cuDNN is unavailable" in failed  # needed by the function's reductions; the stand-in has none
+    assert "cuDNN is unavailable" in failed  # for the function's reductions; the stand-in lacks it
     assert data == {}

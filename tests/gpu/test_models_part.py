@@ -1,4 +1,4 @@
-"""The part `models` in a rehearsal on the CPU: its steps, absences and wrong tokens."""
+"""The part `models` on the CPU: steps, absences and wrong tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REQUESTS = tokens.requests(seeds=1, tokens=12)
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a cache of 128 tokens, and the CPU's tokens recorded beside it."""
+    """A folder with a cache of 128 tokens and the CPU's tokens."""
     toy = Toy.random(1, options=TopWOptions(top_m=64, metric="mahalanobis"))
     folder = export(tmp_path_factory.mktemp("packed") / "toy", toy, form="scatter", max_length=128)
     tokens.record(folder, REQUESTS)
@@ -158,8 +158,8 @@ def test_a_difference_is_counted_from_its_first_step() -> None:
     [
         ((), True, False),
         ((5,) * 4, True, False),
-        ((5,) * 6, True, True),  # in float32 more than 5 % differ, if late
-        ((5,) * 60, False, False),  # rounding of half precision and 4 bits, late
+        ((5,) * 6, True, True),  # float32: more than 5 % differ, late
+        ((5,) * 60, False, False),  # half precision and 4 bits: rounding, late
         ((1,) * 25, False, False),
         ((1,) * 26, False, True),
     ],

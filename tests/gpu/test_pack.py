@@ -1,4 +1,4 @@
-"""Writing a folder as archives below a limit, and what `python -m benchmarks.gpu pack` writes beside them."""
+"""Archives below a limit, and pack.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT = 200_000
 
 
 def write_tree(root: Path) -> dict[str, bytes]:
-    """Write small texts, a file above LIMIT, and a library with a link; returns contents by name."""
+    """Texts, a file above LIMIT, and a library with a link; returns contents by name."""
     noise = random.Random(5)
     files = {f"part/small-{i}.txt": f"text {i}\n".encode() * 50 for i in range(30)}
     files["part/large.bin"] = noise.randbytes(700_000)
@@ -93,7 +93,7 @@ def refuse(tree: Path, scratch: Path, host: Host) -> Packed:
 
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the components: one has the files above, one cannot be packed."""
+    """One component has the files above, one cannot be packed."""
     monkeypatch.setattr(command, "_PACKAGES", {"onnxruntime": stage_tree, "tensorrt": refuse})
 
 

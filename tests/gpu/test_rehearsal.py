@@ -1,4 +1,4 @@
-"""The GPU command, rehearsed on a CPU by the Python and the packages of a GPU host, from a checkout alone."""
+"""The GPU command, rehearsed on a CPU with a GPU host's packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(host: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run it without this project's environment, network or packages."""
+    """Without this project's environment, network or packages."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "CUDA_HOME", "TMPDIR") if name in os.environ}
     return subprocess.run(
         [str(host), "-m", "benchmarks.gpu", *options], cwd=ROOT, env={**kept, "OMP_NUM_THREADS": "1"},
@@ -34,7 +34,7 @@ def rehearsed(
     packed_demo: list[Path],  # noqa: F811
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The whole command with the archives of a packed model, and the folder of its results."""
+    """The command over a packed model, and its results folder."""
     out = tmp_path_factory.mktemp("rehearsal")
     home = tools.home()
     with pytest.MonkeyPatch.context() as patch:

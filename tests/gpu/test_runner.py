@@ -1,4 +1,4 @@
-"""The framework of the GPU command: order, budget, continuing, and children that hang or crash."""
+"""Order, budget, continuing, and children that hang or crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ PART = "tests.gpu.toy_part"
 
 
 def run(out: Path, *steps: str, base: str = "kernels", budget: float = float("inf"), again: bool = False) -> Record:
-    """Run these steps of the toy part; the record."""
     out.mkdir(exist_ok=True)
     (out / "steps").write_text(" ".join(steps))
     record = Record(out, rehearse=False)
@@ -28,13 +27,12 @@ def run(out: Path, *steps: str, base: str = "kernels", budget: float = float("in
 
 
 def entry(out: Path, step: str) -> dict[str, Any]:
-    """The record's file."""
     found: dict[str, Any] = json.loads((out / JSON).read_text())["steps"][f"{PART}/{step}"]
     return found
 
 
 def has_ended(process: int) -> bool:
-    """Whether the process ends within a few seconds: signals are slow on a busy machine."""
+    """Waits a few seconds: signals are slow on a busy machine."""
     stat = Path(f"/proc/{process}/stat")
     for _ in range(100):
         try:
@@ -79,7 +77,7 @@ def test_a_result_of_other_kernels_is_marked_until_it_is_repeated(tmp_path: Path
 
 
 def test_a_step_that_does_not_fit_the_budget_waits(tmp_path: Path) -> None:
-    run(tmp_path, "passes", budget=EXPECTED)  # the parent reserves some of it
+    run(tmp_path, "passes", budget=EXPECTED)  # the parent reserves part of it
     assert entry(tmp_path, "passes")["state"] == "waiting"
     assert ran(tmp_path) == []
     run(tmp_path, "passes", budget=EXPECTED + 60)

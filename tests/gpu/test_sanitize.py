@@ -1,4 +1,4 @@
-"""Verdicts from the output and exit codes of compute-sanitizer."""
+"""Verdicts on compute-sanitizer's output and exit codes."""
 
 from __future__ import annotations
 

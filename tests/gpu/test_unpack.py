@@ -1,4 +1,4 @@
-"""Unpacking archives on a host: once each, in any order, and nothing outside the folder."""
+"""Unpacking: once each, in any order, nothing outside the folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .test_pack import HOST, LIMIT, refuse, stage_tree, write_tree
 
 @pytest.fixture
 def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Archives of one component, of which one file is in slices; another component could not be packed."""
+    """A component with a sliced file; another that could not be packed."""
     monkeypatch.setattr(command, "_PACKAGES", {"onnxruntime": stage_tree, "tensorrt": refuse})
     command.pack(tmp_path / "pack", ["onnxruntime", "tensorrt"], LIMIT, HOST)
     return sorted((tmp_path / "pack").glob("*.tar.xz"))
@@ -84,7 +84,7 @@ def test_packed_packages_come_before_installed_ones(pack: list[Path], tmp_path: 
     found = environment(host, {"PYTHONPATH": "/installed", "PATH": "/bin"})
     assert found["PYTHONPATH"].split(os.pathsep) == [str(host / "onnxruntime"), "/installed"]
     assert found["LD_LIBRARY_PATH"] == str(host / "onnxruntime" / "lib")
-    (host / "onnxruntime" / "numpy.py").write_text("here = True\n", encoding="utf-8")  # the name of an installed one
+    (host / "onnxruntime" / "numpy.py").write_text("here = True\n", encoding="utf-8")  # shadows an installed module
     run = subprocess.run(
         [sys.executable, "-c", "import numpy; print(numpy.here)"], env={**os.environ, **found}, capture_output=True
     )
@@ -120,7 +120,7 @@ def member(name: str, content: bytes = b"", **settings: Any) -> tuple[tarfile.Ta
 
 
 def crafted(folder: Path, *members: tuple[tarfile.TarInfo, bytes], size: int = 1 << 20) -> Path:
-    """An archive of these members, with a matching index."""
+    """These members, with a matching index."""
     folder.mkdir(exist_ok=True)
     path = folder / "pack-onnxruntime-1.tar.xz"
     with lzma.open(path, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as tar:

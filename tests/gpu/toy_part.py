@@ -1,4 +1,4 @@
-"""A part of the GPU command whose steps do what their names say, for the tests of the framework."""
+"""Steps that do what their names say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.gpu.job import Job, Result, Step
 
-EXPECTED = 1.0  # seconds of every step
+EXPECTED = 1.0  # seconds per step
 
 
 def steps(job: Job) -> list[Step]:
@@ -23,7 +23,6 @@ def log_of(out: Path) -> Path:
 
 
 def ran(out: Path) -> list[str]:
-    """The started steps, in order."""
     return log_of(out).read_text().split() if log_of(out).is_file() else []
 
 
@@ -75,7 +74,7 @@ def counts(job: Job) -> Result:
 
 
 def counts_and_hangs(job: Job) -> Result:
-    """Counts one more than is kept, and hangs unless that is two."""
+    """Counts one more than is kept; hangs unless that is two."""
     log(job, "counts_and_hangs")
     done = job.earlier.get("count", 0) + 1
     job.keep({"count": done})
@@ -85,7 +84,6 @@ def counts_and_hangs(job: Job) -> Result:
 
 
 def loops(job: Job) -> Result:
-    """Works until its time is over."""
     log(job, "loops")
     while job.left() > 0:
         time.sleep(0.05)

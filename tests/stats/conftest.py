@@ -18,8 +18,6 @@ GEOMETRY = {"lam": 0.6, "beta": 3.0, "init_top_p": 0.4, "geom_scale": 0.3}
 
 @pytest.fixture
 def invoke() -> Invoke:
-    """Run `topw` in this process."""
-
     def run(*arguments: object, stdin: str | bytes | None = None) -> Result:
         extra: dict[str, Any] = {"auto_envvar_prefix": "TOPW", "catch_exceptions": False}
         return CliRunner().invoke(topw, [str(argument) for argument in arguments], input=stdin, **extra)

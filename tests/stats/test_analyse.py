@@ -12,7 +12,7 @@ from scipy.stats import entropy as scipy_entropy
 from topw_deploy.sampling import Geometry, TopWOptions, TopWParameters, crop
 from topw_deploy.stats.analyse import Analyser, entropy, softmax
 
-# Tokens 0 and 2 at one point, token 1 at distance sqrt 2 from both.
+# Tokens 0 and 2 coincide; token 1 is at distance sqrt 2.
 CORNER = Geometry.from_embeddings(
     np.array([[1, 0], [0, 1], [3, 0]], np.float32), "mahalanobis", (np.zeros(2), np.ones(2))
 )
@@ -24,8 +24,9 @@ def logits(*weights: float) -> np.ndarray:
 
 
 def test_a_far_token_is_dropped_and_a_near_one_kept() -> None:
-    """Weights 1, 3/4, 3/4, c = 2: base J is 0, 0.996, 1.66, so without distances all three are kept. The warm start is
-    {0}; with f = (0, -14.1, 0) J of {0, 2} is 0.996 and of all three -2.6."""
+    """Weights 1, 3/4, 3/4, c = 2: base J is 0, 0.996, 1.66, so without distances all are kept. The warm start is {0};
+    with f = (0, -14.1, 0), J of {0, 2} is 0.996 and of all -2.6.
+    """
     parameters = TopWParameters(lam=1.0, beta=3.0, init_top_p=0.3, geom_scale=10.0)
     step = ANALYSER.analyse(logits(1, 0.75, 0.75), parameters)
     assert (step.kept, step.certified, step.added, step.dropped) == (2, False, (), (1,))
@@ -37,8 +38,9 @@ def test_a_far_token_is_dropped_and_a_near_one_kept() -> None:
 
 
 def test_repulsion_brings_a_token_in_and_another_out() -> None:
-    """Weights 1, 1/2, 1/2 at the default lam and beta keep {0} without distances. With f = +10 d the sets are {0},
-    {1}, {0}, {1}: each time the tokens across have phi above 12."""
+    """Weights 1, 1/2, 1/2 at the default lam and beta keep {0} without distances. With f = +10 d the sets alternate,
+    {0}, {1}: each time the others have phi above 12.
+    """
     step = ANALYSER.analyse(logits(1, 0.5, 0.5), TopWParameters(init_top_p=0.3, geom_scale=-10.0))
     assert (step.kept, step.added, step.dropped, step.stage) == (1, (1,), (0,), "literal")
 

@@ -1,4 +1,4 @@
-"""Whole runs: the tokens of `generate`, and every step compared with the reference over logits computed by hand."""
+"""The tokens of `generate`, and every step against the reference over hand-computed logits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_geometry_is_the_sampler_nodes_own(folder: Path, toy: Toy) -> None:
 
 
 def with_bound(folder: Path, copy: Path, toy: Toy) -> Path:
-    """A copy of the toy's folder with a stored neighbour bound."""
+    """A copy with a stored neighbour bound."""
     shutil.copytree(folder, copy)
     model = onnx.load(copy / "model.onnx")
     bound = neighbour_bound(Geometry.from_embeddings(toy.embeddings, "mahalanobis"), VOCAB)

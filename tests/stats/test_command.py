@@ -1,4 +1,4 @@
-"""`topw stats` from the command line: prompts, sweeps, output and refusals."""
+"""`topw stats`: prompts, sweeps, output and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary, the table and the picture, from steps that can be counted by hand."""
+"""Summary, table and picture of countable steps."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def words(figure: Any) -> str:
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, found: list[Summary], path: Path) -> str:
-    """The text in the picture that `save_plot` writes."""
+    """The picture's text."""
     seen: list[str] = []
     save = Figure.savefig
 
@@ -159,7 +159,7 @@ def test_the_picture_takes_many_settings_dollars_and_no_steps_at_all(
 
 
 def test_a_title_with_a_folders_name_cannot_break_the_picture(tmp_path: Path) -> None:
-    """SVG is XML, which may not hold control characters."""
+    """SVG is XML, which forbids control characters."""
     plot.save_plot(summaries([step()]), tmp_path / "a.svg", "out\x1b[2J\u202e")
     text = (tmp_path / "a.svg").read_text("utf-8")
     ElementTree.fromstring(text)

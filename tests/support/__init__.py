@@ -1,1 +1,1 @@
-"""Cases, tiny models and doubles of devices that tests, fuzz and benchmarks share."""
+"""Cases, tiny models and device doubles for tests, fuzz and benchmarks."""

@@ -1,8 +1,7 @@
-"""A stand-in for `cuda.bindings.runtime` and for the driver, whose device is the host's memory.
+"""A stand-in for `cuda.bindings.runtime` and the driver, on host memory.
 
-It is stricter than a GPU. Work of a stream runs only when somebody waits for the stream, so reading a result or
-changing an array too early shows. Unallocated addresses are refused. During a capture, allocating, freeing or waiting
-fails with CUDA's error and spoils the capture.
+Stricter than a GPU: stream work runs only on synchronisation, to expose early reads and changes; unallocated addresses
+are refused; allocating, freeing or waiting during a capture fails and spoils it.
 """
 
 # ruff: noqa: N802  # the functions have CUDA's names
@@ -34,7 +33,7 @@ Work = Callable[[], None]
 
 @dataclass
 class Stream:
-    """queue: pending work. captured: work of the current capture."""
+    """queue: pending work. captured: in the current capture."""
 
     handle: int
     queue: list[Work] = field(default_factory=list)
@@ -49,9 +48,11 @@ class Stream:
 
 
 class Gpu:
-    """The double's device. calls: names of called functions, in order.
+    """calls: names of called functions, in order.
 
-    devices: their number; they share one memory. free_bytes: memory left. pageable: copies of unpinned host memory.
+    devices: share one memory.
+    free_bytes: memory left.
+    pageable: copies of unpinned host memory.
     """
 
     def __init__(self, name: str = "Double GPU", architecture: int = 90) -> None:
@@ -75,7 +76,7 @@ class Gpu:
 
     def at(self, pointer: int, size: int) -> np.ndarray:
         """The device's bytes. AssertionError if not allocated."""
-        for start, memory in list(self.device.items()):  # other threads allocate meanwhile
+        for start, memory in list(self.device.items()):  # other threads may allocate
             if start <= pointer and pointer + size <= start + len(memory):
                 return memory[pointer - start : pointer - start + size]
         raise AssertionError(f"{size} bytes at {pointer:#x} are not on the device")

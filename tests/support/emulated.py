@@ -1,4 +1,4 @@
-"""The CUDA kernels on a CPU: the sources that nvcc compiles, as C++ over fibres (plugins/cuda/emulator.h)."""
+"""The CUDA kernels' sources as C++ over fibres (plugins/cuda/emulator.h)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _EMULATE_WAITING = (c_uint32, c_uint64)
 
 
 def built(folder: Path, extra: Sequence[str] = ()) -> Path:
-    """The emulated library in `folder`: see `compiled`."""
+    """The emulated library: see `compiled`."""
     return compiled(folder, _KERNELS, extra)
 
 
 def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -> Path:
-    """Compile these sources with the emulator into `folder`, unless the same files and flags were compiled there.
+    """Compile the sources with the emulator into `folder`, unless files and flags are unchanged.
 
-    Raises compile_native.NotBuiltError if there is no compiler or it fails.
+    Raises compile_native.NotBuiltError if the compiler is missing or fails.
     """
     code = ["-x", "c++", *map(str, sources), str(CUDA_SOURCES / "emulator.cpp"), f"-I{CUDA_SOURCES}"]
     command = [*compile_native.find_compiler(), *FLAGS, *extra, *code]
@@ -67,23 +67,20 @@ def compiled(folder: Path, sources: Sequence[Path], extra: Sequence[str] = ()) -
 
 
 class EmulatedKernel(CudaKernel):
-    """The emulated library with the interface of plugins.kernel.Kernel.
-
-    Asserts that every launch leaves the control memory zero.
-    """
+    """Asserts that launches leave the control memory zero."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._workspace = np.zeros(0, np.uint8)
 
     def emulate(self, seed: int = 1, threads: int = 0, blocks: int = 4, resident: int = 0, tick: int = 0) -> None:
-        """Choose the device to emulate.
+        """Configure the emulated device.
 
-        seed: of the order in which threads run.
-        threads: per block; 0 for as on a device.
+        seed: of the thread order.
+        threads: per block; 0 for the device's number.
         blocks: multiprocessors.
-        resident: blocks that run at once; 0 for one per multiprocessor.
-        tick: nanoseconds per unsuccessful wait for another block.
+        resident: concurrent blocks; 0 for one per multiprocessor.
+        tick: nanoseconds per unsuccessful wait for a block.
         """
         self.handle.topw_emulate.argtypes = _EMULATE
         self.handle.topw_emulate(seed, threads, blocks)
@@ -102,9 +99,10 @@ class EmulatedKernel(CudaKernel):
         keep_mask: bool = False,
         spare: int = 0,
     ) -> KernelSamples:
-        """As Kernel.sample. Raises PluginError for errors of the kernels that the emulation finds.
+        """As Kernel.sample. Raises PluginError for kernel errors.
 
-        logits: float32, float16, or the bits of bfloat16 as uint16. spare: extra rows and edits in the shape.
+        logits: float32, float16, or bfloat16 bits as uint16.
+        spare: extra rows and edits in the shape.
         """
         rows = np.ascontiguousarray(logits)
         if str(rows.dtype) not in _TYPES:
@@ -126,14 +124,14 @@ class EmulatedKernel(CudaKernel):
         return samples
 
     def _room_for(self, shape: CudaShape) -> tuple[int, int]:
-        """The addresses of control memory and of the scratch memory after it."""
+        """Addresses of control and scratch memory."""
         needed = self.control_bytes(shape) + self.workspace_bytes(shape)
         if len(self._workspace) < needed + 256:
             self._workspace = np.empty(needed + 256, np.uint8)
         control = self.control_bytes(shape)
         room = self._aligned()
         room[:control] = 0
-        room[control : min(needed, control + (1 << 16))] = 0xA5  # kernels must not rely on its content
+        room[control : min(needed, control + (1 << 16))] = 0xA5  # kernels must not rely on it
         return int(room.ctypes.data), int(room.ctypes.data) + control
 
     def _aligned(self) -> NDArray[np.uint8]:

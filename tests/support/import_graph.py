@@ -1,6 +1,6 @@
-"""The package's imports, read from its syntax trees: which module imports which, through packages too.
+"""The package's imports, from its syntax trees.
 
-`python -m tests.support.import_graph` prints the rooms (folders), their modules and lines, and what each room imports.
+`python -m tests.support.import_graph` prints the rooms (folders) with their modules, lines and imports.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PACKAGE = ROOT.name
 class Import:
     """One import in a file.
 
-    name: the module, resolved: `from package import function` names the module that defines the function.
-    when: "load", when the file is imported; "types", by type checkers alone; "call", in a function.
+    name: the module that defines the imported name.
+    when: "load" (at import), "types" (type checkers only) or "call" (in a function).
     """
 
     name: str
@@ -31,7 +31,7 @@ class Import:
 
 
 def name_of(path: Path) -> str:
-    """`topw_deploy.export.pipeline`; a package's `__init__` has the package's name."""
+    """`topw_deploy.export.pipeline`; `__init__` has the package's name."""
     parts = (PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -46,7 +46,7 @@ def imports(module: str) -> tuple[Import, ...]:
 
 
 def loaded_by(module: str) -> set[str]:
-    """All modules that importing `module` loads: its own imports, theirs, and the packages around each."""
+    """All modules loaded with `module`: transitive imports and their packages."""
     seen: set[str] = set()
     waiting = [module]
     while waiting:
@@ -61,7 +61,7 @@ def loaded_by(module: str) -> set[str]:
 
 
 def cycle() -> list[str]:
-    """Modules that import each other in a circle, in order, types included; [] if there are none."""
+    """A cycle of imports, type imports included, in order; else []."""
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
@@ -81,13 +81,13 @@ def cycle() -> list[str]:
 
 
 def room_of(module: str) -> str:
-    """The folder of `module`, as `export/graft`; a module at the package's top is a room of its own."""
+    """The folder of `module`, such as `export/graft`; top-level modules are rooms."""
     path = MODULES[module].relative_to(ROOT)
     return path.parent.as_posix() if len(path.parts) > 1 else path.stem
 
 
 def rooms() -> dict[str, set[str]]:
-    """Each room, and the rooms that it imports."""
+    """Each room and the rooms it imports."""
     graph: dict[str, set[str]] = {}
     for module in MODULES:
         others = {room_of(found.name) for found in imports(module) if found.name in MODULES}
@@ -102,7 +102,6 @@ def _tree(module: str) -> ast.Module:
 
 @cache
 def _exports(package: str) -> dict[str, str]:
-    """Names that the package's `__init__` takes from its modules -> the module that each comes from."""
     return {
         alias.asname or alias.name: _resolved(node.module, alias.name)
         for node in _tree(package).body
@@ -112,7 +111,6 @@ def _exports(package: str) -> dict[str, str]:
 
 
 def _resolved(base: str, name: str) -> str:
-    """The module that `from base import name` comes down to."""
     if f"{base}.{name}" in MODULES:
         return f"{base}.{name}"
     if base in MODULES and MODULES[base].name == "__init__.py":
@@ -129,7 +127,7 @@ def _found(node: ast.AST, module: str, when: str) -> Iterator[Import]:
         for alias in node.names:
             yield Import(_resolved(base, alias.name), when)
         if base in MODULES:
-            yield Import(base, when)  # importing from a package runs its __init__, too
+            yield Import(base, when)  # importing from a package runs its __init__
     elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         for child in node.body:
             yield from _found(child, module, "types")
@@ -140,7 +138,7 @@ def _found(node: ast.AST, module: str, when: str) -> Iterator[Import]:
 
 
 def _is_inside(module: str, package: str) -> bool:
-    """Whether a package's `__init__` lists what is in the package: no circle, whoever imports the package."""
+    """A package's `__init__` listing its modules is no cycle."""
     return module == package or (module.startswith(f"{package}.") and MODULES[package].name == "__init__.py")
 
 

@@ -36,7 +36,7 @@ def attention_nodes(decoder: TracedDecoder) -> list[ir.Node]:
 
 
 def driver_of(decoder: TracedDecoder, form: Lowered, kv_dtype: str = "float") -> CacheDriver:
-    """Runs `decoder` for the logits of each row's last token."""
+    """Runs `decoder` for each row's last logits."""
     graph = decoder.model.graph
     last = last_logits(graph)
     last.name = "last"

@@ -1,4 +1,4 @@
-"""Every way in which one place of a JSON file can be wrong: each value and container replaced, left out or doubled."""
+"""Every single-place error in a JSON file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _MARK = "\x00the place\x00"
-_DEEP = 500  # levels: json reads them, and what recurses over them again may not
+_DEEP = 500  # json parses these levels; later recursion may fail
 
 VALUES = (
     "null", "true", "false", "0", "-1", "1", "2", "2.0", "0.5", "-0.5", "1e-50", "1e300", "1e400", "-1e400",
@@ -25,7 +25,7 @@ Path = tuple[str | int, ...]
 
 
 def places(data: Any, path: Path = ()) -> Iterator[Path]:
-    """Every value in `data`, containers included, as the names and numbers that lead to it."""
+    """Paths of all values, containers included."""
     yield path
     if isinstance(data, dict):
         for name, value in data.items():
@@ -36,7 +36,7 @@ def places(data: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def mutations(data: Any, values: tuple[str, ...] = VALUES) -> Iterator[tuple[str, str]]:
-    """(what was changed, JSON) for each place of `data`: each of `values` there, the place left out, and doubled."""
+    """(change, JSON): each place replaced by each of `values`, omitted, and duplicated."""
     for path in places(data):
         where = ".".join(map(str, path)) or "all of it"
         marked = json.dumps(_replaced(data, path, _MARK))
@@ -75,7 +75,6 @@ def _without(data: Any, path: Path) -> str | None:
 
 
 def _doubled(data: Any, path: Path) -> str | None:
-    """The item twice in its list, or the name twice in its object."""
     if not path:
         return json.dumps(data) * 2
     outer = _around(data, path)

@@ -1,4 +1,4 @@
-"""For tests of the native sampler: the library, its instruction sets, and the reference."""
+"""The native library, its instruction sets and the reference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from topw_deploy.plugins.kernel import Kernel, KernelSamples, KernelTable
 from topw_deploy.plugins.shared_library import library_path
 from topw_deploy.sampling import FLOAT64_TIES, Geometry, Row, TopWOptions, sample_row
 
-LOGPROB_BOUND = 2e-7  # relative above 1: computed in float64, answered in float32
-MASS_BOUND = 5e-7  # relative: the exponentials' 3e-7, and the rounding to float32
+LOGPROB_BOUND = 2e-7  # relative above 1: float64 rounded to float32
+MASS_BOUND = 5e-7  # relative: the exponentials' 3e-7 plus rounding to float32
 
 
 def opened(folder: Path) -> Kernel:
-    """The packaged library, else one compiled into `folder`; skips if there is neither."""
+    """The packaged library, else one compiled into `folder`; else skips."""
     path = library_path()
     if path is None:
         path = folder / compile_native.LIBRARY_NAME
@@ -33,7 +33,7 @@ def opened(folder: Path) -> Kernel:
 
 
 def instruction_sets(kernel: Kernel) -> list[str]:
-    """The processor's instruction sets, best first. Leaves the best in use."""
+    """The processor's instruction sets, best first; the best stays active."""
     found = []
     for name in ("generic", "avx2", "avx512"):
         try:
@@ -45,7 +45,7 @@ def instruction_sets(kernel: Kernel) -> list[str]:
 
 
 def geometry_of(options: TopWOptions, embeddings: np.ndarray) -> Geometry:
-    """The reference's geometry with float32 statistics, as in a graph."""
+    """Geometry with float32 statistics, as in a graph."""
     if options.metric == "uniform":
         return Geometry.uniform()
     exact = Geometry.from_embeddings(embeddings, options.metric)
@@ -54,7 +54,7 @@ def geometry_of(options: TopWOptions, embeddings: np.ndarray) -> Geometry:
 
 
 def columns(cases: list[Case]) -> dict[str, list[float]]:
-    """The parameters of all rows and their uniform numbers, by name."""
+    """Parameters and uniform numbers of all rows, by name."""
     named = {name: [case.parameters[name] for case in cases] for name in cases[0].parameters}
     return named | {"uniform": [case.uniform for case in cases]}
 
@@ -72,7 +72,7 @@ def scenario_cases(scenario: Scenario, rows: int) -> tuple[np.ndarray, Geometry,
 
 
 def unexplained(wanted: Row, found: KernelSamples, row: int) -> Iterator[str]:
-    """Differences from the reference beyond the ties of docs/contract/graph.md, section 4."""
+    """Differences beyond the ties of docs/contract/graph.md, section 4."""
     assert found.keep_mask is not None
     assert found.mass is not None
     ids = np.flatnonzero(found.keep_mask[row])
@@ -93,7 +93,7 @@ def unexplained(wanted: Row, found: KernelSamples, row: int) -> Iterator[str]:
 def differences(
     kernel: Kernel, cases: list[Case], options: TopWOptions, geometry: Geometry, table: KernelTable | None
 ) -> list[str]:
-    """One line for each unexplained difference of these rows."""
+    """A line per unexplained difference."""
     found = sampled(kernel, cases, options, table)
     lines = []
     for i, case in enumerate(cases):
@@ -106,7 +106,6 @@ _answers: dict[tuple[bytes, str, TopWOptions, int], Row] = {}
 
 
 def _wanted(case: Case, options: TopWOptions, geometry: Geometry) -> Row:
-    """The reference's answer, computed once for all instruction sets."""
     table = 0 if geometry.table is None else hash(geometry.table.tobytes())
     key = (case.logits.tobytes(), f"{case.parameters} {case.uniform}", options, table)
     if key not in _answers:

@@ -1,4 +1,4 @@
-"""Tables in every form of onnxruntime's GatherBlockQuantized, and the rows it reads from them."""
+"""Tables in every form of GatherBlockQuantized, and onnxruntime's dequantised rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from topw_deploy.plugins.kernel import KernelBlocks
 
 @dataclass(frozen=True)
 class Form:
-    """Type and bits of the codes, type of the scales, zero points, block size, row width."""
+    """Types and bits of codes and scales, zero points, block size, row width."""
 
     element: str = "uint8"
     bits: int = 4
     zero_points: bool = False
     scales: str = "float32"
     block_size: int = 16
-    hidden: int = 48  # an odd number of blocks: rows of zero points start inside a byte
+    hidden: int = 48  # an odd number of blocks: zero points start inside a byte
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ FORMS = [
 
 @dataclass(frozen=True)
 class Quantised:
-    """A table of random codes [tokens, bytes]: `blocks` for the kernel, `tensors` for a graph."""
+    """Random codes [tokens, bytes]: `blocks` for the kernel, `tensors` for a graph."""
 
     form: Form
     codes: np.ndarray
@@ -49,7 +49,7 @@ class Quantised:
     tensors: list[onnx.TensorProto]
 
     def rows(self) -> np.ndarray:
-        """float32 [tokens, hidden], read by onnxruntime."""
+        """float32 [tokens, hidden], from onnxruntime."""
         ids = onnx.helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, [None])
         node = onnx.helper.make_node(
             "GatherBlockQuantized", ["codes", "ids", *[t.name for t in self.tensors[1:]]], ["rows"],

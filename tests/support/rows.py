@@ -1,4 +1,4 @@
-"""Random rows for samplers, and which differences from the reference are allowed. Imports numpy only."""
+"""Random rows for samplers, and allowed differences from the reference. Imports only numpy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from topw_deploy.sampling import FLOAT32_TIES, Geometry, Row, TieBounds, draw, s
 from topw_deploy.sampling.parameters import TopWOptions
 
 LOGPROB_BOUND = 1e-5  # absolute below 1, relative above: a few float32 roundings of (l - l_max) / T and a logarithm
-MASS_BOUND = 5e-4  # relative: the float32 sum behind it has a term per token, all alike in a flat row
+MASS_BOUND = 5e-4  # relative: a float32 sum over all tokens
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The baked options of a graph, and its vocabulary and table."""
+    """A graph's baked options, vocabulary and table."""
 
     options: TopWOptions
     vocab_size: int
@@ -33,7 +33,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: logits float32 [V], parameters (float32 values), uniform number and kind."""
+    """Logits float32 [V], parameters (float32 values), uniform number and kind."""
 
     logits: np.ndarray
     parameters: dict[str, float]
@@ -42,7 +42,7 @@ class Case:
 
 
 def embedding_table(scenario: Scenario) -> np.ndarray:
-    """float32 [V, d] of the scenario's kind: plain, with duplicates, near-duplicates, clusters, or rows of zeros."""
+    """float32 [V, d]: plain, with duplicates, near-duplicates, clusters, or zeros."""
     rng = np.random.default_rng(scenario.seed)
     shape = (scenario.vocab_size, scenario.hidden_size)
     table = rng.standard_normal(shape) * rng.uniform(0.2, 2.0, shape[1]) + rng.standard_normal(shape[1])
@@ -122,16 +122,16 @@ def _parameters(rng: np.random.Generator) -> tuple[str, dict[str, float]]:
 
 
 def random_case(rng: np.random.Generator, vocab: int) -> Case:
-    """One row of random kind, parameters and uniform number."""
+    """Random kind, parameters and uniform number."""
     kind, logits = _logits(rng, vocab)
     regime, parameters = _parameters(rng)
     return Case(logits, parameters, float(np.float32(int(rng.integers(0, 1 << 24)) * 2.0**-24)), f"{regime}, {kind}")
 
 
 def explanation(difference: str, wanted: Row, bounds: TieBounds = FLOAT32_TIES, pool_cut: bool = True) -> str | None:
-    """The tie of docs/contract/graph.md, section 4, that allows the difference; None if none does.
+    """The tie of docs/contract/graph.md, section 4, that allows the difference, or None.
 
-    pool_cut: whether equal logits across the pool's cut count; not for implementations that order them by id.
+    pool_cut: whether equal logits across the pool's cut count; not if ids order them.
     """
     ties = wanted.ties
     if difference in ("kept set", "certified"):
@@ -153,12 +153,12 @@ def _plain(bound: float) -> str:
 
 
 def reference(scenario: Scenario, geometry: Geometry, case: Case) -> Row:
-    """The answer of the reference."""
+    """The reference's answer."""
     return sample_row(case.logits, case.parameters, scenario.options, geometry, case.uniform)
 
 
 def redrawn(row: Row, case: Case, uniform: float) -> tuple[Row, Case]:
-    """The same row with another uniform number: the crop does not depend on it."""
+    """Another uniform number, which does not change the crop."""
     again = replace(case, uniform=uniform)
     if not row.valid or case.parameters["temperature"] < 1e-5:
         return row, again

@@ -1,4 +1,4 @@
-"""Rows on which a shortcut of the sampler could go wrong: random ones, and ones built on a tie."""
+"""Rows that could break a sampler's shortcuts: random ones, and ones on a tie."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topw_deploy.sampling.parameters import METRICS, TopWOptions
 
 @dataclass(frozen=True)
 class Size:
-    """One entry of the mix: its choices, rows per visit, and share of all rows."""
+    """A size in the mix, rows per visit, and share of all rows."""
 
     vocabularies: tuple[int, ...]
     pools: tuple[int, ...]
@@ -23,7 +23,7 @@ class Size:
     share: float
 
 
-# The literal rule needs up to 60 ms for a pool of 1,200 tokens, so there are few of those, and many odd sizes.
+# The literal rule takes up to 60 ms for a pool of 1,200: few of those, many odd sizes.
 SMALL = (
     Size((1, 2, 3), (1, 2, 1200), (1, 3), 60, 0.04),
     Size((4, 7, 12, 25), (1, 3, 8, 1200), (2, 4), 300, 0.25),
@@ -40,12 +40,12 @@ ALL = (
 )
 _TABLES = ("plain", "duplicates", "near-duplicates", "clusters", "zeros")
 _POTENTIALS = (("nearest", 4), ("nearest", 4), ("knn", 1), ("knn", 2), ("knn", 4), ("knn", 9))
-_BUILT_SHARE = 0.3  # share of built rows
+_BUILT_SHARE = 0.3  # of all rows
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A scenario's rows, with its table [V, d] and geometry (statistics as in a graph)."""
+    """A scenario's rows, table [V, d] and geometry."""
 
     scenario: Scenario
     table: np.ndarray
@@ -54,7 +54,7 @@ class Visit:
 
 
 def geometry_of(scenario: Scenario, table: np.ndarray) -> Geometry:
-    """The scenario's geometry, with statistics rounded to float32 as in a graph."""
+    """Geometry with float32 statistics, as in a graph."""
     if scenario.options.metric == "uniform":
         return Geometry.uniform()
     exact = Geometry.from_embeddings(table, scenario.options.metric)
@@ -63,7 +63,7 @@ def geometry_of(scenario: Scenario, table: np.ndarray) -> Geometry:
 
 
 def nearest_distances(geometry: Geometry, tokens: int) -> np.ndarray:
-    """A lower bound of each token's distance to its nearest neighbour, from all pairs: float32 [tokens]."""
+    """float32 [tokens]: lower bounds of the nearest-neighbour distances."""
     ids = np.arange(tokens)
     found = geometry.distances(ids, ids)
     np.fill_diagonal(found, np.inf)
@@ -102,7 +102,7 @@ def visits(seed: int, sizes: Sequence[Size] = ALL) -> Iterator[Visit]:
 
 
 def some_rows(rng: np.random.Generator, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """One random row, or one or two built ones; `regime` says how."""
+    """One random row, or one or two built ones (`regime`)."""
     case = random_case(rng, scenario.vocab_size)
     if rng.random() >= _BUILT_SHARE:
         return [case]
@@ -129,7 +129,7 @@ def _result(case: Case, scenario: Scenario, geometry: Geometry) -> tuple[object,
 def _threshold(
     scenario: Scenario, geometry: Geometry, at: Callable[[np.float32], Case], ends: tuple[np.float32, np.float32]
 ) -> list[Case]:
-    """The rows at the two adjacent float32 numbers where the result changes; at the end if it does not."""
+    """The rows at adjacent float32 numbers where the result changes, or at the end."""
     a, b = ends
     first = _result(at(a), scenario, geometry)
     if _result(at(b), scenario, geometry) == first:
@@ -145,7 +145,7 @@ def _threshold(
 
 
 def _logit_at_threshold(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """A logit where the result changes: two prefixes with nearly equal J, or the nucleus."""
+    """Two prefixes with nearly equal J, or the nucleus."""
     order = _order(case)
     token = order[int(min(len(order) - 1, rng.exponential(6.0)))]
 
@@ -159,7 +159,6 @@ def _logit_at_threshold(rng: np.random.Generator, case: Case, scenario: Scenario
 
 
 def _parameter_at_threshold(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """A parameter where the result changes."""
     name = str(rng.choice(["beta", "lam", "init_top_p", "geom_scale"]))
     if name == "geom_scale" and case.parameters[name] < 0:
         name = "beta"
@@ -176,7 +175,7 @@ def _parameter_at_threshold(rng: np.random.Generator, case: Case, scenario: Scen
 
 
 def _nucleus_hit(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """2^j equal tokens and a warm start of exactly k of them, without rounding."""
+    """2^j equal tokens and a warm start of exactly k of them."""
     most = min(scenario.vocab_size, scenario.options.top_m)
     count = 1 << int(rng.integers(0, most.bit_length()))
     logits = np.full(scenario.vocab_size, -np.inf, np.float32)
@@ -185,7 +184,7 @@ def _nucleus_hit(rng: np.random.Generator, case: Case, scenario: Scenario, _: Ge
 
 
 def _pool_cut_tied(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """Equal logits on both sides of the pool's end."""
+    """Equal logits across the pool's end."""
     order, logits = _order(case), case.logits.copy()
     cut = min(scenario.options.top_m, len(order))
     logits[order[max(0, cut - int(rng.integers(1, 4))) : cut + int(rng.integers(1, 4))]] = logits[order[cut - 1]]
@@ -193,7 +192,7 @@ def _pool_cut_tied(rng: np.random.Generator, case: Case, scenario: Scenario, _: 
 
 
 def _warm_cut_tied(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """Equal logits on both sides of the warm start's end."""
+    """Equal logits across the warm start's end."""
     order, logits = _order(case), case.logits.copy()
     parameters = TopWParameters(**case.parameters)
     a = (logits[order].astype(np.float64) - logits[order[0]]) / max(
@@ -206,7 +205,7 @@ def _warm_cut_tied(rng: np.random.Generator, case: Case, scenario: Scenario, _: 
 
 
 def _equal_phi(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """Logits, lam and geom_scale are binary fractions, so phi is often equal."""
+    """Logits, lam and geom_scale are binary fractions, so phi often ties."""
     logits = (-np.round(rng.exponential(2.0, scenario.vocab_size) * 2) / 2).astype(np.float32)
     grid = {"temperature": 1.0, "selection_temperature": 0.0, "lam": rng.choice([0.25, 0.5, 1.0]),
             "geom_scale": rng.choice([0.25, 0.5, 1.0]), "init_top_p": rng.choice([0.25, 0.5, 0.75])}  # fmt: skip
@@ -214,7 +213,7 @@ def _equal_phi(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geom
 
 
 def _two_levels(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """A head, a few tokens at one level and many lower: J has two maxima, and geometry decides."""
+    """A head, a few tokens at one level and many lower: J has two maxima."""
     ids = rng.permutation(scenario.vocab_size)
     head, shelf = int(rng.integers(1, 4)), int(rng.integers(1, 12))
     upper, lower = rng.uniform(0.0, 1.5), rng.uniform(1.5, 3.5)
@@ -233,7 +232,7 @@ def _two_levels(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geo
 def _near_block(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
     """A head, a distant token in its warm start, and an equally probable block near the head.
 
-    The distant token leaves first. With more k-NN neighbours than members that brings the block nearer.
+    The distant token leaves first; with more k-NN neighbours than members, the block gets nearer.
     """
     ids = rng.permutation(scenario.vocab_size)[:60]
     nearest = ids[np.argsort(geometry.distances(ids[:1], ids)[0], kind="stable")]
@@ -254,7 +253,7 @@ def _near_block(rng: np.random.Generator, case: Case, scenario: Scenario, geomet
 
 
 def _many_steps(rng: np.random.Generator, case: Case, scenario: Scenario, geometry: Geometry) -> list[Case]:
-    """Of a dozen rows, the one with the longest alternation."""
+    """The longest alternation of a dozen rows."""
     rows = [case, *(_two_levels(rng, case, scenario, geometry)[0] for _ in range(11))]
     most = max if scenario.options.alt_iters > 1 else min
     return [most(rows, key=lambda row: crop(row.logits, as_float32(row.parameters), scenario.options, geometry).steps)]
@@ -279,7 +278,7 @@ def _extreme_logits(rng: np.random.Generator, case: Case, scenario: Scenario, _:
 
 
 def _extreme_parameters(rng: np.random.Generator, case: Case, scenario: Scenario, _: Geometry) -> list[Case]:
-    """At the ends of their intervals."""
+    """At interval ends."""
     chosen = {
         "lam": rng.choice([0.0, 1e-30, 1e-6, 1e4]), "beta": rng.choice([0.0, 1e-6, 1.0, 1e4]),
         "temperature": rng.choice([1.1e-5, 1e-3, 1e4]), "selection_temperature": rng.choice([0.0, 1e-4, 1e4]),

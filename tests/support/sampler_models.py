@@ -63,7 +63,7 @@ class Wanted:
 
 
 def open_model(model: onnx.ModelProto, native: Path | None = None, threads: int = 1) -> ort.InferenceSession:
-    """A CPU session over the function, or with the operator of the library `native`."""
+    """A CPU session over the function, or the operator of the library `native`."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
@@ -83,7 +83,7 @@ def node_of(model: onnx.ModelProto) -> onnx.NodeProto:
 
 
 def set_attribute(model: onnx.ModelProto, name: str, value: Any) -> None:
-    """Replace the attribute `name` of the sampler's node."""
+    """Set an attribute of the sampler's node."""
     node = node_of(model)
     for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
         node.attribute.remove(attribute)
@@ -91,7 +91,7 @@ def set_attribute(model: onnx.ModelProto, name: str, value: Any) -> None:
 
 
 def clear_rows(wanted: Wanted, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """bool [batch]: rows that no rounding of float32 changes, according to the reference."""
+    """bool [batch]: rows that float32 rounding cannot change."""
     names = ("lam", "beta", "temperature", "selection_temperature", "init_top_p", "geom_scale")
     clear = []
     for index, logits in enumerate(inputs["logits"]):

@@ -1,4 +1,4 @@
-"""Special files in the place of a regular one, and an alarm against waiting for them."""
+"""Special files in place of regular ones, and an alarm for hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HANG = 120  # seconds: a pipe would block forever
 
 
 def _socket(path: Path) -> None:
-    here = os.open(path.parent, os.O_RDONLY)  # its address may have 107 bytes only
+    here = os.open(path.parent, os.O_RDONLY)  # socket addresses have at most 107 bytes
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(f"/proc/self/fd/{here}/{path.name}")
@@ -61,7 +61,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 @contextmanager
 def no_hang() -> Iterator[None]:
-    """Raise an exception where Python waits; end the process where a library does."""
+    """Raises in waiting Python code; ends the process in a library."""
 
     def fail(_number: int, _frame: FrameType | None) -> None:
         raise AssertionError("it waits forever")

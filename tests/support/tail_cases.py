@@ -1,4 +1,4 @@
-"""Run random rows through the tail's graph and compare them with the reference, for tests and `make fuzz`."""
+"""Compare random rows in the tail's graph with the reference."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ NATIVE = "native"
 def graph(
     scenario: Scenario, form: str, table: np.ndarray, geometry: Geometry, opset: int = 23, threads: int = 1
 ) -> ort.InferenceSession:
-    """A session of the sampler-only model; `form` is one of FORMS, or NATIVE.
+    """A session of the sampler-only model; `form`: one of FORMS, or NATIVE.
 
-    Without `mass` for a large vocabulary of whole blocks, where it would disable the branch that skips edits.
+    Omits `mass` for a large vocabulary of whole blocks, where it would disable the branch that skips edits.
     """
     uses_table = scenario.options.metric != "uniform"
     spec = TailSpec(
@@ -84,7 +84,7 @@ def run(session: ort.InferenceSession, inputs: dict[str, np.ndarray]) -> dict[st
 
 @dataclass
 class Tally:
-    """Compared rows, certified rows and explained differences, each by regime."""
+    """Compared, certified and explained rows by regime."""
 
     rows: Counter[str] = field(default_factory=Counter)
     certified: Counter[str] = field(default_factory=Counter)
@@ -92,7 +92,7 @@ class Tally:
     unexplained: list[str] = field(default_factory=list)
 
     def add(self, label: str, case: Case, wanted: Row, found: dict[str, object]) -> None:
-        """Record the differences of one row."""
+        """Record one row's differences."""
         regime = case.regime.split(",")[0]
         self.rows[regime] += 1
         self.certified[regime] += wanted.certified
@@ -106,7 +106,7 @@ class Tally:
 
 
 def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:
-    """What differs: the kept set, or else the draw and its numbers; and the certificate."""
+    """What differs: the certificate; the kept set, or else the draw."""
     if bool(found["certified"]) != wanted.certified:
         yield "certified"
     mask = np.asarray(found["keep_mask"])
@@ -123,7 +123,7 @@ def differences(wanted: Row, found: dict[str, object]) -> Iterator[str]:
 
 def compare(scenario: Scenario, sessions: dict[str, ort.InferenceSession], geometry: Geometry, cases: list[Case],
             tallies: dict[str, Tally]) -> None:  # fmt: skip
-    """Run each batch through every form twice, with other uniform numbers and with padded edits."""
+    """Run each batch in every form, again with other uniform numbers and padded edits."""
     wanted = [reference(scenario, geometry, case) for case in cases]
     second = [redrawn(row, case, 1.0 - 2.0**-24 - case.uniform) for row, case in zip(wanted, cases, strict=True)]
     for form, session in sessions.items():

@@ -1,8 +1,7 @@
-"""A stand-in for `tensorrt` whose engines are onnxruntime sessions on the CPU.
+"""A stand-in for `tensorrt` whose engines are onnxruntime CPU sessions.
 
-A serialized engine is JSON: the file and the profiles. The double checks a caller's duties: shapes within the profile,
-an address for every tensor, the same one for a cache and its update, enough scratch memory, and no launch of a graph
-whose context changed after the capture.
+A serialized engine is JSON: file and profiles. Checks the caller: shapes within the profile, all addresses, the same
+one for a cache and its update, enough scratch memory, and no launch of a graph whose context changed after the capture.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import onnxruntime as ort
 from tests.support.cuda_double import Gpu
 from topw_deploy.dtypes import ELEMENT_TYPES
 
-SCRATCH = (1000, 5000)  # bytes, of profile 0 and 1
+SCRATCH = (1000, 5000)  # bytes, by profile
 
 
 class Registry:
-    """The plugin registry. libraries: loaded paths; those with "topw" in the name have the plugin."""
+    """libraries: loaded paths; those with "topw" in the name have the plugin."""
 
     def __init__(self) -> None:
         self.all_creators: list[Any] = []
@@ -49,9 +48,11 @@ class Registry:
 class TensorRT:
     """The double; `module` replaces `tensorrt`.
 
-    Tests set `refuses` (the parser's message), `fails` (the builder's), `branches` (an engine with an If, which cannot
-    be captured) and `pruned` (inputs that engines lack, with their values). They read `networks`, `configs` and
-    `contexts`.
+    Tests set:
+    refuses: the parser's message.
+    fails: the builder's message.
+    branches: the engine has an If, which cannot be captured.
+    pruned: inputs that engines lack, with their values.
     """
 
     def __init__(self, gpu: Gpu, version: str = "10.16.1.11") -> None:
@@ -88,7 +89,7 @@ class TensorRT:
 
 class _Base:
     def __init__(self) -> None:
-        self.ready = True  # a subclass that forgets to call this would crash TensorRT
+        self.ready = True  # TensorRT crashes if a subclass does not call this
 
 
 class _Logger(_Base):
@@ -96,14 +97,14 @@ class _Logger(_Base):
 
 
 class Network:
-    """The parsed file, and the creation flags."""
+    """The parsed file and creation flags."""
 
     def __init__(self, flags: int) -> None:
         self.flags, self.path = flags, ""
 
 
 class Parser:
-    """Parses files, not bytes: weights must not pass through Python."""
+    """Parses only files: weights must not pass through Python."""
 
     def __init__(self, trt: TensorRT, network: Network) -> None:
         self._trt, self._network = trt, network
@@ -130,7 +131,7 @@ class Profile:
 
 
 class TimingCache:
-    """Bytes that begin with the module's version."""
+    """Bytes that start with the module's version."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -213,7 +214,7 @@ class Builder:
         return json.dumps({"path": network.path, "profiles": profiles}).encode()
 
     def _advance(self, monitor: Any) -> bool:
-        """Report two steps, the first with three nested ones. Returns whether the monitor allows to go on."""
+        """Two steps, the first with three nested ones. Returns whether to continue."""
         assert monitor.ready
         monitor.phase_start("building", None, 2)
         monitor.phase_start("timing", "building", 3)
@@ -225,7 +226,7 @@ class Builder:
 
 
 class Runtime:
-    """Opens the JSON from any buffer without keeping it."""
+    """Opens JSON from any buffer without keeping it."""
 
     def __init__(self, trt: TensorRT, logger: Any) -> None:
         self._trt, self._logger = trt, logger
@@ -240,7 +241,7 @@ class Runtime:
 
 
 class Engine:
-    """An onnxruntime session, and the profiles."""
+    """An onnxruntime session and the profiles."""
 
     def __init__(self, trt: TensorRT, path: str, profiles: list[dict[str, list[list[int]]]]) -> None:
         self.trt, self.profiles = trt, profiles
@@ -274,7 +275,7 @@ class Engine:
 
 
 class Context:
-    """runs: actual runs of the engine. touched: changes of shapes or addresses."""
+    """runs: of the engine. touched: changes of shapes or addresses."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -308,7 +309,7 @@ class Context:
         return [name for name in self._engine.inputs if name not in self.shapes]
 
     def execute_async_v3(self, handle: int) -> bool:
-        """Enqueue a run with the current shapes and addresses; a captured one is valid until the context changes."""
+        """Enqueue a run; a capture is valid until the context changes."""
         trt, stream = self._engine.trt, self._engine.trt.gpu.streams[handle]
         assert self._scratch >= SCRATCH[self.profile]
         assert not self.infer_shapes()

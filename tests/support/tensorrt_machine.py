@@ -1,4 +1,4 @@
-"""Fixtures of a machine with doubles of TensorRT and a GPU."""
+"""Fixtures: doubles of TensorRT and a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gpu() -> Gpu:
 
 @pytest.fixture
 def trt(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
-    """TensorRT, with the sampler's plugin in its registry."""
+    """TensorRT with the sampler's plugin in its registry."""
     double = TensorRT(gpu)
     double.registry.add_plugin()
     install(monkeypatch, gpu, double)

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, made from configurations without a download."""
+"""Tiny random models of every family, from configurations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ONE_LAYER = {
     "max_position_embeddings": 64,
 }
 
-# GroupQueryAttention can rotate heads of 16 numbers itself, but not heads of 8.
+# GroupQueryAttention cannot rotate heads of size 8.
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama_tied": lambda: LlamaConfig(**COMMON, tie_word_embeddings=True),
     "llama_untied": lambda: LlamaConfig(**COMMON, head_dim=16, tie_word_embeddings=False),
@@ -76,7 +76,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def make_model(family: str | PreTrainedConfig) -> PreTrainedModel:
-    """A random float32 model whose weights are large enough for attention to matter."""
+    """Random float32, with weights large enough for attention to matter."""
     torch.manual_seed(0)
     config = FAMILIES[family]() if isinstance(family, str) else family
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -88,7 +88,7 @@ def make_model(family: str | PreTrainedConfig) -> PreTrainedModel:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer with the special tokens of the configurations."""
+    """Byte-level BPE with the configurations' special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,9 +112,9 @@ def write_checkpoint(folder: Path, family: str | PreTrainedConfig) -> Path:
 
 
 def write_decoder(folder: Path, family: str, change: Callable[[ir.Model], None] = lambda _model: None) -> Path:
-    """A decoder as of another exporter: logits of all positions, weights in a file beside it.
+    """A decoder like another exporter's: logits of all positions, separate weights.
 
-    change: edits the graph before it is written.
+    change: edits the graph first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model = make_model(family)
@@ -128,6 +128,6 @@ def write_decoder(folder: Path, family: str, change: Callable[[ir.Model], None] 
 
 
 def export(model: Path | str, output: Path, **settings: object) -> ExportReport:
-    """Export `model`, unverified by default. settings: of export_request."""
+    """Unverified by default. settings: of export_request."""
     settings = {"verify": False, **settings}
     return export_model(export_request(model=str(model), output=output, **settings))  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""The toy decoder's graph (toy_model.py), with its cache in each form that the runtime drives:
+"""The graph of toy_model.py, in each cache form of the runtime:
 
     concat    Concat
     scatter   static: TensorScatter, for ragged chunks; masked values are multiplied by zero
-    grouped   static: GroupQueryAttention, which after a prefill appends one token per row, or several to a single row
+    grouped   static: GroupQueryAttention; after a prefill, one token per row or several for a single row
     shared    GroupQueryAttention with attention_mask, as in onnxruntime-genai's graphs
 
-GroupQueryAttention only stores the cache: its heads are padded with zeros, and its output is unused.
+GroupQueryAttention only stores the cache: heads are zero-padded, the output unused.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def decoder_graph(
 ) -> tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto], list[onnx.ValueInfoProto], list[onnx.TensorProto]]:
     """Nodes, inputs, outputs and constants that compute `logits` [B, V].
 
-    numbers: those of `Toy.numbers`.
-    max_length: slots of a static cache.
+    numbers: from `Toy.numbers`.
+    max_length: of a static cache.
     """
     widths = HEAD_DIMS[form]
     tables = {
@@ -96,7 +96,6 @@ def _features() -> list[onnx.NodeProto]:
 
 
 def _keep(form: str, layer: int, pasts: list[str], presents: list[str]) -> list[onnx.NodeProto]:
-    """Append new tokens to a layer's cache."""
     new, flat = f"new_{layer}", f"flat_{layer}"
     pairs = list(zip(pasts, presents, strict=True))
     if form == "concat":
@@ -117,10 +116,10 @@ def _keep(form: str, layer: int, pasts: list[str], presents: list[str]) -> list[
 
 
 def _logits(form: str) -> list[onnx.NodeProto]:
-    """Three columns of the history are in layer 1's values, the fourth in layer 0's keys."""
+    """Layer 1's values hold three columns of the history, layer 0's keys the fourth."""
     if form in ("concat", "scatter"):
         masked = _make("Mul", ["cached", "mask"], ["seen"])
-    else:  # unused columns may hold anything
+    else:  # unused columns are arbitrary
         masked = _make("Where", ["counts_4d", "cached", "nothing"], ["seen"])
     return [
         _make("Slice", ["present.1.value", "first", "three", "feature_axis"], ["three_columns"]),
@@ -138,7 +137,7 @@ def _logits(form: str) -> list[onnx.NodeProto]:
 
 
 def _concat_places() -> list[onnx.NodeProto]:
-    """`last_id` and `last_place` [B] of the last tokens, and `mask` [B, 1, T, 1]."""
+    """`last_id` and `last_place` [B], and `mask` [B, 1, T, 1]."""
     return [
         _make("Cast", ["attention_mask"], ["mask_float"], to=TensorProto.FLOAT),
         _make("Unsqueeze", ["mask_float", "mask_axes"], ["mask"]),
@@ -169,7 +168,7 @@ def _shared_places() -> list[onnx.NodeProto]:
 
 
 def _filled_places() -> list[onnx.NodeProto]:
-    """The last token's place and the used columns, from `filled` [B], the row's length."""
+    """From row lengths `filled` [B]."""
     return [
         _make("Sub", ["filled", "one"], ["last_place"]),
         _make("Cast", ["last_place"], ["seqlens_k"], to=TensorProto.INT32),

@@ -1,11 +1,11 @@
-"""A decoder small enough to compute by hand, exported with the real sampler, for tests of the runtime.
+"""A decoder computable by hand, exported with the real sampler.
 
-Its logits are integers times one factor, so numpy and any batch give the same bits:
+Logits are integers times one factor, so numpy and every batch size give the same bits:
 
     logits(t_1 .. t_n) = factor * (follow[t_n] + place[n - 1] + sum over t_i of features[t_i] @ mix)
 
-`place` is read by position: one outside the context is an error. The sum goes through the key-value cache of two layers
-with different shapes, so a mixed-up cache changes the logits.
+A position outside `place` is an error. The sum uses the cache of two layers of different shapes, so cache errors change
+the logits.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Load = Callable[..., TopWModel]
 
 
 def byte_tokenizer(bos: bool = False) -> Tokenizer:
-    """One token per byte, like GPT-2's; `bos`: every text starts with <s>."""
+    """GPT-2's tokens of single bytes. bos: texts start with <s>."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, *BYTES])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +88,7 @@ def byte_ids(data: str | bytes) -> list[int]:
 
 @cache
 def _ids_of_bytes() -> list[int]:
-    """The token of each byte, by GPT-2's printable character for it."""
+    """By GPT-2's printable characters."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
@@ -97,7 +97,7 @@ def _ids_of_bytes() -> list[int]:
 
 @dataclass(frozen=True)
 class Toy:
-    """The numbers of one decoder; `embeddings` serve only the sampler's geometry."""
+    """One decoder's numbers; `embeddings` only affect geometry."""
 
     follow: np.ndarray
     place: np.ndarray
@@ -117,19 +117,19 @@ class Toy:
             mix=rng.integers(-2, 3, (FEATURES, VOCAB)).astype(np.float32),
             embeddings=rng.standard_normal((VOCAB, 8)).astype(np.float32),
         )
-        toy.follow[:, [BOS, EOS, PAD]] = -200  # special tokens appear only on request
+        toy.follow[:, [BOS, EOS, PAD]] = -200  # special tokens only on request
         return replace(toy, **changes)
 
     @classmethod
     def script(cls, tokens: Sequence[int], prompt_tokens: int, seed: int = 0) -> Toy:
-        """A decoder that always continues prompts of that length with `tokens`."""
+        """A decoder that continues prompts of that length with `tokens`."""
         toy = cls.random(seed)
         for step, token in enumerate(tokens):
             toy.place[prompt_tokens - 1 + step, token] = 4000
         return toy
 
     def numbers(self) -> dict[str, np.ndarray]:
-        """The arrays in the graph."""
+        """The graph's arrays."""
         factor = np.asarray(self.factor, np.float32)
         return {
             "follow": self.follow, "place": self.place, "features": self.features, "mix": self.mix, "factor": factor,
@@ -149,7 +149,7 @@ class Toy:
         sample: int = 0,
         edits: Any = None,
     ) -> list[Row]:
-        """The reference's draws; `edits(tokens so far)` gives (ids, penalties, biases) or None."""
+        """The reference's draws. edits: tokens so far -> (ids, penalties, biases) or None."""
         geometry = Geometry.uniform()
         if self.options.metric != "uniform":
             geometry = Geometry.from_embeddings(self.embeddings, self.options.metric)
@@ -192,11 +192,11 @@ def export(
     buffer_step: int = 0,
     max_length: int | None = None,
 ) -> Path:
-    """Write `folder` as the exporter would.
+    """Write `folder` like the exporter.
 
-    padding: whether rows of a batch may have different lengths.
-    form: as in toy_graph.py.
-    max_length: slots of a cache ("scatter"), as for --target tensorrt.
+    padding: rows may have different lengths.
+    form: see toy_graph.py.
+    max_length: of the cache ("scatter"), as for --target tensorrt.
     """
     folder.mkdir(parents=True)
     spec = TailSpec(

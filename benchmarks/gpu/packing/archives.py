@@ -1,8 +1,8 @@
-"""Writes a folder as .tar.xz files, none larger than a limit.
+"""Writes a folder as .tar.xz files of limited size.
 
-An .xz file can have several concatenated streams, and a tar file is a sequence of members. So members are compressed in
-blocks, each a stream, and an archive takes blocks until the next does not fit. A block above the limit is halved, down
-to slices of one file, which `unpack.py` joins. Any tar with xz reads the archives.
+.xz files may concatenate streams, and tar files are sequences of members. So each block of members is a stream, and an
+archive takes blocks until the next does not fit. Blocks above the limit are halved, down to slices of a file, which
+`unpack.py` joins. Any tar with xz reads the archives.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SLICE = ".slice-"
 SMALLEST = 64 << 10
 """The smallest limit, in bytes."""
 
-_BLOCK = 16 << 20  # bytes of files per stream, which share a dictionary
-_DICTIONARY = 32 << 20  # a larger one saves less than 1 % of onnxruntime's CUDA library
+_BLOCK = 16 << 20  # bytes of files per stream, with one dictionary
+_DICTIONARY = 32 << 20  # a larger one saves below 1 % of onnxruntime's CUDA library
 
 
 @dataclass(frozen=True)
 class Member:
-    """A link, or `size` bytes of a file from byte `start`. sliced: part of the file only."""
+    """A link, or `size` bytes of a file from `start`. sliced: not the whole file."""
 
     name: str
     path: Path
@@ -42,10 +42,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Written:
-    """What `write` wrote.
+    """Results of `write`.
 
     archives: name, bytes and SHA-256 of each.
-    slices: of each sliced file, its slices in order, size and SHA-256.
+    slices: by file: its slices in order, size and SHA-256.
     """
 
     archives: list[dict[str, Any]]
@@ -53,10 +53,10 @@ class Written:
 
 
 def write(root: Path, into: Path, name: str, limit: int) -> Written:
-    """Write the folder `root` to `into`/NAME-1.tar.xz, NAME-2.tar.xz and so on, of at most `limit` bytes.
+    """Write `root` to `into`/NAME-1.tar.xz and so on, of at most `limit` bytes.
 
-    Files and symbolic links are stored sorted, by their paths below `root`, without times and owners.
-    Raises BenchmarkError for a limit below SMALLEST.
+    Stores files and symbolic links sorted by relative path, without times and owners. Raises BenchmarkError for a limit
+    below SMALLEST.
     """
     if limit < SMALLEST:
         raise BenchmarkError(f"the limit is {limit} bytes, but must be at least {SMALLEST}; give --limit a larger one.")
@@ -89,7 +89,7 @@ def _members(root: Path) -> list[Member]:
 
 
 def _streams(members: Sequence[Member], most: int) -> Iterator[tuple[list[Member], bytes]]:
-    """Blocks of members with their streams, none longer than `most` bytes."""
+    """Streams of at most `most` bytes."""
     block: list[Member] = []
     for member in members:
         if block and sum(m.size for m in block) + member.size > _BLOCK:
@@ -115,7 +115,7 @@ def _fitting(block: list[Member], most: int) -> Iterator[tuple[list[Member], byt
 
 
 def _tar_bytes(member: Member) -> bytes:
-    """The member's bytes in a tar file: header, content, padding."""
+    """Header, content, padding."""
     info = tarfile.TarInfo(f"{member.name}{SLICE}{member.start}" if member.sliced else member.name)
     if member.path.is_symlink():
         info.type, info.linkname = tarfile.SYMTYPE, os.readlink(member.path)
@@ -133,7 +133,7 @@ def _is_library(path: Path) -> bool:
 
 
 def _compressed(content: bytes, binary: bool) -> bytes:
-    """One .xz stream. binary: apply the filter for x86 code."""
+    """One .xz stream. binary: apply the x86 filter."""
     filters: list[dict[str, Any]] = [{"id": lzma.FILTER_X86}] if binary else []
     filters.append({"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": _DICTIONARY})
     return lzma.compress(content, format=lzma.FORMAT_XZ, filters=filters)

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.gpu pack`: archives for a GPU host without a network. Run it where the package index is.
+"""`python -m benchmarks.gpu pack`: archives for a GPU host without a network. Needs the package index.
 
     python -m benchmarks.gpu pack [--limit 60MiB] [--sm 90] [--python 3.12] [--into out/pack] [--only COMPONENT ...]
 
-Writes .tar.xz files per component, none above the limit, and pack.json with their contents, sizes and SHA-256, and with
-the components that could not be packed. On the host: python3 -m benchmarks.gpu --pack ARCHIVE ...
+Writes .tar.xz files, and pack.json with their contents, sizes, SHA-256 and missing components. On the host: python3 -m
+benchmarks.gpu --pack ARCHIVE ...
 
 Exit code: 0 if every requested component was packed, else 1.
 """
@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def pack(into: Path, names: Sequence[str], limit: int, host: Host, *, rehearse: bool = False) -> int:
-    """Write the archives and the index; returns the exit code. Raises BenchmarkError for a bad folder or limit."""
+    """Returns the exit code. Raises BenchmarkError for a bad folder or limit."""
     _clear(into)
     index: dict[str, Any] = {
         "format": FORMAT, "sm": host.sm, "python": host.python, "limit": limit, "rehearsal": rehearse,
@@ -92,7 +92,6 @@ def _stage(name: str, tree: Path, scratch: Path, host: Host, rehearse: bool) -> 
 
 
 def _add(index: dict[str, Any], name: str, packed: Packed, tree: Path, into: Path, limit: int) -> None:
-    """Write the component's archives and add them to the index."""
     written = archives.write(tree, into, f"pack-{name}", limit)
     files = [path for path in sorted(tree.rglob("*")) if path.is_file() and not path.is_symlink()]
     index["archives"] += written.archives
@@ -107,7 +106,7 @@ def _add(index: dict[str, Any], name: str, packed: Packed, tree: Path, into: Pat
 
 
 def _clear(into: Path) -> None:
-    """Remove an earlier call's files. Raises BenchmarkError if the folder holds anything else."""
+    """Raises BenchmarkError if the folder holds anything but an earlier call's files."""
     into.mkdir(parents=True, exist_ok=True)
     for path in into.iterdir():
         if path.name != INDEX and not (path.name.startswith("pack-") and path.name.endswith(archives.SUFFIX)):

@@ -1,4 +1,4 @@
-"""A component's entry in the index."""
+"""A component's index entry."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.gpu.packing.fatbin import Kept
 class Packed:
     """A staged component.
 
-    python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH; "." is the folder itself.
-    variables: environment variables, each naming a subfolder.
-    cuda_libraries: it needs CUDA's libraries, which PyTorch's packages have.
-    gpu_code: the GPU code kept of each library.
-    notes: sentences for users.
+    python_path, library_path: subfolders for PYTHONPATH and LD_LIBRARY_PATH, or ".".
+    variables: environment variables that name a subfolder each.
+    cuda_libraries: needs CUDA's libraries from PyTorch's packages.
+    gpu_code: kept of each library.
+    notes: for users.
     """
 
     version: str
@@ -28,7 +28,7 @@ class Packed:
     notes: tuple[str, ...] = ()
 
     def as_json(self, name: str) -> dict[str, Any]:
-        """The index entry, with paths relative to the folder of all components."""
+        """The index entry, with paths relative to all components' folder."""
         found = asdict(self)
         for key in ("python_path", "library_path"):
             found[key] = [name if place == "." else f"{name}/{place}" for place in found[key]]

@@ -1,12 +1,11 @@
-"""The GPU code in a shared library: lists its architectures, and zeroes what one GPU does not need.
+"""GPU code in a shared library: list its architectures and zero what one GPU does not need.
 
-nvcc stores fat binaries in their own sections. Each is a header and a list of entries, machine code (a cubin) or PTX of
-one architecture, from which the driver picks one at load time. Zeroing the payload of the others keeps every size and
-offset of the file, and zeros compress well.
+nvcc stores fat binaries in their own sections: a header and entries, each machine code (a cubin) or PTX of one
+architecture, from which the driver picks one. Zeroing the others keeps sizes and offsets, and zeros compress well.
 
-Layout, little-endian. Fat binary: magic u32, version u16, header size u16, size of the entries u64. Entry: kind u16
-(1 PTX, 2 cubin), u16, header size u32, payload size u64, then at byte 28 the architecture u32 (90 is sm_90) and at byte
-40 flags u64, of which bit 20 is the "a" of sm_90a.
+Layout, little-endian. Fat binary: magic u32, version u16, header size u16, size of the entries u64. Entry: kind u16 (1
+PTX, 2 cubin), u16, header size u32, payload size u64, at byte 28 architecture u32 (90 is sm_90), at byte 40 flags u64,
+where bit 20 is the "a" of sm_90a.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ MAGIC = 0xBA55ED50
 _FAT_HEADER = struct.Struct("<IHHQ")
 _ENTRY_HEADER = struct.Struct("<HHIQ12xI8xQ")
 _PTX, _CUBIN = 1, 2
-_ONE_GPU_ONLY = 1 << 20  # architecture-specific: runs on no other architecture, not even a newer one
+_ONE_GPU_ONLY = 1 << 20  # not even on a newer architecture
 
 
 @dataclass(frozen=True)
 class Code:
-    """An entry of a fat binary. start, size: of its payload in the file, in bytes."""
+    """A fat binary's entry. start, size: of its payload, in bytes."""
 
     cubin: bool
     architecture: int
@@ -43,7 +42,7 @@ class Code:
         return f"{kind}_{self.architecture}{'a' if self.only_there else ''}"
 
     def runs_on(self, sm: int) -> bool:
-        """Machine code runs on its architecture and later ones of the same generation; PTX on every later one."""
+        """Machine code runs on its architecture and later ones of its generation; PTX on every later one."""
         if self.only_there:
             return self.architecture == sm
         same_generation = self.architecture // 10 == sm // 10
@@ -52,9 +51,9 @@ class Code:
 
 @dataclass(frozen=True)
 class Kept:
-    """What `keep_only` keeps of a library: entries by architecture before and after, and bytes of payload.
+    """What `keep_only` keeps: entries by architecture before and after, and payload bytes.
 
-    without: number of fat binaries without code for the GPU.
+    without: fat binaries without code for the GPU.
     """
 
     found: dict[str, int]
@@ -65,9 +64,9 @@ class Kept:
 
 
 def fat_binaries(data: bytes) -> list[list[Code]]:
-    """The entries of every fat binary in a 64-bit little-endian ELF file.
+    """Every fat binary's entries in a 64-bit little-endian ELF file.
 
-    Raises BenchmarkError for any other file, or a header that points outside it.
+    Raises BenchmarkError for another file, or a header that points outside it.
     """
     found = []
     try:
@@ -79,7 +78,7 @@ def fat_binaries(data: bytes) -> list[list[Code]]:
 
 
 def chosen(entries: Sequence[Code], sm: int) -> list[Code]:
-    """What the driver loads on `sm`: the best fitting machine code, else the newest PTX, else nothing."""
+    """What the driver loads: the best machine code, else the newest PTX, else nothing."""
     for cubin in (True, False):
         fitting = [code for code in entries if code.cubin == cubin and code.runs_on(sm)]
         if fitting:
@@ -89,14 +88,14 @@ def chosen(entries: Sequence[Code], sm: int) -> list[Code]:
 
 
 def survey(path: Path, sm: int) -> Kept:
-    """What `keep_only` would keep. Raises BenchmarkError as `fat_binaries` does."""
+    """A dry run of `keep_only`. Raises BenchmarkError as `fat_binaries` does."""
     return _summary(_read(path)[1], sm)
 
 
 def keep_only(path: Path, sm: int) -> Kept:
-    """Zero the payload of every entry that a GPU of architecture `sm` does not load.
+    """Zero every payload that `sm` does not load.
 
-    Raises BenchmarkError as `fat_binaries` does, and then does not change the file.
+    Raises BenchmarkError as `fat_binaries` does, without changing the file.
     """
     data, binaries = _read(path)
     changed = bytearray(data)
@@ -131,7 +130,7 @@ def _summary(binaries: Sequence[Sequence[Code]], sm: int) -> Kept:
 
 
 def _sections(data: bytes) -> Iterator[tuple[int, int]]:
-    """(position, size) of every section with fat binaries."""
+    """(position, size) of each."""
     if data[:6] != b"\x7fELF\x02\x01":
         raise BenchmarkError("this is no 64-bit little-endian ELF file; name a shared library for Linux.")
     (table,) = struct.unpack_from("<Q", data, 0x28)
@@ -149,7 +148,7 @@ def _sections(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _fat_binaries_of(data: bytes, position: int, end: int) -> Iterator[list[Code]]:
-    """The fat binaries of a section: aligned to 8 bytes, with padding between them."""
+    """Fat binaries are aligned to 8 bytes, with padding between them."""
     while position + _FAT_HEADER.size <= end:
         magic, _, header, size = _FAT_HEADER.unpack_from(data, position)
         if magic != MAGIC:

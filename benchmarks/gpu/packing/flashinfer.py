@@ -1,7 +1,7 @@
-"""The component `flashinfer`: FlashInfer's samplers, compiled, with the packages that importing it needs.
+"""The component `flashinfer`: FlashInfer's compiled samplers and their dependencies.
 
-FlashInfer compiles its kernels at the first call, from 330 MB of sources and with headers that a host may lack, unless
-it finds a library in `data/aot`. So the two modules of its samplers are compiled here and the sources left out.
+Without a library in `data/aot`, FlashInfer compiles at the first call, from 330 MB of sources and headers that a host
+may lack. So this compiles its samplers and omits the sources.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MODULES = {
 
 _FLAGS = ("-std=c++17", "-O3", "-use_fast_math", "--expt-relaxed-constexpr", "-w", "-Xcompiler=-fPIC", "-shared")
 _DEFINES = ("-DPy_LIMITED_API=0x03090000", "-DNDEBUG", "-DFLASHINFER_ENABLE_F16", "-DFLASHINFER_ENABLE_BF16")
-_FIRST = ("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust")  # before nvcc's own, older ones
+_FIRST = ("cccl/cub", "cccl/libcudacxx/include", "cccl/thrust")  # before nvcc's older ones
 _INCLUDES = ("include", "csrc", "cutlass/include", "spdlog/include")
 _LIMIT = 1_800  # seconds per module
 
 
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
-    """Put the packages into `tree`. Raises BenchmarkError without a working nvcc, or if a package is unavailable."""
+    """Raises BenchmarkError without a working nvcc, or if a package is unavailable."""
     try:
         nvcc = compile_cuda.find_toolkit().nvcc
     except PluginError as error:
@@ -75,7 +75,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 
 
 def _compile(nvcc: Path, sm: int, sources: list[Path], includes: list[str], made: Path) -> None:
-    """Compile the sources to a library with CUDA's runtime. Raises BenchmarkError with the compiler's output."""
+    """Raises BenchmarkError with the compiler's output."""
     command = [str(nvcc), *_FLAGS, *_DEFINES, f"-gencode=arch=compute_{sm},code=sm_{sm}", "--cudart=static"]
     command += [f"-ccbin={compile_native.find_compiler()[0]}", "--threads=0", *includes]
     try:

@@ -1,4 +1,4 @@
-"""The component `folders`: the bundled model exported in forms for GPUs, with the CPU's tokens."""
+"""The component `folders`: the bundled model exported for GPUs, with the CPU's tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ precision only."""
 
 
 def stage(tree: Path, names: Sequence[str], *, verify: bool = True, seeds: int = 3) -> Packed:
-    """Export the named forms into `tree`, and record the CPU's tokens of each.
+    """Export the named forms into `tree` and record the CPU's tokens of each.
 
-    verify: verify the exports. Raises BenchmarkError with the exporter's message.
+    verify: verify the exports.
+
+    Raises BenchmarkError with the exporter's message.
     """
     tree.mkdir(parents=True)
     for name in names:

@@ -1,4 +1,4 @@
-"""The component `onnxruntime`: the parts of onnxruntime-gpu that sessions on the CPU or on CUDA load."""
+"""The component `onnxruntime`: the parts of onnxruntime-gpu for CPU and CUDA sessions."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _UNUSED = ("transformers", "tools", "quantization", "datasets", "backend")
 
 
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
-    """Put the package into `tree`. Raises BenchmarkError if it is unavailable or has no code for the host's GPU.
+    """Raises BenchmarkError if the package is unavailable or has no code for the host's GPU.
 
-    Left out: other providers, the library for C programs, and subpackages that inference does not import.
+    Omits other providers, the C library, and subpackages that inference does not import.
     """
     wheel = wheels.fetch(REQUIREMENT, host, scratch)
     wheels.unzip(wheel, tree)

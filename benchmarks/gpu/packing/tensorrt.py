@@ -1,8 +1,7 @@
-"""The component `tensorrt`: TensorRT-RTX's libraries under TensorRT's names, with TensorRT's Python bindings.
+"""The component `tensorrt`: TensorRT's Python bindings over TensorRT-RTX's libraries, renamed.
 
-TensorRT's wheels on the package index have no libraries: they download them when they are installed. TensorRT-RTX comes
-complete, as onnxruntime's provider. Nobody guarantees that the two work together, so the versions are pinned. The
-library has code for more GPUs than it officially supports, so its contents are recorded.
+TensorRT's wheels download their libraries; TensorRT-RTX's are complete. The pairing is unsupported: versions are
+pinned, and the library's GPU code is recorded.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _PLUGINS = 'extern "C" bool initLibNvInferPlugins(void *, const char *) { return
 
 
 def stage(tree: Path, scratch: Path, host: Host) -> Packed:
-    """Put bindings into `tree` and libraries into its `lib`.
+    """Stage bindings in `tree` and libraries in its `lib`.
 
-    Raises BenchmarkError if the libraries have no code for the host's GPU, or a package is unavailable.
+    Raises BenchmarkError without code for the host's GPU or an available package.
     """
     wheel = wheels.fetch(LIBRARIES, host, scratch)
     unpacked, folder = scratch / "rtx", tree / "lib"
@@ -55,7 +54,7 @@ def stage(tree: Path, scratch: Path, host: Host) -> Packed:
 
 
 def _empty_plugins(path: Path) -> None:
-    """Write an empty library of TensorRT's plugins, which the bindings load. Raises BenchmarkError."""
+    """The bindings load this empty library. Raises BenchmarkError."""
     try:
         command = [*compile_native.find_compiler(), "-xc++", "-", "-shared", "-fPIC", "-o", str(path)]
         subprocess.run(command, input=_PLUGINS, capture_output=True, text=True, check=True)

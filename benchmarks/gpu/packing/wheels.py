@@ -1,4 +1,4 @@
-"""Fetches wheels for the host's Python with pip, and unzips them."""
+"""Download and unzip wheels for the host's Python."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from topw_deploy.errors import BenchmarkError
 
 _PLATFORMS = (*(f"manylinux_2_{glibc}_x86_64" for glibc in range(39, 16, -1)), "manylinux2014_x86_64", "linux_x86_64")
-_LIMIT = 600  # seconds for one wheel
+_LIMIT = 600  # seconds per wheel
 
 
 @dataclass(frozen=True)
 class Host:
-    """The GPU host, x86-64 Linux with glibc 2.39 or newer. sm: 90 for sm_90. python: such as "3.12"."""
+    """An x86-64 Linux host with glibc 2.39 or newer. sm: 90 for sm_90. python: such as "3.12"."""
 
     sm: int
     python: str
 
 
 def fetch(requirement: str, host: Host, into: Path) -> Path:
-    """Download the wheel of `requirement`, without dependencies. Raises BenchmarkError with pip's message."""
+    """Raises BenchmarkError with pip's message."""
     before = set(into.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", host.python, "-d", str(into)]
@@ -42,7 +42,7 @@ def fetch(requirement: str, host: Host, into: Path) -> Path:
 
 
 def unzip(wheel: Path, into: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Extract the wanted files of the wheel. Raises BenchmarkError for a file that is not a wheel."""
+    """Raises BenchmarkError for a file that is not a wheel."""
     try:
         with zipfile.ZipFile(wheel) as file:
             file.extractall(into, [name for name in file.namelist() if wanted(name)])

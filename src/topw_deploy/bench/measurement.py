@@ -1,7 +1,7 @@
-"""How times are taken, and on which machine.
+"""Timing and the machine.
 
-All sides take turns within one run, so a machine whose speed drifts affects all of them. A round calls each side once,
-in a changing order. Reports quote the median over rounds; a ratio of two sides is taken round by round.
+All sides take turns within a run, so that drifting machine speed affects all: a round calls each side once, in a
+changing order. Reports quote medians over rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from topw_deploy.progress import Advance
 
 Sample = TypeVar("Sample")
 
-FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")  # kernels are chosen by these
+FLAGS = ("avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")  # kernels dispatch on these
 DISTRIBUTIONS = ("topw-deploy", "numpy", "onnxruntime", "torch", "transformers")
 
 _TWO_SIDED_95 = 1.96  # standard deviations
@@ -47,10 +47,10 @@ class Spread:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % confidence interval of the population's median, for any distribution.
+    """A 95 % confidence interval of the median, for any distribution.
 
-    From order statistics: the number of values below the median is binomial with p = 1/2 (normal approximation; with
-    fewer than six values the interval is the smallest and the largest).
+    From order statistics: the number of values below the median is binomial with p = 1/2 (normal approximation; below
+    six values, the minimum and maximum).
     """
     ordered, count = sorted(values), len(values)
     margin = _TWO_SIDED_95 * math.sqrt(count) / 2
@@ -60,7 +60,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def seconds(call: Callable[[], object], repeat: int = 1) -> float:
-    """Wall time of one call, averaged over `repeat` consecutive calls."""
+    """Wall time of one call, averaged over `repeat` calls."""
     started = time.perf_counter()
     for _ in range(repeat):
         call()
@@ -68,7 +68,7 @@ def seconds(call: Callable[[], object], repeat: int = 1) -> float:
 
 
 def calls_filling(call: Callable[[], object], duration: float, most: int) -> int:
-    """How many consecutive calls take about `duration` seconds, between 1 and `most`; the first call is a warm-up."""
+    """The number of calls that take about `duration` seconds, in [1, most], after a warm-up call."""
     call()
     once = max(seconds(call), 1e-9)
     return max(1, min(most, round(duration / once)))
@@ -82,10 +82,10 @@ def interleave(
     seed: int | None = None,
     advance: Advance = lambda _parts: None,
 ) -> dict[str, list[Sample]]:
-    """Call every side once a round and collect the results; those of the warm-up rounds are discarded.
+    """Call every side once per round and collect the results, without warm-up rounds.
 
-    seed: of the shuffled order of each round; None rotates the order instead.
-    advance: called with 1 after every call of a side.
+    seed: shuffles each round's order; None rotates it.
+    advance: called with 1 after every call.
     """
     names = list(sides)
     shuffled = None if seed is None else random.Random(seed)
@@ -102,7 +102,7 @@ def interleave(
 
 
 def paired(samples: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
-    """`over` / `under`, round by round."""
+    """`over` / `under`, by round."""
     return [a / b for a, b in zip(samples[over], samples[under], strict=True)]
 
 
@@ -112,12 +112,11 @@ def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> Spre
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a measurement ran.
+    """The machine of a measurement.
 
-    processor: its name.
-    flags: those of FLAGS that it has.
+    flags: those of FLAGS it has.
     cores: usable by this process.
-    load: mean number of running processes over the last minute; None if unknown.
+    load: mean running processes over the last minute; None if unknown.
     versions: of the installed DISTRIBUTIONS.
     """
 
@@ -145,7 +144,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine this process runs on, with its current load."""
+    """This machine and its current load."""
     processor, flags = _processor()
     affinity = hasattr(os, "sched_getaffinity")
     return Machine(
@@ -168,7 +167,6 @@ def _version(name: str) -> str | None:
 
 
 def _processor() -> tuple[str, tuple[str, ...]]:
-    """Name and flags, from /proc/cpuinfo where it exists."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:
             first = stream.read().split("\n\n")[0]

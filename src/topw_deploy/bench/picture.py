@@ -1,6 +1,6 @@
-"""Pictures of measurements: bars on a logarithmic axis, each with its number.
+"""Bar charts on a logarithmic axis.
 
-The colours are Okabe and Ito's, chosen for every kind of colour vision; they also differ in lightness, for grey prints.
+Okabe and Ito's colours suit every kind of colour vision and differ in lightness for grey prints.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from topw_deploy.reports import require_matplotlib
 COLOURS = {"ours": "#0072B2", "peer": "#B8BEC6", "yardstick": "#E69F00"}
 NAMES = {"ours": "topw_deploy", "peer": "others", "yardstick": "yardsticks"}
 _INK, _FAINT = "#1F2933", "#6B7580"
-_WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: figure, one bar, a panel's title, legend
+_WIDTH, _BAR, _HEAD, _FOOT = 10.0, 0.34, 1.2, 0.8  # inches: figure width, bar, panel title, legend
 _DPI = 160
-_WRAP, _NOTE_WRAP = 84, 100  # characters of a line
+_WRAP, _NOTE_WRAP = 84, 100  # characters per line
 _NARROW = 10.0  # largest over smallest tick
 
 
@@ -29,9 +29,9 @@ _NARROW = 10.0  # largest over smallest tick
 class Bar:
     """One bar.
 
-    spread: its length and whiskers, in seconds.
+    spread: length and whiskers, in seconds.
     kind: a key of COLOURS.
-    text: printed at its end.
+    text: end label.
     """
 
     label: str
@@ -42,11 +42,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars that share an axis, top to bottom.
-
-    subtitle: what was measured.
-    title: the finding.
-    """
+    """Bars on one axis, top to bottom. title: the finding."""
 
     subtitle: str
     title: str
@@ -56,10 +52,7 @@ class Panel:
 def draw(path: Path, panels: Sequence[Panel], axis: str, note: str) -> None:
     """Write the panels, one below the other, as a PNG.
 
-    axis: label of the x axis.
-    note: small print.
-
-    Raises ParameterError if matplotlib is not installed or `path` cannot be written.
+    Raises ParameterError if matplotlib is missing or `path` cannot be written.
     """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -87,7 +80,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
     middles = [bar.spread.median for bar in panel.bars]
     shortest, longest = min(middles), max(middles)
     ax.set_xscale("log")
-    # room to the left, so that the shortest bar is visible, and to the right for the longest one's text
+    # room for the shortest bar (left) and the longest bar's label (right)
     ax.set_xlim(shortest / 2.5, longest * (longest / shortest) ** 0.22 * 2.5)
     ax.barh(places, middles, color=[COLOURS[bar.kind] for bar in panel.bars], height=0.7, zorder=2)
     below = [bar.spread.median - bar.spread.low for bar in panel.bars]
@@ -113,7 +106,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         label.set_fontweight("bold" if bar.kind == "ours" else "normal")
     _title(ax, panel)
     ax.xaxis.set_major_formatter(_in_units)
-    narrow = ax.get_xlim()[1] < _NARROW * ax.get_xlim()[0]  # at most one power of ten: label the minor ticks too
+    narrow = ax.get_xlim()[1] < _NARROW * ax.get_xlim()[0]  # at most a decade: label minor ticks too
     ax.xaxis.set_minor_formatter(_in_units if narrow else "")
     ax.grid(axis="x", which="major", color="#E4E7EB", linewidth=0.8, zorder=0)
     ax.tick_params(axis="x", which="both", colors=_FAINT, labelsize=8, length=0)
@@ -123,7 +116,6 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
 
 
 def _title(ax: Any, panel: Panel) -> None:
-    """Title and subtitle, aligned with the figure's left edge."""
     from matplotlib.transforms import blended_transform_factory
 
     corner = blended_transform_factory(ax.figure.transFigure, ax.transAxes)
@@ -142,7 +134,6 @@ def _legend(figure: Any, kinds: Sequence[str]) -> None:
 
 
 def _in_units(value: float, _position: int) -> str:
-    """A tick label: `value` seconds in the unit that fits."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if value * factor >= 0.999:
             return f"{value * factor:g} {unit}"

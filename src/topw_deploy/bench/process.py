@@ -1,6 +1,6 @@
-"""Worker processes: each side runs in its own environment, with its own thread pools and memory.
+"""Worker processes: each side has its own environment, thread pools and memory.
 
-The worker takes the times; this end decides whose turn it is.
+Workers take the times; this process decides the order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUIET = {
     "TOPW_PRINT_KEPT": "0",
 }
 _GRACE = 10.0  # seconds for a worker to end by itself
-_MOST_THREADS = 1024  # some libraries start as many threads as they are asked for
+_MOST_THREADS = 1024  # some libraries start every thread requested
 
 
 def require_few_threads(threads: Sequence[int]) -> None:
@@ -40,16 +40,15 @@ def require_few_threads(threads: Sequence[int]) -> None:
 
 
 class Worker:
-    """A process that serves the functions of one file. A context manager that ends the process.
+    """A process that serves the functions of one file. A context manager.
 
-    name: for error messages.
-    file: an absolute path, or a name in `bench/workers`; workers/serve.py states what it must define.
-    settings: plain JSON, passed to the file's `start`.
-    python: the interpreter, this one by default.
-    threads: for OpenMP and BLAS libraries.
+    file: an absolute path, or a name in `bench/workers`; see workers/serve.py for the protocol.
+    settings: plain JSON for the file's `start`.
+    python: the interpreter; this one by default.
+    threads: for OpenMP and BLAS.
 
-    Raises BenchmarkError if the process cannot start, dies (the message quotes its last line on stderr) or answers with
-    an error; an error of topw_deploy.errors is raised as its own type.
+    Raises BenchmarkError, with the last line of stderr, if the process cannot start, dies or answers with an error.
+    Errors of topw_deploy.errors keep their type.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Worker:
     ) -> None:
         self.name = name
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe that nobody reads could fill up
-        # Absolute, as Popen would search PATH for a bare name; not resolved, as an environment's python is a link.
+        # Absolute, as Popen searches PATH for bare names; unresolved, as an environment's python is a link.
         self._interpreter = str(Path(python).absolute()) if python else sys.executable
         command = [self._interpreter, str(WORKERS / "serve.py"), str(WORKERS / file)]
         environment = {**os.environ, **_QUIET, **dict.fromkeys(_THREAD_VARIABLES, str(threads))}
@@ -83,16 +82,16 @@ class Worker:
             raise
 
     def call(self, do: str, **arguments: Any) -> Any:
-        """Call the function `do` in the worker and return its answer."""
+        """Call `do` in the worker; return its answer."""
         return self._exchange({"do": do, "with": arguments})
 
     def peak_bytes(self) -> int | None:
-        """Peak resident memory of the process; None where the system does not report it."""
+        """Peak resident memory; None if the system does not report it."""
         peak: int | None = self.call("peak_bytes")
         return peak
 
     def close(self) -> None:
-        """Close the process's stdin, and kill it if it does not end."""
+        """Close stdin; kill the process if it does not exit."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -137,7 +136,6 @@ class Worker:
         return answer["value"]
 
     def _error(self, text: str) -> TopWError:
-        """The error that the worker reported as "Type: message"."""
         kind, _, message = text.partition(": ")
         own = getattr(errors, kind, None)
         if isinstance(own, type) and issubclass(own, TopWError):

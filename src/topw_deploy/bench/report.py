@@ -1,4 +1,4 @@
-"""What the reports of both commands share: tables, numbers and sentences."""
+"""Tables, numbers and sentences of both reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topw_deploy.bench.measurement import Machine, Spread, median_interval
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table with padded columns, readable in a terminal too."""
+    """A padded Markdown table."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -20,7 +20,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """`value` rounded to `digits` significant digits, without an exponent: 0.0123, 17.4, 1,230."""
+    """Without an exponent: 0.0123, 17.4, 1,230."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.{digits - 1}e}")
@@ -31,13 +31,13 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def duration(value: float) -> str:
-    """Seconds in the unit that fits: 17.4 us, 1.23 ms, 2.00 s."""
+    """Seconds in a fitting unit: 17.4 us, 1.23 ms, 2.00 s."""
     unit, factor = next((u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6)) if value * f >= 1 or u == "us")
     return f"{significant(value * factor)} {unit}"
 
 
 def comparison(factors: Mapping[str, float]) -> str:
-    """A sentence on other sides' times in units of ours: 560x faster than a, 12x than b, 1.5x slower than c."""
+    """Times relative to ours: 560x faster than a, 12x than b, 1.5x slower than c."""
     faster = [(name, factor) for name, factor in factors.items() if factor >= 1]
     slower = [(name, 1 / factor) for name, factor in factors.items() if factor < 1]
     parts = []
@@ -48,7 +48,7 @@ def comparison(factors: Mapping[str, float]) -> str:
 
 
 def closing_lines(absent: Iterable[tuple[str, str]], machine: Machine) -> list[str]:
-    """The last lines of a report: the absent sides, (label, why), grouped by reason, and a note on a busy machine."""
+    """The absent sides, (label, why), by reason, and a note if the machine is busy."""
     labels: dict[str, list[str]] = {}
     for label, why in absent:
         labels.setdefault(why, []).append(label)
@@ -59,7 +59,7 @@ def closing_lines(absent: Iterable[tuple[str, str]], machine: Machine) -> list[s
 
 
 def reference_side(kinds: Mapping[str, str]) -> str:
-    """The side that ratios are taken to: the first of ours, or the first of all. kinds: kind by side, in order."""
+    """The reference for ratios: our first side, else the first. kinds: by side, in order."""
     return next((name for name, kind in kinds.items() if kind == "ours"), next(iter(kinds)))
 
 
@@ -69,5 +69,5 @@ def ratio_json(ratios: Sequence[float]) -> dict[str, Any]:
 
 
 def request_json(request: Any) -> dict[str, Any]:
-    """The fields of a request, a dataclass, as plain JSON types."""
+    """A request's fields as plain JSON types."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(request).items()}

@@ -1,4 +1,4 @@
-"""Sides of a measurement: the rows of its table, and which of them can run here."""
+"""Sides: table rows, and which can run here."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TOP_P, TOP_K, MIN_P = 0.95, 50, 0.05  # of the other samplers
 class Side:
     """One row of a table.
 
-    name: as --peers takes it.
-    label: as the table shows it.
+    name: for --peers.
+    label: for the table.
     kind: "ours", "peer" or "yardstick".
-    why_not: why it cannot run here and what to do; None if it can.
+    why_not: why it cannot run here and what to do, or None.
     """
 
     name: str
@@ -35,9 +35,9 @@ AnySide = TypeVar("AnySide", bound=Side)
 
 
 def select(sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str]) -> list[AnySide]:
-    """The sides that `names` mean, in the order of `sides`; all of them without names.
+    """The sides in `names`, in the order of `sides`; all if empty.
 
-    A name in `groups` means every side called "<group>-...". Raises ParameterError for an unknown name.
+    A name in `groups` selects every "<group>-..." side. Raises ParameterError for an unknown name.
     """
     known = [side.name for side in sides]
     for name in names:
@@ -50,7 +50,7 @@ def select(sides: Sequence[AnySide], names: Sequence[str], groups: Collection[st
 def choose(
     sides: Sequence[AnySide], names: Sequence[str], groups: Collection[str]
 ) -> tuple[list[AnySide], list[AnySide]]:
-    """The sides to run, and those left out; arguments as for `select`.
+    """The sides to run and those left out.
 
     Raises ParameterError for an unknown name, BenchmarkError for a named side that cannot run.
     """
@@ -62,7 +62,7 @@ def choose(
 
 
 def load_processor(path: Path) -> Any:
-    """The class TopW_LogitsProcessor of the authors' file, which the user provides: this project has no copy.
+    """TopW_LogitsProcessor from the user's copy of the authors' file.
 
     Raises BenchmarkError for a file without it.
     """

@@ -1,4 +1,4 @@
-"""The bundled demo model: a small Llama trained on Python's own documentation, in Hugging Face layout."""
+"""The bundled demo model: a small Llama trained on Python's documentation."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ __all__ = ["demo_model_path"]
 
 
 def demo_model_path() -> Path:
-    """Folder of the bundled model: config.json, model.safetensors (float16), tokenizer.json and the training log."""
+    """Folder of config.json, model.safetensors (float16), tokenizer.json and training log."""
     return Path(__file__).parent / "model"

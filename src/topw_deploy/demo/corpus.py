@@ -1,8 +1,7 @@
-"""The demo model's text: the documentation in every Python installation.
+"""The demo model's text: Python's own documentation.
 
-In order: the reference manual's topics (`pydoc_data.topics`), the docstrings of modules compiled into the interpreter,
-and those of the standard library, parsed with `ast` and not imported. One Python release always gives the same
-documents.
+In order: reference topics (`pydoc_data.topics`), docstrings of built-in modules, docstrings of the standard library,
+parsed with `ast`. Deterministic for each Python release.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Not documentation: test suites, applications' internals, generated tables, installed packages.
+# Tests, applications' internals, generated tables, installed packages.
 SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
@@ -35,11 +34,11 @@ SKIPPED_FOLDERS = frozenset(
         "tests",
     }
 )
-# Compiled into the interpreter: importing them runs nothing and works on every platform.
+# Built in: importable on every platform without running code.
 CORE_MODULES = ("builtins", "_functools", "_io", "gc", "itertools", "sys", "time")
 SHORTEST_DOCUMENT = 60  # characters
 LONGEST_SIGNATURE = 400  # characters; longer ones are mostly tables
-LONG_PARAGRAPH = 80  # characters; documents that share one count as copies
+LONG_PARAGRAPH = 80  # characters; documents sharing one are copies
 HELD_OUT_PERCENT = 5
 
 _HEADING = re.compile(r"^(?P<title>\S[^\n]*)\n(?P<rule>([*=\-^~\"])\3{2,})[ ]*$", re.MULTILINE)
@@ -49,14 +48,14 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order; no long paragraph is in both parts."""
+    """Documents in a fixed order; the parts share no long paragraph."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
 
     @property
     def digest(self) -> str:
-        """SHA-256 over all documents."""
+        """SHA-256 of all documents."""
         total = hashlib.sha256()
         for document in (*self.train, *self.held_out):
             total.update(hashlib.sha256(document.encode()).digest())
@@ -64,14 +63,14 @@ class Corpus:
 
 
 def gather_corpus() -> Corpus:
-    """All documents of this Python installation, cleaned, without copies, split into training and held-out text."""
+    """Cleaned, deduplicated and split."""
     return split([*topic_sections(), *core_docstrings(), *library_docstrings()])
 
 
 def split(documents: Iterable[str]) -> Corpus:
-    """Drop stubs and exact copies; hold out documents by hash, unless they share a long paragraph with another.
+    """Drop stubs and exact copies; hold out by hash documents that share no long paragraph with another.
 
-    Topics overlap and modules copy docstrings; a copy in the training text would make the held-out loss meaningless.
+    Topics overlap and modules copy docstrings; a copy in the training text would invalidate the held-out loss.
     """
     kept = [d for d in dict.fromkeys(documents) if len(d) >= SHORTEST_DOCUMENT]
     uses = Counter(paragraph for document in kept for paragraph in set(long_paragraphs(document)))
@@ -81,13 +80,13 @@ def split(documents: Iterable[str]) -> Corpus:
 
 
 def is_chosen(document: str) -> bool:
-    """Whether the document's hash falls into the first HELD_OUT_PERCENT of 100 slots."""
+    """Whether the hash falls into the first HELD_OUT_PERCENT of 100 slots."""
     digest = hashlib.sha256(document.encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
 def topic_sections() -> Iterator[str]:
-    """The language reference as pydoc carries it, one document per section."""
+    """pydoc's language reference, one document per section."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
@@ -95,7 +94,7 @@ def topic_sections() -> Iterator[str]:
 
 
 def split_sections(text: str) -> Iterator[str]:
-    """Split before every underlined heading; all headings get the same underline."""
+    """Split before underlined headings; normalise the underlines."""
     headings = list(_HEADING.finditer(text))
     starts = [heading.start() for heading in headings]
     if not starts or starts[0] > 0:
@@ -106,7 +105,7 @@ def split_sections(text: str) -> Iterator[str]:
 
 
 def core_docstrings() -> Iterator[str]:
-    """Functions and types of CORE_MODULES, written as Python stubs."""
+    """CORE_MODULES as Python stubs."""
     for module in CORE_MODULES:
         for name, value in sorted(vars(importlib.import_module(module)).items()):
             if inspect.isclass(value) and value.__name__ == name:
@@ -123,7 +122,7 @@ def _stub(opening: str, value: Any, indent: str) -> str:
         return ""
     signature = getattr(value, "__text_signature__", None)
     if signature:
-        # CPython marks the bound argument with $; a function's is its module, which callers do not pass.
+        # CPython marks the bound argument with $; a function's is its module, which callers omit.
         signature = re.sub(r"\$module(, /)?(, )?", "", signature).replace("$", "")
     elif not opening.startswith("class"):
         signature = "(...)"
@@ -131,7 +130,7 @@ def _stub(opening: str, value: Any, indent: str) -> str:
 
 
 def library_docstrings(root: Path | None = None) -> Iterator[str]:
-    """Module docstrings, functions and classes of all .py files under `root` (the standard library's folder)."""
+    """Docstrings of all .py files under `root` (default: the standard library)."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         parts = path.relative_to(root).parts
@@ -154,7 +153,7 @@ def _module_documents(tree: ast.Module, name: str) -> Iterator[str]:
 
 
 def _definition(node: _Definition, indent: str) -> str:
-    """Signature, docstring and, for classes, documented members; empty if nothing is documented."""
+    """Empty if undocumented."""
     doc = ast.get_docstring(node)
     inner = indent + "    "
     members = []
@@ -178,14 +177,13 @@ def _quoted(doc: str, indent: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Normalise whitespace: no tabs, control characters, trailing blanks or repeated empty lines."""
     text = _CONTROL.sub("", text.expandtabs().replace("\r\n", "\n"))
     text = "\n".join(line.rstrip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
 
 
 def long_paragraphs(document: str) -> Iterator[str]:
-    """Paragraphs of at least LONG_PARAGRAPH characters, with whitespace folded, so that indentation hides no copy."""
+    """Paragraphs of at least LONG_PARAGRAPH characters, with whitespace folded as copies may be indented."""
     for paragraph in document.split("\n\n"):
         folded = " ".join(paragraph.split())
         if len(folded) >= LONG_PARAGRAPH:

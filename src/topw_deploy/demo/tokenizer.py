@@ -12,9 +12,9 @@ SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn merges from `documents`. Encoding prepends BOS and does not append EOS.
+    """Learn merges from `documents`. Encoding prepends BOS but does not append EOS.
 
-    vocab_size: includes the three special tokens and the 256 bytes. Bytes are neither unknown nor normalised.
+    vocab_size: includes three special tokens and 256 bytes, so no byte is unknown.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +38,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_config(context: int) -> dict[str, Any]:
-    """The contents of tokenizer_config.json; transformers 4 and 5 both know the class name."""
+    """tokenizer_config.json; transformers 4 and 5 both have the class."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

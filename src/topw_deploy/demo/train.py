@@ -1,7 +1,4 @@
-"""Train the demo model: `python -m topw_deploy.demo.train --output DIR`.
-
-Reading order: `Recipe` (every number that matters), `train` (the loop), `write_model` (the folder), `main`.
-"""
+"""Train the demo model: `python -m topw_deploy.demo.train --output DIR`."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from topw_deploy.demo.tokenizer import BOS, EOS, PAD, tokenizer_config, train_to
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines the weights, besides the corpus and the library versions."""
+    """Determines the weights, with corpus and library versions."""
 
     vocab_size: int = 4096
     hidden_size: int = 256
@@ -42,16 +39,16 @@ class Recipe:
     heads: int = 4
     kv_heads: int = 2
     context: int = 512  # tokens
-    batch: int = 4  # sequences of `context` tokens per step
+    batch: int = 4  # sequences per step
     steps: int = 3600
     warmup: int = 200  # steps
-    learning_rate: float = 3e-3  # at the end of the warm-up; a cosine takes it to a twentieth
+    learning_rate: float = 3e-3  # peak; a cosine reduces it to a twentieth
     weight_decay: float = 0.1  # matrices only
     betas: tuple[float, float] = (0.9, 0.95)
     gradient_norm: float = 1.0
     evaluate_every: int = 250  # steps
-    precision: str = "bfloat16"  # of the training's matrix products: "bfloat16" or "float32"
-    compiled: bool = False  # with torch.compile: 1.5 times as fast, needs a C++ compiler
+    precision: str = "bfloat16"  # of training matmuls: "bfloat16" or "float32"
+    compiled: bool = False  # torch.compile: 1.5 times as fast, needs a C++ compiler
     seed: int = 1
 
 
@@ -59,18 +56,18 @@ class Recipe:
 class HeldOut:
     """Loss on the held-out documents."""
 
-    loss: float  # nats per token, end-of-text tokens included
+    loss: float  # nats per token, including end of text
     bits_per_byte: float
 
 
 def pack(documents: Sequence[str], tokenizer: Tokenizer) -> list[torch.Tensor]:
-    """Each document as int64 ids [n]: BOS, its tokens, EOS."""
+    """Each document as int64 ids [n]: BOS, tokens, EOS."""
     eos = tokenizer.token_to_id(EOS)
     return [torch.tensor([*e.ids, eos]) for e in tokenizer.encode_batch(list(documents))]
 
 
 def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Endless batches, int64 [batch, context + 1], of the concatenated documents, shuffled for each epoch."""
+    """Endless int64 [batch, context + 1], shuffled every epoch."""
     rng = np.random.default_rng(recipe.seed)
     rows: list[torch.Tensor] = []
     width = recipe.context + 1
@@ -79,7 +76,7 @@ def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Ten
         order = rng.permutation(len(documents))
         stream = torch.cat([stream, *(documents[i] for i in order)])
         count = len(stream) // width
-        # Shuffles the rows too, so that parts of a long document do not share a batch.
+        # Shuffle rows too, to separate parts of a long document.
         rows += [stream[i * width : (i + 1) * width] for i in rng.permutation(count)]
         stream = stream[count * width :]
         while len(rows) >= recipe.batch:
@@ -88,7 +85,7 @@ def batches(documents: list[torch.Tensor], recipe: Recipe) -> Iterator[torch.Ten
 
 
 def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats of each next token, float32 [batch * (length - 1)]; ids is int64 [batch, length]."""
+    """Cross-entropy in nats of each next token: int64 [batch, length] to float32 [batch * (length - 1)]."""
     hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state  # [B, T, H]
     logits = model.lm_head(hidden)  # [B, T, V]
     return functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -96,20 +93,20 @@ def token_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, documents: Sequence[str], tokenizer: Tokenizer, recipe: Recipe) -> HeldOut:
-    """The loss over the concatenated documents in windows of the context, in float32; bytes are UTF-8."""
+    """float32 loss in windows of the context. Bytes are UTF-8."""
     stream = torch.cat(pack(documents, tokenizer))
     bos = model.config.bos_token_id
     losses, scored = 0.0, 0
     for start in range(0, len(stream) - 1, recipe.context):
         window = stream[start : start + recipe.context + 1]
-        wanted = torch.ne(window[1:], bos)  # starts of documents are not scored
+        wanted = torch.ne(window[1:], bos)  # do not score starts of documents
         losses += token_losses(model, window[None])[wanted].sum().item()
         scored += int(wanted.sum())
     return HeldOut(losses / scored, losses / math.log(2) / sum(len(d.encode()) for d in documents))
 
 
 def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """A new Llama in float32, with tied embeddings."""
+    """A new float32 Llama with tied embeddings."""
     torch.manual_seed(recipe.seed)
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
@@ -128,7 +125,7 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 def optimizer_for(model: LlamaForCausalLM, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW without weight decay for vectors (the norms' gains)."""
+    """AdamW without weight decay for vectors (norm gains)."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": recipe.weight_decay},
@@ -144,10 +141,10 @@ def learning_rate_factor(step: int, progress: float, recipe: Recipe) -> float:
 
 
 def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe: Recipe, minutes: float) -> list[dict]:
-    """Train in place; returns the curve: step, learning rate, training and held-out loss, seconds since the start.
+    """Train in place; returns the curve: step, learning rate, losses, elapsed seconds.
 
-    The schedule follows the steps, or the clock if `minutes` end first, so a slow machine also reaches the low learning
-    rate. A run that ends by steps is reproducible.
+    The schedule follows steps, or the clock if `minutes` run out first, so a slow machine also ends at the low learning
+    rate. Runs that end by steps are reproducible.
     """
     optimizer = optimizer_for(model, recipe)
     source = batches(pack(corpus.train, tokenizer), recipe)
@@ -187,7 +184,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, tokenizer: Tokenizer, recipe:
 
 
 def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, folder: Path) -> None:
-    """Write a Hugging Face folder with float16 weights; the tied output layer is stored once."""
+    """Write a Hugging Face folder with float16 weights; stores the tied output layer once."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {n: p.detach().to(torch.float16).contiguous() for n, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -201,7 +198,7 @@ def write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: Recipe, f
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that affects the weights."""
+    """Versions of the libraries that affect the weights."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -211,13 +208,13 @@ def versions() -> dict[str, str]:
 
 
 def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[str, Any]:
-    """Train and write the folder; returns the contents of `training_log.json`."""
+    """Train and write the folder; returns `training_log.json`."""
     started = time.monotonic()
     tokenizer = train_tokenizer(corpus.train, recipe.vocab_size)
     model = build_model(recipe, tokenizer)
     curve = train(model, corpus, tokenizer, recipe, minutes)
     write_model(model, tokenizer, recipe, folder)
-    # The loss of the file: weights rounded to float16, computed in float32.
+    # the float16 file's loss, in float32
     written = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     final = held_out_loss(written, corpus.held_out, tokenizer, recipe)
     log = {
@@ -228,7 +225,7 @@ def run(recipe: Recipe, corpus: Corpus, minutes: float, folder: Path) -> dict[st
             "train": _extent(corpus.train, tokenizer),
             "held_out": _extent(corpus.held_out, tokenizer),
         },
-        "minutes": minutes,  # the limit given
+        "minutes": minutes,  # limit
         "steps": curve[-1]["step"],
         "held_out_loss": final.loss,
         "held_out_bits_per_byte": final.bits_per_byte,
@@ -254,7 +251,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def plot_curve(log: dict[str, Any], path: Path) -> None:
-    """Draw training and held-out loss over steps. Needs matplotlib."""
+    """Losses over steps. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

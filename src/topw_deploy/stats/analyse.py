@@ -1,4 +1,4 @@
-"""One step: its crop, the crop without distances, and their share of the softmax."""
+"""One step: its crop, the crop without distances, and their probabilities."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What Top-W did at one step.
+    """One Top-W step.
 
-    kept: the crop's size.
-    mass: the crop's probability under the softmax over the vocabulary, at the selection temperature.
-    entropy: of the softmax over the vocabulary at the temperature of the draw, in nats.
-    crop_entropy: the same, of the renormalised crop.
-    added, dropped: tokens inside or outside the crop only because of distances.
-    stage: of `fast_crop` that found the crop.
-    distances, distances_avoided: ordered pairs of tokens that `fast_crop` measured and avoided.
+    kept: crop size.
+    mass: the crop's softmax probability, at the selection temperature.
+    entropy: of the whole softmax, at the draw's temperature, in nats.
+    crop_entropy: of the renormalised crop.
+    added, dropped: tokens that distances put into or out of the crop.
+    stage: of `fast_crop`.
+    distances, distances_avoided: ordered token pairs that `fast_crop` measured and avoided.
     """
 
     kept: int
@@ -46,16 +46,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Analyser:
-    """Recomputes the crops of one model, from its baked options, geometry and, if it has one, neighbour bound [V]."""
+    """Recomputes a model's crops from its options, geometry and optional neighbour bound [V]."""
 
     options: TopWOptions
     geometry: Geometry
     neighbour_bound: NDArray[np.float32] | None = None
 
     def analyse(self, logits: NDArray[np.float32], parameters: TopWParameters) -> Step:
-        """Analyse one row of edited logits [V]. parameters: rounded to float32, as the graph receives them."""
+        """Analyse one row of edited logits [V]. parameters: rounded to float32."""
         found = fast_crop(logits, parameters, self.options, self.geometry, self.neighbour_bound)
-        # A certified crop is the same at every scale (docs/contract/theory.md, T2).
+        # Scale does not change a certified crop (docs/contract/theory.md, T2).
         plain = found.kept if found.certified else self._without_distances(logits, parameters)
         selection = parameters.selection_temperature or parameters.temperature
         return Step(
@@ -76,7 +76,7 @@ class Analyser:
 
 
 def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
-    """Probabilities [V]; at a greedy temperature 1 for the first of the largest logits."""
+    """Probabilities [V]; if greedy, 1 for the first largest logit."""
     row = logits.astype(np.float64)
     if temperature < GREEDY_BELOW:
         return (np.arange(len(row)) == np.argmax(row)).astype(np.float64)
@@ -85,6 +85,6 @@ def softmax(logits: NDArray[np.float32], temperature: float) -> Floats:
 
 
 def entropy(p: Floats) -> float:
-    """In nats, of probabilities that may be 0."""
+    """In nats; probabilities may be 0."""
     positive = p[p > 0]
     return float(max(0.0, -(positive * np.log(positive)).sum()))

@@ -1,8 +1,7 @@
-"""Generate as `topw generate` does, then recompute and analyse the logits of every step.
+"""Generate like `topw generate`, then recompute and analyse every step's logits.
 
-The exported graph has no logits output. So the model generates the tokens first; then the part of the graph before the
-sampler runs over the same tokens, with the same cache and the same columns per step. The crop of these logits is
-compared with the size and the certificate that the graph reported.
+The exported graph has no logits output. So the graph up to the sampler reruns the generated tokens with the same cache
+and columns. Each crop is compared with the reported size and certificate.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from topw_deploy.stats.request import Prompt, Setting
 
 @dataclass(frozen=True)
 class Generated:
-    """The request and the result of one prompt under one setting."""
+    """Request and result of one prompt under one setting."""
 
     request: RowRequest
     result: GenerationResult
@@ -46,7 +45,7 @@ class Generated:
 class Analysed:
     """A generated sequence and its steps.
 
-    agreed: number of steps whose crop has the size and the certificate that the graph reported.
+    agreed: steps whose crop has the reported size and certificate.
     """
 
     generated: Generated
@@ -56,10 +55,10 @@ class Analysed:
 
 @dataclass(frozen=True)
 class Collected:
-    """The result of `collect`.
+    """Result of `collect`.
 
-    runs: each setting with its sequences, in the order of the prompts.
-    texts: of every token that geometry added or dropped, by id.
+    runs: each setting with its sequences, in prompt order.
+    texts: of added and dropped tokens, by id.
     """
 
     runs: list[tuple[Setting, list[Analysed]]]
@@ -75,13 +74,14 @@ def collect(
     generation: Mapping[str, Any] | None = None,
     progress: Progress = SILENT,
 ) -> Collected:
-    """Generate from every prompt under every setting with the exported model in `folder`, and analyse each step.
+    """Generate from every prompt under every setting and analyse each step.
 
-    generation: further parameters of `TopWModel.generate`, such as max_new_tokens and seed.
-    batch_size: prompts per batch; logits of a batch can differ in their last bits from those of a prompt alone.
+    folder: an exported model.
+    batch_size: prompts per batch; batching can change the last bits of logits.
+    generation: further parameters of `TopWModel.generate`.
 
-    Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context, and what
-    `TopWModel` raises.
+    Raises ManifestError for a folder without a decoder, PromptError for a prompt longer than the context, and the
+    errors of `TopWModel`.
     """
     batches = [range(start, min(start + batch_size, len(prompts))) for start in range(0, len(prompts), batch_size)]
     with TopWModel.from_pretrained(folder) as model:
@@ -106,9 +106,9 @@ def collect(
 
 
 def analyser_of(folder: Path, manifest: DecoderManifest) -> Analyser:
-    """An analyser with the sampler node's own table, statistics and bound.
+    """An analyser with the sampler node's table, statistics and bound.
 
-    Raises ManifestError if the node has none.
+    Raises ManifestError if it has none.
     """
     sampler = manifest.sampler
     if sampler.options.metric == "uniform" or sampler.hidden_size is None:
@@ -130,7 +130,7 @@ def _stored(value: ir.Value | None) -> NDArray[np.float32]:
 
 
 def _ids(model: TopWModel, prompt: Prompt) -> list[int]:
-    """The prompt's tokens, as `generate` encodes it. Raises PromptError if they fill the context."""
+    """Raises PromptError if the prompt fills the context."""
     most = model.manifest.decoder.context_length
     check_text(prompt.text, model.tokenizer, Limits(most, model.manifest.sampler.vocab_size), prompt.where)
     ids = model.tokenizer.encode(prompt.text)
@@ -162,7 +162,6 @@ def _generate(
 def _analyse(
     probe: LogitsProbe, analyser: Analyser, batch: Sequence[Generated], advance: Advance
 ) -> Iterator[Analysed]:
-    """The steps of one batch."""
     edits = [_Edits(one) for one in batch]
     steps: list[list[Step]] = [[] for _ in batch]
     agreed = [0] * len(batch)
@@ -180,7 +179,7 @@ def _analyse(
 
 
 def recomputed_logits(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterator[NDArray[np.float32]]:
-    """Logits [batch, vocab] of every step in turn, before edits; rows that have ended hold arbitrary values."""
+    """Logits [batch, vocab] of every step, before edits; finished rows are arbitrary."""
     lengths = [len(one.result.token_ids) for one in batch]
     width = max(len(one.request.prompt) for one in batch)
     ids, mask = (np.zeros((len(batch), width), np.int64) for _ in range(2))
@@ -197,8 +196,6 @@ def recomputed_logits(probe: LogitsProbe, batch: Sequence[Generated]) -> Iterato
 
 
 class _Edits:
-    """The edits of one generated sequence, step by step as the runtime applied them."""
-
     def __init__(self, one: Generated) -> None:
         self._edits = Edits([one.request])
 
@@ -213,8 +210,6 @@ class _Edits:
 
 
 class _NoBinding:
-    """Accepts the arrays of `Edits.prepare` and ignores them."""
-
     def bind_array(self, name: str, array: NDArray[Any]) -> None: ...
 
     def refresh(self, name: str) -> None: ...

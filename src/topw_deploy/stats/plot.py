@@ -1,4 +1,4 @@
-"""The report as a picture: crops by position, what decided them, and the tokens that geometry added or dropped."""
+"""The report as a picture: crops by position, what decided them, and moved tokens."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a35b9a", "#e69f00", "#5c6b73")
 _GREY, _SAME, _ADDED, _DROPPED = "#b6bdc6", "#f0c64c", "#009e73", "#d55e00"
 _GRID, _TEXT, _MUTED = "#e3e6ea", "#1f2933", "#66717d"
 _MOST_TOKENS = 9  # of each kind
-_BANDS_UP_TO = 1  # settings; overlapping bands cannot be told apart
-_LINEAR_UP_TO = 25  # tokens kept; larger ranges get a logarithmic axis
-_LEAST_ROWS = 4  # of a panel with bars, so that a single bar does not fill it
-_LEAST_LABELLED = 6  # per cent; a narrower segment has no room for its number
-_LEGEND_COLUMNS, _LEGEND_LETTERS = 6, 170  # most columns, and letters per line
-_LABEL_LETTERS, _LINE = 28, 0.17  # letters per line of a setting's label, and the line's height in inches
+_BANDS_UP_TO = 1  # settings; more bands would overlap
+_LINEAR_UP_TO = 25  # kept tokens; larger ranges get a logarithmic axis
+_LEAST_ROWS = 4  # of a bar panel, so that one bar does not fill it
+_LEAST_LABELLED = 6  # per cent; narrower segments get no number
+_LEGEND_COLUMNS, _LEGEND_LETTERS = 6, 170  # maximum columns; letters per line
+_LABEL_LETTERS, _LINE = 28, 0.17  # letters per label line; line height in inches
 _TITLE_LETTERS, _XLABEL_LETTERS = 96, 48
 _DPI = 110
 
 
 def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
-    """Write the picture, in the format of the ending of `path`. Raises ParameterError if it cannot be written."""
+    """Write the picture in the file extension's format. Raises ParameterError if it cannot be written."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def save_plot(summaries: Sequence[Summary], path: Path, title: str) -> None:
 
 
 def _heights(summaries: Sequence[Summary]) -> tuple[float, float]:
-    """Heights in inches of the upper panels, with a legend of all settings, and the lower ones, with a bar for each."""
+    """Inches of the upper panels (with legend) and the lower ones."""
     legend = -(-len(summaries) // _legend_columns(summaries))
     bars = len(summaries) * (max(len(_setting(summary)) for summary in summaries) + 1)
     return 3.3 + _LINE * legend, max(4.0, 1.5 + _LINE * bars)
@@ -65,7 +65,6 @@ def _setting(summary: Summary) -> list[str]:
 
 
 def _colours(count: int) -> Sequence[Any]:
-    """A colour for each setting: distinct colours for few, a colour scale for many."""
     if count <= len(_COLOURS):
         return _COLOURS
     from matplotlib import colormaps
@@ -74,13 +73,12 @@ def _colours(count: int) -> Sequence[Any]:
 
 
 def _drawable(text: str, most: int) -> str:
-    """`text`, printable, cut to `most` letters, its dollars escaped: matplotlib reads pairs of them as formulas."""
+    """Printable, cut to `most` letters, with `$` escaped: matplotlib reads pairs as formulas."""
     text = printable(text)
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 
 def _panels(figure: Any, summaries: Sequence[Summary]) -> None:
-    """Sizes, mass and entropies along the text."""
     kept, mass, entropy = figure.subplots(1, 3)
     bands = len(summaries) <= _BANDS_UP_TO
     _by_position(kept, summaries, lambda place: place.kept, bands=bands)
@@ -146,10 +144,7 @@ _DECIDERS: tuple[tuple[str, str, Callable[[Place | Summary], int]], ...] = (
 
 
 def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
-    """Shares of steps that were certified, uncertified but unchanged, and changed by geometry.
-
-    By setting; for a single setting, by position.
-    """
+    """By setting; for a single setting, by position."""
     if len(summaries) > 1:
         parts: Sequence[Place | Summary] = summaries
         at, draw = [float(row) for row in range(len(summaries))], axes.barh
@@ -182,7 +177,6 @@ def _deciders(axes: Any, summaries: Sequence[Summary]) -> None:
 
 
 def _title(axes: Any, text: str, handles: Any = None) -> None:
-    """A title on the left above the axes, with the legend under it."""
     axes.set_title(text, fontsize=11, loc="left", pad=24, color=_TEXT, weight="bold")
     handles = handles or axes.get_legend_handles_labels()[0]
     axes.legend(
@@ -192,7 +186,7 @@ def _title(axes: Any, text: str, handles: Any = None) -> None:
 
 
 def _tokens(axes: Any, summaries: Sequence[Summary]) -> None:
-    """Bars of the tokens that geometry added or dropped, for the setting with most changes; or that there are none."""
+    """For the setting with most changes."""
     most = max(summaries, key=lambda summary: summary.changed)
     if not most.changed:
         _no_changes(axes, summaries)

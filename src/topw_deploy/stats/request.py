@@ -1,4 +1,4 @@
-"""The request of `topw stats`: the prompts, and the settings that are compared."""
+"""The prompts and settings of `topw stats`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from topw_deploy.sampling.parameters import ALIASES, PARAMETER_NAMES, check_rang
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, and its place for messages."""
+    """A prompt and its location for messages."""
 
     text: str
     where: str
 
 
 def prompts_of_lines(data: bytes, where: str) -> list[Prompt]:
-    """One prompt per line, without blank lines. Raises PromptError for data that is not text or holds no prompt."""
+    """One prompt per non-blank line. Raises PromptError if `data` is not text or has no prompt."""
     return _not_empty(
         [Prompt(line, f"line {number} of {where}") for number, line in numbered_lines(data, where)], where
     )
 
 
 def prompts_of_json_lines(data: bytes, where: str) -> list[Prompt]:
-    """One JSON value per line: a string, or an object with the string `prompt`. Raises PromptError for other lines."""
+    """One JSON value per line: a string, or an object with the string `prompt`. Raises PromptError otherwise."""
     found = []
     for number, line in numbered_lines(data, where):
         place = f"line {number} of {where}"
@@ -54,7 +54,7 @@ def _not_empty(prompts: list[Prompt], where: str) -> list[Prompt]:
 class Setting:
     """Top-W parameters of one run.
 
-    label: the parameters that differ between settings; empty if there is only one.
+    label: the parameters that differ between settings.
     """
 
     label: str
@@ -62,9 +62,9 @@ class Setting:
 
 
 def settings_of(given: Mapping[str, float], sweeps: Sequence[str]) -> list[Setting]:
-    """`given` with each combination of `sweeps`, which are strings like "temperature=0.5,1,2".
+    """`given` with each combination of `sweeps`, such as "temperature=0.5,1,2".
 
-    Raises ParameterError for another form, an unknown or repeated name, or a name that is in `given` too.
+    Raises ParameterError for another form, or a name that is unknown, repeated or in `given`.
     """
     columns: dict[str, list[float]] = {}
     for text in sweeps:

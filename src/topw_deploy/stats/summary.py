@@ -18,7 +18,7 @@ _MOST_WINDOWS = 16
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Mean, quantiles and extremes of a number over steps."""
+    """Mean, quantiles and extremes over steps."""
 
     mean: float
     least: float
@@ -32,10 +32,10 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The steps at a range of positions of the generated text.
+    """Steps in a range of positions.
 
     first, last: positions, from 1.
-    single: steps that kept one token, as greedy decoding does.
+    single: steps that kept one token.
     """
 
     first: int
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class MovedToken:
-    """A token that distances added to the crops of `steps` steps, or dropped from them."""
+    """A token that distances added to, or dropped from, the crops of `steps` steps."""
 
     token: int
     text: str
@@ -61,17 +61,17 @@ class MovedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What Top-W did under one setting.
+    """Top-W under one setting.
 
-    parameters: the Top-W parameters in force, from the setting, the model and the export.
-    agreed: steps whose crop has the size and certificate that the graph reported.
-    changed: steps whose crop differs from the one with geom_scale 0 at the same logits.
-    added, dropped: tokens inside or outside a crop only because of distances, most frequent first.
-    added_total, dropped_total: their numbers, summed over steps.
-    distances: ordered pairs of tokens that the fast path measured.
+    parameters: those in force.
+    agreed: steps whose crop has the reported size and certificate.
+    changed: steps whose crop differs from geom_scale 0.
+    added, dropped: tokens put into or out of a crop by distances, most frequent first.
+    added_total, dropped_total: sums over steps.
+    distances: ordered token pairs measured by the fast path.
     distances_avoided: pairs that only the literal algorithm measures.
     whole: all steps; None without steps.
-    positions, ranges, windows: each position, growing ranges of positions, ranges of equal length.
+    positions, ranges, windows: by position, growing ranges, equal ranges.
     """
 
     label: str
@@ -144,7 +144,7 @@ def ranges(positions: int) -> list[tuple[int, int]]:
 
 
 def windows(positions: int) -> list[tuple[int, int]]:
-    """At most 16 ranges of equal length; the last can be shorter."""
+    """At most 16 ranges of equal length; the last may be shorter."""
     length = -(-positions // _MOST_WINDOWS) or 1
     return [(first, min(first + length - 1, positions)) for first in range(1, positions + 1, length)]
 

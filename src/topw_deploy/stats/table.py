@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from topw_deploy.reports import counted
 from topw_deploy.stats.summary import Distribution, MovedToken, Place, Summary
 
-_UNREADABLE = "�"  # decoders' replacement for bytes that are not UTF-8
+_UNREADABLE = "�"  # replaces bytes that are not UTF-8
 
 
 def lines(summaries: Sequence[Summary], most_tokens: int = 10) -> Iterator[str]:
@@ -38,7 +38,7 @@ def verdict(summary: Summary) -> str:
 
 
 def token_text(moved: MovedToken) -> str:
-    """The token's text, quoted and escaped; its id where the text is not complete UTF-8."""
+    """The quoted, escaped text; the id if the text is not complete UTF-8."""
     return f"<token {moved.token}>" if _UNREADABLE in moved.text or not moved.text else repr(moved.text)
 
 
@@ -108,12 +108,11 @@ def _place(place: Place) -> list[str]:
 
 
 def _middle(numbers: Distribution) -> str:
-    """Median, p10 and p90."""
     return f"{numbers.median:.2f} ({numbers.p10:.2f}-{numbers.p90:.2f})"
 
 
 def _share(count: int, total: int) -> str:
-    """A percentage; 100.0 % and 0.0 % only if exact."""
+    """100.0 % and 0.0 % only if exact."""
     if not total:
         return "-"
     share = 100 * count / total
@@ -123,7 +122,7 @@ def _share(count: int, total: int) -> str:
 
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Aligned columns: the first left, the others right."""
     cells = [list(header), *map(list, rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     for first, *others in cells:

@@ -1,1 +1,1 @@
-"""`topw bench decode`: the decoding loops of this project and of other libraries, over the same weights."""
+"""`topw bench decode`: decoding loops of several libraries over the same weights."""

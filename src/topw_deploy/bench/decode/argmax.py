@@ -1,7 +1,6 @@
-"""The exported decoder with ArgMax in place of the sampler, and a minimal greedy loop over it.
+"""The exported decoder with ArgMax instead of the sampler, in a minimal greedy loop.
 
-This is the lower bound of a decoding loop: what `TopWModel` takes beyond it is the cost of Top-W and of this package's
-Python together. Both bind through the runtime's `OpenGraph`.
+The lower bound: `TopWModel` adds the cost of Top-W and of this package's Python.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ FILE = "argmax.onnx"
 
 
 def with_argmax(export: Path, folder: Path) -> Path:
-    """Write `folder/argmax.onnx`: the decoder of `export` with ArgMax over its logits in place of the sampler.
+    """Write `folder/argmax.onnx`: `export` with ArgMax instead of the sampler.
 
-    The weights beside it are hard links where possible; `export` is not changed.
-    Raises BenchmarkError unless the graph has exactly one sampler.
+    Hard-links the weights where possible. Raises BenchmarkError unless the graph has exactly one sampler.
     """
     import onnx_ir as ir
 
@@ -59,7 +57,7 @@ def with_argmax(export: Path, folder: Path) -> Path:
 
 
 def share_weights(export: Path, folder: Path) -> None:
-    """Put the data files of `export` into `folder`, as hard links or, where that fails, as copies."""
+    """Hard-link the data files of `export` into `folder`, else copy them."""
     for data in (path for pattern in ("*.onnx_data*", "*.onnx.data*") for path in export.glob(pattern)):
         try:
             os.link(data, folder / data.name)
@@ -68,9 +66,9 @@ def share_weights(export: Path, folder: Path) -> None:
 
 
 class ArgMaxLoop:
-    """Greedy decoding of one sequence over a graph whose output `next_token` is an ArgMax, as `with_argmax` writes it.
+    """Greedy decoding of one sequence over the graph of `with_argmax`.
 
-    decoder: how the graph's cache is driven.
+    decoder: how to drive the graph's cache.
     """
 
     def __init__(self, path: Path, decoder: DecoderInfo, options: ort.SessionOptions) -> None:
@@ -81,7 +79,7 @@ class ArgMaxLoop:
         self._token = np.zeros(1, np.int64)
 
     def prefill(self, prompt: list[int], capacity: int) -> int:
-        """Run the prompt and return the first token. capacity: most tokens of the sequence, prompt included."""
+        """Run the prompt; return the first token. capacity: maximum length, prompt included."""
         if self._cache is not None:
             self._caches.close(self._cache)
         self._binding = self._session.bind()
@@ -93,7 +91,7 @@ class ArgMaxLoop:
         return int(self._token[0])
 
     def step(self) -> int:
-        """Feed the last token and return the next."""
+        """Feed the last token; return the next."""
         assert self._cache is not None, "prefill comes first"
         self._cache.input_ids[0, 0] = self._token[0]
         self._cache.advance((0,))

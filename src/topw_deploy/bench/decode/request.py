@@ -1,4 +1,4 @@
-"""The request of `topw bench decode`, and the sides that it means, each with its worker."""
+"""The request of `topw bench decode` and the sides it selects."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from topw_deploy.bench.process import require_few_threads
 from topw_deploy.bench.sides import TOP_K, TOP_P, Side
 from topw_deploy.errors import BenchmarkError, ParameterError
 
-_FEWEST_NEW = 2  # the first token belongs to the prefill
+_FEWEST_NEW = 2  # the prefill gives the first token
 _GROUPS = ("topw", "genai", "optimum", "transformers")
 
-# top_k is always given: both libraries default to 50.
+# Both libraries default to top_k 50.
 _SEARCH: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "top-p": {"do_sample": True, "top_k": 0, "top_p": TOP_P, "temperature": 1.0},
@@ -31,14 +31,14 @@ _OPTIMUM = "--optimum FOLDER, written by optimum-cli export onnx"
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeRequest:
-    """What `topw bench decode` is asked for.
+    """Options of `topw bench decode`.
 
     folder: an exported model.
-    threads: one run for each count.
-    transformers, optimum, genai: folders with the same weights in the formats of these libraries.
-    optimum_python, genai_python: interpreters of their environments.
-    authors: the file of the authors' processor.
-    peers: names of sides; all if empty.
+    threads: one run per count.
+    transformers, optimum, genai: folders with the same weights in each library's format.
+    optimum_python, genai_python: their environments' interpreters.
+    authors: the authors' processor file.
+    peers: names of sides; empty for all.
 
     Raises ParameterError for a value out of range.
     """
@@ -71,10 +71,10 @@ class DecodeRequest:
 
 @dataclass(frozen=True)
 class LoopSide(Side):
-    """A decoding loop and the worker that runs it.
+    """A decoding loop and its worker.
 
-    worker: the file, as `Worker` takes it.
-    settings: for the worker, besides `threads`.
+    worker: a file, as for `Worker`.
+    settings: besides `threads`.
     python: the worker's interpreter; None for this one.
     """
 
@@ -84,10 +84,10 @@ class LoopSide(Side):
 
 
 def choose(request: DecodeRequest) -> tuple[list[LoopSide], list[LoopSide]]:
-    """The sides to run and those left out, in the order of the table.
+    """The sides to run and those left out, in table order.
 
-    Raises ParameterError for an unknown name in `peers`, BenchmarkError for a side that cannot run although it is named
-    there or its model folder is given.
+    Raises ParameterError for an unknown name in `peers`, BenchmarkError if a side that is named or has its model folder
+    cannot run.
     """
     every = [*_ours(request), *_genai(request), *_optimum(request), *_transformers(request)]
     return sides.choose(every, request.peers, _GROUPS)
@@ -144,7 +144,7 @@ def _transformers(request: DecodeRequest) -> Iterator[LoopSide]:
 
 
 def _why_not(module: str, distribution: str, folder: Path | None, python: Path | None, option: str) -> str | None:
-    """Why a peer cannot run, or None. Raises BenchmarkError if its folder is given but it is not installed."""
+    """Raises BenchmarkError for a given folder without its library."""
     here = python is not None or install.importable(module)
     missing = f"not installed: pip install {distribution}, or name the interpreter of its environment"
     if folder is not None and not here:

@@ -1,4 +1,4 @@
-"""`topw bench decode`: its run and its report."""
+"""Run and report of `topw bench decode`."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _HEADER = (
 
 
 def run(request: DecodeRequest, progress: Progress = SILENT) -> DecodeReport:
-    """Measure every side in turn, each in a process of its own.
+    """Measure every side in turn, each in its own process.
 
-    Raises ManifestError for a folder without a decoder, ParameterError for a request that does not fit the model,
-    BenchmarkError for a named side that is absent or one that dies.
+    Raises ManifestError for a folder without a decoder, ParameterError for a request unfit for the model,
+    BenchmarkError for a named side that is absent or dies.
     """
     prompt = _prompt(request)
     present, absent = choose(request)
@@ -68,7 +68,6 @@ def _measure(
     advance: Advance,
     progress: Progress,
 ) -> ThreadsReport:
-    """All sides with `threads` threads."""
     with _workers(chosen, threads, progress) as workers:
         calls = {
             name: partial(worker.call, "run", prompt=prompt, new_tokens=request.new_tokens)
@@ -101,7 +100,6 @@ def _workers(chosen: Sequence[LoopSide], threads: int, progress: Progress) -> It
 
 
 def _prompt(request: DecodeRequest) -> list[int]:
-    """Random ids, the same for every side."""
     manifest = load_manifest(request.folder)
     if not isinstance(manifest, DecoderManifest):
         raise ManifestError(f"{request.folder} is a sampler without a decoder; use `topw bench sampler` for it.")
@@ -118,14 +116,13 @@ def _prompt(request: DecodeRequest) -> list[int]:
 
 
 def _with_argmax_file(side: LoopSide, export: Path, scratch: Path) -> LoopSide:
-    """The ArgMax side with its file written to `scratch`; any other side unchanged."""
     if side.name != "argmax":
         return side
     return replace(side, settings={**side.settings, "argmax": str(with_argmax(export, scratch))})
 
 
 def _beside(folder: Path) -> Path | None:
-    """A folder to which weights can be hard-linked: the parent of `folder`, or None (the default) if read-only."""
+    """The parent of `folder`, for hard links; None if it is read-only."""
     try:
         with tempfile.TemporaryDirectory(prefix=".topw-bench-", dir=folder.resolve().parent):
             return folder.resolve().parent
@@ -137,7 +134,7 @@ def _beside(folder: Path) -> Path | None:
 class LoopResult:
     """One side's measurements.
 
-    runs: for each round the seconds to the first token ("first"), those of the rest ("rest") and the number of tokens.
+    runs: per round, seconds to the first token ("first"), seconds of the rest ("rest"), number of tokens.
     """
 
     label: str
@@ -153,13 +150,13 @@ class LoopResult:
 
     @property
     def first(self) -> list[float]:
-        """Seconds from the call to the first token, by round."""
+        """Seconds to the first token, by round."""
         return [run["first"] for run in self.runs]
 
 
 @dataclass(frozen=True)
 class ThreadsReport:
-    """All sides with one number of threads, by name."""
+    """All sides at one thread count, by name."""
 
     threads: int
     sides: Mapping[str, LoopResult]
@@ -169,7 +166,7 @@ class ThreadsReport:
         return reference_side({name: side.kind for name, side in self.sides.items()})
 
     def ratios(self, name: str) -> list[float]:
-        """Time per token of `name` over the reference's, round by round."""
+        """Time per token of `name` relative to the reference, by round."""
         return paired({n: side.per_token for n, side in self.sides.items()}, name, self.reference)
 
     def rows(self, prompt_tokens: int) -> Iterator[tuple[str, ...]]:
@@ -188,7 +185,7 @@ class ThreadsReport:
 
 @dataclass(frozen=True)
 class DecodeReport:
-    """What `topw bench decode` found. absent: (label, why) of the sides left out."""
+    """Results. absent: (label, why) of the sides left out."""
 
     request: DecodeRequest
     machine: Machine

@@ -1,6 +1,6 @@
-"""The worker for this project's loops: `TopWModel`, and the same decoder with ArgMax.
+"""The worker for `TopWModel` and for ArgMax.
 
-Imports are inside the functions: loading a side includes importing what it needs.
+Functions import what they need, so load times include imports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Run = Callable[[list[int], int], dict[str, float]]
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: folder, variant ("native", "graph" or "argmax"), threads; argmax (that variant's file)."""
+    """settings: folder, variant ("native", "graph" or "argmax"), threads, argmax (the ArgMax file)."""
     began = time.perf_counter()
     run = (_argmax if settings["variant"] == "argmax" else _topw)(settings)
     took = time.perf_counter() - began

@@ -1,1 +1,1 @@
-"""`topw bench sampler`: one sampling step of this project and of other samplers, over the same logits."""
+"""`topw bench sampler`: one step of several samplers over the same logits."""

@@ -1,4 +1,4 @@
-"""An empty model for onnxruntime-genai, whose samplers run only behind a model."""
+"""An empty model for onnxruntime-genai, which cannot sample without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OPSET, _IR_VERSION, _CONTEXT = 18, 9, 64
 
 
 def write_model(folder: Path, vocab: int, threads: int) -> Path:
-    """Write a decoder with one layer of width 1 and logits of zeros, and its genai_config.json; returns `folder`."""
+    """Write a one-layer decoder of width 1 with zero logits; returns `folder`."""
     import onnx
 
     folder.mkdir()

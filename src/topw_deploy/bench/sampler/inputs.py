@@ -1,4 +1,4 @@
-"""The inputs of every sampler in `topw bench sampler`: logits, parameters, and a table of embeddings."""
+"""Logits, parameters and embeddings of `topw bench sampler`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Logits = NDArray[np.float32]
 Table = NDArray[np.float32]
 
 REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
-    # certified among few candidates, as nearly all steps of a language model are
+    # few candidates, like nearly all steps of a language model
     "certified": ((1.0, 2.0), {}),
-    # certified, but with a crop of a hundred tokens and thousands in the warm start
+    # a hundred tokens in the crop, thousands in the warm start
     "flat": ((2.0,), {}),
-    # distances decide over the whole pool: no token is likely, and the warm start is a third of the pool
+    # distances decide over the whole pool; the warm start is a third of it
     "uncertified": ((2.0,), {"lam": 1.0, "init_top_p": 0.5}),
 }
 """Regime -> (default temperatures, parameters that differ from the defaults)."""
@@ -29,13 +29,13 @@ REGIMES: Mapping[str, tuple[tuple[float, ...], Mapping[str, float]]] = {
 TABLE = "table.bin"
 _BELL, _LIKELY, _LOWEST_LIKELY = 2.2, 20, 7.7
 _FLAT_LIKELY, _FLAT_HEIGHT, _FLAT_SPREAD = 120, 10.0, 0.2
-_BLOCK = 1024  # rows of the table per step
-_SLACK = 1e-3  # of a distance: far more than float32 loses on random points
+_BLOCK = 1024  # table rows per step
+_SLACK = 1e-3  # relative: far above float32's error on random points
 
 
 @dataclass(frozen=True)
 class Case:
-    """The parameters of one case of the report, and the regime of its logits."""
+    """One case: parameters and logits regime."""
 
     regime: str
     parameters: TopWParameters
@@ -47,13 +47,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of all samplers. B rows, V tokens, d coordinates.
+    """Inputs of all samplers. B rows, V tokens, d coordinates.
 
-    logits: float32 [B, V] for each case.
+    logits: float32 [B, V] per case.
     uniform: float32 [B].
-    embeddings: float32 [V, d]; None under the `uniform` metric.
+    embeddings: float32 [V, d]; None for metric `uniform`.
     neighbour_bound: float32 [V], or None.
-    folder: holds the embeddings as TABLE; samplers write their models there.
+    folder: has TABLE; samplers write models there.
     """
 
     cases: tuple[Case, ...]
@@ -69,10 +69,9 @@ class Inputs:
 
 
 def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: float) -> tuple[Case, ...]:
-    """One case per regime and temperature; without temperatures, the regime's own.
+    """One case per regime and temperature; the regime's own temperatures if empty.
 
-    Numbers are rounded to float32, as the native sampler and the graph receive them. Raises ParameterError for numbers
-    out of range.
+    Rounds numbers to float32, as samplers receive them. Raises ParameterError for numbers out of range.
     """
     return tuple(
         Case(regime, as_float32({**REGIMES[regime][1], "temperature": temperature, "geom_scale": geom_scale}))
@@ -82,7 +81,7 @@ def cases(regimes: Sequence[str], temperatures: Sequence[float], geom_scale: flo
 
 
 def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab], shaped like a language model's: normal with deviation 2.2, and twenty likely tokens."""
+    """float32 [batch, vocab], like a language model's: normal with deviation 2.2, twenty likely tokens."""
     rng = np.random.default_rng(seed)
     rows = []
     for _ in range(batch):
@@ -94,9 +93,9 @@ def likely_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
 
 
 def flat_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
-    """float32 [batch, vocab]: standard normal, with 120 about equally likely tokens above.
+    """float32 [batch, vocab]: standard normal, and 120 about equally likely tokens.
 
-    All 120 are kept, more than the 64 candidates of the graph's first stage.
+    The crop keeps all 120, more than the graph's 64 first candidates.
     """
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((batch, vocab))
@@ -112,12 +111,12 @@ def bell_logits(vocab: int, batch: int = 1, seed: int = 0) -> Logits:
 
 
 def given_logits(path: Path) -> Logits:
-    """The rows of a .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError for anything else."""
+    """A .npy file, [V] or [B, V], as float32 [B, V]. Raises ParameterError otherwise."""
     try:
         loaded = np.load(path, allow_pickle=False)
     except OSError as error:
         raise ParameterError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, EOFError):  # numpy's message for other files advises loading a pickle, which is unsafe
+    except (ValueError, EOFError):  # numpy's message advises loading a pickle, which is unsafe
         raise ParameterError(f"{path} cannot be read as a .npy file of numbers; save it with numpy.save.") from None
     if loaded.ndim not in (1, 2) or 0 in loaded.shape or loaded.dtype.kind != "f":
         raise ParameterError(
@@ -130,7 +129,7 @@ def given_logits(path: Path) -> Logits:
 
 
 def logits_for(case: Case, vocab: int, batch: int, seed: int) -> Logits:
-    """The logits of a case, float32 [batch, vocab]."""
+    """A case's logits, float32 [batch, vocab]."""
     return _LOGITS[case.regime](vocab, batch, seed)
 
 
@@ -138,7 +137,7 @@ _LOGITS = {"certified": likely_logits, "flat": flat_logits, "uncertified": bell_
 
 
 def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
-    """Write random embeddings float32 [vocab, hidden] to `folder / TABLE`; returns them memory-mapped."""
+    """Write random float32 [vocab, hidden] to `folder / TABLE`; returns it memory-mapped."""
     rng = np.random.default_rng([seed, 1])
     table = np.memmap(folder / TABLE, np.float32, "w+", shape=(vocab, hidden))
     for start in range(0, vocab, _BLOCK):
@@ -149,9 +148,9 @@ def write_table(folder: Path, vocab: int, hidden: int, seed: int) -> Table:
 
 
 def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArray[np.float32]:
-    """The neighbour bound [V] for the tokens in the pools of `rows`, 0 (a valid bound) for all others.
+    """The neighbour bound [V] for tokens in the pools of `rows`, else 0 (a valid bound).
 
-    Costs pools x V distances instead of V x V; samplers read no other token's bound.
+    Samplers read only these; they cost pools x V distances instead of V x V.
     """
     vocab = rows[0].shape[1]
     ids = np.unique(np.concatenate([pool(row.astype(np.float64), top_m)[0] for batch in rows for row in batch]))
@@ -168,7 +167,7 @@ def pool_bound(geometry: Geometry, rows: Sequence[Logits], top_m: int) -> NDArra
 
 
 def _distances(metric: str, x: NDArray[np.float32], y: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Distances [n, m], float32; 0, a valid lower bound, where rounding could exceed the true value."""
+    """float32 [n, m]; 0, a valid lower bound, where rounding could exceed the true distance."""
     products = x @ y.T
     if metric == "cosine":
         distances = 1 - products

@@ -1,4 +1,4 @@
-"""The request of `topw bench sampler`, and the sides that it means."""
+"""The request of `topw bench sampler` and the sides it selects."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ GROUPS = ("hf", "genai")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerRequest:
-    """What `topw bench sampler` is asked for.
+    """Options of `topw bench sampler`.
 
     regimes: names of REGIMES.
-    temperatures: each regime's own if empty.
-    logits: a .npy file of rows to use instead of generated ones; its shape replaces vocab and batch.
-    neighbour_bound: compute the neighbour bound, for the tokens of the pools.
-    peers: names of sides; all if empty.
-    authors: the file of the authors' processor.
+    temperatures: empty for each regime's own.
+    logits: a .npy file; its shape replaces vocab and batch.
+    neighbour_bound: compute the bound for the pools' tokens.
+    peers: names of sides; empty for all.
+    authors: the authors' processor file.
     genai_python: interpreter of an environment with onnxruntime-genai.
 
     Raises ParameterError for a value out of range.
@@ -58,7 +58,7 @@ class SamplerRequest:
             if regime not in REGIMES:
                 raise ParameterError(f"regime is {regime!r}, but must be one of {', '.join(REGIMES)}.", "regime")
         for temperature in self.temperatures:
-            TopWParameters(temperature=temperature)  # its range check
+            TopWParameters(temperature=temperature)  # checks the range
         if not self.regimes:
             raise ParameterError("no regime is given; name at least one.", "regime")
 
@@ -67,9 +67,9 @@ class SamplerRequest:
 class SamplerSide(Side):
     """A sampler.
 
-    does: what one call returns, as the table shows it.
-    exact: it must keep the reference's set.
-    needs: modules it imports, all of the extra [export].
+    does: what one call returns, for the table.
+    exact: must keep the reference's set.
+    needs: modules to import, all from [export].
     """
 
     does: str
@@ -112,13 +112,13 @@ GENAI_SEARCHES: dict[str, dict[str, Any]] = {
 
 
 def choose(request: SamplerRequest) -> tuple[list[SamplerSide], list[SamplerSide]]:
-    """The sides to run and those left out, in the order of the table.
+    """The sides to run and those left out.
 
     Raises ParameterError for an unknown name in `peers`, BenchmarkError for a named side that cannot run.
     """
     every = [replace(side, why_not=_why_not(side, request)) for side in SIDES.values()]
     present, absent = sides.choose(every, request.peers, GROUPS)
-    # The authors' file cannot be installed: where it is not given, its side is not mentioned.
+    # The authors' file cannot be installed: list its side only if given.
     return present, [side for side in absent if side.name != "authors"]
 
 

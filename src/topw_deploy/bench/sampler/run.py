@@ -1,4 +1,4 @@
-"""`topw bench sampler`: its run and its report."""
+"""Run and report of `topw bench sampler`."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _KNOWN = (
 def run(request: SamplerRequest, progress: Progress = SILENT) -> SamplerReport:
     """Compare the kept sets with the reference's, then time all sides in turn.
 
-    Raises ParameterError for a request that does not fit its logits, BenchmarkError for a named side that is absent, a
-    side that dies, or one that keeps other tokens than the reference.
+    Raises ParameterError for a request that does not fit its logits, BenchmarkError for a side that is named but
+    absent, dies, or differs from the reference.
     """
     present, absent = choose(request)
     names = [side.name for side in present]
@@ -70,7 +70,6 @@ def run(request: SamplerRequest, progress: Progress = SILENT) -> SamplerReport:
 
 @contextmanager
 def _workers(request: SamplerRequest, names: Sequence[str], folder: Path) -> Iterator[dict[str, Worker]]:
-    """A worker of this environment, and one of onnxruntime-genai's if its sides are among `names`."""
     plain = {k: v for k, v in asdict(request).items() if k not in ("rounds", "peers", "genai_python")}
     paths = {name: str(plain[name]) if plain[name] else None for name in ("logits", "authors")}
     own = [name for name in names if name not in GENAI_SEARCHES]
@@ -110,8 +109,8 @@ def _calls(workers: Mapping[str, Worker], names: Sequence[str], case: int) -> di
 class CaseReport:
     """One case.
 
-    case, agreement: as the worker states them.
-    samples: seconds of a step, by side and round.
+    case, agreement: from the worker.
+    samples: seconds per step, by side and round.
     """
 
     case: Mapping[str, Any]
@@ -123,7 +122,7 @@ class CaseReport:
         return reference_side({name: SIDES[name].kind for name in self.samples})
 
     def ratios(self, name: str) -> list[float]:
-        """Time of `name` over the reference's, round by round."""
+        """Time of `name` relative to the reference, by round."""
         return paired(self.samples, name, self.reference)
 
     def rows(self) -> Iterator[tuple[str, ...]]:
@@ -138,10 +137,10 @@ class CaseReport:
 
 @dataclass(frozen=True)
 class SamplerReport:
-    """What `topw bench sampler` found.
+    """Results.
 
     absent: (label, why) of the sides left out.
-    instruction_set: of the native library; None if it was not measured.
+    instruction_set: of the native library; None if not measured.
     """
 
     request: SamplerRequest
@@ -189,7 +188,7 @@ class SamplerReport:
 
 
 def quartiles(spread: Spread) -> str:
-    """17.1 us (16.9-17.6), all in the unit of the median."""
+    """17.1 us (16.9-17.6), in the median's unit."""
     unit, factor = duration(spread.median).split()[1], {"s": 1.0, "ms": 1e3, "us": 1e6}
     low, median, high = (significant(v * factor[unit]) for v in (spread.low, spread.median, spread.high))
     return f"{median} {unit} ({low}-{high})"

@@ -1,4 +1,4 @@
-"""The samplers that need numpy, the native library or onnxruntime; `torch_samplers` has the others."""
+"""Samplers over numpy, the native library or onnxruntime; see `torch_samplers` for the others."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _OPSET, _IR_VERSION = 18, 10
 
 
 class Sampler(Protocol):
-    """One way to sample. Both methods may cache what they prepare."""
+    """A sampler. Methods may cache preparations."""
 
     def step(self, case: Case, logits: Logits) -> Call:
-        """A function that takes one step over all rows [B, V]; everything that can be prepared is prepared."""
+        """A prepared step over all rows [B, V]."""
 
     def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike] | None:
-        """The ids kept of each row; None for a sampler without a Top-W set."""
+        """Each row's kept ids; None without a Top-W set."""
 
 
 class NumpySampler:
-    """`fast_crop` and, unless the row is greedy, `draw`; row by row."""
+    """`fast_crop`, then `draw` unless greedy; row by row."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
@@ -61,7 +61,7 @@ class NumpySampler:
 
 
 class NumpyMax:
-    """One maximum per row: the lower bound of anything that reads the logits."""
+    """One maximum per row: the lower bound for reading the logits."""
 
     def step(self, case: Case, logits: Logits) -> Call:
         return lambda: np.max(logits, axis=1) if len(logits) > 1 else np.max(logits[0])
@@ -71,7 +71,7 @@ class NumpyMax:
 
 
 class NativeSampler:
-    """The C function `topw_sample_row` for every row, in one thread, without a runtime around it."""
+    """The C function `topw_sample_row` per row, in one thread."""
 
     def __init__(self, inputs: Inputs) -> None:
         from topw_deploy.plugins.kernel import Kernel, KernelTable
@@ -108,7 +108,7 @@ class GraphSampler:
     """The sampler-only model in onnxruntime.
 
     form: of the function's body.
-    native: run the native operator in place of the function.
+    native: use the native operator instead.
     """
 
     def __init__(self, inputs: Inputs, form: str, *, native: bool) -> None:
@@ -121,7 +121,7 @@ class GraphSampler:
         return bound(self._session, feeds(self._inputs, case, logits))
 
     def kept(self, case: Case, logits: Logits) -> Sequence[ArrayLike]:
-        # a model of its own: writing the mask costs time
+        # a separate model, as writing the mask costs time
         (mask,) = self._open(with_keep_mask=True).run(["keep_mask"], feeds(self._inputs, case, logits))
         return [np.flatnonzero(row) for row in mask]
 
@@ -131,7 +131,7 @@ class GraphSampler:
 
 
 class OperatorModel:
-    """A model of one standard operator over the logits, as a yardstick."""
+    """One standard operator over the logits, as a yardstick."""
 
     def __init__(self, inputs: Inputs, op_type: str) -> None:
         vocab = inputs.logits[0].shape[1]
@@ -147,7 +147,7 @@ class OperatorModel:
 
 
 def open_session(path: Path, threads: int, *, native: bool = False) -> ort.InferenceSession:
-    """A session on the CPU. native: run the native operator in place of the function."""
+    """A CPU session. native: use the native operator."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -161,7 +161,7 @@ def open_session(path: Path, threads: int, *, native: bool = False) -> ort.Infer
 
 
 def bound(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call:
-    """A run of the session with its inputs and outputs bound once, as the runtime binds them."""
+    """A run with inputs and outputs bound once, as in the runtime."""
     import onnxruntime as ort
 
     binding = session.io_binding()
@@ -174,13 +174,13 @@ def bound(session: ort.InferenceSession, feed: Mapping[str, np.ndarray]) -> Call
 
     def call() -> Mapping[str, ort.OrtValue]:
         run(io_binding, None)
-        return values  # kept alive here, as the binding does not
+        return values  # the binding does not keep them alive
 
     return call
 
 
 def feeds(inputs: Inputs, case: Case, logits: Logits) -> dict[str, np.ndarray]:
-    """The inputs of the sampler-only model, with empty edits."""
+    """Inputs of the sampler-only model, with empty edits."""
     batch = len(logits)
     nothing = {"edit_ids": np.int64, "edit_penalty": np.float32, "edit_bias": np.float32}
     columns = {n: np.full(batch, getattr(case.parameters, n), np.float32) for n in PARAMETER_NAMES}
@@ -189,7 +189,7 @@ def feeds(inputs: Inputs, case: Case, logits: Logits) -> dict[str, np.ndarray]:
 
 
 def sampler_file(inputs: Inputs, form: str, *, with_keep_mask: bool) -> Path:
-    """Write the sampler-only model to `inputs.folder`, unless it is there; all models share one table file."""
+    """Write the sampler-only model to `inputs.folder`, unless it exists. Models share one table."""
     path = inputs.folder / f"{form}{'-mask' if with_keep_mask else ''}.onnx"
     if path.exists():
         return path
@@ -223,7 +223,7 @@ def sampler_file(inputs: Inputs, form: str, *, with_keep_mask: bool) -> Path:
 
 
 def operator_model(op_type: str, vocab: int, k: int) -> bytes:
-    """A model of ArgMax over the last axis of `logits` [batch, vocab], or of TopK with `k`."""
+    """ArgMax over the last axis of `logits` [batch, vocab], or TopK with `k`."""
     from onnx import TensorProto, helper, numpy_helper
 
     kinds = {"ArgMax": (TensorProto.INT64,), "TopK": (TensorProto.FLOAT, TensorProto.INT64)}[op_type]

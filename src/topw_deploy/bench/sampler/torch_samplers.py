@@ -1,6 +1,6 @@
-"""The samplers that are logits processors of PyTorch: they set scores outside the crop to -inf.
+"""PyTorch logits processors: they set scores outside the crop to -inf.
 
-Only the processor is timed; what `generate` does after it (softmax, multinomial) is the same for all.
+Only the processor is timed; the rest of `generate` is the same for all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TorchSampler:
 
 
 class Warper:
-    """A warper of transformers, over logits already divided by the temperature, as in `generate`."""
+    """A transformers warper over logits divided by the temperature, as in `generate`."""
 
     def __init__(self, rule: str) -> None:
         from transformers.generation import logits_process as rules
@@ -70,9 +70,9 @@ class Warper:
 
 
 class AuthorsProcessor:
-    """The processor of arashgholami/top-w-decoding, from the user's copy, with our parameters.
+    """The user's copy of the processor of arashgholami/top-w-decoding, with our parameters.
 
-    It measures cosine distances whatever the metric is here, and takes one row at a time.
+    Always measures cosine distances, one row at a time.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -94,7 +94,7 @@ class AuthorsProcessor:
         return [np.flatnonzero(np.isfinite(row)) for row in masked]
 
     def _processor(self, case: Case) -> Processor:
-        """The one processor, set to the case's parameters: its statistics, computed at construction, are costly."""
+        """One instance, as its constructor computes costly statistics."""
         p = case.parameters
         parameters = {
             "selection_temperature": p.selection_temperature or p.temperature,

@@ -1,7 +1,6 @@
-"""The worker of `topw bench sampler` for all samplers of this environment.
+"""The worker for this environment's samplers.
 
-A process of its own, because BLAS libraries fix their thread counts when they load, and so that a crash in native code
-does not end the command.
+A separate process: BLAS libraries fix thread counts when loaded, and native code may crash.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from topw_deploy.reports import counted
 from topw_deploy.sampling import Geometry, TopWOptions, crop
 from topw_deploy.sampling.reference import FLOAT32_TIES, Crop
 
-_BURST, _MOST_CALLS = 2e-3, 100  # seconds of one sample; calls in it
+_BURST, _MOST_CALLS = 2e-3, 100  # seconds per sample; maximum calls
 
 
 def make_inputs(settings: dict[str, Any]) -> Inputs:
-    """The inputs that the settings sent by `run.py`, plain JSON, describe."""
+    """The inputs for the JSON settings from `run.py`."""
     options = TopWOptions(**settings["options"])
     chosen = cases(settings["regimes"], settings["temperatures"], settings["geom_scale"])
     if settings["logits"] is not None:
@@ -69,7 +68,7 @@ def make_inputs(settings: dict[str, Any]) -> Inputs:
 
 
 def make_sampler(name: str, inputs: Inputs) -> Sampler:
-    """The sampler of the side `name`. Imports its libraries."""
+    """The sampler of side `name`. Imports its libraries."""
     made: dict[str, Callable[[], Sampler]] = {
         "numpy": partial(samplers.NumpySampler, inputs),
         "max": samplers.NumpyMax,
@@ -93,7 +92,7 @@ def make_sampler(name: str, inputs: Inputs) -> Sampler:
 
 
 class SamplerWorker:
-    """The samplers of the sides `names`."""
+    """The samplers of the named sides."""
 
     def __init__(self, inputs: Inputs, names: list[str]) -> None:
         self.inputs = inputs
@@ -101,7 +100,7 @@ class SamplerWorker:
         self._ready: dict[tuple[str, int], tuple[Call, int]] = {}
 
     def cases(self) -> list[dict[str, Any]]:
-        """What is measured, as the report states it."""
+        """The cases, for the report."""
         pairs = zip(self.inputs.cases, self.inputs.logits, strict=True)
         return [
             {
@@ -115,7 +114,7 @@ class SamplerWorker:
         ]
 
     def instruction_set(self) -> str | None:
-        """The instruction set that the native library uses; None if it is not measured."""
+        """None if the native library is not measured."""
         if not {"native", "native-op"} & set(self.samplers):
             return None
         from topw_deploy.plugins.kernel import Kernel
@@ -125,7 +124,7 @@ class SamplerWorker:
         return None if path is None else Kernel(path).instruction_set
 
     def check(self, case: int) -> dict[str, Any]:
-        """Compare all kept sets with the reference's. Raises BenchmarkError if an exact side differs."""
+        """Compare the kept sets with the reference's. Raises BenchmarkError if an exact side differs."""
         chosen, logits, p = self.inputs.cases[case], self.inputs.logits[case], self.inputs
         crops = [crop(row, chosen.parameters, p.options, p.geometry) for row in logits]
         found = []
@@ -141,7 +140,7 @@ class SamplerWorker:
         }
 
     def time(self, side: str, case: int) -> float:
-        """Seconds of one step, over about 2 ms of consecutive steps: the caches are warm, as after the matmul."""
+        """Seconds per step over about 2 ms of steps; caches are warm, as after the matmul."""
         key = (side, case)
         if key not in self._ready:
             call = self.samplers[side].step(self.inputs.cases[case], self.inputs.logits[case])
@@ -166,7 +165,7 @@ def _parameters(case: Case) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many of `rows` keep the reference's set, and how many differ at a tie."""
+    """Rows that equal the reference or differ at a tie."""
 
     side: str
     rows: int
@@ -175,9 +174,9 @@ class Agreement:
 
 
 def agree(side: str, kept: Sequence[ArrayLike], crops: Sequence[Crop], *, exact: bool) -> Agreement:
-    """Compare the ids kept of each row with the reference's crops.
+    """Compare each row's kept ids with the reference's.
 
-    Raises BenchmarkError if an `exact` side differs where docs/contract/graph.md, section 4, allows no difference.
+    Raises BenchmarkError if an `exact` side differs beyond ties (docs/contract/graph.md, section 4).
     """
     same = ties = 0
     for row, (ids, wanted) in enumerate(zip(kept, crops, strict=True)):

@@ -1,2 +1,1 @@
-"""Files that `serve.py` loads in a peer's environment; they import that environment's libraries, and topw_deploy only
-where they need it."""
+"""Files for `serve.py`. They import a peer's libraries, and topw_deploy only where needed."""

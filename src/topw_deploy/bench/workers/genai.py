@@ -1,4 +1,4 @@
-"""onnxruntime-genai: its samplers over given logits, and its decoding loop. Imports nothing of topw_deploy."""
+"""onnxruntime-genai's samplers and decoding loop. Does not import topw_deploy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import onnxruntime_genai as og  # type: ignore[import-not-found]
 
-_BURST, _MOST_CALLS = 2e-3, 100  # seconds of one sample; calls in it
+_BURST, _MOST_CALLS = 2e-3, 100  # seconds per sample; maximum calls
 
 
 class Sampler:
-    """One generator that draws from the same logits [B, V] again and again.
+    """A generator that draws repeatedly from the same logits [B, V].
 
-    A generator accepts logits only right after it has computed some. So before every draw it is rewound and runs an
-    empty model (bench/sampler/sides.py); only `generate_next_token` is timed.
+    Generators accept logits only after computing some, so each draw first rewinds and runs an empty model. Only
+    `generate_next_token` is timed.
     """
 
     def __init__(self, model: Any, logits: np.ndarray, options: dict[str, Any]) -> None:
@@ -33,7 +33,7 @@ class Sampler:
         self.calls = max(1, min(_MOST_CALLS, round(_BURST / max(self.draw(), 1e-9))))
 
     def draw(self) -> float:
-        """Draw a token for every row into `tokens`; returns the seconds it took."""
+        """Draw one token per row into `tokens`; returns the seconds."""
         self._generator.rewind_to(0)
         self._generator.append_tokens(self._prompt)
         self._generator.set_logits(self._logits)
@@ -45,7 +45,7 @@ class Sampler:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings["task"] is "sample" or "decode"; the others are those of `start_sampling` or `start_decoding`."""
+    """settings["task"]: "sample" (`start_sampling`) or "decode" (`start_decoding`)."""
     if hasattr(og, "disable_telemetry_events"):
         og.disable_telemetry_events()
     return {"sample": start_sampling, "decode": start_decoding}[settings["task"]](settings)
@@ -78,7 +78,7 @@ def start_sampling(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
 
 def start_decoding(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: folder (written by genai's builder), search (options of genai's search), threads."""
+    """settings: folder (from genai's builder), search (genai's search options), threads."""
     began = time.perf_counter()
     config = og.Config(settings["folder"])
     session = {"intra_op_num_threads": settings["threads"]}

@@ -1,6 +1,6 @@
-"""transformers' `generate`, over its own model or optimum's ORTModelForCausalLM.
+"""transformers' `generate` over its own model or optimum's ORTModelForCausalLM.
 
-Imports topw_deploy for logits processors only.
+Imports topw_deploy only for logits processors.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from transformers import GenerationConfig
 
 
 class _Clock:
-    """A streamer that records when the prompt and each token arrived."""
-
     def __init__(self) -> None:
         self.times: list[float] = []
 
@@ -28,15 +26,20 @@ class _Clock:
 
 
 def start(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """settings: library ("transformers" or "optimum"), folder, threads, search (fields of a GenerationConfig),
-    processor (None, "topw", or the path of the authors' file)."""
+    """settings:
+
+    library: "transformers" or "optimum".
+    folder, threads.
+    search: fields of a GenerationConfig.
+    processor: None, "topw", or the authors' file.
+    """
     torch.set_num_threads(settings["threads"])
-    make_processors = _processors(settings["processor"])  # before the model, so that a wrong file fails at once
+    make_processors = _processors(settings["processor"])  # before the model, to fail early
     began = time.perf_counter()
     model = _load(settings)
     took = time.perf_counter() - began
     processors = make_processors(model)
-    # replaces the folder's own, which could end sequences early or set a top_k
+    # The folder's config could set top_k or end sequences early.
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None, **settings["search"])
 
     def run(prompt: list[int], new_tokens: int) -> dict[str, float]:
@@ -74,7 +77,6 @@ def _load(settings: dict[str, Any]) -> Any:
 
 
 def _processors(wanted: str | None) -> Callable[[Any], list[Any]]:
-    """A function from the model to the logits processors for its `generate`."""
     if wanted is None:
         return lambda _model: []
     if wanted == "topw":
@@ -84,5 +86,5 @@ def _processors(wanted: str | None) -> Callable[[Any], list[Any]]:
     from topw_deploy.bench.sides import load_processor
 
     theirs = load_processor(Path(wanted))
-    # alt_iters and geom_scale: this project's defaults
+    # this project's defaults
     return lambda model: [theirs(model.get_input_embeddings().weight, alt_iters=3, geom_scale=1.0)]

@@ -1,10 +1,10 @@
-"""The program that a `bench.process.Worker` runs: `PYTHON serve.py FILE`, with JSON lines on stdin and stdout.
+"""The program of a `bench.process.Worker`: `PYTHON serve.py FILE`, with JSON lines on stdin and stdout.
 
-FILE defines `start(settings: dict) -> dict[str, function]`. The first request is {"settings": ...}; later ones are
-{"do": NAME, "with": {...}} and call the function NAME with those keyword arguments. An answer is {"value": ...} or
-{"error": "Type: message"}. What FILE prints goes to stderr.
+FILE defines `start(settings: dict) -> dict[str, function]`. The first request is {"settings": ...}; later ones, {"do":
+NAME, "with": {...}}, call a function. Answers are {"value": ...} or {"error": "Type: message"}. FILE's output goes to
+stderr.
 
-Runs in environments without topw_deploy: imports only the standard library.
+Imports only the standard library, as topw_deploy may be missing.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def load(path: Path) -> Callable[[dict[str, Any]], Handlers]:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # for dataclasses
     spec.loader.exec_module(module)
     start: Callable[[dict[str, Any]], Handlers] = module.start
     return start
 
 
 def peak_bytes() -> int | None:
-    """Peak resident memory of this process; None where the system does not report it.
+    """Peak resident memory; None if the system does not report it.
 
-    On Linux not from getrusage, which starts with the peak of the parent process.
+    On Linux, getrusage would start from the parent's peak.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
@@ -66,10 +66,10 @@ def serve(requests: IO[str], answers: IO[str], file: Path) -> None:
 
 
 def main() -> None:
-    # Libraries write to file descriptor 1, from C++ too: keep the real stdout for answers alone.
+    # Libraries write to file descriptor 1: reserve the real stdout for answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # Python puts this file's folder first on the path; its files must not shadow libraries.
+    # Python puts this folder on the path; its files must not shadow libraries.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     serve(sys.stdin, answers, Path(sys.argv[1]))
 
