@@ -2,13 +2,13 @@
 
 | module | |
 |---|---|
-| `model`, `sampler`, `results` | the public classes |
-| `prompts`, `parameters`, `generation_config`, `request` | a call's prompts and parameters, checked and resolved |
-| `loop`, `draws`, `edits`, `callbacks` | the generation loop, its random numbers, logit edits and callbacks |
-| `text`, `tokenizer`, `token_bound`, `chat`, `template/` | text and tokens, chat templates |
+| `model`, `sampler`, `results` | public classes |
+| `prompts`, `parameters`, `generation_config`, `request` | checks and resolves prompts and parameters |
+| `loop`, `draws`, `edits`, `callbacks` | generation loop, random numbers, logit edits, callbacks |
+| `text`, `tokenizer`, `token_bound`, `chat`, `template/` | text, tokens, chat templates |
 | `cache/`, `memory` | key-value caches and their memory |
-| `protocols`, `session_options`, `open_session` | what a session is and how one is opened |
-| `ort/`, `device_lock` | sessions of onnxruntime; those of TensorRT are in `topw_deploy.tensorrt.run` |
+| `protocols`, `session_options`, `open_session` | session interface and opening |
+| `ort/`, `device_lock` | onnxruntime sessions; TensorRT's are in `topw_deploy.tensorrt.run` |
 """
 
 from topw_deploy import install, telemetry
