@@ -1,8 +1,7 @@
-"""Callbacks of the caller: a streamer, which gets the tokens, and stopping criteria, which end a sequence.
+"""The caller's callbacks: a streamer receives tokens, stopping criteria end a sequence.
 
-A streamer has `put` and `end`, like transformers' streamers. A criterion is called with the token ids so far;
-subclasses of transformers' StoppingCriteria are called as transformers does. Neither torch nor transformers is
-imported.
+A streamer has `put` and `end`, as in transformers. A criterion takes the token ids so far; subclasses of transformers'
+StoppingCriteria are called as in transformers. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 from topw_deploy.errors import ParameterError
 
 Criterion: TypeAlias = Callable[[np.ndarray], object]
-"""Token ids of one sequence, prompt included, int64 [T] -> whether it ends here."""
+"""Token ids of one sequence with prompt, int64 [T] -> whether it ends."""
 
 
 class Streamer(Protocol):
@@ -33,7 +32,7 @@ class Watch:
     """Passes one sequence's tokens to the callbacks.
 
     prompt: token ids.
-    budget: most tokens that will follow.
+    budget: maximum new tokens.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Watch:
             self._streamer.put(np.array([token], np.int64))
 
     def ended_by(self) -> str | None:
-        """The name of the first criterion that ends the sequence here; None if none does.
+        """The first criterion that ends the sequence, by name, or None.
 
         Raises ParameterError if a criterion returns anything but True or False.
         """
@@ -74,7 +73,7 @@ class Watch:
         else:
             ids.setflags(write=False)
             answer = criterion(ids)
-        if math.prod(getattr(answer, "shape", (0,))) == 1:  # an array or a tensor with one value
+        if math.prod(getattr(answer, "shape", (0,))) == 1:  # array or tensor with one value
             answer = answer.item()
         if not isinstance(answer, bool):
             raise ParameterError(
@@ -100,7 +99,7 @@ def check_streamer(name: str, value: Any) -> Streamer:
 
 
 def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
-    """Raises ParameterError for a criterion that cannot be called with token ids alone."""
+    """Raises ParameterError for a criterion not callable with token ids alone."""
     criteria = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for criterion in criteria:
         _check_object(name, criterion)
@@ -118,7 +117,7 @@ def check_criteria(name: str, value: Any) -> tuple[Criterion, ...]:
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[None]:
-    """End `streamer` if the block fails, or a thread that reads from it would wait for ever."""
+    """End `streamer` if the block fails, or its reader would wait forever."""
     try:
         yield
     except BaseException:

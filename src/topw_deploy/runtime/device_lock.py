@@ -1,9 +1,8 @@
-"""A lock per device: runs share it, and the capture of a CUDA graph has it alone.
+"""A per-device lock: runs share it, a CUDA graph capture holds it exclusively.
 
-onnxruntime captures with cudaStreamCaptureModeGlobal: meanwhile CUDA refuses allocations, frees and synchronous copies
-in all other threads, and each attempt spoils the capture. So a capture waits until nobody uses the device, and new
-users wait for its two runs. It does not wait while a session is being opened, which may take minutes: a later step is
-captured instead.
+onnxruntime captures with cudaStreamCaptureModeGlobal: allocations, frees and synchronous copies in other threads fail
+    and invalidate the capture. So a capture waits for all users, and new users wait for its two runs. A capture does
+    not wait for a session that is opening, which may take minutes; a later step is captured instead.
 """
 
 from __future__ import annotations
@@ -14,8 +13,11 @@ from contextlib import contextmanager
 
 
 class DeviceLock:
-    """using: hold it for every run, copy, allocation and release. Reentrant, because the garbage collector may close a
-    session in the middle of a run."""
+    """Shared and exclusive use of a device.
+
+    using: hold it for every run, copy, allocation and release. Reentrant: the garbage collector may close a session
+        during a run.
+    """
 
     def __init__(self) -> None:
         self.using = Using(self)
@@ -25,7 +27,7 @@ class DeviceLock:
         self._here = _Here()
 
     def enter(self) -> None:
-        """Begin to use the device."""
+        """Acquire shared use."""
         if not self._here.depth:
             with self._changed:
                 self._wait_for_captures()
@@ -33,7 +35,7 @@ class DeviceLock:
         self._here.depth += 1
 
     def leave(self) -> None:
-        """End what `enter` began."""
+        """Release shared use."""
         self._here.depth -= 1
         if not self._here.depth:
             with self._changed:
@@ -43,7 +45,7 @@ class DeviceLock:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Hold this while a session is opened. No step is captured meanwhile."""
+        """Hold while opening a session; prevents captures."""
         with self._changed:
             self._wait_for_captures()
             self._openings += 1
@@ -57,7 +59,7 @@ class DeviceLock:
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
-        """Hold this for a run that captures. Yields False, and is held like `using`, while a session is being opened.
+        """Hold for a capturing run. Yields False, with shared use, while a session is opening.
 
         The calling thread must not hold `using`.
         """
@@ -93,7 +95,7 @@ class DeviceLock:
 
 
 class Using:
-    """`with lock.using:`, reentrant and for any number of threads."""
+    """`with lock.using:`, reentrant and shared by threads."""
 
     def __init__(self, lock: DeviceLock) -> None:
         self._lock = lock
@@ -114,6 +116,6 @@ _registry = threading.Lock()
 
 
 def device_lock(device: tuple[str, int]) -> DeviceLock:
-    """The process's lock of a device (kind, number)."""
+    """The process-wide lock of a device (kind, number)."""
     with _registry:
         return _locks.setdefault(device, DeviceLock())

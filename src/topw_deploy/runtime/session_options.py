@@ -1,4 +1,4 @@
-"""How to open a session, checked."""
+"""Checked options for opening a session."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import onnxruntime as ort
 from topw_deploy.errors import ParameterError
 
 SAMPLERS = ("auto", "native", "graph")
-_MOST_THREADS = 1024  # onnxruntime would start as many as it is told and never come back
-_OFF = ("0", "false")  # how onnxruntime's provider options say no
+_MOST_THREADS = 1024  # onnxruntime would try to start any number, and hang
+_OFF = ("0", "false")  # false values of onnxruntime's provider options
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """Options of a session. Raises ParameterError for a value out of its bounds.
+    """Options of a session. Raises ParameterError for an invalid value.
 
     provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name. "tensorrt" runs the folder's
         engine if one fits this machine, else onnxruntime's provider.
-    provider_options: as onnxruntime documents them. "enable_cuda_graph" captures each shape of a step once and launches
-        it from then on; the cache must have the form "static".
-    session_options: may serve several sessions. Gets the thread counts and the native operator's registration.
+    provider_options: see onnxruntime's documentation. "enable_cuda_graph" captures each step shape once and replays it;
+        requires the "static" cache form.
+    session_options: reusable. Receives the thread counts and the native operator's registration.
     intra_op_num_threads, inter_op_num_threads: at most 1024; 0: onnxruntime's choice.
-    allow_fallback: accept another provider, and nodes that a provider leaves to the CPU.
+    allow_fallback: accept another provider, and nodes left to the CPU.
     sampler: "auto" (the native operator if possible, else the function in the file), "native" or "graph".
     """
 
@@ -64,7 +64,6 @@ class SessionOptions:
 
     @property
     def device_number(self) -> int:
-        """The GPU's number."""
         return int((self.provider_options or {}).get("device_id", 0))
 
     @property
@@ -75,7 +74,7 @@ class SessionOptions:
         options = self.session_options
         if options is None:
             options = ort.SessionOptions()
-            options.log_severity_level = 3  # warnings about constant folding are not for users
+            options.log_severity_level = 3  # hide warnings about constant folding
         for name, value in self.threads.items():
             setattr(options, name, value)
         return options

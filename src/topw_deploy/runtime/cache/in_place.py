@@ -19,8 +19,7 @@ _TOTAL = "total_sequence_length"
 
 
 class InPlaceCache(ABC):
-    """`past_key_values.{i}.key|value` and `present.{i}.key|value` [B, kv_heads, max_length, head_dim] in the same
-    memory.
+    """`past_key_values.{i}.key|value` and `present.{i}.key|value` share memory [B, kv_heads, max_length, head_dim].
 
     Each run feeds at most `chunk` prompt tokens over all rows:
     - all rows together, right-padded, if they fit one run or the graph supports ragged chunks;
