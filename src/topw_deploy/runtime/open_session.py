@@ -17,7 +17,7 @@ from topw_deploy.tensorrt.engines import has_engines
 from topw_deploy.tensorrt.run.session import EngineSession
 
 ENGINE = "tensorrt"
-"""Prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's provider."""
+"""The provider name that prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's provider."""
 
 
 def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> Session:

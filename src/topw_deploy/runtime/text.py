@@ -141,7 +141,7 @@ class StopStrings:
 class RowText:
     """One row's text, cut at stop strings.
 
-    guarded: number of first tokens in which stop strings are ignored.
+    guarded: tokens required before a stop string counts.
     """
 
     def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], guarded: int = 0) -> None:

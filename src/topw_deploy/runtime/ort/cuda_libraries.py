@@ -1,8 +1,8 @@
-"""Loads CUDA's and cuDNN's libraries from Python packages before onnxruntime opens its first session on a GPU.
+"""Loads CUDA and cuDNN libraries from Python packages before onnxruntime's first GPU session.
 
-onnxruntime's providers look on the system's search path alone, not in the packages that the extra [gpu] or PyTorch
-install. onnxruntime.preload_dlls loads those beside onnxruntime; those in other folders of Python's path, such as a
-PyTorch of the system, are found here. Neither imports torch.
+onnxruntime's providers search only the system path, not the packages of extra [gpu] or PyTorch.
+onnxruntime.preload_dlls loads packages installed beside onnxruntime; this module also finds those elsewhere on Python's
+path, such as a system PyTorch. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from topw_deploy import install
 
 _MISSING = re.compile(r"Failed to load (\S+?):")
 _lock = threading.Lock()
-_outcome: list[str] = []  # of `preload`, after its first call
+_outcome: list[str] = []  # set by the first `preload`
 
 
 def preload() -> str:
-    """Load the libraries once per process. Returns which could not be loaded, as a clause; "" for none.
+    """Load the libraries once per process. Returns a clause naming missing ones; "" for none.
 
-    That is not an error: CUDA may be linked into a build, or be on the system's path under another name.
+    Not an error: a build may link CUDA statically, or find it on the system path under another name.
     """
     with _lock:
         if not _outcome:
@@ -39,9 +39,9 @@ def preload() -> str:
 
 
 def _load() -> str:
-    """What onnxruntime printed about missing libraries."""
+    """onnxruntime's output about missing libraries."""
     load: Callable[..., None] | None = getattr(ort, "preload_dlls", None)
-    if load is None:  # before onnxruntime 1.21
+    if load is None:  # onnxruntime < 1.21
         return ""
     said = _said_by(load)
     for folder in _folders_elsewhere() if said else ():
@@ -50,7 +50,7 @@ def _load() -> str:
 
 
 def _said_by(load: Callable[[], None]) -> str:
-    """What `load` prints, or the error that it raises."""
+    """Output of `load`, or its error."""
     said = _OfThisThread(sys.stdout)
     try:
         with redirect_stdout(said):
@@ -61,7 +61,7 @@ def _said_by(load: Callable[[], None]) -> str:
 
 
 def _folders_elsewhere() -> list[Path]:
-    """`nvidia` packages' libraries that are not beside onnxruntime; cuDNN's after those it needs."""
+    """Libraries of `nvidia` packages not beside onnxruntime; cuDNN last, after its dependencies."""
     spec = importlib.util.find_spec("nvidia")
     beside = Path(ort.__file__).parents[1] / "nvidia"
     roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ()) if Path(root) != beside]
@@ -77,7 +77,7 @@ def _clause(said: str) -> str:
 
 
 class _OfThisThread(io.TextIOBase):
-    """Standard output that captures the `lines` of one thread."""
+    """Captures one thread's standard output in `lines`."""
 
     def __init__(self, real: TextIO | None) -> None:
         self.lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Inputs and outputs in the host's memory: onnxruntime reads and writes numpy's arrays in place."""
+"""Inputs and outputs in host memory: onnxruntime reads and writes numpy arrays in place."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class HostBinding:
         self._with_defaults = session.with_defaults
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
-        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue): no copy, no Python object
-        self.outputs = self._io.get_outputs  # () -> onnxruntime's vector of the last run's, in the order of binding
-        self._session = session  # last, so that it is the last to be released: it frees memory of the device
+        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue), without copy or Python object
+        self.outputs = self._io.get_outputs  # () -> the last run's outputs, in binding order
+        self._session = session  # last, so that it is released last: it frees device memory
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         self._arrays[name] = array
-        if name in self._with_defaults:  # onnxruntime's bind_input does not find inputs that have a default
+        if name in self._with_defaults:  # bind_input does not find inputs with a default
             self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
         else:
             self._io.bind_input(name, array)
@@ -61,25 +61,25 @@ class HostBinding:
         self._io.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
 
     def bind_empty(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        """Bind an input without elements. dtype: a key of ELEMENT_TYPES."""
+        """Bind an empty input. dtype: a key of ELEMENT_TYPES."""
         value = ort.OrtValue.ortvalue_from_shape_and_type(shape, ELEMENT_TYPES[dtype].number, *self._session.device)
         self.bind_value(name, value._ortvalue)
 
     def bind_fresh(self, name: str) -> int:
-        """Have the next run allocate output `name`. Returns its index in `outputs`."""
+        """Make the next run allocate output `name`. Returns its index in `outputs`."""
         self._bound_outputs.append(name)
         self._io.bind_output(name, self._device)
         return len(self._bound_outputs) - 1
 
     def bind_fresh_again(self, name: str) -> None:
-        """Have the next run allocate output `name` anew."""
+        """Make the next run allocate output `name` again."""
         self._io.bind_output(name, self._device)
 
     def another(self) -> HostBinding:
         return HostBinding(self._session)
 
     def close(self) -> None:
-        """Do nothing: only the arrays belong to one generation."""
+        """Do nothing: a generation owns only the arrays."""
 
     def run(self, step: int | None = None) -> None:
         self._compute(step, None)

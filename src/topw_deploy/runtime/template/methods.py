@@ -1,4 +1,4 @@
-"""Methods that a template may call on text, lists and mappings, each with a bound on what it makes."""
+"""Methods that templates may call on text, lists and mappings, with bounds on their results."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from jinja2.exceptions import SecurityError
 from topw_deploy.runtime.template.meter import Meter
 
 _SEARCHES = frozenset({"count", "endswith", "find", "index", "partition", "removeprefix", "removesuffix", "startswith"})
-_BACKWARDS = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rstrip", "strip"})  # stripping looks up each one
+_BACKWARDS = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rstrip", "strip"})  # stripping searches for each character
 _PLAIN = frozenset({
     "capitalize", "casefold", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower",
     "isnumeric", "isprintable", "isspace", "istitle", "isupper", "lower", "splitlines", "swapcase", "title", "upper",
 })  # fmt: skip
 _OF_CONTAINERS = frozenset({"copy", "count", "get", "index", "items", "keys", "values"})
-_GROWS = 3  # characters that one becomes in upper case
+_GROWS = 3  # maximum growth of a character in upper case
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-_PIECE = 16  # what each piece of a text weighs
+_PIECE = 16  # size of each piece of text
 
 
 def call(meter: Meter, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the bound `method` of a plain value. Raises SecurityError for an unknown one."""
+    """Call the bound `method` of a plain value. Raises SecurityError for an unknown method."""
     owner, name = method.__self__, method.__name__
     meter.read(owner, *args, *kwargs.values())
     if isinstance(owner, str):
@@ -41,7 +41,7 @@ def call(meter: Meter, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def join(meter: Meter, separator: str, values: Any) -> str:
-    """`separator.join(values)`; refused before joining if too long."""
+    """`separator.join(values)`, after a check of the length."""
     items = list(meter.each(values))
     meter.expect(sum(len(item) for item in items if isinstance(item, str)) + len(items) * len(separator))
     text: str = meter.make(separator.join(items))
@@ -60,7 +60,7 @@ def replaced(meter: Meter, text: str, old: Any, new: Any, count: Any = -1) -> in
 
 
 def _size(meter: Meter, text: str, name: str, given: list[Any]) -> int | None:
-    """A bound on the size of the result; None for an unknown method."""
+    """An upper bound on the result's size; None for an unknown method."""
     first = given[0] if given else None
     if name in _SEARCHES or name in _BACKWARDS:
         for pattern in first if isinstance(first, tuple) else [first]:
