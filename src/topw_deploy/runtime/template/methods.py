@@ -10,7 +10,7 @@ from jinja2.exceptions import SecurityError
 from topw_deploy.runtime.template.meter import Meter
 
 _SEARCHES = frozenset({"count", "endswith", "find", "index", "partition", "removeprefix", "removesuffix", "startswith"})
-_BACKWARDS = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rstrip", "strip"})  # stripping searches for each character
+_BACKWARDS = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rstrip", "strip"})  # stripping looks up each one
 _PLAIN = frozenset({
     "capitalize", "casefold", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower",
     "isnumeric", "isprintable", "isspace", "istitle", "isupper", "lower", "splitlines", "swapcase", "title", "upper",
