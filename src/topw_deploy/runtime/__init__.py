@@ -3,12 +3,12 @@
 | module | |
 |---|---|
 | `model`, `sampler`, `results` | public classes |
-| `prompts`, `parameters`, `generation_config`, `request` | checks and resolves prompts and parameters |
-| `loop`, `draws`, `edits`, `callbacks` | generation loop, random numbers, logit edits, callbacks |
+| `prompts`, `parameters`, `generation_config`, `request` | request parsing and validation |
+| `loop`, `draws`, `edits`, `callbacks` | generation |
 | `text`, `tokenizer`, `token_bound`, `chat`, `template/` | text, tokens, chat templates |
-| `cache/`, `memory` | key-value caches and their memory |
-| `protocols`, `session_options`, `open_session` | session interface and opening |
-| `ort/`, `device_lock` | onnxruntime sessions; TensorRT's are in `topw_deploy.tensorrt.run` |
+| `cache/`, `memory` | key-value caches |
+| `protocols`, `session_options`, `open_session` | session interface |
+| `ort/`, `device_lock` | onnxruntime sessions; TensorRT's: `topw_deploy.tensorrt.run` |
 """
 
 from topw_deploy import install, telemetry

@@ -1,7 +1,7 @@
 """The caller's callbacks: a streamer receives tokens, stopping criteria end a sequence.
 
-A streamer has `put` and `end`, as in transformers. A criterion takes the token ids so far; subclasses of transformers'
-StoppingCriteria are called as in transformers. Imports neither torch nor transformers.
+Both may be transformers' own or use the same interface; a plain criterion takes only token ids. Imports neither torch
+nor transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from topw_deploy.errors import ParameterError
 
 Criterion: TypeAlias = Callable[[np.ndarray], object]
-"""Token ids of one sequence with prompt, int64 [T] -> whether it ends."""
+"""Token ids with prompt, int64 [T] -> whether the sequence ends."""
 
 
 class Streamer(Protocol):
@@ -31,7 +31,6 @@ class Streamer(Protocol):
 class Watch:
     """Passes one sequence's tokens to the callbacks.
 
-    prompt: token ids.
     budget: maximum new tokens.
     """
 
@@ -45,21 +44,21 @@ class Watch:
         self._length = len(prompt)
 
     def begin(self) -> None:
-        """Pass the prompt to the streamer."""
+        """Stream the prompt."""
         if self._streamer is not None:
             self._streamer.put(self._ids[None, : self._length].copy())
 
     def take(self, token: int) -> None:
-        """Pass a drawn token to the streamer."""
+        """Stream a drawn token."""
         self._ids[self._length] = token
         self._length += 1
         if self._streamer is not None:
             self._streamer.put(np.array([token], np.int64))
 
     def ended_by(self) -> str | None:
-        """The first criterion that ends the sequence, by name, or None.
+        """Name of the first criterion that ends the sequence, or None.
 
-        Raises ParameterError if a criterion returns anything but True or False.
+        Raises ParameterError for a result other than True or False.
         """
         for criterion, takes_tensors in self._criteria:
             if self._ends(criterion, takes_tensors):
@@ -141,7 +140,7 @@ def _is_transformers(criterion: object) -> bool:
 def _takes_ids_alone(criterion: Callable[..., object]) -> bool:
     try:
         inspect.signature(criterion).bind(None)
-    except ValueError:  # some built-in functions have no signature
+    except ValueError:  # as some built-ins
         return True
     except TypeError:
         return False

@@ -1,7 +1,6 @@
 """Chat templates: Jinja2 programs that render messages to a prompt.
 
-Templates are untrusted: they run in Jinja's immutable sandbox, with bounded steps and output (`template.meter`), on
-    plain copies of the caller's data.
+Untrusted: they run in Jinja's immutable sandbox, with bounds (`template.meter`), on plain copies of the caller's data.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from topw_deploy.runtime.tokenizer import CONFIG_FILE, Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
-"""Errors of a template's expressions."""
 
 
 class ChatTemplate:
@@ -47,10 +45,9 @@ class ChatTemplate:
     ) -> str:
         """Render `messages`, each with `role` and `content`.
 
-        variables: further template variables, such as `tools` and `enable_thinking`.
+        variables: other template variables, such as `tools` and `enable_thinking`.
 
-        Raises PromptError for malformed messages or messages the template rejects, TokenizerError for a template that
-        exceeds its bounds.
+        Raises PromptError for malformed or rejected messages, TokenizerError for a template that exceeds its bounds.
         """
         if not messages or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
             raise PromptError("messages must be a non-empty list of mappings with a 'role' and a 'content'.")
@@ -75,7 +72,7 @@ class ChatTemplate:
 def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The folder's template, or None.
 
-    Source: `chat_template.jinja`, or `chat_template` in the tokenizer's configuration, a string or a list of named
+    Source: `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a string or a list of named
         templates (`default` is used).
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
@@ -87,7 +84,7 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Copy to plain types, so that the template can call no other methods."""
+    """Copy to plain types: the template can call no other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

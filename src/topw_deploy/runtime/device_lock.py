@@ -1,8 +1,8 @@
 """A per-device lock: runs share it, a CUDA graph capture holds it exclusively.
 
 onnxruntime captures with cudaStreamCaptureModeGlobal: allocations, frees and synchronous copies in other threads fail
-    and invalidate the capture. So a capture waits for all users, and new users wait for its two runs. A capture does
-    not wait for a session that is opening, which may take minutes; a later step is captured instead.
+    and invalidate the capture. Opening a session may take minutes; no capture starts meanwhile, and a later step is
+    captured instead.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 class DeviceLock:
     """Shared and exclusive use of a device.
 
-    using: hold it for every run, copy, allocation and release. Reentrant: the garbage collector may close a session
-        during a run.
+    using: hold for every run, copy, allocation and release. Reentrant: garbage collection may close a session during a
+        run.
     """
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ class DeviceLock:
 
     @contextmanager
     def capturing(self) -> Iterator[bool]:
-        """Hold for a capturing run. Yields False, with shared use, while a session is opening.
+        """Hold for a capturing run, without holding `using`.
 
-        The calling thread must not hold `using`.
+        While a session is opening, yields False with shared use.
         """
         alone = self._begin_capture()
         if not alone:
@@ -95,7 +95,7 @@ class DeviceLock:
 
 
 class Using:
-    """`with lock.using:`, reentrant and shared by threads."""
+    """`with lock.using:`, reentrant, shared by threads."""
 
     def __init__(self, lock: DeviceLock) -> None:
         self._lock = lock

@@ -1,7 +1,6 @@
 """Seeds and uniform numbers (docs/contract/graph.md section 5).
 
-A number depends only on (seed, position, sample). Philox increments its counter, so one generator yields a block of
-consecutive positions cheaply.
+A number depends only on (seed, position, sample). Philox's counter increments, so consecutive positions are cheap.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from collections.abc import Sequence
 import numpy as np
 
 SEED_BITS = 64
-_FRESH_BITS = 53  # exact as a double, for JSON readers
-_BLOCK = 256  # steps per block
+_FRESH_BITS = 53  # exact as a double, for JSON
+_BLOCK = 256  # steps
 _WORDS = 4  # 64-bit words per Philox counter
 
 
 def fresh_seed() -> int:
-    """A seed below 2**53 from the operating system's entropy."""
+    """A seed below 2**53 from the operating system."""
     return secrets.randbits(_FRESH_BITS)
 
 
 def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
     """`uniform_for(seed, position + i, sample)` for i < count, exact in float32 [count]: each has 24 bits."""
-    # numpy increments the counter before use, as does a generator started later
+    # numpy increments the counter before use
     generator = np.random.Philox(key=seed, counter=_words(position, sample))
     first_words = generator.random_raw(_WORDS * count)[::_WORDS]
     return (first_words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 class Draws:
-    """The `uniform` input of a generation: at step s, row r draws for position `lengths[r] + s`."""
+    """A generation's `uniform` input: at step s, row r draws for position `lengths[r] + s`."""
 
     def __init__(self, seeds: Sequence[int], samples: Sequence[int], lengths: Sequence[int]) -> None:
         self._rows = list(zip(seeds, samples, lengths, strict=True))
@@ -51,7 +50,7 @@ class Draws:
 def prompt_seed(seed: int, index: int) -> int:
     """The seed, below 2**53, of prompt `index` (from 0) in a file run with `seed` (docs/contract/random.md).
 
-    Uses the largest sample index, which no draw uses.
+    Uses the largest sample index, unused by draws.
     """
     word = int(np.random.Philox(key=seed, counter=_words(index, 2**SEED_BITS - 1)).random_raw())
     return word >> (SEED_BITS - _FRESH_BITS)

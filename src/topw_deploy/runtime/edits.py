@@ -1,6 +1,6 @@
-"""Penalties, biases and bans as sparse logit edits of the graph (docs/contract/graph.md section 6).
+"""Penalties, biases and bans as sparse logit edits (docs/contract/graph.md section 6).
 
-The edit inputs are [batch, slots]. Each edited token of a row has a slot, so a step's cost follows the number of edits.
+The edit inputs are [batch, slots]: one slot per edited token of a row, so cost follows the number of edits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Edits:
-    """The edit inputs of a batch: `bind` once, then per step `prepare` before the run and `accept` after it.
+    """A batch's edit inputs: `bind` once, then per step `prepare` before the run and `accept` after it.
 
     fixed: the graph's fixed number of slots, or None.
     most: the engine's maximum slots, or None.
@@ -55,7 +55,7 @@ class Edits:
                 binding.refresh(name)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Update the edits with the drawn tokens [B]."""
+        """Add the drawn tokens [B]."""
         for index, row in self._rows.items():
             row.accept(tokens[index])
 
@@ -104,15 +104,15 @@ class _RowEdits:
     def __init__(self, edits: Edits, index: int, row: RowRequest) -> None:
         self._edits, self._index, self._row = edits, index, row
         self._slots: dict[int, int] = {}
-        self._banned: list[tuple[int, float]] = []  # (slot, permanent bias) of this step's bans
+        self._banned: list[tuple[int, float]] = []  # (slot, permanent bias)
         self._history = list(row.prompt)
         self._generated: set[int] = set()
         self._steps = 0
-        self._followers: dict[tuple[int, ...], set[int]] = defaultdict(set)  # tokens that followed each (n - 1)-gram
+        self._followers: dict[tuple[int, ...], set[int]] = defaultdict(set)  # next tokens of each (n - 1)-gram
         if row.no_repeat_ngram_size:
             for end in range(row.no_repeat_ngram_size, len(row.prompt) + 1):
                 self._remember_ngram(end)
-        # EOS cannot be a bad word: generation must be able to end
+        # EOS cannot be a bad word: generation must end
         self._words = [w for w in row.bad_words_ids if not (len(w) == 1 and w[0] in row.eos_token_ids)]
         self._write_permanent()
 
@@ -155,7 +155,6 @@ class _RowEdits:
             self._remember_ngram(len(self._history))
 
     def _bans(self) -> Iterable[int]:
-        """Tokens banned in the next step only."""
         row = self._row
         banned: set[int] = set()
         if self._steps < row.min_new_tokens:
@@ -176,8 +175,8 @@ class _RowEdits:
             self._followers[tuple(tail)].add(last)
 
     def _add_bias(self, token: int, amount: float) -> None:
-        slot = self._slot(token)  # it was drawn, so it is not banned
-        # clamped: the graph accepts infinity only from bans
+        slot = self._slot(token)  # drawn, so not banned
+        # clamped: only bans may be infinite
         bias = float(self._edits.bias[self._index, slot]) + amount
         self._edits.bias[self._index, slot] = min(max(bias, -_LARGEST), _LARGEST)
 

@@ -40,8 +40,8 @@ class Samples:
     logprob: float32 [B], in the renormalized crop.
     kept: int32 [B], crop size.
     certified: bool [B].
-    mass: float32 [B]; None if not exported.
-    keep_mask: bool [B, V]; None if not exported.
+    mass: float32 [B] or None.
+    keep_mask: bool [B, V] or None.
     """
 
     next_token: np.ndarray
@@ -58,7 +58,7 @@ class TopWSampler:
     provider: onnxruntime's provider name.
     sampler: "native" or "graph" (docs/guide/native.md).
     why_graph: why `sampler` is "graph".
-    cpu_nodes: nodes that run on the CPU although another provider was requested.
+    cpu_nodes: nodes on the CPU although another provider was requested.
     """
 
     def __init__(self, folder: ModelFolder, session: GraphSession) -> None:
@@ -121,10 +121,10 @@ class TopWSampler:
         seed, position, sample: the draws' key (docs/contract/graph.md section 5); position: tokens before the draw.
         edit_ids: int64 [B, N], padded with -1.
         edit_penalty, edit_bias: float32 [B, N] (section 6).
-        preset: sets Top-W parameters that are not given (docs/lab/lively.md). None: the export's defaults.
+        preset: sets Top-W parameters not given (docs/lab/lively.md). None: the export's defaults.
         parameters: Top-W parameters, one number or one per row.
 
-        Raises ParameterError for bad arguments, GenerationError for rows with invalid logits.
+        Raises ParameterError for bad arguments, GenerationError for invalid logits.
         """
         logits = _logits(logits, self.vocab_size)
         rows = len(logits)
@@ -172,7 +172,7 @@ def _logits(given: Any, vocab: int) -> np.ndarray:
 
 
 def _numbers(name: str, given: Any, dtype: Any) -> np.ndarray:
-    """Raises ParameterError unless `given` holds real numbers, or integers for an integer `dtype`."""
+    """Raises ParameterError for non-numbers, or non-integers for an integer `dtype`."""
     try:
         array = np.asarray(given)
         if array.dtype == object or array.dtype.names or array.dtype.kind in "USmMc":

@@ -11,8 +11,8 @@ import onnxruntime as ort
 from topw_deploy.errors import ParameterError
 
 SAMPLERS = ("auto", "native", "graph")
-_MOST_THREADS = 1024  # onnxruntime would try to start any number, and hang
-_OFF = ("0", "false")  # false values of onnxruntime's provider options
+_MOST_THREADS = 1024  # onnxruntime does not limit them, and would hang
+_OFF = ("0", "false")  # onnxruntime's false values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class SessionOptions:
 
     provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name. "tensorrt" runs the folder's
         engine if one fits this machine, else onnxruntime's provider.
-    provider_options: see onnxruntime's documentation. "enable_cuda_graph" captures each step shape once and replays it;
-        requires the "static" cache form.
+    provider_options: see onnxruntime. "enable_cuda_graph" captures each step shape once and replays it; needs the
+        "static" cache form.
     session_options: reusable. Receives the thread counts and the native operator's registration.
     intra_op_num_threads, inter_op_num_threads: at most 1024; 0: onnxruntime's choice.
     allow_fallback: accept another provider, and nodes left to the CPU.
@@ -55,7 +55,7 @@ class SessionOptions:
 
     @property
     def threads(self) -> dict[str, int]:
-        """The given thread counts, by onnxruntime's names."""
+        """Thread counts by onnxruntime's names."""
         counts = {
             "intra_op_num_threads": self.intra_op_num_threads,
             "inter_op_num_threads": self.inter_op_num_threads,
@@ -74,7 +74,7 @@ class SessionOptions:
         options = self.session_options
         if options is None:
             options = ort.SessionOptions()
-            options.log_severity_level = 3  # hide warnings about constant folding
+            options.log_severity_level = 3  # hide constant folding warnings
         for name, value in self.threads.items():
             setattr(options, name, value)
         return options

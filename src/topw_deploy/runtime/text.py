@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "�"  # decoder output for invalid or incomplete bytes
+REPLACEMENT = "�"  # for invalid or incomplete bytes
 _CONTEXT = 6  # prompt tokens decoded with the first generated ones
 _CHARACTER = 4  # maximum tokens per character: UTF-8 has at most four bytes
 
@@ -14,8 +14,8 @@ _CHARACTER = 4  # maximum tokens per character: UTF-8 has at most four bytes
 class IncrementalDecoder:
     """Decodes tokens one by one.
 
-    A byte-level token may hold part of a character, and a SentencePiece token loses its leading space at the start of a
-    text. So each token is decoded after the last ones with text, whose text is then removed. Unfinished characters are
+    A byte-level token may hold part of a character; a SentencePiece token at the start of a text loses its leading
+    space. So each token is decoded after the last ones with text, whose text is then removed. Unfinished characters are
     held back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
 
     decode: token ids -> text.
@@ -38,7 +38,7 @@ class IncrementalDecoder:
         self._prompt = len(self._ids)
 
     def push(self, token: int) -> str:
-        """The new complete characters."""
+        """New whole characters."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
         if text.endswith(REPLACEMENT):
@@ -53,14 +53,14 @@ class IncrementalDecoder:
 
     def _new_text(self, text: str) -> str:
         gained = text[self._known :]
-        if gained:  # tokens without text (special tokens) do not move the window
+        if gained:  # special tokens do not move the window
             self._start, self._read = self._read, len(self._ids)
             self._known = len(self._decode(self._ids[self._start :]))
         return gained
 
 
 def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) -> tuple[list[int], int]:
-    """Returns (tokens of an unfinished character at the prompt's end, characters before it in its first token)."""
+    """Returns (tokens of an unfinished character, number of characters before it in the first token)."""
     tokens: list[int] = []
     spelled: list[bytes] = []
     for token in reversed(prompt):
@@ -79,7 +79,7 @@ def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) 
 
 
 def _pending(data: bytes) -> int:
-    """Number of trailing bytes that begin an incomplete character."""
+    """Number of trailing bytes of an incomplete character."""
     for size in range(1, min(len(data), _CHARACTER - 1) + 1):
         for more, last in itertools.product(range(1, _CHARACTER + 1 - size), (b"\x80", b"\xbf")):
             with contextlib.suppress(UnicodeDecodeError):
@@ -110,7 +110,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """The new text that cannot be part of a stop string."""
+        """New text outside any possible stop string."""
         if self.found is not None or not text:
             return ""
         text = self._held + text
@@ -129,7 +129,6 @@ class StopStrings:
         return held
 
     def _possible_beginning(self, text: str) -> int:
-        """Length of the longest suffix that begins a stop string."""
         longest = min(len(text), max(map(len, self._stops), default=1) - 1)
         for size in range(longest, 0, -1):
             end = text[-size:]

@@ -11,19 +11,19 @@ from tokenizers import Tokenizer as RustTokenizer
 
 _ALPHANUMERIC = frozenset(string.ascii_letters + string.digits)
 _OTHER_BYTES = bytes(sorted(set(range(256)) - set(map(ord, _ALPHANUMERIC))))
-_COMPOSED = 4  # maximum characters that NFC or NFKC composes into one
+_COMPOSED = 4  # maximum characters NFC or NFKC composes into one
 _FACTORS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
     ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1
 )
 _SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})  # keep every character
-_CUTTERS = frozenset({"Split", "Punctuation"})  # keep every character unless the behavior is "Removed"
+_CUTTERS = frozenset({"Split", "Punctuation"})  # likewise, unless the behavior is "Removed"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """Maximum text per token; None if unbounded.
+    """Maximum characters per token; None if unbounded.
 
-    alphanumeric: ASCII letters and digits only. Sharper for words: the longest tokens are runs of spaces or dashes.
+    alphanumeric: only ASCII letters and digits, a sharper bound: the longest tokens are runs of spaces or dashes.
     """
 
     characters: int | None
@@ -44,7 +44,7 @@ class TokenBound:
 
 
 def token_bound(raw: RustTokenizer) -> TokenBound:
-    """The bound of a tokenizer; None in both fields unless it is a BPE over bytes or has a token for every byte.
+    """The bound of a tokenizer; None unless it is a BPE over bytes or has a token for every byte.
 
     Other models make one unknown token of any amount of text.
     """
@@ -64,13 +64,13 @@ def token_bound(raw: RustTokenizer) -> TokenBound:
     texts = [*vocabulary, *(form for token in added for form in _forms(raw, token.content))]
     spelled = [byte_level_bytes(t).decode("utf-8", "replace") for t in texts] if bytewise else texts
     letters = max((_possible_letters(text) for text in (*spelled, *texts[len(vocabulary) :])), default=0)
-    strips = any(token.lstrip or token.rstrip for token in added)  # such a token absorbs any number of spaces
+    strips = any(token.lstrip or token.rstrip for token in added)  # it absorbs any number of spaces
     longest = max(map(len, texts), default=0)
     return TokenBound(None if strips else longest * factor, letters if _keeps_letters(normalizer) else None)
 
 
 def _steps(part: Any, children: str) -> list[dict[str, Any]]:
-    """Steps of a normalizer or pre-tokenizer, flattened."""
+    """Flattened steps of a normalizer or pre-tokenizer."""
 
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         if state.get("type") == "Sequence":
@@ -96,7 +96,7 @@ def _factor(steps: list[dict[str, Any]]) -> int | None:
     for step in steps:
         if step["type"] == "Replace":
             old, new = step["pattern"].get("String"), step["content"]
-            if not old or not new:  # a regex or a deletion
+            if not old or not new:  # regex or deletion
                 return None
             factor *= -(-len(old) // len(new))
         elif step["type"] in _FACTORS:
@@ -115,12 +115,12 @@ def _forms(raw: RustTokenizer, content: str) -> list[str]:
 
 
 def _possible_letters(text: str) -> int:
-    """Count characters that may come from ASCII letters or digits, including those composed with accents."""
+    """Count characters that may come from ASCII letters or digits, including composed accents."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Bytes of a byte-level token, whose characters stand for bytes; UTF-8 for other tokens."""
+    """Bytes of a byte-level token; UTF-8 of other tokens."""
     try:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:

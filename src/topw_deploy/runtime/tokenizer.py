@@ -1,4 +1,4 @@
-"""The folder's `tokenizer.json`, through the tokenizers library, and the bytes of its tokens."""
+"""The folder's `tokenizer.json`, and the bytes of its tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece
 
 
 class Tokenizer:
     """Text <-> token ids.
 
-    special_tokens: texts of bos_token, eos_token, ... from the folder's configuration.
+    special_tokens: texts of bos_token, eos_token, ... in the folder's configuration.
 
-    Raises TokenizerError if `tokenizer.json` is missing, unreadable, or makes the library fail.
+    Raises TokenizerError if `tokenizer.json` is missing or unusable.
     """
 
     def __init__(self, folder: ModelFolder[Any]) -> None:
@@ -40,7 +40,7 @@ class Tokenizer:
             self._raw = RustTokenizer.from_str(folder.read_text(TOKENIZER_FILE))
         except BaseException as error:  # noqa: BLE001  # bare Exception, or a Rust panic
             raise self._typed(error, "read") from None
-        # Training settings that would silently truncate or pad prompts.
+        # These settings would silently truncate or pad prompts.
         self._raw.no_truncation()
         self._raw.no_padding()
         self._bytes = {skip: TokenBytes(self._raw, skip) for skip in (False, True)}
@@ -48,7 +48,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens({**folder.read_json(SPECIAL_TOKENS_FILE), **self.config})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises PromptError for a lone surrogate, which UTF-8 cannot encode."""
+        """Raises PromptError for a lone surrogate (no UTF-8)."""
         try:
             ids: list[int] = self._raw.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):
@@ -79,7 +79,7 @@ class Tokenizer:
         return IncrementalDecoder(decode, prompt, self._bytes[skip_special_tokens])
 
     def _typed(self, error: BaseException, done: str) -> BaseException:
-        """A TokenizerError for the library's errors and panics (not subclasses of Exception)."""
+        """Convert the library's errors and panics (not subclasses of Exception)."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return error  # interrupts
         return TokenizerError(f"{self._file} cannot be {done} ({one_line(error, 200)}); export the model again.")
@@ -117,7 +117,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 class TokenBytes:
-    """Bytes that the decoder makes of each token; a character may span several tokens.
+    """Each token's bytes; a character may span tokens.
 
     skip_special: special tokens give no text.
     """

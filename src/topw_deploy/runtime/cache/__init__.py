@@ -1,6 +1,6 @@
 """Key-value caches, one class per form of docs/contract/graph.md section 8.
 
-concat: onnxruntime allocates a longer cache at every step.
+concat: a longer tensor at every step.
 static, shared: one buffer, updated in place.
 """
 

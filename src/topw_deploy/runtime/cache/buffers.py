@@ -1,6 +1,6 @@
-"""Memory of in-place caches: one block, split into a buffer per layer for keys and values.
+"""Memory of in-place caches: one block with a buffer for each layer's keys and values.
 
-On the host, the operating system provides zeroed pages on first write, so unused length costs no memory.
+On the host, pages are zeroed on first write, so unused length costs no memory.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from topw_deploy.manifest import DecoderInfo
 from topw_deploy.runtime.protocols import Binding, Memory, Session
 
 CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "bfloat16")
-"""Supported element types of a cache."""
+"""Supported cache element types."""
 
-_ALIGNMENT = 256  # bytes; TensorRT's requirement, onnxruntime needs less
-_ROUND = 64  # tokens; buffer lengths are multiples of it
-_GROWTH = 32  # minimum growth is 1 / _GROWTH of the length, because growing moves the whole buffer
+_ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
+_ROUND = 64  # tokens; divides buffer lengths
+_GROWTH = 32  # grow by at least 1 / _GROWTH: growing moves the whole buffer
 
 
 def tensors(decoder: DecoderInfo) -> Iterator[tuple[str, str, int, int]]:
-    """(past name, present name, kv_heads, head_dim) of each layer's keys and values."""
+    """(past name, present name, kv_heads, head_dim) per layer and part."""
     for layer in range(decoder.num_layers):
         for part in ("key", "value"):
             sizes = decoder.num_kv_heads[layer], decoder.head_dim[layer]
@@ -54,7 +54,7 @@ class Layout:
 
 
 class Buffers:
-    """A cache of `batch` rows and `length` tokens, in a block for `capacity` tokens per row."""
+    """A cache of `batch` rows and `length` tokens; `capacity`: maximum length."""
 
     def __init__(self, layout: Layout, block: Memory, batch: int, capacity: int, length: int) -> None:
         self.layout, self.block, self.batch = layout, block, batch
@@ -62,10 +62,7 @@ class Buffers:
         self._starts = layout.starts(batch, length)
 
     def bind(self, binding: Binding, rows: range | None = None) -> None:
-        """Bind each tensor as both past and present.
-
-        rows: bind only these, as a smaller batch.
-        """
+        """Bind each tensor as both past and present, for a subset of `rows` if given."""
         count, first = (self.batch, 0) if rows is None else (len(rows), rows.start)
         for (past, present, heads, dim), start in zip(self.layout.tensors, self._starts, strict=False):
             pointer = self.block.pointer + start + first * self.length * self.layout.token_bytes(heads, dim)
@@ -77,11 +74,11 @@ class Buffers:
         self.block.clear(self._starts[-1])
 
     def grow(self, length: int) -> None:
-        """Extend rows to `length` tokens, zeroing the new part. Bind again afterwards."""
+        """Extend rows to `length`, zeroing the new part. Bind again afterwards."""
         old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
 
         def spread(memory: np.ndarray) -> None:
-            # backwards, so that no data is overwritten before it moves
+            # backwards: no overwrite before a move
             for index in reversed(range(len(self.layout.tensors))):
                 _, _, heads, dim = self.layout.tensors[index]
                 size = self.layout.token_bytes(1, dim)
@@ -98,7 +95,7 @@ class Buffers:
 class MemoryPool:
     """A session's memory block, lent to one generation at a time; concurrent ones get temporary blocks.
 
-    length: tokens to allocate at once for each of `rows` rows. None: allocate on demand.
+    length: tokens to allocate immediately for each of `rows` rows. None: on demand.
     """
 
     def __init__(
@@ -122,11 +119,11 @@ class MemoryPool:
 
     @property
     def bytes(self) -> int:
-        """Total size of the kept and lent blocks."""
+        """Total size of all blocks."""
         return self._lent + (self._kept.size if self._kept is not None else 0)
 
     def borrow(self, batch: int, tokens: int, first: int) -> Buffers:
-        """Buffers for `batch` rows of up to `tokens` tokens, with immediate room for `first`."""
+        """Buffers for `batch` rows of up to `tokens` tokens, `first` of them immediately."""
         tokens, first = max(tokens, self._least), max(first, self._least)
         capacity = self._length or min(_round_up(tokens, _ROUND), max(self._limit, tokens))
         size = self._layout.size(batch, capacity)

@@ -1,4 +1,4 @@
-"""Opens a generation's cache in the decoder's form, and checks that the graph supports it."""
+"""Opens and checks caches of any form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topw_deploy.runtime.cache.in_place import InPlaceCache, SharedCache, Static
 from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.runtime.protocols import Binding, Session
 
-DEFAULT_CHUNK = 1024  # tokens per run; larger takes more memory and is no faster
+DEFAULT_CHUNK = 1024  # tokens per run; larger takes memory and is no faster
 _INPUTS = {
     "concat": ("input_ids",),
     "static": ("input_ids", "write_indices", "row_lengths"),
@@ -26,19 +26,19 @@ _INPUTS = {
 class Cache(Protocol):
     """One generation's cache: `feed_prompts`, run, `begin_decoding`; then `advance` and run per step.
 
-    input_ids: int64 [B, 1], input of the next step; write it before `advance`.
+    input_ids: int64 [B, 1], the next step's input; write it before `advance`.
     """
 
     input_ids: np.ndarray
 
     def feed_prompts(self) -> None:
-        """Run all prompt chunks but the last, and bind the last."""
+        """Run all prompt chunks but the last, and bind that."""
 
     def begin_decoding(self) -> None:
-        """Bind the inputs of a step, one token per row."""
+        """Bind a step's inputs, one token per row."""
 
     def advance(self, rows: Iterable[int]) -> None:
-        """Make room for one more token in `rows`. Ended rows overwrite their last token."""
+        """Add one token's room to `rows`. Ended rows overwrite their last token."""
 
 
 class Caches:
@@ -65,7 +65,7 @@ class Caches:
 
     @property
     def bytes(self) -> int:
-        """Size of the allocated buffers; 0 for concat, whose caches onnxruntime owns."""
+        """Size of the buffers; 0 for concat (owned by onnxruntime)."""
         return 0 if self._pool is None else self._pool.bytes
 
     def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
@@ -82,13 +82,13 @@ class Caches:
 
 
 def takes_ragged_batches(decoder: DecoderInfo) -> bool:
-    """Whether a batch may mix prompts of different lengths."""
+    """Whether prompt lengths may differ in a batch."""
     takes = {"static": True, "concat": decoder.left_padding, "shared": decoder.right_padding}
     return takes[decoder.kv_form]
 
 
 def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple[str, ...]) -> None:
-    """Raises ManifestError for an unsupported cache, or a graph without its tensors."""
+    """Raises ManifestError for an unsupported cache, or missing cache tensors in the graph."""
     if decoder.kv_form not in _INPUTS:
         raise ManifestError(
             f"the cache has the form {decoder.kv_form!r}, this topw_deploy drives {', '.join(KV_FORMS)}; "
@@ -112,7 +112,7 @@ def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple
 
 
 def check_layout(decoder: DecoderInfo, specs: Iterable[TensorSpec]) -> None:
-    """Raises ManifestError if cache tensors among `specs` do not match `decoder`."""
+    """Raises ManifestError if cache tensors in `specs` do not match `decoder`."""
     by_name = {spec.name: spec for spec in specs}
     for past, present, heads, dim in tensors(decoder):
         for name in (past, present):

@@ -17,8 +17,7 @@ from topw_deploy.runtime.protocols import Session
 class ConcatCache:
     """`past_key_values.{i}.key|value` in, `present.{i}.key|value` out, each [B, kv_heads, tokens, head_dim].
 
-    Each present becomes the next past without a copy. Prompts are left-padded, so the last column holds every row's
-    last token.
+    Each present becomes the next past without a copy. Left padding puts each prompt's last token in the last column.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class ConcatCache:
         _hand_over(self._names, self._binding, self._places, self._binding)
         for row in rows:
             self._mask[row, self._width] = 1
-            # ended rows keep their position, to stay within the context
+            # ended rows stay within the context
             self._position_ids[row, 0] += 1
         self._width += 1
         if self._has_mask:
@@ -71,7 +70,7 @@ class ConcatCache:
             self._binding.bind_array("attention_mask", mask)
 
     def _padded(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (ids, positions), both [B, S], and sets the prompts' columns in the mask."""
+        """Returns (ids, positions), both [B, S], and updates the mask."""
         shape = self._batch, self._width
         ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         for row, prompt in enumerate(self._prompts):
@@ -88,7 +87,6 @@ class ConcatCache:
         return [binding.bind_fresh(present) for _, present in self._names]
 
     def _bind(self, binding: HostBinding, ids: np.ndarray, positions: np.ndarray, end: int) -> None:
-        """Bind the prompts' columns before column `end`."""
         binding.bind_array("input_ids", np.ascontiguousarray(ids))
         if self._has_mask:
             binding.bind_array("attention_mask", np.ascontiguousarray(self._mask[:, :end]))  # [B, past + new]
@@ -99,7 +97,6 @@ class ConcatCache:
 def _hand_over(
     names: Sequence[tuple[str, str]], source: HostBinding, places: Sequence[int], target: HostBinding
 ) -> None:
-    """Bind the presents of `source` as the pasts of `target`."""
     outputs, bind, fresh = source.outputs(), target.bind_value, source.bind_fresh_again
     for (past, present), place in zip(names, places, strict=True):
         bind(past, outputs[place])

@@ -22,9 +22,9 @@ class InPlaceCache(ABC):
     """`past_key_values.{i}.key|value` and `present.{i}.key|value` share memory [B, kv_heads, max_length, head_dim].
 
     Each run feeds at most `chunk` prompt tokens over all rows:
-    - all rows together, right-padded, if they fit one run or the graph supports ragged chunks;
+    - all rows, right-padded, if they fit one run or the graph supports ragged chunks;
     - else groups of rows without their last tokens, then all last tokens: after a past, GroupQueryAttention takes one
-    token per row, or several of a single row.
+    token per row, or several of one row.
     """
 
     def __init__(
@@ -66,26 +66,25 @@ class InPlaceCache(ABC):
     @property
     @abstractmethod
     def _takes_ragged_chunks(self) -> bool:
-        """Whether rows may append different numbers of tokens to a past."""
+        """Whether rows may append different numbers of tokens."""
 
     @property
     @abstractmethod
     def _ends_rows_anywhere(self) -> bool:
-        """Whether a run returns logits of each row's last token instead of the last column's."""
+        """Whether logits are each row's last token's, not the last column's."""
 
     @abstractmethod
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         """Bind a Chunk."""
 
     def _make_room(self, columns: int) -> bool:
-        """Returns whether the buffers moved and must be bound again."""
+        """Returns whether the buffers moved and need binding."""
         if columns <= self._buffers.length:
             return False
         self._pool.make_room(self._buffers, columns)
         return True
 
     def _feed_together(self) -> Chunk:
-        """Run all chunks but the last, and return that one."""
         *undrawn, last = self._chunks()
         if undrawn:
             binding = greedy(self._session, self._binding.another(), len(self._prompts))
@@ -99,7 +98,7 @@ class InPlaceCache(ABC):
         return last
 
     def _chunks(self) -> Iterator[Chunk]:
-        """Chunks of all rows. Ended rows repeat their last token, so that the last run draws for every row."""
+        """Ended rows repeat their last token, so that the last run draws for every row."""
         width = int(self._lengths.max())
         for begin in range(0, width, self._columns_per_run):
             starts = np.minimum(begin, self._lengths - 1)
@@ -108,7 +107,6 @@ class InPlaceCache(ABC):
             yield _right_padded([prompt[start : start + length] for prompt, start, length in ends]), starts, lengths
 
     def _feed_in_groups(self) -> Chunk:
-        """Run all tokens but each row's last. Returns the last ones."""
         for rows in self._groups():
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
@@ -139,25 +137,25 @@ class InPlaceCache(ABC):
 
 
 class StaticCache(InPlaceCache):
-    """This project's form. Inputs: `write_indices` [B], each row's length; `row_lengths` [B], tokens to append.
+    """This project's form. Inputs: `write_indices` [B], row lengths; `row_lengths` [B], tokens to append.
 
     If attention cost depends on the buffer length (`buffer_step`), the buffer grows with the rows.
 
-    `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer length for steps,
-    which may be captured and replayed with longer rows.
+    `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer length for steps:
+    captured steps may be replayed with longer rows.
     """
 
     def begin_decoding(self) -> None:
         super().begin_decoding()
-        self._written = self._lengths - 1  # [B] index of each row's last token
+        self._written = self._lengths - 1  # [B] last token's index
         self._written_view = self._written.data
-        self._columns = int(self._lengths.max())  # upper bound on the longest row
+        self._columns = int(self._lengths.max())  # upper bound on row lengths
         self._binding.bind_changing("write_indices", self._written)
         self._binding.bind_array("row_lengths", np.ones_like(self._lengths))
         self._bind_total(self._binding, self._buffers.length)
 
     def advance(self, rows: Iterable[int]) -> None:
-        # ended rows keep their index, to stay within the buffer
+        # ended rows stay within the buffer
         written = self._written_view
         for row in rows:
             written[row] += 1
@@ -193,14 +191,14 @@ class SharedCache(InPlaceCache):
     """The form of other exporters, such as onnxruntime-genai's builder.
 
     Inputs: `attention_mask` [B, past + new], right-padded, whose sum is the row length; `position_ids` [B, new] in some
-        graphs. Without support for rows of different lengths (`right_padding`), ended rows advance too.
+        graphs. Without `right_padding`, ended rows advance too.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._has_positions = "position_ids" in self._session.inputs
-        self._ones = np.ones(0, np.int64)  # base of the mask views for rows of equal length
-        self._position_ids = self._lengths[:, None] - 1  # [B, 1] position of each row's last token
+        self._ones = np.ones(0, np.int64)  # source of mask views for equal rows
+        self._position_ids = self._lengths[:, None] - 1  # [B, 1] last token's position
 
     def begin_decoding(self) -> None:
         super().begin_decoding()
@@ -209,7 +207,7 @@ class SharedCache(InPlaceCache):
 
     def advance(self, rows: Iterable[int]) -> None:
         if self._decoder.right_padding:
-            for row in rows:  # ended rows must stay within the buffer
+            for row in rows:  # ended rows stay within the buffer
                 self._position_ids[row, 0] += 1
         else:
             self._position_ids += 1
@@ -244,7 +242,6 @@ class SharedCache(InPlaceCache):
 
 
 def _end(chunk: Chunk) -> int:
-    """Buffer columns that a chunk needs, including padding."""
     ids, starts, _ = chunk
     return int(starts.max()) + ids.shape[1]
 

@@ -23,7 +23,7 @@ from topw_deploy.runtime.template.rewrite import COUNTING, rewrite
 SOURCE = 2**18
 """Maximum characters of a template; published ones have up to about 30,000."""
 _DATE_FORMAT = 1000
-_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps each, roughly proportional to time
+_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps, about proportional to time
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -107,7 +107,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return meter.make(result) if __obj is dict else result
 
 
-@pass_context  # prevents calls by Jinja during compilation
+@pass_context  # not called during compilation
 def _finalize(context: Context, value: Any) -> Any:
     meter = current()
     meter.step(_OUTPUT)
@@ -138,7 +138,7 @@ class _Generation(jinja2.ext.Extension):
 class _Namespace(Namespace):
     """Jinja's `namespace` without attributes special to Python."""
 
-    def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute name
+    def __init__(*arguments: Any, **attributes: Any) -> None:  # `self` may be an attribute
         self, *rest = arguments
         values = dict(*rest, **attributes)
         for name in values:
@@ -149,7 +149,7 @@ class _Namespace(Namespace):
         _check_attribute(name)
         super().__setitem__(name, value)
 
-    def __repr__(self) -> str:  # Jinja's prints the values, of unbounded size
+    def __repr__(self) -> str:  # Jinja's output is unbounded
         return "<Namespace>"
 
 

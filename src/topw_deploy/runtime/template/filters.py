@@ -1,4 +1,4 @@
-"""Jinja's filters and tests, with bounds on reading and output."""
+"""Jinja's filters and tests with bounds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from topw_deploy.runtime.template.methods import replaced
 Guard = Callable[[Meter, Any, "list[Any]", "dict[str, Any]"], Any]
 """Checks a filter's value and arguments. Returns the value to filter."""
 
-_FILTER = 6  # steps per call
-_SORTS = 20  # comparisons per item, enough for any list size
-_WIDEST = 32  # maximum characters of JSON indentation per level
+_FILTER = 6  # steps
+_SORTS = 20  # comparisons per item, for any list size
+_WIDEST = 32  # maximum indentation per JSON level
 _COUNT = 100_000  # maximum slices or batch items, as Jinja's `range`
-_DIGITS = 308  # maximum digits to round to; no float has more
+_DIGITS = 308  # maximum digits of a float
 
 
 def bounded_filters() -> dict[str, Callable[..., Any]]:
@@ -36,7 +36,7 @@ def bounded_tests() -> dict[str, Callable[..., Any]]:
 
 
 def _bounded(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
-    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # the value's; Jinja's context is first
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # Jinja's context is first
 
     @functools.wraps(function)
     def filter_(*args: Any, **kwargs: Any) -> Any:
@@ -74,14 +74,14 @@ def _argument(rest: list[Any], kwargs: dict[str, Any], place: int, name: str, de
 
 
 def _text(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """For filters that read a value once and make a bounded number of characters of each."""
+    """For filters with linear time and output."""
     meter.read(value, *rest, *kwargs.values())
     meter.expect(meter.printed(value) * (12 if isinstance(value, str) else 1))
     return value
 
 
 def _listed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """For filters that read a list item by item."""
+    """For filters that read lists by item."""
     if isinstance(value, Iterator):
         value = list(value)  # already counted
     if isinstance(value, str):
@@ -164,7 +164,7 @@ def _summed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # Jinja's own filter escapes HTML, which is wrong in a prompt.
+    # Jinja's filter escapes HTML, which is wrong in a prompt.
     meter = current()
     widths = [len(given) if isinstance(given, str) else given or 0 for given in (indent, *(separators or ()))]
     if max(widths) > _WIDEST:

@@ -1,4 +1,4 @@
-"""Python's two text formatting methods, with bounds on widths and results."""
+"""Python's text formatting with bounds on widths and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WIDTH = 1000
 
 
 def percent(meter: Meter, form: str, values: Any) -> str:
-    """Raises SecurityError for widths above 999."""
+    """`form % values`. Raises SecurityError for widths above 999."""
     if _WIDE_CONVERSION.search(form):
         raise SecurityError(f"a format may not have widths from {_WIDTH} on, or given by '*'")
     conversions = form.count("%")

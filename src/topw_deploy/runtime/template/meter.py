@@ -12,17 +12,17 @@ from typing import Any, NoReturn
 from topw_deploy.errors import TokenizerError
 
 STEPS, STEPS_PER_ITEM, STEPS_PER_INPUT = 2_000_000, 5_000, 2
-"""Maximum steps of a rendering, plus extra per value and per character of the messages.
+"""Maximum steps of a rendering, plus extra per value and character of the messages.
 
 A step is one template node or 64 characters read; calls, filters and operators take several. Published templates take
 about 1,000 per message.
 """
 CHARACTERS, CHARACTERS_PER_INPUT = 2**27, 256
-"""Maximum characters a rendering makes, plus extra per character of the messages."""
+"""Maximum characters made, plus extra per character of the messages."""
 LONGEST, LONGEST_PER_INPUT = 2**24, 16
 """Maximum characters of a value, or a multiple of the messages' characters."""
 DEPTH = 100
-"""Maximum nesting of lists and mappings: hashing and comparing recurse in C without limit."""
+"""Maximum nesting: hashing and comparing recurse in C without limit."""
 BITS = 4096
 """Maximum bits of an integer."""
 
@@ -55,7 +55,7 @@ class Meter:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this the current meter within the block."""
+        """Make this the current meter."""
         token = _METER.set(self)
         try:
             yield
@@ -63,7 +63,7 @@ class Meter:
             _METER.reset(token)
 
     def step(self, count: int) -> None:
-        """Count `count` steps."""
+        """Count steps."""
         self._steps += max(0, count)
         if self._steps > self._step_limit:
             self.refuse(f"takes more than {self._step_limit:,} steps")
@@ -74,7 +74,7 @@ class Meter:
             self.refuse(f"makes a value of {size:,} characters, but may make at most {self._longest:,}")
 
     def use(self, size: int) -> None:
-        """Count `size` characters of a new value."""
+        """Count `size` new characters."""
         self.expect(size)
         self._characters += size
         if self._characters > self._character_limit:
@@ -93,12 +93,12 @@ class Meter:
         self.step(2 + (sum(self.measure(value)[0] for value in values) >> 6))
 
     def search(self, text: str, pattern: Any, *, forward: bool) -> None:
-        """Count a search by Python's worst case; backward search has no such bound."""
+        """Count a search by Python's worst case, unbounded for backward search."""
         size = len(pattern) if isinstance(pattern, str) else 1
         self.step(len(text) * (min(size, 128) if forward else size) >> 8)
 
     def measure(self, value: Any) -> tuple[int, int]:
-        """Returns (characters of `value` with repeated items counted each time, depth)."""
+        """Returns (characters of `value`, counting repeated items each time; depth)."""
         if isinstance(value, (str, bytes)):
             return len(value) + _ITEM, 0
         if isinstance(value, int):
@@ -127,7 +127,7 @@ class Meter:
         return weight, depth + 1
 
     def printed(self, value: Any) -> int:
-        """An upper bound on the printed length of `value`."""
+        """An upper bound on the printed length."""
         if isinstance(value, str):
             return len(value)
         return self.measure(value)[0] * _PRINTED + BITS
@@ -139,7 +139,7 @@ class Meter:
         return str(value)
 
     def join(self, parts: Iterable[str]) -> str:
-        """Join `parts`, after a check of the total length."""
+        """Join `parts` after a length check."""
         total, kept = 0, []
         for part in parts:
             total += len(part)
@@ -163,7 +163,7 @@ class Meter:
 
 
 def current() -> Meter:
-    """The current rendering's meter. LookupError outside a rendering, where Jinja folds constants."""
+    """The current rendering's meter. Raises LookupError outside one, where Jinja folds constants."""
     return _METER.get()
 
 

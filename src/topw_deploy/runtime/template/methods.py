@@ -1,4 +1,4 @@
-"""Methods that templates may call on text, lists and mappings, with bounds on their results."""
+"""Methods that templates may call on text, lists and mappings, with bounds on results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PLAIN = frozenset({
     "isnumeric", "isprintable", "isspace", "istitle", "isupper", "lower", "splitlines", "swapcase", "title", "upper",
 })  # fmt: skip
 _OF_CONTAINERS = frozenset({"copy", "count", "get", "index", "items", "keys", "values"})
-_GROWS = 3  # maximum growth of a character in upper case
+_GROWS = 3  # maximum growth in upper case
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-_PIECE = 16  # size of each piece of text
+_PIECE = 16  # size per piece of text
 
 
 def call(meter: Meter, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the bound `method` of a plain value. Raises SecurityError for an unknown method."""
+    """Call a plain value's bound `method`. Raises SecurityError for an unknown one."""
     owner, name = method.__self__, method.__name__
     meter.read(owner, *args, *kwargs.values())
     if isinstance(owner, str):
@@ -41,7 +41,7 @@ def call(meter: Meter, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def join(meter: Meter, separator: str, values: Any) -> str:
-    """`separator.join(values)`, after a check of the length."""
+    """`separator.join(values)` after a length check."""
     items = list(meter.each(values))
     meter.expect(sum(len(item) for item in items if isinstance(item, str)) + len(items) * len(separator))
     text: str = meter.make(separator.join(items))

@@ -1,7 +1,7 @@
 """Rewrites a parsed template to count its work.
 
-Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which environments cannot intercept. They
-are wrapped in filters whose names begin with a space, which no template can write.
+Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which environments cannot intercept. This
+wraps them in filters whose names begin with a space, so that templates cannot name them.
 """
 
 # ruff: noqa: N802, N815  # the names by which Jinja calls a visitor
@@ -15,7 +15,7 @@ from jinja2.visitor import NodeTransformer
 
 from topw_deploy.runtime.template.meter import current
 
-_BOUNDED_BY_EITHER = frozenset({"eq", "ne", "gt", "gteq", "lt", "lteq"})  # ends with the shorter one
+_BOUNDED_BY_EITHER = frozenset({"eq", "ne", "gt", "gteq", "lt", "lteq"})  # stops at the shorter one
 
 
 def rewrite(template: nodes.Template) -> nodes.Template:
@@ -45,7 +45,6 @@ def _join(values: list[Any]) -> str:
 
 
 COUNTING = {" step": _step, " make": _make, " read": _read, " join": _join}
-"""Filters called by rewritten templates."""
 
 
 def _call(name: str, node: nodes.Expr) -> nodes.Filter:
