@@ -1,4 +1,4 @@
-"""transformers' `generation_config`: the model's file and the request parameter.
+"""transformers' `generation_config`, from the model's file or a request.
 
 Supported settings become parameters; others cause a warning.
 """
@@ -30,7 +30,7 @@ _SILENT = frozenset({
     "compile_config", "disable_compile", "low_memory", "early_stopping", "length_penalty", "renormalize_logits",
 })  # fmt: skip
 
-# Values that disable a method; safe to ignore.
+# Values that disable a method.
 _OFF: dict[str, tuple[Any, ...]] = {
     "top_p": (1, 1.0),
     "top_k": (0, -1),
@@ -53,7 +53,7 @@ _HERE = str(Path(__file__).parent)
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
     """Check `known` settings and return them under our names. Warns of others that affect tokens.
 
-    Raises ParameterError naming `where` for an invalid value or a duplicate parameter.
+    Raises ParameterError naming `where` for an invalid or duplicate parameter.
     """
     honoured, ignored = {}, {}
     for key, value in stated.items():

@@ -1,7 +1,7 @@
 """The generation loop: `prefill`, then `decode_one_token` until all rows end.
 
-Decoder and Top-W are one graph: each run takes tokens, parameters, edits and uniform numbers, and returns next tokens.
-Logits and cache stay on the device.
+Each run of the graph (decoder and Top-W) is one step: tokens, parameters, edits and uniform numbers in, next tokens
+out. Logits and cache stay on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from topw_deploy.runtime.results import GenerationResult, Piece, Timings
 from topw_deploy.runtime.text import IncrementalDecoder, RowText
 from topw_deploy.sampling.parameters import PARAMETER_NAMES
 
-# By descending element size, which keeps the arrays aligned.
+# By descending element size, for alignment.
 _RECORDED: dict[str, type[Any]] = {
     "next_token": np.int64,
     "logprob": np.float32,
@@ -50,7 +50,7 @@ class Row:
         self.finished_at = 0.0  # time.perf_counter()
 
     def take(self, token: int) -> str:
-        """Add a drawn token. Returns the new text."""
+        """Add a drawn token. Returns new text."""
         self.steps += 1
         gained = ""
         if self.watch is not None:
@@ -76,7 +76,7 @@ class Row:
     def _last_of(self, text: RowText) -> str:
         if self.finish_reason is None:
             return ""
-        gained = text.flush()  # may complete a held-back stop string
+        gained = text.flush()  # may complete a stop string
         if self.finish_reason != "stop" and text.found is not None:
             self.end("stop", text.found)
         return gained
@@ -88,12 +88,12 @@ class Row:
 class Record:
     """The sampler's outputs per step, each [B].
 
-    One array holds all outputs, so a step is stored with one copy. Memoryviews are faster here: numpy assignment runs
-    more code, which each run evicts from the CPU cache.
+    One array holds all outputs, so each step is one copy, between memoryviews: numpy assignment runs more code, which
+        each run evicts from the CPU cache.
     """
 
     def __init__(self, outputs: Collection[str], binding: Binding, batch: int, steps: int) -> None:
-        self._columns: dict[str, slice] = {}  # byte range of each output in a step
+        self._columns: dict[str, slice] = {}  # byte ranges
         end = 0
         for name, dtype in _RECORDED.items():
             if name in outputs:
@@ -122,13 +122,13 @@ class Record:
 
 
 class Generation:
-    """State of a batch of B rows: the graph's input and output arrays. The caller must close it."""
+    """State of a batch of B rows and the arrays bound to the graph. The caller must close it."""
 
     def __init__(self, session: Session, caches: Caches, rows: Sequence[Row]) -> None:
         requests = [row.request for row in rows]
         batch, prompts, budgets = len(rows), [r.prompt for r in requests], [r.budget for r in requests]
         self.active = list(rows)
-        self.going_on = list(range(batch))  # indices of active rows
+        self.going_on = list(range(batch))  # active rows
         self.step = 0
         self.prefilled_at = 0.0  # time.perf_counter()
         self.edits = Edits(requests, session.fixed_edits, session.most_edits)
@@ -141,7 +141,7 @@ class Generation:
         self.edits.bind(self.binding)
         self.record = Record(session.outputs, self.binding, batch, max(budgets))
         self.caches, self.cache = caches, caches.open(self.binding, prompts, budgets)
-        self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] input tokens of the next step
+        self.next_ids = self.cache.input_ids.reshape(-1).data  # [B] next inputs
         for row in rows:
             if row.request.budget == 0:
                 row.end("length")
@@ -152,7 +152,7 @@ class Generation:
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Make an ended row greedy and without edits; it keeps running with the batch."""
+        """Make an ended row greedy and without edits; it keeps running."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id
@@ -170,7 +170,7 @@ class Generation:
 
 
 def generate(generation: Generation) -> Iterator[list[tuple[Row, str]]]:
-    """Yields rows with new text or an end, and the text."""
+    """Yields rows that gained text or ended, with the text."""
     if not generation.active:
         return
     changed = accept(generation, prefill(generation))
@@ -212,7 +212,7 @@ def run_step(generation: Generation) -> list[int]:
 
 
 def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
-    """Add the drawn tokens to their rows. Returns rows with new text or an end, and the text.
+    """Add the drawn tokens. Returns rows that gained text or ended, with the text.
 
     Raises LogitsError for invalid logits.
     """
@@ -238,7 +238,7 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
 
 
 class RequestRun:
-    """One call of `generate` or `stream`: row requests in, pieces out.
+    """One call of `generate` or `stream`.
 
     Decodes text per token if `streaming` or with stop strings, else once at the end.
 
@@ -273,7 +273,7 @@ class RequestRun:
         ]
 
     def pieces(self) -> Iterator[Piece]:
-        """Pieces of rows with new text; each row's last piece carries its result."""
+        """Pieces with new text; a row's last piece has its result."""
         self._started = time.perf_counter()
         try:
             self._generation = Generation(self._session, self._caches, self._rows)
@@ -289,7 +289,7 @@ class RequestRun:
         for row in self._rows:
             if row.watch is not None:
                 row.watch.begin()
-            if row.finish_reason is not None:  # its prompt fills the context
+            if row.finish_reason is not None:  # the prompt fills the context
                 yield Piece("", row.index, self._result(row))
         for changed in generate(self._generation):
             for row, text in changed:

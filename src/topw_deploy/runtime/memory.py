@@ -13,8 +13,8 @@ from topw_deploy.errors import GenerationError, one_line
 from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.sizes import decimal_size
 
-ALIGNMENT = 64  # bytes; as onnxruntime's allocator, for vectorized kernels
-# numpy's errors for arrays too large for the machine, an address or a C integer.
+ALIGNMENT = 64  # bytes; as onnxruntime, for vectorized kernels
+# For arrays too large for the machine, an address or a C integer.
 _TOO_LARGE = (MemoryError, ValueError, OverflowError)
 _REMEDY = (
     "open the model with a smaller max_length or max_batch, or give fewer or shorter sequences (max_new_tokens) at a "
@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 def zeroed(what: str, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
-    """Zeros in pages that the operating system provides on first write.
+    """Zeros, in pages allocated on first write.
 
     Raises GenerationError naming `what` if allocation fails.
     """
@@ -50,7 +50,7 @@ def machine_bytes() -> int | None:
 
 
 class HostMemory:
-    """Zeroed host bytes in pages that the operating system provides on first write.
+    """Zeroed host bytes, in pages allocated on first write.
 
     Raises GenerationError if allocation fails.
     """

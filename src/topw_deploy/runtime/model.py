@@ -36,9 +36,9 @@ class TopWModel:
 
     Thread-safe: each generation has its own bindings and cache.
 
-    defaults: parameters from the model's `generation_config.json`.
+    defaults: parameters from `generation_config.json`.
     provider: onnxruntime's provider name, or "tensorrt" for an engine.
-    cpu_nodes: nodes that run on the CPU although another provider was requested.
+    cpu_nodes: nodes on the CPU although another provider was requested.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
     why_graph: why `sampler` is "graph".
     """
@@ -96,8 +96,8 @@ class TopWModel:
 
         See `SessionOptions` for `provider` to `sampler`.
 
-        max_length: maximum tokens of a sequence, including the prompt. None: the context length.
-        max_batch: maximum sequences per call. With max_length, the cache is allocated at once; else it grows.
+        max_length: maximum tokens per sequence, with the prompt. None: the context length.
+        max_batch: maximum sequences per call. With max_length, the cache is allocated at once, else on demand.
         prefill_chunk: maximum prompt tokens per run, over all rows; smaller saves memory. None: 1,024.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an invalid option.
@@ -120,7 +120,7 @@ class TopWModel:
     def cache_bytes(self) -> int:
         """Size of the key-value buffers; 0 if onnxruntime owns the cache ("concat").
 
-        On the host, pages take memory only once written.
+        Host pages take memory only once written.
         """
         return 0 if self._caches is None else self._caches.bytes
 
@@ -138,8 +138,7 @@ class TopWModel:
     def generate(self, prompt: Any = None, **parameters: Any) -> Any:
         """Continue `prompt`. Returns one GenerationResult, or a list for a batch or `num_return_sequences` > 1.
 
-        prompt: text, token ids (list, array or tensor), a batch of either, or a tokenizer's output, also as keywords
-            (`**tokenizer(text)`).
+        prompt: text, token ids (list, array or tensor), a batch of either, or a tokenizer's output, also as keywords.
         parameters: see docs/guide/runtime.md. A list gives one value per prompt.
 
         Raises ParameterError, PromptError, GenerationError, and errors of the streamer or criteria.
@@ -151,7 +150,7 @@ class TopWModel:
         return results[0] if alone else [results[row] for row in range(len(requests))]
 
     def stream(self, prompt: Any = None, **parameters: Any) -> Iterator[Piece]:
-        """Like `generate`, in pieces; each row's last piece has its result. Checks parameters immediately."""
+        """Like `generate`, in pieces; a row's last piece has its result. Checks parameters immediately."""
         with ending(parameters.get("streamer")):
             requests, whole, _ = self._requests(prompt, parameters)
             return self._run(requests, whole, streaming=True)
@@ -167,7 +166,7 @@ class TopWModel:
     def stream_chat(
         self, messages: Sequence[Message], *, template_variables: Mapping[str, Any] | None = None, **parameters: Any
     ) -> Iterator[Piece]:
-        """Like `chat`, in pieces as `stream`."""
+        """Like `chat`, in pieces."""
         with ending(parameters.get("streamer")):
             prompt = self._chat_ids(messages, template_variables)
         return self.stream(prompt, **parameters)
@@ -175,7 +174,7 @@ class TopWModel:
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render `messages` with the model's chat template. Encode the result with add_special_tokens=False.
+        """Render `messages` with the chat template. Encode the result with add_special_tokens=False.
 
         variables: template variables, such as `tools`.
 
@@ -239,7 +238,7 @@ class TopWModel:
         return rows, whole, alone and samples == 1
 
     def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
-        """Returns (token ids per prompt, whether a single prompt was given). Checks limits before tokenizing."""
+        """Returns (ids per prompt, whether it is a single prompt). Checks limits before tokenizing."""
 
         def check(tokens: int, which: str) -> None:
             check_length(tokens, self._limits, which)

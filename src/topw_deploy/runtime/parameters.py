@@ -1,6 +1,6 @@
-"""Request parameters: names, value checks, and per-row lists.
+"""Request parameters: names, checks, and per-row lists.
 
-Names follow transformers' GenerationConfig, vLLM's penalties and Top-W; see REQUEST_ALIASES for others.
+Names follow transformers' GenerationConfig, vLLM's penalties and Top-W; REQUEST_ALIASES has others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def show(value: Any) -> str:
     """A shortened repr for messages."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not print integers of thousands of digits
+    except ValueError:  # integers of thousands of digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     except RecursionError:
         return f"a {type(value).__name__} of many levels"
@@ -74,7 +74,7 @@ def _real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> 
     try:
         known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
         number = float(value) if known else math.nan
-    except OverflowError:  # integer too large for a float
+    except OverflowError:  # too large an integer
         number = math.inf
     # the graph computes in float32, where 1e-50 is 0
     if not holds(number) or not holds(_float32(number)):
@@ -150,7 +150,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 
 
 def _config(name: str, value: Any) -> dict[str, Any]:
-    """Values of a mapping, or the non-default ones of a transformers GenerationConfig."""
+    """A mapping's values, or the non-default ones of transformers' GenerationConfig."""
     if not isinstance(value, Mapping):
         if not callable(getattr(value, "to_diff_dict", None)):
             raise ParameterError(f"{name} is {show(value)}, but must be a mapping or transformers' GenerationConfig.")
@@ -169,7 +169,7 @@ class Parameter:
     """A request parameter.
 
     parse: (name, value) -> checked value for one row.
-    default: this package's default.
+    default: this package's.
     depth: list nesting of one row's value; one more level means one value per row.
     """
 
@@ -246,7 +246,7 @@ def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace aliases, and convert tensors to lists. Raises ParameterError for duplicates."""
+    """Replace aliases, and tensors by lists. Raises ParameterError for duplicates."""
     used: dict[str, str] = {}
     for name in given:
         ours = REQUEST_ALIASES.get(name, name)
@@ -257,7 +257,6 @@ def under_our_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert tensors of other libraries than numpy to lists."""
     is_tensor = hasattr(value, "tolist") and not isinstance(value, (np.ndarray, np.generic))
     return value.tolist() if is_tensor else value
 

@@ -1,6 +1,6 @@
 """Reads prompts: texts, token ids, arrays, tensors and tokenizer outputs.
 
-Tensors are read with `tolist`, without importing their library.
+Reads tensors with `tolist`, without importing their library.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[
 def read_prompts(
     prompt: Any, attention_mask: Any = None, check: Check = lambda tokens, which: None
 ) -> tuple[list[Prompt], bool]:
-    """Returns (each prompt as text or token ids, whether it was a single prompt rather than a list).
+    """Returns (each prompt as text or ids, whether `prompt` is a single one, not a list).
 
     attention_mask: masked tokens, on either side, are removed.
-    check: called with a prompt's length (before its ids are read, if there is no mask) and its name.
+    check: called with a prompt's length (without a mask, before its ids are read) and its name.
 
     Raises PromptError for other types, or a mask that does not fit or has a hole.
     """
@@ -90,7 +90,6 @@ def plain(value: Any) -> Any:
 
 
 def _opened(prompt: Any, mask: Any) -> tuple[Any, Any]:
-    """Unpack ids and mask from a tokenizer's output."""
     if isinstance(prompt, Encoding):
         prompt = {"input_ids": prompt.ids, "attention_mask": prompt.attention_mask}
     if not isinstance(prompt, Mapping):
@@ -162,7 +161,7 @@ def _unmasked(ids: list[int], mask: Any, which: str) -> list[int]:
 
 
 def _check_segments(segments: Any) -> None:
-    """Zeros are allowed, because some tokenizers add them."""
+    """Zeros are allowed: some tokenizers add them."""
     if segments is not None and _holds_one(segments):
         raise PromptError("token_type_ids holds other values than 0, but a decoder has one segment; leave it out.")
 

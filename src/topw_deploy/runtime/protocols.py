@@ -1,4 +1,4 @@
-"""Interfaces of sessions for the loop and caches, implemented in `ort/` and `topw_deploy.tensorrt.run`."""
+"""Interfaces of sessions, implemented in `ort/` and `topw_deploy.tensorrt.run`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Literal, Protocol, TypeAlias
 import numpy as np
 
 Sampler: TypeAlias = Literal["native", "plugin", "graph"]
-"""The sampler's implementation: onnxruntime's native operator, TensorRT's plugin, or the function in the file."""
+"""onnxruntime's native operator, TensorRT's plugin, or the function in the file."""
 
 
 @dataclass(frozen=True)
 class CpuNode:
-    """A node that runs on the CPU although another provider was requested.
+    """A node on the CPU although another provider was requested.
 
     computes: beyond arithmetic on shapes and indices.
     """
@@ -34,7 +34,7 @@ class Memory(Protocol):
         """Zero at least the first `size` bytes."""
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        """Call `edit` with the bytes, uint8 [size]; device memory is copied to the host and back."""
+        """Call `edit` with the bytes, uint8 [size], copied to the host and back for a device."""
 
 
 class Binding(Protocol):
@@ -50,7 +50,7 @@ class Binding(Protocol):
         """Bind an input that the graph reads on the host."""
 
     def refresh(self, name: str) -> None:
-        """Make changes to array `name` visible to runs."""
+        """Make changes to array `name` visible."""
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
         """Bind session memory as input `source` and output `target`; it must stay alive."""
@@ -59,18 +59,18 @@ class Binding(Protocol):
         """Make runs write output `name` to `array`."""
 
     def another(self) -> Binding:
-        """An empty binding for other, non-concurrent runs of this generation; `close` closes both."""
+        """An empty binding for non-concurrent runs of this generation; `close` closes both."""
 
     def run(self, step: int | None = None) -> None:
         """Run the graph and wait.
 
-        step: None for a prompt chunk whose results are unused.
+        step: None for a prompt chunk with unused results.
 
         Raises GenerationError with the runtime's message.
         """
 
     def close(self) -> None:
-        """Release this generation's resources."""
+        """Release resources."""
 
 
 class Session(Protocol):
@@ -78,10 +78,10 @@ class Session(Protocol):
 
     provider: onnxruntime's provider name, or "tensorrt" for an engine.
     why_graph: why `sampler` is "graph", as a clause.
-    cpu_nodes: nodes that run on the CPU although another provider was requested.
+    cpu_nodes: nodes on the CPU although another provider was requested.
     inputs, outputs: names.
     fixed_edits: the graph's fixed number of edit slots, or None.
-    most_rows, most_columns, most_edits: maximum rows, tokens per row and run, edits per row; None: no limit.
+    most_rows, most_columns, most_edits: maximum rows, tokens per row and run, edits per row, or None.
     """
 
     provider: str
@@ -96,13 +96,13 @@ class Session(Protocol):
     most_edits: int | None
 
     def bind(self) -> Binding:
-        """New bindings; generations may run concurrently."""
+        """New bindings; generations may be concurrent."""
 
     def memory(self, size: int) -> Memory:
         """Zeroed, aligned memory on the session's device."""
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Run checks that need a run. Call once, before other runs; `run` runs one token.
+        """Make checks that need a run; call once, before other runs. `run` runs one token.
 
         Raises ProviderError if another provider than requested computes nodes.
         """

@@ -18,7 +18,7 @@ from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
 
-_QUICK = 8  # characters per context token; shorter texts tokenize quickly, so they are not checked
+_QUICK = 8  # characters per context token; shorter texts tokenize quickly
 CONFIG = "generation_config"
 _IN_CONFIG = {
     name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
@@ -30,7 +30,7 @@ class RowRequest:
     """Prompt and parameters of one sequence.
 
     prompt: token ids, at least one.
-    budget: maximum new tokens by all limits, >= 0.
+    budget: maximum new tokens, >= 0.
     eos_token_ids: end the row; only stop_token_ids with `ignore_eos`.
     pad_token_id: input after the end.
     min_new_tokens: before that, eos_token_ids are banned and stop strings ignored.
@@ -58,7 +58,7 @@ class RowRequest:
 class Limits:
     """Limits of the model and of its opening.
 
-    context_length, max_length: maximum tokens of a sequence.
+    context_length, max_length: maximum tokens per sequence.
     rows: maximum sequences per call.
     """
 
@@ -75,7 +75,7 @@ class Limits:
 def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns checked (row parameters, request parameters with defaults).
 
-    The latter hold `generation_config`'s row parameters under that name.
+    The latter include `generation_config`'s row parameters.
     """
     named = check_names(given)
     config: dict[str, Any] = {}
@@ -100,9 +100,9 @@ def resolve(
     config: Mapping[str, Any] | None = None,
     geometry: tuple[str, int | None] = ("uniform", None),
 ) -> list[RowRequest]:
-    """One RowRequest per prompt and sample; samples of a prompt are adjacent.
+    """One RowRequest per prompt and sample; a prompt's samples are adjacent.
 
-    given: row parameters from `split`, one value for all prompts or one per prompt.
+    given: row parameters from `split`, one value for all prompts or one each.
     model, exported: defaults of the model and the export.
     config: row parameters of `generation_config`.
     geometry: embedding metric and width, for `preset`.
@@ -195,7 +195,7 @@ def _row(
 
 def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
     values = {name: sources.get(name, getattr(exported, name)) for name in PARAMETER_NAMES}
-    for source in sources.all:  # the first source with do_sample or temperature decides
+    for source in sources.all:  # first with do_sample or temperature decides
         sampled = source.get("do_sample")
         if sampled is False:
             values["temperature"] = 0.0
@@ -233,16 +233,13 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
 
 
 def check_length(tokens: int, limits: Limits, which: str) -> None:
-    """Raises PromptError for too many tokens.
-
-    which: the prompt's name, for the message.
-    """
+    """Raises PromptError naming prompt `which` for too many tokens."""
     if tokens > limits.tokens:
         raise PromptError(f"{which} has {tokens} tokens, {_too_many(tokens, limits)}", "max_length")
 
 
 def check_text(text: str, tokenizer: Tokenizer, limits: Limits, which: str) -> None:
-    """Raises PromptError if `text` certainly exceeds the maximum tokens."""
+    """Raises PromptError if `text` certainly has too many tokens."""
     if len(text) <= _QUICK * limits.tokens:
         return
     tokens, why = tokenizer.bound.least(text)

@@ -31,16 +31,16 @@ class Timings:
 class GenerationResult:
     """One generated sequence.
 
-    text: generated text without EOS, cut before a stop string.
-    token_ids: all drawn tokens, including EOS and stop strings.
+    text: new text without EOS, cut before a stop string.
+    token_ids: all drawn tokens, with EOS and stop strings.
     logprobs: per token, log-probability in its crop (renormalized, at `temperature`).
     kept: per token, crop size.
     certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
-    mass: per token, the crop's share of the full softmax; None if not exported.
+    mass: per token, the crop's share of the full softmax, or None.
     seed, sample: reproduce the tokens, with the same prompt and parameters.
     finish_reason: "stop", "criterion" or "length" (token limit or context).
-    stop: EOS id or stop string for "stop", criterion's name for "criterion", else None.
-    prompt_tokens: length of the prompt.
+    stop: EOS id, stop string or criterion's name, else None.
+    prompt_tokens: prompt length.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
     """
 

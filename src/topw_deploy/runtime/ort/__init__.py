@@ -1,1 +1,1 @@
-"""onnxruntime sessions: opening, checks, and bindings of inputs and outputs."""
+"""onnxruntime sessions, their checks and bindings."""

@@ -1,7 +1,7 @@
 """Finds nodes that onnxruntime left on the CPU although another provider was requested.
 
-Arithmetic on shapes and indices is there on purpose. Other operators move tensors between device and host in every
-step. onnxruntime before 1.24 does not report nodes; they are read from a run's profile.
+Arithmetic on shapes and indices is there on purpose; other operators transfer tensors in every step. onnxruntime before
+1.24 does not report nodes; they are read from a run's profile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from topw_deploy.runtime.ort.providers import CPU, short_name
 from topw_deploy.runtime.protocols import CpuNode
 
 _RECORD = "session.record_ep_graph_assignment_info"  # onnxruntime >= 1.24
-_TIMED = "_kernel_time"  # suffix of node names in a profile
+_TIMED = "_kernel_time"  # node name suffix in profiles
 
 # Arithmetic on shapes and indices. Every device provider has these operators, so their place on the CPU is intended.
 # fmt: off
@@ -42,7 +42,7 @@ _HINTS = {
 
 
 def reported() -> bool:
-    """Whether this onnxruntime (>= 1.24) reports the nodes' providers."""
+    """Whether onnxruntime (>= 1.24) reports the nodes' providers."""
     return hasattr(ort.InferenceSession, "get_provider_graph_assignment_info")
 
 
@@ -60,7 +60,7 @@ def record(options: ort.SessionOptions) -> Profile | None:
 
 
 def cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
-    """The nodes on the CPU, without subgraphs. The session must be opened after `record`."""
+    """The nodes on the CPU, without subgraphs. Open the session after `record`."""
     return tuple(
         CpuNode(node.name, node.op_type, bool(node.domain) or node.op_type not in _ON_SHAPES)
         for group in session.get_provider_graph_assignment_info()
@@ -98,7 +98,7 @@ def cpu_nodes_in(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]
 
 
 def _outermost(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Events not nested in another one, such as those of an If's branches."""
+    """Events outside others, unlike those of an If's branches."""
     end = -1
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= end or event["ts"] + event["dur"] > end:

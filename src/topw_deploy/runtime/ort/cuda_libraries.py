@@ -1,8 +1,8 @@
 """Loads CUDA and cuDNN libraries from Python packages before onnxruntime's first GPU session.
 
 onnxruntime's providers search only the system path, not the packages of extra [gpu] or PyTorch.
-onnxruntime.preload_dlls loads packages installed beside onnxruntime; this module also finds those elsewhere on Python's
-path, such as a system PyTorch. Neither imports torch.
+onnxruntime.preload_dlls loads packages beside onnxruntime; this also finds those elsewhere on Python's path, such as a
+system PyTorch. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _outcome: list[str] = []  # set by the first `preload`
 def preload() -> str:
     """Load the libraries once per process. Returns a clause naming missing ones; "" for none.
 
-    Not an error: a build may link CUDA statically, or find it on the system path under another name.
+    Missing is not an error: CUDA may be linked statically or have another name on the system path.
     """
     with _lock:
         if not _outcome:
@@ -50,7 +50,6 @@ def _load() -> str:
 
 
 def _said_by(load: Callable[[], None]) -> str:
-    """Output of `load`, or its error."""
     said = _OfThisThread(sys.stdout)
     try:
         with redirect_stdout(said):
@@ -77,7 +76,7 @@ def _clause(said: str) -> str:
 
 
 class _OfThisThread(io.TextIOBase):
-    """Captures one thread's standard output in `lines`."""
+    """Captures one thread's standard output."""
 
     def __init__(self, real: TextIO | None) -> None:
         self.lines: list[str] = []

@@ -1,8 +1,8 @@
 """Inputs and outputs in device memory.
 
-Each step uploads its changed inputs in one copy and downloads its results in another. Addresses are stable for equal
-shapes, so that later generations can replay a step's CUDA graph. Such steps run on one thread (run_thread.py), and
-capture exclusively (device_lock.py).
+Each step makes one upload of changed inputs and one download of results. Addresses are stable for equal shapes, so that
+later generations can replay a step's CUDA graph. Such steps run on one thread (run_thread.py) and capture exclusively
+(device_lock.py).
 
 Tested with doubles of the device and the CUDA runtime; not run on a GPU.
 """
@@ -23,11 +23,11 @@ from topw_deploy.runtime.ort.host_binding import HostBinding, RawSession
 from topw_deploy.runtime.ort.run_thread import RunThread
 
 _LEAST = {"changing": 4 << 10, "rest": 64 << 10, "results": 4 << 10}  # bytes; enough for most requests
-_MOST_GRAPHS = 64  # per session: each keeps device memory until the session closes
+_MOST_GRAPHS = 64  # per session: each keeps device memory until it closes
 
 _ALIGNMENT = 256  # bytes; as CUDA's allocator
 _NOT_CAPTURED = "-1"
-_END = ""  # not an input or output name
+_END = ""  # not a tensor name
 _NUMBERS = {kind.numpy: kind.number for kind in ELEMENT_TYPES.values()}
 
 
@@ -68,7 +68,7 @@ class StepBuffers:
 
 @dataclass
 class Graph:
-    """A step's CUDA graph: run options, and whether it is captured."""
+    """A step's CUDA graph."""
 
     options: ort.RunOptions | None
     captured: bool = False
@@ -96,7 +96,7 @@ class BufferPool:
             return StepBuffers(self._device)
 
     def give_back(self, buffers: StepBuffers) -> None:
-        buffers.loaded = None  # else the session stays open until garbage collection
+        buffers.loaded = None  # else keeps the session open until garbage collection
         with self._free_lock:
             self._free.append(buffers)
 
@@ -126,10 +126,10 @@ class DeviceBinding(HostBinding):
         self._memory: dict[str, tuple[object, ...]] = {}
         self._on_host: dict[str, np.ndarray] = {}
         self._changes: set[str] = set()
-        self._placed: dict[str, Area] = {}  # areas of the bound addresses; empty: not bound yet
+        self._placed: dict[str, Area] = {}  # areas of bound addresses; empty: not bound
         self._stale = True  # whether the other inputs need copying
-        self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # per area: (name, host view)
-        self._graph: Graph | None = None  # for a step with these bindings; None: not looked up
+        self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # (name, host view) per area
+        self._graph: Graph | None = None  # of a step with these bindings, once looked up
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         known = self._arrays.get(name)
@@ -155,7 +155,7 @@ class DeviceBinding(HostBinding):
     def bind_result(self, name: str, array: np.ndarray) -> None:
         self._results[name] = array
         self._bound_outputs.append(name)
-        self._io.bind_output(name, self._device)  # keeps its output index; `_place` sets its memory
+        self._io.bind_output(name, self._device)  # keeps its index; `_place` sets its memory
         self._placed = {}
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:
@@ -183,7 +183,7 @@ class DeviceBinding(HostBinding):
         lock = self._pool.lock
         with lock.using:
             self._load()
-            # Prompt runs, up to step 0, are not repeated: their shapes differ.
+            # Prompt runs, up to step 0, have varying shapes.
             graph = self._repeated() if step else self._pool.uncaptured
             if graph.captured:
                 self._compute_and_download(step, graph)
@@ -246,7 +246,6 @@ def _starts(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
 def _places(
     area: Area, arrays: Mapping[str, np.ndarray], starts: Mapping[str, int]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, host view) of each array."""
     for name, array in arrays.items():
         place = area.host[starts[name] : starts[name] + array.nbytes]
         yield name, place.view(array.dtype).reshape(array.shape)

@@ -9,7 +9,7 @@ On CUDA, `GatherBlockQuantized` over a uint8 table reads wrong weights:
 - before 1.29 without zero points: it uses 0, the CPU provider 2 ** (bits - 1);
 - up to at least 1.31 if a row ends within a block: it uses other rows' scales.
 
-This exporter writes zero points and whole blocks; other exporters may not.
+This exporter writes zero points and whole blocks; others may not.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from topw_deploy.runtime.ort import providers
 from topw_deploy.runtime.ort.graph_file import Initializer, Node, read_graph
 
 _MOST_OPSET = 23  # before 1.24
-# Encoded node attribute with another value than -1 (no window).
+# Encoded attribute unless -1 (no window).
 _WINDOW = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
 _LOOKUP = "GatherBlockQuantized"
 _ZERO_POINTS = 3  # input index
 _READS_PAIRS = (1, 24)  # first version to read two weights per byte
-_TAKES_MIDDLE = (1, 29)  # first version with the CPU's default zero point
+_TAKES_MIDDLE = (1, 29)  # first version with the CPU's zero point
 
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:
@@ -81,7 +81,7 @@ class Lookup:
 def check_lookups(folder: ModelFolder[Manifest], provider: str) -> None:
     """Raises ManifestError for a lookup that `provider`, a full name, computes wrongly.
 
-    onnxruntime must have opened the graph: `read_graph` does not validate.
+    onnxruntime must have validated the graph.
     """
     if providers.device_of(provider) != "cuda":
         return
@@ -116,7 +116,7 @@ def lookups(folder: ModelFolder[Manifest]) -> list[Lookup]:
 
 def _lookup(node: Node, made_by: dict[str, Node], initializers: dict[str, Initializer]) -> Lookup | None:
     name = node.inputs[0]
-    while name in made_by and made_by[name].operator == "Reshape":  # a tied head's weight [rows, blocks, bytes]
+    while name in made_by and made_by[name].operator == "Reshape":  # tied head's weight [rows, blocks, bytes]
         name = made_by[name].inputs[0]
     table = initializers.get(name)
     if table is None or table.dtype != ELEMENT_TYPES["uint8"].number:

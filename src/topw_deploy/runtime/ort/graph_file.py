@@ -1,4 +1,4 @@
-"""Reads nodes and initializer shapes from an ONNX file, which onnxruntime does not report. Skips weights.
+"""Reads nodes and initializer shapes, which onnxruntime does not report, from an ONNX file without its weights.
 
 Does not validate: onnxruntime must have opened the file.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from mmap import mmap
 
 Span = tuple[int, int]
-"""Byte range of a field in the file."""
+"""Byte range in the file."""
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # Protocol Buffers wire types
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 _GRAPH = 7  # ModelProto field
 _NODE, _INITIALIZER = 1, 5  # GraphProto
 _INPUT, _OUTPUT, _OPERATOR, _ATTRIBUTE = 1, 2, 4, 5  # NodeProto
@@ -90,7 +90,7 @@ def _initializer(file: mmap, span: Span) -> Initializer:
 
 
 def _fields(file: mmap, span: Span) -> Iterator[tuple[int, int | Span]]:
-    """(number, integer or span) of each field of the message in `span`."""
+    """(number, integer or span) of each field."""
     at, end = span
     while at < end:
         key, at = _varint(file, at)

@@ -21,7 +21,7 @@ class RawSession(Protocol):
 
 
 class HostBinding:
-    """onnxruntime's IO binding without its Python wrapper, which doubles the cost of binding."""
+    """onnxruntime's IO binding without its Python wrapper, which doubles the binding cost."""
 
     def __init__(self, session: RawSession) -> None:
         self._io = ort.SessionIOBinding(session.raw._sess)
@@ -30,13 +30,13 @@ class HostBinding:
         self._with_defaults = session.with_defaults
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
-        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue), without copy or Python object
-        self.outputs = self._io.get_outputs  # () -> the last run's outputs, in binding order
-        self._session = session  # last, so that it is released last: it frees device memory
+        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue), no copy
+        self.outputs = self._io.get_outputs  # () -> last outputs, in binding order
+        self._session = session  # released last: it frees device memory
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         self._arrays[name] = array
-        if name in self._with_defaults:  # bind_input does not find inputs with a default
+        if name in self._with_defaults:  # bind_input does not find inputs with defaults
             self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
         else:
             self._io.bind_input(name, array)

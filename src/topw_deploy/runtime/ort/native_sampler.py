@@ -52,7 +52,6 @@ def operator_library(
 
 
 def _registered(options: ort.SessionOptions | None) -> library.Kind | None:
-    """The library whose operators `options` has registered."""
     if options is None:
         return None
     try:
@@ -75,7 +74,7 @@ def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
 
 
 def _no_code(found: library.CudaLibrary, device: int) -> str:
-    """A clause why the library does not run on this GPU; "" if it may."""
+    """A clause why the library does not run on this GPU, or ""."""
     devices = driver.look().devices
     if device >= len(devices) or found.serves(devices[device].architecture):
         return ""
@@ -94,9 +93,9 @@ def open_session(
 ) -> Opened:
     """Open a session with `new_session`, which uses `options`; natively if `sampler` allows it and it works.
 
-    If opening with the registered operator fails, opens again without it.
+    If the registered operator fails, opens again without it.
 
-    Raises errors of `new_session`, and ProviderError if `sampler` is "native" and the operator is unusable.
+    Raises errors of `new_session`, and ProviderError if `sampler` is "native" but unusable.
     """
     refused: Exception | None = None
     if sampler == "graph":

@@ -1,4 +1,4 @@
-"""Execution providers: names, selection, and a check of the provider in use."""
+"""Names, selection and checks of execution providers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def available() -> tuple[str, ...]:
 def resolve(provider: str, allow_fallback: bool = False) -> str:
     """onnxruntime's full name for `provider`: "auto" (CUDA if built in, else CPU), a short name or a full name.
 
-    Short names ignore case. Raises UnknownProviderError for an unknown name, and ProviderError if this onnxruntime
-    lacks the provider and `allow_fallback` is False.
+    Case-insensitive for short names. Raises UnknownProviderError for an unknown name, and ProviderError if this
+    onnxruntime lacks the provider and `allow_fallback` is False.
     """
     built = ort.get_available_providers()
     if provider == "auto":
@@ -73,7 +73,7 @@ def _remedy(wanted: str) -> str:
 
 
 def session_providers(name: str, options: Mapping[str, Any] | None) -> list[Any]:
-    """InferenceSession's `providers`: `name`, then fallbacks for its unsupported nodes."""
+    """InferenceSession's `providers`: `name` and its fallbacks."""
     chain: list[Any] = [(name, dict(options or {}))]
     if name in _WITH_CUDA_BEHIND and CUDA in ort.get_available_providers():
         chain.append((CUDA, {}))
@@ -93,7 +93,7 @@ def missing_libraries(provider: str) -> str:
 
 
 def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:
-    """The provider that `session` runs on: onnxruntime silently drops one that fails to start.
+    """The provider in use: onnxruntime silently drops one that fails to start.
 
     Raises ProviderError if that is not `wanted` and `allow_fallback` is False.
     """

@@ -1,7 +1,7 @@
 """The thread that runs a session with CUDA graphs.
 
-With enable_cuda_graph, onnxruntime's CUDA provider keeps handles and CUDA graphs per thread until the session closes,
-so each new thread would capture again, without limit. Such a session therefore runs on one thread.
+With enable_cuda_graph, onnxruntime keeps handles and CUDA graphs per thread until the session closes, so each new
+thread would capture again, without limit. Such a session runs on one thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RunThread:
 
         Interrupted callers wait too: `function` uses their objects.
         """
-        if threading.current_thread() is self._started():  # garbage collection may close a generation on it
+        if threading.current_thread() is self._started():  # garbage collection may run there
             function()
             return
         task = _Task(function)
@@ -62,4 +62,4 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
         except BaseException as error:  # noqa: BLE001  # raised again in the caller
             task.error = error
         task.ended.release()
-        del task  # else it keeps the session until the next task
+        del task  # it refers to the session

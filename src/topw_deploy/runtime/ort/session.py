@@ -29,8 +29,8 @@ _HINT_FOR_GRAPHS = (
     "leave enable_cuda_graph out, or export again with --dtype fp16, which leaves nothing to the CPU, and build the "
     "native sampler with `topw plugins build --cuda`"
 )
-# On CUDA, this optimization fuses RotaryEmbedding into GroupQueryAttention if the export did not. It mistakes ONNX's
-# RotaryEmbedding for onnxruntime's, reads past its inputs and crashes (onnxruntime issue 28604).
+# On CUDA, fuses RotaryEmbedding into GroupQueryAttention. It mistakes ONNX's RotaryEmbedding for onnxruntime's, reads
+# past its inputs and crashes (onnxruntime issue 28604).
 _HARMFUL = ["GroupQueryAttentionFusion"]
 
 
@@ -39,7 +39,7 @@ class OrtSession:
 
     device: (kind, number) of the tensors' memory.
     with_defaults: inputs with a default value.
-    graphs: whether to capture steps into CUDA graphs.
+    graphs: whether to capture CUDA graphs.
     """
 
     provider = providers.CPU
@@ -70,16 +70,16 @@ class OrtSession:
         return HostMemory(size) if self._buffers is None else DeviceMemory(size, self.device)
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Run once on host arrays, without bindings."""
+        """Run once on host arrays."""
         with nullcontext() if self._buffers is None else self._buffers.lock.using:
             found: list[np.ndarray] = self.raw.run(outputs, feeds)
         return found
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Do nothing: all checks were made at opening."""
+        """Do nothing."""
 
     def __del__(self) -> None:
-        """Close the session under the lock, because that frees device memory."""
+        """Close under the lock: that frees device memory."""
         if self._buffers is not None:
             with self._buffers.lock.using:
                 del self.raw
@@ -89,8 +89,8 @@ class GraphSession(OrtSession):
     """A folder's session, opened with `options` and checked against the manifest.
 
     Raises ProviderError if the provider is absent, fails to start or leaves computing nodes to the CPU, or the native
-    sampler is unusable; ManifestError if onnxruntime rejects the graph, or its inputs or outputs differ from the
-    manifest; ParameterError if CUDA graphs cannot be captured.
+    sampler is unusable; ManifestError if onnxruntime rejects the graph, or it differs from the manifest; ParameterError
+    if CUDA graphs cannot be captured.
     """
 
     def __init__(self, folder: ModelFolder[Any], options: SessionOptions) -> None:
@@ -169,7 +169,7 @@ class GraphSession(OrtSession):
 
 
 def graph_inputs(session: ort.InferenceSession) -> list[ort.NodeArg]:
-    """All inputs, including those with a default, which onnxruntime lists separately."""
+    """All inputs: onnxruntime lists those with a default separately."""
     return [*session.get_inputs(), *session.get_overridable_initializers()]
 
 
@@ -214,7 +214,7 @@ def _open(
     except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
         if wanted == providers.CPU:
             raise _refused(folder, error) from None
-        # Opening on the CPU shows whether the graph or the provider is at fault.
+        # The CPU shows whether the graph or the provider is at fault.
         try:
             session = on(providers.CPU, [(providers.CPU, {})])
         except ProviderError:
