@@ -45,5 +45,5 @@ def toy_folder(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(toy_folder: Path, sampler_choice: str) -> TopWModel:
-    """A model with random logits, geometry and the mass output."""
+    """A model with random logits, geometry and mass output."""
     return TopWModel.from_pretrained(toy_folder, provider="cpu", intra_op_num_threads=1, sampler=sampler_choice)

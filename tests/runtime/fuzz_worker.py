@@ -1,7 +1,7 @@
-"""Opens a folder repeatedly, each time with another mutation of a file, and generates.
+"""Opens a folder with one mutated file at a time, and generates.
 
-A separate process bounds memory, and a hang or crash fails only one test. Prints JSON: {"wrong": errors other than
-TopWError, "loaded": number of folders that opened}.
+A separate process bounds memory, hangs and crashes. Prints JSON: {"wrong": errors other than TopWError, "loaded":
+number of opened folders}.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from topw_deploy.errors import TopWError
 from topw_deploy.manifest import MANIFEST_NAME, manifest_from_json
 from topw_deploy.runtime import TopWModel
 
-MEMORY = 8 << 30  # bytes of address space: makes numpy's MemoryError machine-independent
-HANG = 240  # seconds until a folder counts as hanging
+MEMORY = 8 << 30  # bytes, for the same MemoryError on all machines
+HANG = 240  # seconds until a folder hangs
 _VALUES = tuple(value for value in VALUES if len(value) < 10_000 and "\\x" not in value and "/" not in value)
-_NOT_RUN = ("source", "libraries", "verification", "format_version")  # unused by runs
+_NOT_RUN = ("source", "libraries", "verification", "format_version")
 
 
 def main(folder: Path, name: str, within: str) -> None:
@@ -61,7 +61,7 @@ def _use(model: TopWModel) -> None:
 
 
 def _manifests(folder: Path, original: str, within: str) -> Iterator[tuple[str, Any]]:
-    """Valid JSON that differs from the original in a place whose name begins with `within`."""
+    """Valid JSON changed in one place whose name begins with `within`."""
     seen = {manifest_from_json(original).to_json()}
     for what, text in mutations(json.loads(original), _VALUES):
         if what.startswith(_NOT_RUN) or not what.startswith(within):

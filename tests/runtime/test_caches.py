@@ -61,12 +61,12 @@ def test_every_token_equals_the_reference_in_whatever_pieces_the_prompt_goes_in(
     assert found == [row.next_token for row in expected]
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4, 40])  # 40: the middle rows share a run
+@pytest.mark.parametrize("chunk", [None, 1, 4, 40])  # 40: middle rows share a run
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_different_lengths_equal_those_run_alone(opened: Open, form: str, chunk: int | None) -> None:
     model = opened(form, prefill_chunk=chunk)
     columns: dict[str, list[Any]] = {
-        "max_new_tokens": [30, 3, 17, 50, 2],  # they end one by one
+        "max_new_tokens": [30, 3, 17, 50, 2],  # ends differ
         "seed": [1, 2, 3, 4, 5],
         "temperature": [0.0, 2.0, 1.0, 3.0, 2.0],
         "repetition_penalty": [1.0, 1.3, 1.0, 0.9, 1.0],
@@ -139,7 +139,7 @@ def test_nan_in_the_cache_of_a_request_does_not_reach_the_next(toy: Toy, tmp_pat
     )
     before = tokens(model, "ab")
     with pytest.raises(GenerationError, match="row 0 is invalid at step 0"):
-        tokens(model, [*[BOS] * 6, PAD])  # in a column beyond the next prompt
+        tokens(model, [*[BOS] * 6, PAD])  # beyond the next prompt
     assert tokens(model, "ab") == before
 
 
@@ -186,9 +186,9 @@ def test_a_step_binds_nothing(opened: Open, form: str, monkeypatch: pytest.Monke
     for name in ("bind_array", "bind_memory", "bind_result", "bind_fresh_again"):
         watch(name)
     tokens(opened(form), "four", max_new_tokens=30)
-    later = [run for run in bound if run > 1]  # a step's inputs are bound once, after the prompt's run
+    later = [run for run in bound if run > 1]  # a step's inputs are bound once
     growths = (4 + 29 - 1) // STEP if form == "scatter" else 0
-    assert len(later) == growths * 4  # keys and values of two layers
+    assert len(later) == growths * 4  # two layers
     assert runs == [30]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from topw_deploy.runtime.device_lock import DeviceLock, device_lock
 
-PAUSE = 0.05  # seconds; enough for an unblocked thread
+PAUSE = 0.05  # seconds
 
 
 def in_a_thread(work: Callable[[], object]) -> threading.Thread:

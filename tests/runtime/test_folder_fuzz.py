@@ -65,7 +65,7 @@ def fuzz(folder: Path, name: str, within: str = "") -> dict[str, Any]:
 def test_whatever_a_manifest_says_only_typed_errors_leave_a_generation(toy: Toy, tmp_path: Path, form: str) -> None:
     folder = export(tmp_path / form, toy, form=form, buffer_step=8 if form == "scatter" else 0)
     outcome = fuzz(folder, "topw_manifest.json", "" if form == "concat" else "decoder")
-    assert outcome["loaded"] > 10  # harmless mutations run
+    assert outcome["loaded"] > 10
     assert not outcome["wrong"], "\n".join(outcome["wrong"])
 
 

@@ -208,7 +208,7 @@ def test_nan_logits_name_the_row_and_the_step(load: Load) -> None:
 
 def test_a_finished_row_cannot_fail_the_others(load: Load) -> None:
     toy = Toy.random(0)
-    toy.follow[PAD] = np.nan  # input of ended rows
+    toy.follow[PAD] = np.nan
     model = load(toy, generation_config={"pad_token_id": PAD})
     short, long = model.generate(["ab", "cd"], max_new_tokens=[1, 8], ignore_eos=True, seed=3)
     assert (len(short.token_ids), len(long.token_ids)) == (1, 8)

@@ -93,7 +93,7 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
         ({}, {"max_length": 30, "max_new_tokens": 5}, 5),
         ({"max_length": 30}, {"max_new_tokens": 5}, 20),
         ({"max_new_tokens": 7}, {"max_length": 12}, 7),
-        ({}, {"max_length": 8}, 256),  # ignored default below the prompt's length
+        ({}, {"max_length": 8}, 256),  # ignored: below the prompt's length
         ({"max_new_tokens": 100_000}, {}, 990),  # the context
         ({"max_length": 100_000}, {}, 990),
     ],

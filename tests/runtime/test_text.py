@@ -67,7 +67,7 @@ def test_a_piece_comes_as_soon_as_its_character_is_whole(text: str) -> None:
 def test_sentencepiece_keeps_the_space_between_prompt_and_answer() -> None:
     the, sun, shine, dot = (SENTENCEPIECE.token_to_id(t) for t in ("▁the", "▁sun", "shine", "."))
     assert pieces_of(SENTENCEPIECE, [0, the], [sun, shine, dot]) == [" sun", "shine", ".", ""]
-    assert pieces_of(SENTENCEPIECE, [0], [the, sun]) == ["the", " sun", ""]  # no space at the start
+    assert pieces_of(SENTENCEPIECE, [0], [the, sun]) == ["the", " sun", ""]
 
 
 @given(words=st.lists(st.sampled_from([*WORDS, "😀", "é"]), max_size=12), start=st.sampled_from(["▁the", "s"]))
@@ -248,7 +248,7 @@ def test_the_prompts_text_and_the_answers_are_the_whole_text(data: st.DataObject
     if cut == len(tokens) and tokens:
         cut -= 1
     begun = b"".join(CROSSING_BYTES[token] for token in tokens[:cut])
-    shown = begun.decode("utf-8", "ignore")  # omits an unfinished last character
+    shown = begun.decode("utf-8", "ignore")  # without an unfinished last character
     pieces = pieces_of(CROSSING, tokens[:cut] + [EOS] * special, tokens[cut:])
     assert shown + "".join(pieces) == text
 

@@ -88,7 +88,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, parts: list[tup
         ("bytes", 5, 3),  # five dashes; ab1
         ("bytes, NFC", 20, 3),  # NFC composes up to four characters
         ("bytes, stripping", None, 3),
-        ("fallback", 6, 4),  # <0x00> has six characters, four of them letters or digits
+        ("fallback", 6, 4),  # <0x00>: six characters, four letters or digits
     ],
 )
 def test_the_bounds_are_the_longest_tokens(name: str, characters: int | None, alphanumeric: int) -> None:
@@ -177,7 +177,7 @@ def test_many_token_ids_are_refused_before_they_are_read(load: Load, make: Any) 
 
 def test_an_array_of_many_ids_is_refused_before_it_is_converted(load: Load) -> None:
     model = load(Toy.random(0))
-    for shape in ((10**9,), (2, 10**9)):  # views of one number; as lists they would fill memory
+    for shape in ((10**9,), (2, 10**9)):  # small views; huge lists
         with pytest.raises(PromptError, match=f"has 1000000000 tokens, the model's context holds {CONTEXT}"):
             model.generate(np.broadcast_to(np.int64(1), shape))
 

@@ -1,7 +1,7 @@
 """The caller's callbacks: a streamer receives tokens, stopping criteria end a sequence.
 
-Both may be transformers' own or use the same interface; a plain criterion takes only token ids. Imports neither torch
-nor transformers.
+They may be transformers' or plain objects with that interface; plain criteria take only token ids. Imports neither
+torch nor transformers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Watch:
     def ended_by(self) -> str | None:
         """Name of the first criterion that ends the sequence, or None.
 
-        Raises ParameterError for a result other than True or False.
+        Raises ParameterError for other results than True or False.
         """
         for criterion, takes_tensors in self._criteria:
             if self._ends(criterion, takes_tensors):
@@ -72,7 +72,7 @@ class Watch:
         else:
             ids.setflags(write=False)
             answer = criterion(ids)
-        if math.prod(getattr(answer, "shape", (0,))) == 1:  # array or tensor with one value
+        if math.prod(getattr(answer, "shape", (0,))) == 1:  # one value
             answer = answer.item()
         if not isinstance(answer, bool):
             raise ParameterError(

@@ -65,7 +65,7 @@ class ChatTemplate:
             raise PromptError(
                 f"{self._name}: the chat template ran out of stack or memory on these messages."
             ) from None
-        except Exception as error:  # noqa: BLE001  # untrusted code can raise anything
+        except Exception as error:  # noqa: BLE001  # untrusted code
             raise PromptError(f"the chat template refused the messages: {one_line(error, 1000)}") from None
 
 

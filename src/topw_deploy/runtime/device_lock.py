@@ -1,8 +1,7 @@
 """A per-device lock: runs share it, a CUDA graph capture holds it exclusively.
 
 onnxruntime captures with cudaStreamCaptureModeGlobal: allocations, frees and synchronous copies in other threads fail
-    and invalidate the capture. Opening a session may take minutes; no capture starts meanwhile, and a later step is
-    captured instead.
+    and invalidate the capture. Opening a session may take minutes, so a later step is captured instead.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class DeviceLock:
 
     def _begin_capture(self) -> bool:
         with self._changed:
-            self._waiting += 1  # blocks new users
+            self._waiting += 1
             try:
                 while (self._users or self._capturing) and not self._openings:
                     self._changed.wait()

@@ -1,6 +1,6 @@
 """Seeds and uniform numbers (docs/contract/graph.md section 5).
 
-A number depends only on (seed, position, sample). Philox's counter increments, so consecutive positions are cheap.
+A number depends only on (seed, position, sample). Consecutive positions are consecutive Philox counters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def fresh_seed() -> int:
 
 
 def uniforms(seed: int, position: int, sample: int, count: int) -> np.ndarray:
-    """`uniform_for(seed, position + i, sample)` for i < count, exact in float32 [count]: each has 24 bits."""
+    """`uniform_for(seed, position + i, sample)` for i < count, float32 [count]; exact, with 24 bits each."""
     # numpy increments the counter before use
     generator = np.random.Philox(key=seed, counter=_words(position, sample))
     first_words = generator.random_raw(_WORDS * count)[::_WORDS]

@@ -1,6 +1,6 @@
 """Penalties, biases and bans as sparse logit edits (docs/contract/graph.md section 6).
 
-The edit inputs are [batch, slots]: one slot per edited token of a row, so cost follows the number of edits.
+The edit inputs are [batch, slots]: one slot per edited token of a row, so cost follows the edits.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ class _RowEdits:
         self._history = list(row.prompt)
         self._generated: set[int] = set()
         self._steps = 0
-        self._followers: dict[tuple[int, ...], set[int]] = defaultdict(set)  # next tokens of each (n - 1)-gram
+        self._followers: dict[tuple[int, ...], set[int]] = defaultdict(set)  # next tokens of (n - 1)-grams
         if row.no_repeat_ngram_size:
             for end in range(row.no_repeat_ngram_size, len(row.prompt) + 1):
                 self._remember_ngram(end)
-        # EOS cannot be a bad word: generation must end
+        # generation must be able to end
         self._words = [w for w in row.bad_words_ids if not (len(w) == 1 and w[0] in row.eos_token_ids)]
         self._write_permanent()
 
@@ -175,7 +175,7 @@ class _RowEdits:
             self._followers[tuple(tail)].add(last)
 
     def _add_bias(self, token: int, amount: float) -> None:
-        slot = self._slot(token)  # drawn, so not banned
+        slot = self._slot(token)  # was drawn
         # clamped: only bans may be infinite
         bias = float(self._edits.bias[self._index, slot]) + amount
         self._edits.bias[self._index, slot] = min(max(bias, -_LARGEST), _LARGEST)

@@ -51,7 +51,7 @@ _HERE = str(Path(__file__).parent)
 
 
 def read_settings(stated: Mapping[str, Any], where: str, known: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Check `known` settings and return them under our names. Warns of others that affect tokens.
+    """Check `known` settings, under our names. Warns of others that affect tokens.
 
     Raises ParameterError naming `where` for an invalid or duplicate parameter.
     """
@@ -80,7 +80,7 @@ def _is_off(key: str, value: Any) -> bool:
 
 
 def _callers_level() -> int:
-    """Stack level of this package's caller, for `warnings.warn`."""
+    """Stack level for `warnings.warn` to point at this package's caller."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         level, frame = level + 1, frame.f_back
@@ -92,7 +92,7 @@ def model_defaults(folder: ModelFolder[Manifest], tokenizer: Tokenizer) -> dict[
 
     EOS ids fall back to `config.json`, then the tokenizer. Warns of settings without effect.
 
-    Raises ParameterError naming the file for an invalid value.
+    Raises ParameterError naming the file.
     """
     known = {name: parameter for name, parameter in PARAMETERS.items() if name not in _NOT_FROM_A_FILE}
     defaults = read_settings(folder.read_json(FILE), FILE, known)

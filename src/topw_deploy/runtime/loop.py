@@ -76,7 +76,7 @@ class Row:
     def _last_of(self, text: RowText) -> str:
         if self.finish_reason is None:
             return ""
-        gained = text.flush()  # may complete a stop string
+        gained = text.flush()
         if self.finish_reason != "stop" and text.found is not None:
             self.end("stop", text.found)
         return gained
@@ -88,8 +88,8 @@ class Row:
 class Record:
     """The sampler's outputs per step, each [B].
 
-    One array holds all outputs, so each step is one copy, between memoryviews: numpy assignment runs more code, which
-        each run evicts from the CPU cache.
+    One array and memoryviews make a step one cheap copy: numpy assignment runs more code, which each run evicts from
+        the CPU cache.
     """
 
     def __init__(self, outputs: Collection[str], binding: Binding, batch: int, steps: int) -> None:
@@ -128,7 +128,7 @@ class Generation:
         requests = [row.request for row in rows]
         batch, prompts, budgets = len(rows), [r.prompt for r in requests], [r.budget for r in requests]
         self.active = list(rows)
-        self.going_on = list(range(batch))  # active rows
+        self.going_on = list(range(batch))
         self.step = 0
         self.prefilled_at = 0.0  # time.perf_counter()
         self.edits = Edits(requests, session.fixed_edits, session.most_edits)
@@ -148,6 +148,7 @@ class Generation:
                 self.retire(row)
 
     def close(self) -> None:
+        """Release the cache and bindings."""
         self.binding.close()  # waits for an interrupted run
         self.caches.close(self.cache)
 
@@ -281,7 +282,7 @@ class RequestRun:
                 yield from self._steps()
             finally:
                 self._generation.close()
-        finally:  # also after errors: a thread may wait for it
+        finally:  # a thread may wait for it
             if self._streamer is not None:
                 self._streamer.end()
 
@@ -289,7 +290,7 @@ class RequestRun:
         for row in self._rows:
             if row.watch is not None:
                 row.watch.begin()
-            if row.finish_reason is not None:  # the prompt fills the context
+            if row.finish_reason is not None:
                 yield Piece("", row.index, self._result(row))
         for changed in generate(self._generation):
             for row, text in changed:
@@ -303,7 +304,7 @@ class RequestRun:
             return self._generation.record.of(name, row.index, row.steps)
 
         tokens = recorded("next_token")
-        prefilled = self._generation.prefilled_at or self._started  # 0.0 if a prompt fills the context
+        prefilled = self._generation.prefilled_at or self._started  # no prefill if a prompt fills the context
         return GenerationResult(
             text="".join(row.pieces) if row.text is not None else self._whole_text(row, tokens),
             token_ids=tokens,

@@ -14,7 +14,7 @@ from topw_deploy.runtime.device_lock import device_lock
 from topw_deploy.sizes import decimal_size
 
 ALIGNMENT = 64  # bytes; as onnxruntime, for vectorized kernels
-# For arrays too large for the machine, an address or a C integer.
+# Too large for the machine, an address or a C integer.
 _TOO_LARGE = (MemoryError, ValueError, OverflowError)
 _REMEDY = (
     "open the model with a smaller max_length or max_batch, or give fewer or shorter sequences (max_new_tokens) at a "

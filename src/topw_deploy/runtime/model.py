@@ -120,7 +120,7 @@ class TopWModel:
     def cache_bytes(self) -> int:
         """Size of the key-value buffers; 0 if onnxruntime owns the cache ("concat").
 
-        Host pages take memory only once written.
+        Host pages take memory once written.
         """
         return 0 if self._caches is None else self._caches.bytes
 
@@ -218,7 +218,7 @@ class TopWModel:
         return self.tokenizer.encode(text, add_special_tokens)
 
     def _requests(self, prompt: Any, parameters: Mapping[str, Any]) -> tuple[list[RowRequest], Mapping[str, Any], bool]:
-        """Returns (rows, values of REQUEST_PARAMETERS, whether to return a single result)."""
+        """Returns (rows, values of REQUEST_PARAMETERS, whether to return one result)."""
         prompt, attention_mask, parameters = split_inputs(prompt, parameters)
         named, whole = split(parameters)
         samples, config = whole["num_return_sequences"], whole["generation_config"]
@@ -238,7 +238,7 @@ class TopWModel:
         return rows, whole, alone and samples == 1
 
     def _prompts(self, prompt: Any, mask: Any, add_special_tokens: bool, samples: int) -> tuple[list[list[int]], bool]:
-        """Returns (ids per prompt, whether it is a single prompt). Checks limits before tokenizing."""
+        """Checks limits before tokenizing. Returns (ids per prompt, whether it is one prompt)."""
 
         def check(tokens: int, which: str) -> None:
             check_length(tokens, self._limits, which)

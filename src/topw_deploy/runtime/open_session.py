@@ -17,14 +17,14 @@ from topw_deploy.tensorrt.engines import has_engines
 from topw_deploy.tensorrt.run.session import EngineSession
 
 ENGINE = "tensorrt"
-"""The provider name that prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's provider."""
+"""The provider name that prefers an engine; `TensorrtExecutionProvider` always means onnxruntime's."""
 
 
 def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) -> Session:
     """Open `folder` with `options`.
 
-    Raises GraphSession's errors, and ProviderError if provider is "tensorrt" and neither an engine nor onnxruntime's
-    provider exists.
+    Raises GraphSession's errors, and ProviderError if provider is "tensorrt" and there is neither an engine nor
+    onnxruntime's provider.
     """
     if options.provider.lower() != ENGINE:
         return GraphSession(folder, options)
@@ -38,7 +38,7 @@ def open_session(folder: ModelFolder[DecoderManifest], options: SessionOptions) 
     elif options.allow_fallback:
         warnings.warn(f"there is no engine to run: {reason}.", RuntimeWarning, stacklevel=3)
     else:
-        # Without a GPU there is nothing to build, and the reason may already contain the command.
+        # Without a GPU nothing can be built, and the reason may contain the command.
         known = "topw build-engine" in reason or "can be built" in reason
         hint = "" if known else f"; build one with `topw build-engine {folder.path}`"
         raise ProviderError(

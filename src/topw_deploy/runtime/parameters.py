@@ -47,7 +47,7 @@ def show(value: Any) -> str:
     """A shortened repr for messages."""
     try:
         text = repr(value)
-    except ValueError:  # integers of thousands of digits
+    except ValueError:  # too many digits
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     except RecursionError:
         return f"a {type(value).__name__} of many levels"
@@ -76,7 +76,7 @@ def _real(name: str, value: Any, holds: Callable[[float], bool], bound: str) -> 
         number = float(value) if known else math.nan
     except OverflowError:  # too large an integer
         number = math.inf
-    # the graph computes in float32, where 1e-50 is 0
+    # the graph computes in float32
     if not holds(number) or not holds(_float32(number)):
         wanted = f"{bound} {IN_FLOAT32}" if holds(number) else bound
         raise ParameterError(f"{name} is {show(value)}, but must be {wanted}.", name)
@@ -150,7 +150,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
 
 
 def _config(name: str, value: Any) -> dict[str, Any]:
-    """A mapping's values, or the non-default ones of transformers' GenerationConfig."""
+    """transformers' GenerationConfig gives only non-default values."""
     if not isinstance(value, Mapping):
         if not callable(getattr(value, "to_diff_dict", None)):
             raise ParameterError(f"{name} is {show(value)}, but must be a mapping or transformers' GenerationConfig.")
@@ -178,6 +178,7 @@ class Parameter:
     depth: int = 0
 
     def is_per_row(self, value: Any) -> bool:
+        """Whether `value` lists one value per row."""
         for _ in range(self.depth):
             if not _is_list(value):
                 return False
@@ -226,7 +227,7 @@ REQUEST_PARAMETERS: Mapping[str, Parameter] = {
 def check_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` under our names, without None values.
 
-    Raises ParameterError for other samplers' parameters, parameters fixed by the export, unknown names and duplicates.
+    Raises ParameterError for other samplers' parameters, those fixed by the export, unknown names and duplicates.
     """
     known = [*PARAMETERS, *REQUEST_PARAMETERS]
     for name in given:

@@ -34,7 +34,7 @@ class Memory(Protocol):
         """Zero at least the first `size` bytes."""
 
     def change(self, edit: Callable[[np.ndarray], None]) -> None:
-        """Call `edit` with the bytes, uint8 [size], copied to the host and back for a device."""
+        """Call `edit` with the bytes, uint8 [size]; device memory is copied both ways."""
 
 
 class Binding(Protocol):
@@ -59,7 +59,7 @@ class Binding(Protocol):
         """Make runs write output `name` to `array`."""
 
     def another(self) -> Binding:
-        """An empty binding for non-concurrent runs of this generation; `close` closes both."""
+        """An empty binding for other, non-concurrent runs; `close` closes both."""
 
     def run(self, step: int | None = None) -> None:
         """Run the graph and wait.
@@ -102,7 +102,7 @@ class Session(Protocol):
         """Zeroed, aligned memory on the session's device."""
 
     def settle(self, run: Callable[[], object]) -> None:
-        """Make checks that need a run; call once, before other runs. `run` runs one token.
+        """Make checks that need a run; call once, first. `run` runs one token.
 
         Raises ProviderError if another provider than requested computes nodes.
         """

@@ -18,7 +18,7 @@ from topw_deploy.runtime.tokenizer import Tokenizer
 from topw_deploy.sampling.parameters import PARAMETER_NAMES, TopWParameters
 from topw_deploy.sampling.presets import preset_parameters
 
-_QUICK = 8  # characters per context token; shorter texts tokenize quickly
+_QUICK = 8  # characters per context token
 CONFIG = "generation_config"
 _IN_CONFIG = {
     name: REQUEST_PARAMETERS[name] for name in ("num_return_sequences", "skip_special_tokens", "add_special_tokens")
@@ -126,8 +126,6 @@ def _with_preset(stated: Mapping[str, Any], geometry: tuple[str, int | None]) ->
 
 
 class _Sources:
-    """A row's sources by precedence: the request, its generation_config, the model's."""
-
     def __init__(self, request: Mapping[str, Any], config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
         self.all = (request, config, model)
         self.request, self.config, self.model = self.all
@@ -139,7 +137,6 @@ class _Sources:
         return self.get(name, PARAMETERS[name].default)
 
     def named(self, name: str, source: Mapping[str, Any]) -> str:
-        """`name` and its source, for messages."""
         return f"{CONFIG}: {name}" if source is self.config else name
 
     def check_ids(self, name: str, ids: Iterable[int], limits: Limits) -> None:
@@ -195,7 +192,7 @@ def _row(
 
 def _top_w(sources: _Sources, exported: TopWParameters) -> TopWParameters:
     values = {name: sources.get(name, getattr(exported, name)) for name in PARAMETER_NAMES}
-    for source in sources.all:  # first with do_sample or temperature decides
+    for source in sources.all:  # first with do_sample or temperature
         sampled = source.get("do_sample")
         if sampled is False:
             values["temperature"] = 0.0
@@ -224,7 +221,7 @@ def _budget(prompt: int, sources: _Sources, limits: Limits) -> int:
         if source.get("max_length", 0) > prompt:
             wanted = source["max_length"] - prompt
             break
-        if "max_length" in source and source is not sources.model:  # the model's does not apply
+        if "max_length" in source and source is not sources.model:
             raise PromptError(
                 f"the prompt has {prompt} tokens, but {sources.named('max_length', source)} is "
                 f"{source['max_length']}; raise it."

@@ -157,7 +157,7 @@ class TopWSampler:
             given_value = named.get(name, default)
             values = _column(name, given_value, rows, np.float32)
             for value in np.unique(values if rows else np.asarray(given_value, np.float32)).tolist():
-                TopWParameters(**{name: value})  # checks the range
+                TopWParameters(**{name: value})
             columns[name] = values
         return {name: columns[name] for name in PARAMETER_NAMES}
 

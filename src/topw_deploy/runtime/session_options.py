@@ -11,7 +11,7 @@ import onnxruntime as ort
 from topw_deploy.errors import ParameterError
 
 SAMPLERS = ("auto", "native", "graph")
-_MOST_THREADS = 1024  # onnxruntime does not limit them, and would hang
+_MOST_THREADS = 1024  # onnxruntime has no limit and would hang
 _OFF = ("0", "false")  # onnxruntime's false values
 
 
@@ -64,6 +64,7 @@ class SessionOptions:
 
     @property
     def device_number(self) -> int:
+        """GPU number."""
         return int((self.provider_options or {}).get("device_id", 0))
 
     @property

@@ -6,17 +6,17 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "�"  # for invalid or incomplete bytes
-_CONTEXT = 6  # prompt tokens decoded with the first generated ones
-_CHARACTER = 4  # maximum tokens per character: UTF-8 has at most four bytes
+REPLACEMENT = "�"  # invalid or incomplete bytes
+_CONTEXT = 6  # prompt tokens decoded too
+_CHARACTER = 4  # UTF-8 has at most four bytes, so tokens, per character
 
 
 class IncrementalDecoder:
     """Decodes tokens one by one.
 
     A byte-level token may hold part of a character; a SentencePiece token at the start of a text loses its leading
-    space. So each token is decoded after the last ones with text, whose text is then removed. Unfinished characters are
-    held back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
+    space. So each token is decoded after the last ones with text, whose text is removed. Unfinished characters are held
+    back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
 
     decode: token ids -> text.
     prompt: token ids; the last few are context.
@@ -30,10 +30,10 @@ class IncrementalDecoder:
         bytes_of: Callable[[int], bytes | None] = lambda token: None,
     ) -> None:
         self._decode = decode
-        self._start = 0  # first context token
+        self._start = 0
         unfinished, shown = _unfinished(bytes_of, prompt)
         self._ids = unfinished or _context(decode, bytes_of, prompt)
-        self._read = 0 if unfinished else len(self._ids)  # first token with unreturned text
+        self._read = 0 if unfinished else len(self._ids)
         self._known = shown if unfinished else len(decode(self._ids))  # returned characters of the window
         self._prompt = len(self._ids)
 
@@ -79,7 +79,6 @@ def _unfinished(bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]) 
 
 
 def _pending(data: bytes) -> int:
-    """Number of trailing bytes of an incomplete character."""
     for size in range(1, min(len(data), _CHARACTER - 1) + 1):
         for more, last in itertools.product(range(1, _CHARACTER + 1 - size), (b"\x80", b"\xbf")):
             with contextlib.suppress(UnicodeDecodeError):
@@ -154,7 +153,7 @@ class RowText:
 
     def push(self, token: int) -> str:
         text = self._decoder.push(token)
-        if self._guarded > 1:  # the last required token may complete a stop string
+        if self._guarded > 1:  # the last required token may complete one
             self._guarded -= 1
             return text
         return self._stops.push(text)

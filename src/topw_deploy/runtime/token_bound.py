@@ -11,12 +11,12 @@ from tokenizers import Tokenizer as RustTokenizer
 
 _ALPHANUMERIC = frozenset(string.ascii_letters + string.digits)
 _OTHER_BYTES = bytes(sorted(set(range(256)) - set(map(ord, _ALPHANUMERIC))))
-_COMPOSED = 4  # maximum characters NFC or NFKC composes into one
+_COMPOSED = 4  # characters that NFC or NFKC composes into one
 _FACTORS = {"NFC": _COMPOSED, "NFKC": _COMPOSED} | dict.fromkeys(
     ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"), 1
 )
 _SPLITTERS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})  # keep every character
-_CUTTERS = frozenset({"Split", "Punctuation"})  # likewise, unless the behavior is "Removed"
+_CUTTERS = frozenset({"Split", "Punctuation"})  # likewise, unless "Removed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,12 @@ def token_bound(raw: RustTokenizer) -> TokenBound:
     texts = [*vocabulary, *(form for token in added for form in _forms(raw, token.content))]
     spelled = [byte_level_bytes(t).decode("utf-8", "replace") for t in texts] if bytewise else texts
     letters = max((_possible_letters(text) for text in (*spelled, *texts[len(vocabulary) :])), default=0)
-    strips = any(token.lstrip or token.rstrip for token in added)  # it absorbs any number of spaces
+    strips = any(token.lstrip or token.rstrip for token in added)  # it absorbs spaces
     longest = max(map(len, texts), default=0)
     return TokenBound(None if strips else longest * factor, letters if _keeps_letters(normalizer) else None)
 
 
 def _steps(part: Any, children: str) -> list[dict[str, Any]]:
-    """Flattened steps of a normalizer or pre-tokenizer."""
-
     def flat(state: dict[str, Any]) -> list[dict[str, Any]]:
         if state.get("type") == "Sequence":
             return [step for child in state[children] for step in flat(child)]
@@ -115,7 +113,7 @@ def _forms(raw: RustTokenizer, content: str) -> list[str]:
 
 
 def _possible_letters(text: str) -> int:
-    """Count characters that may come from ASCII letters or digits, including composed accents."""
+    """Count characters that may come from ASCII letters or digits, even with accents."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)
 
 

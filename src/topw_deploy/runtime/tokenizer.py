@@ -25,7 +25,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece
 class Tokenizer:
     """Text <-> token ids.
 
-    special_tokens: texts of bos_token, eos_token, ... in the folder's configuration.
+    special_tokens: texts of bos_token, eos_token, ... in the configuration.
 
     Raises TokenizerError if `tokenizer.json` is missing or unusable.
     """
@@ -79,7 +79,7 @@ class Tokenizer:
         return IncrementalDecoder(decode, prompt, self._bytes[skip_special_tokens])
 
     def _typed(self, error: BaseException, done: str) -> BaseException:
-        """Convert the library's errors and panics (not subclasses of Exception)."""
+        """Convert the library's errors, and panics (not Exceptions)."""
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             return error  # interrupts
         return TokenizerError(f"{self._file} cannot be {done} ({one_line(error, 200)}); export the model again.")
@@ -106,7 +106,7 @@ class Tokenizer:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Token texts by role. The files hold strings or objects with `content`."""
+    """By role. The files hold strings or objects with `content`."""
     found = {}
     for role in _SPECIAL:
         value = config.get(role)
@@ -134,7 +134,7 @@ class TokenBytes:
     def __call__(self, token: int) -> bytes | None:
         """b"" if `token` gives no text, None if it shares no characters with other tokens."""
         text = None if token in self._skipped else self._raw.id_to_token(token)
-        if text is None:  # as the decoder does
+        if text is None:
             return b""
         if self._byte_level:
             return byte_level_bytes(text)

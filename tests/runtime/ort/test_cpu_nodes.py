@@ -54,7 +54,7 @@ def test_every_node_of_a_real_session_is_listed_with_its_operator(folder: Path) 
     options = ort.SessionOptions()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "0")
     cpu_nodes.record(options)
-    cpu_nodes.record(options)  # idempotent
+    cpu_nodes.record(options)
     raw = ort.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
     found = cpu_nodes.cpu_nodes(raw)
     assert {"TopK", "Concat"} <= {node.operator for node in found}

@@ -92,7 +92,7 @@ def test_packages_in_other_folders_are_looked_through_where_something_is_missing
     calls = preload(lambda directory: find_nothing(directory) if directory is None else None)
     assert cuda_libraries.preload() == ""
     folders = [str(tmp_path / "nvidia" / package / "lib") for package in ("cu13", "cudnn")]
-    assert calls == [None, *folders]  # cuDNN needs the others
+    assert calls == [None, *folders]
 
 
 def test_an_onnxruntime_without_the_function_loads_nothing(preload: Preload, monkeypatch: pytest.MonkeyPatch) -> None:

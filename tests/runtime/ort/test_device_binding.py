@@ -1,7 +1,7 @@
 """Copies to and from a device, and steps captured into CUDA graphs.
 
-Uses onnxruntime's CPU provider with doubles of device memory and capture. A replay uses the addresses and shapes bound
-at capture.
+Uses onnxruntime's CPU provider and doubles of device memory and capture. Replays use the addresses and shapes bound at
+capture.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def test_a_graph_is_captured_once_for_a_shape_and_serves_the_next_generation(
     model, session = on_a_device(folders["grouped"], graphs=True)
     for count, prompts in enumerate((["ab", "cd"], ["of another length", "x"], ["and", "more"])):
         model.generate(prompts, seed=count, max_new_tokens=11, **SETTINGS)
-        assert (len(session.graphs), session.eager) == (1, count + 1)  # prompt runs are not captured
-        assert session.replays == 9 + 10 * count  # the prompt draws first; the second draw captures
+        assert (len(session.graphs), session.eager) == (1, count + 1)  # prompts are not captured
+        assert session.replays == 9 + 10 * count  # the prompt draws first
     model.generate("one row", seed=0, max_new_tokens=3, **SETTINGS)
     assert len(session.graphs) == 2
 
@@ -199,7 +199,7 @@ def test_a_step_copies_only_what_it_changes(folders: dict[str, Path], on_a_devic
     model, _ = on_a_device(folders["grouped"], graphs=False)
     before = FarArea.uploads
     model.generate("abcd", seed=0, max_new_tokens=20, **SETTINGS)
-    assert FarArea.uploads - before == 2 + 2 + 18  # everything for the prompt and first step, then changes
+    assert FarArea.uploads - before == 2 + 2 + 18  # everything twice, then changes
     before = FarArea.uploads
     model.generate("abcd", seed=0, max_new_tokens=20, repetition_penalty=1.2, **SETTINGS)
     assert FarArea.uploads - before == 2 * 20
@@ -234,7 +234,7 @@ def test_memory_grows_for_a_long_prompt_and_is_used_again(folders: dict[str, Pat
     model, session = on_a_device(folders["grouped"], graphs=True)
     pool = model._session._buffers  # type: ignore[union-attr]
     pool._free.append(lent := device_binding.StepBuffers(("cpu", 0)))
-    lent.areas["rest"] = FarArea(256, ("cpu", 0))  # too small for the prompt's ids and parameters
+    lent.areas["rest"] = FarArea(256, ("cpu", 0))  # too small for ids and parameters
     for text in ("z" * 40, "short"):
         expected = host.generate(text, seed=1, max_new_tokens=8, **SETTINGS)
         assert model.generate(text, seed=1, max_new_tokens=8, **SETTINGS).token_ids == expected.token_ids

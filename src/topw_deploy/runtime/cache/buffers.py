@@ -1,6 +1,6 @@
 """Memory of in-place caches: one block with a buffer for each layer's keys and values.
 
-On the host, pages are zeroed on first write, so unused length costs no memory.
+Host pages are zeroed on first write, so unused length costs no memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ CACHE_TYPES = ("float", "uint8", "int8", "int32", "int64", "bool", "float16", "b
 
 _ALIGNMENT = 256  # bytes, for TensorRT; onnxruntime needs less
 _ROUND = 64  # tokens; divides buffer lengths
-_GROWTH = 32  # grow by at least 1 / _GROWTH: growing moves the whole buffer
+_GROWTH = 32  # growing moves the whole buffer, so by at least 1 / _GROWTH
 
 
 def tensors(decoder: DecoderInfo) -> Iterator[tuple[str, str, int, int]]:
-    """(past name, present name, kv_heads, head_dim) per layer and part."""
+    """(past name, present name, kv_heads, head_dim) per tensor."""
     for layer in range(decoder.num_layers):
         for part in ("key", "value"):
             sizes = decoder.num_kv_heads[layer], decoder.head_dim[layer]
@@ -54,7 +54,7 @@ class Layout:
 
 
 class Buffers:
-    """A cache of `batch` rows and `length` tokens; `capacity`: maximum length."""
+    """A cache of `batch` rows and `length` tokens, which can grow to `capacity`."""
 
     def __init__(self, layout: Layout, block: Memory, batch: int, capacity: int, length: int) -> None:
         self.layout, self.block, self.batch = layout, block, batch
@@ -95,7 +95,7 @@ class Buffers:
 class MemoryPool:
     """A session's memory block, lent to one generation at a time; concurrent ones get temporary blocks.
 
-    length: tokens to allocate immediately for each of `rows` rows. None: on demand.
+    length: tokens to allocate for each of `rows` rows. None: on demand.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from topw_deploy.runtime.cache.in_place import InPlaceCache, SharedCache, Static
 from topw_deploy.runtime.ort.host_binding import HostBinding
 from topw_deploy.runtime.protocols import Binding, Session
 
-DEFAULT_CHUNK = 1024  # tokens per run; larger takes memory and is no faster
+DEFAULT_CHUNK = 1024  # tokens per run; more is no faster
 _INPUTS = {
     "concat": ("input_ids",),
     "static": ("input_ids", "write_indices", "row_lengths"),
@@ -26,7 +26,7 @@ _INPUTS = {
 class Cache(Protocol):
     """One generation's cache: `feed_prompts`, run, `begin_decoding`; then `advance` and run per step.
 
-    input_ids: int64 [B, 1], the next step's input; write it before `advance`.
+    input_ids: int64 [B, 1]; write it before `advance`.
     """
 
     input_ids: np.ndarray
@@ -38,11 +38,11 @@ class Cache(Protocol):
         """Bind a step's inputs, one token per row."""
 
     def advance(self, rows: Iterable[int]) -> None:
-        """Add one token's room to `rows`. Ended rows overwrite their last token."""
+        """Make room for one token in `rows`. Ended rows overwrite their last token."""
 
 
 class Caches:
-    """Opens the caches of a session's generations.
+    """Opens a session's caches.
 
     max_length, max_batch: see `MemoryPool`.
     prefill_chunk: maximum tokens per run, over all rows.
@@ -88,7 +88,7 @@ def takes_ragged_batches(decoder: DecoderInfo) -> bool:
 
 
 def check_supported(decoder: DecoderInfo, inputs: frozenset[str], outputs: tuple[str, ...]) -> None:
-    """Raises ManifestError for an unsupported cache, or missing cache tensors in the graph."""
+    """Raises ManifestError for an unsupported cache or missing cache tensors."""
     if decoder.kv_form not in _INPUTS:
         raise ManifestError(
             f"the cache has the form {decoder.kv_form!r}, this topw_deploy drives {', '.join(KV_FORMS)}; "

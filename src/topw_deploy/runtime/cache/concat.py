@@ -1,4 +1,4 @@
-"""Caches that grow by concatenation: each run returns past and new tokens in a new tensor."""
+"""Caches that grow by concatenation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from topw_deploy.runtime.protocols import Session
 class ConcatCache:
     """`past_key_values.{i}.key|value` in, `present.{i}.key|value` out, each [B, kv_heads, tokens, head_dim].
 
-    Each present becomes the next past without a copy. Left padding puts each prompt's last token in the last column.
+    Each present becomes the next past without a copy. Left padding puts the last tokens in the last column.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ConcatCache:
         chunk: int,
     ) -> None:
         self._session, self._decoder, self._binding, self._prompts = session, decoder, binding, prompts
-        self._batch, self._width = len(prompts), max(map(len, prompts))  # columns so far
+        self._batch, self._width = len(prompts), max(map(len, prompts))  # columns
         self._chunk = max(1, chunk // self._batch) if decoder.ragged_chunks or self._batch == 1 else self._width
         self.input_ids = np.zeros((self._batch, 1), np.int64)
         self._position_ids = np.array([[len(prompt) - 1] for prompt in prompts], np.int64)  # [B, 1]

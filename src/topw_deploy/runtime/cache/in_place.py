@@ -21,9 +21,9 @@ _TOTAL = "total_sequence_length"
 class InPlaceCache(ABC):
     """`past_key_values.{i}.key|value` and `present.{i}.key|value` share memory [B, kv_heads, max_length, head_dim].
 
-    Each run feeds at most `chunk` prompt tokens over all rows:
-    - all rows, right-padded, if they fit one run or the graph supports ragged chunks;
-    - else groups of rows without their last tokens, then all last tokens: after a past, GroupQueryAttention takes one
+    Each run feeds at most `chunk` prompt tokens:
+    - of all rows, right-padded, if they fit one run or the graph supports ragged chunks;
+    - else of row groups without their last tokens, then all last tokens: after a past, GroupQueryAttention takes one
     token per row, or several of one row.
     """
 
@@ -50,6 +50,7 @@ class InPlaceCache(ABC):
         self._buffers = pool.borrow(len(prompts), tokens, first)
 
     def close(self) -> None:
+        """Return the buffers."""
         self._pool.give_back(self._buffers)
 
     def feed_prompts(self) -> None:
@@ -75,7 +76,7 @@ class InPlaceCache(ABC):
 
     @abstractmethod
     def _bind_chunk(self, binding: Binding, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Bind a Chunk."""
+        """ids [b, s], starts [b], lengths [b]: a Chunk."""
 
     def _make_room(self, columns: int) -> bool:
         """Returns whether the buffers moved and need binding."""
@@ -98,7 +99,7 @@ class InPlaceCache(ABC):
         return last
 
     def _chunks(self) -> Iterator[Chunk]:
-        """Ended rows repeat their last token, so that the last run draws for every row."""
+        """Ended rows repeat their last token, so that the last run draws for all."""
         width = int(self._lengths.max())
         for begin in range(0, width, self._columns_per_run):
             starts = np.minimum(begin, self._lengths - 1)
@@ -110,7 +111,7 @@ class InPlaceCache(ABC):
         for rows in self._groups():
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
-            # a run needs a token; the last run overwrites it
+            # a run needs a token
             bodies = [self._prompts[row][:-1] or self._prompts[row] for row in rows]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
@@ -125,7 +126,7 @@ class InPlaceCache(ABC):
         return last, self._lengths - 1, np.ones_like(self._lengths)
 
     def _groups(self) -> Iterator[range]:
-        """Ranges of adjacent rows that fit one run, or single rows."""
+        """Ranges of rows that fit one run, or single rows."""
         first, width = 0, 0
         for row, prompt in enumerate(self._prompts):
             wider = max(width, len(prompt) - 1, 1)
@@ -139,7 +140,7 @@ class InPlaceCache(ABC):
 class StaticCache(InPlaceCache):
     """This project's form. Inputs: `write_indices` [B], row lengths; `row_lengths` [B], tokens to append.
 
-    If attention cost depends on the buffer length (`buffer_step`), the buffer grows with the rows.
+    With `buffer_step`, attention cost depends on the buffer length, so the buffer grows with the rows.
 
     `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer length for steps:
     captured steps may be replayed with longer rows.
@@ -147,7 +148,7 @@ class StaticCache(InPlaceCache):
 
     def begin_decoding(self) -> None:
         super().begin_decoding()
-        self._written = self._lengths - 1  # [B] last token's index
+        self._written = self._lengths - 1  # [B] last index
         self._written_view = self._written.data
         self._columns = int(self._lengths.max())  # upper bound on row lengths
         self._binding.bind_changing("write_indices", self._written)
@@ -197,8 +198,8 @@ class SharedCache(InPlaceCache):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._has_positions = "position_ids" in self._session.inputs
-        self._ones = np.ones(0, np.int64)  # source of mask views for equal rows
-        self._position_ids = self._lengths[:, None] - 1  # [B, 1] last token's position
+        self._ones = np.ones(0, np.int64)  # source of mask views
+        self._position_ids = self._lengths[:, None] - 1  # [B, 1]
 
     def begin_decoding(self) -> None:
         super().begin_decoding()

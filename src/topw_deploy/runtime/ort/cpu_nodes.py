@@ -1,7 +1,7 @@
 """Finds nodes that onnxruntime left on the CPU although another provider was requested.
 
-Arithmetic on shapes and indices is there on purpose; other operators transfer tensors in every step. onnxruntime before
-1.24 does not report nodes; they are read from a run's profile.
+Arithmetic on shapes and indices is there on purpose; other operators transfer tensors in every step. Before 1.24,
+onnxruntime reports nodes only in a run's profile.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def record(options: ort.SessionOptions) -> Profile | None:
 
 
 def cpu_nodes(session: ort.InferenceSession) -> tuple[CpuNode, ...]:
-    """The nodes on the CPU, without subgraphs. Open the session after `record`."""
+    """The nodes on the CPU, without subgraphs. Needs `record` before opening."""
     return tuple(
         CpuNode(node.name, node.op_type, bool(node.domain) or node.op_type not in _ON_SHAPES)
         for group in session.get_provider_graph_assignment_info()
@@ -98,7 +98,7 @@ def cpu_nodes_in(profile: Sequence[tuple[str, str, str]]) -> tuple[CpuNode, ...]
 
 
 def _outermost(events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Events outside others, unlike those of an If's branches."""
+    """Events outside others: not those of an If's branches."""
     end = -1
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         if event["ts"] >= end or event["ts"] + event["dur"] > end:

@@ -1,8 +1,7 @@
 """Loads CUDA and cuDNN libraries from Python packages before onnxruntime's first GPU session.
 
-onnxruntime's providers search only the system path, not the packages of extra [gpu] or PyTorch.
-onnxruntime.preload_dlls loads packages beside onnxruntime; this also finds those elsewhere on Python's path, such as a
-system PyTorch. Neither imports torch.
+onnxruntime's providers search only the system path. onnxruntime.preload_dlls loads packages beside onnxruntime; this
+also finds those elsewhere on Python's path, such as a system PyTorch. Neither imports torch.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from topw_deploy import install
 
 _MISSING = re.compile(r"Failed to load (\S+?):")
 _lock = threading.Lock()
-_outcome: list[str] = []  # set by the first `preload`
+_outcome: list[str] = []  # set once
 
 
 def preload() -> str:
     """Load the libraries once per process. Returns a clause naming missing ones; "" for none.
 
-    Missing is not an error: CUDA may be linked statically or have another name on the system path.
+    Not an error: CUDA may be linked statically or have another name on the system path.
     """
     with _lock:
         if not _outcome:
@@ -39,7 +38,6 @@ def preload() -> str:
 
 
 def _load() -> str:
-    """onnxruntime's output about missing libraries."""
     load: Callable[..., None] | None = getattr(ort, "preload_dlls", None)
     if load is None:  # onnxruntime < 1.21
         return ""
@@ -60,7 +58,7 @@ def _said_by(load: Callable[[], None]) -> str:
 
 
 def _folders_elsewhere() -> list[Path]:
-    """Libraries of `nvidia` packages not beside onnxruntime; cuDNN last, after its dependencies."""
+    """Libraries of `nvidia` packages not beside onnxruntime; cuDNN after its dependencies."""
     spec = importlib.util.find_spec("nvidia")
     beside = Path(ort.__file__).parents[1] / "nvidia"
     roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ()) if Path(root) != beside]
@@ -76,8 +74,6 @@ def _clause(said: str) -> str:
 
 
 class _OfThisThread(io.TextIOBase):
-    """Captures one thread's standard output."""
-
     def __init__(self, real: TextIO | None) -> None:
         self.lines: list[str] = []
         self._real, self._thread = real, threading.get_ident()

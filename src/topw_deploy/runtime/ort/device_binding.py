@@ -1,8 +1,7 @@
 """Inputs and outputs in device memory.
 
-Each step makes one upload of changed inputs and one download of results. Addresses are stable for equal shapes, so that
-later generations can replay a step's CUDA graph. Such steps run on one thread (run_thread.py) and capture exclusively
-(device_lock.py).
+Each step makes one upload of changed inputs and one download of results. Equal shapes have equal addresses, so later
+generations can replay a step's CUDA graph, on one thread (run_thread.py), captured exclusively (device_lock.py).
 
 Tested with doubles of the device and the CUDA runtime; not run on a GPU.
 """
@@ -96,7 +95,7 @@ class BufferPool:
             return StepBuffers(self._device)
 
     def give_back(self, buffers: StepBuffers) -> None:
-        buffers.loaded = None  # else keeps the session open until garbage collection
+        buffers.loaded = None  # else open until garbage collection
         with self._free_lock:
             self._free.append(buffers)
 
@@ -126,10 +125,10 @@ class DeviceBinding(HostBinding):
         self._memory: dict[str, tuple[object, ...]] = {}
         self._on_host: dict[str, np.ndarray] = {}
         self._changes: set[str] = set()
-        self._placed: dict[str, Area] = {}  # areas of bound addresses; empty: not bound
-        self._stale = True  # whether the other inputs need copying
+        self._placed: dict[str, Area] = {}  # areas of bound addresses, if bound
+        self._stale = True  # whether other inputs changed
         self._copies: dict[str, list[tuple[str, np.ndarray]]] = {}  # (name, host view) per area
-        self._graph: Graph | None = None  # of a step with these bindings, once looked up
+        self._graph: Graph | None = None
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         known = self._arrays.get(name)
@@ -155,7 +154,7 @@ class DeviceBinding(HostBinding):
     def bind_result(self, name: str, array: np.ndarray) -> None:
         self._results[name] = array
         self._bound_outputs.append(name)
-        self._io.bind_output(name, self._device)  # keeps its index; `_place` sets its memory
+        self._io.bind_output(name, self._device)  # `_place` sets its memory
         self._placed = {}
 
     def bind_memory(self, source: str, target: str, element_type: int, shape: Sequence[int], pointer: int) -> None:

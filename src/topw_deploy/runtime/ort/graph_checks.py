@@ -6,10 +6,10 @@ sliding window one token too long.
 On CUDA, `GatherBlockQuantized` over a uint8 table reads wrong weights:
 
 - before 1.24 for two weights per byte (int4);
-- before 1.29 without zero points: it uses 0, the CPU provider 2 ** (bits - 1);
+- before 1.29 without zero points: it uses 0, the CPU 2 ** (bits - 1);
 - up to at least 1.31 if a row ends within a block: it uses other rows' scales.
 
-This exporter writes zero points and whole blocks; others may not.
+This exporter avoids the last two; others may not.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MOST_OPSET = 23  # before 1.24
 _WINDOW = re.compile(rb"local_window_size\x18(?!\xff{9}\x01)")
 _LOOKUP = "GatherBlockQuantized"
 _ZERO_POINTS = 3  # input index
-_READS_PAIRS = (1, 24)  # first version to read two weights per byte
-_TAKES_MIDDLE = (1, 29)  # first version with the CPU's zero point
+_READS_PAIRS = (1, 24)  # first to read two weights per byte
+_TAKES_MIDDLE = (1, 29)  # first with the CPU's zero point
 
 
 def check_before_opening(folder: ModelFolder[Manifest]) -> None:

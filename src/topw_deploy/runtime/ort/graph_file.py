@@ -1,4 +1,4 @@
-"""Reads nodes and initializer shapes, which onnxruntime does not report, from an ONNX file without its weights.
+"""Reads nodes and initializer shapes from an ONNX file: onnxruntime does not report them.
 
 Does not validate: onnxruntime must have opened the file.
 """

@@ -30,13 +30,13 @@ class HostBinding:
         self._with_defaults = session.with_defaults
         self._arrays: dict[str, np.ndarray] = {}
         self._bound_outputs: list[str] = []
-        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue), no copy
-        self.outputs = self._io.get_outputs  # () -> last outputs, in binding order
-        self._session = session  # released last: it frees device memory
+        self.bind_value = self._io.bind_ortvalue_input  # (name, raw OrtValue)
+        self.outputs = self._io.get_outputs  # () -> last outputs, as bound
+        self._session = session  # last: it frees device memory
 
     def bind_array(self, name: str, array: np.ndarray) -> None:
         self._arrays[name] = array
-        if name in self._with_defaults:  # bind_input does not find inputs with defaults
+        if name in self._with_defaults:  # bind_input finds no inputs with defaults
             self._io.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array)._ortvalue)
         else:
             self._io.bind_input(name, array)

@@ -74,7 +74,7 @@ def _load(kind: library.Kind) -> tuple[library.Library | None, str]:
 
 
 def _no_code(found: library.CudaLibrary, device: int) -> str:
-    """A clause why the library does not run on this GPU, or ""."""
+    """A clause why the library lacks code for this GPU, or ""."""
     devices = driver.look().devices
     if device >= len(devices) or found.serves(devices[device].architecture):
         return ""
@@ -92,8 +92,6 @@ def open_session(
     device: int = 0,
 ) -> Opened:
     """Open a session with `new_session`, which uses `options`; natively if `sampler` allows it and it works.
-
-    If the registered operator fails, opens again without it.
 
     Raises errors of `new_session`, and ProviderError if `sampler` is "native" but unusable.
     """
@@ -118,7 +116,7 @@ def open_session(
         with library.hidden():
             raw = new_session()
     except Exception:
-        if refused is not None:  # another cause, or the model requires the operator
+        if refused is not None:  # another cause, or the model requires it
             raise refused from None
         raise
     if sampler == "native":

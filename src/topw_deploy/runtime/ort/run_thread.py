@@ -25,7 +25,7 @@ class RunThread:
 
         Interrupted callers wait too: `function` uses their objects.
         """
-        if threading.current_thread() is self._started():  # garbage collection may run there
+        if threading.current_thread() is self._started():  # garbage collection may close a generation here
             function()
             return
         task = _Task(function)

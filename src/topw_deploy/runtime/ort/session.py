@@ -46,7 +46,7 @@ class OrtSession:
     sampler: Sampler = "graph"
     why_graph = ""
     cpu_nodes: tuple[CpuNode, ...] = ()
-    most_rows: int | None = None  # a graph takes any shape
+    most_rows: int | None = None
     most_columns: int | None = None
     most_edits: int | None = None
     _buffers: BufferPool | None = None
@@ -89,8 +89,8 @@ class GraphSession(OrtSession):
     """A folder's session, opened with `options` and checked against the manifest.
 
     Raises ProviderError if the provider is absent, fails to start or leaves computing nodes to the CPU, or the native
-    sampler is unusable; ManifestError if onnxruntime rejects the graph, or it differs from the manifest; ParameterError
-    if CUDA graphs cannot be captured.
+    sampler is unusable; ManifestError for a graph that onnxruntime rejects or that differs from the manifest;
+    ParameterError if CUDA graphs cannot be captured.
     """
 
     def __init__(self, folder: ModelFolder[Any], options: SessionOptions) -> None:
@@ -151,7 +151,6 @@ class GraphSession(OrtSession):
         self._warn(self.provider, "", graphs_unused=False)
 
     def _warn(self, asked: str, failure: str, graphs_unused: bool) -> None:
-        """failure: error of the `asked` provider, or ""."""
         doctor, name = "; `topw doctor` says what is missing", providers.short_name(asked)
         if self.provider != asked:
             if name not in providers.available():
@@ -214,7 +213,7 @@ def _open(
     except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
         if wanted == providers.CPU:
             raise _refused(folder, error) from None
-        # The CPU shows whether the graph or the provider is at fault.
+        # Is the graph or the provider at fault?
         try:
             session = on(providers.CPU, [(providers.CPU, {})])
         except ProviderError:
@@ -229,8 +228,8 @@ def _open(
 
 
 def _new_session(folder: ModelFolder[Manifest], chain: list[Any], settings: ort.SessionOptions) -> ort.InferenceSession:
-    # enable_fallback would print to stdout and retry on another provider; read_config_from_model would let the file set
-    # session options, which can load libraries.
+    # enable_fallback prints to stdout and retries on another provider; read_config_from_model lets the file set session
+    # options, which can load libraries.
     return ort.InferenceSession(
         folder.model,
         settings,

@@ -23,7 +23,7 @@ from topw_deploy.runtime.template.rewrite import COUNTING, rewrite
 SOURCE = 2**18
 """Maximum characters of a template; published ones have up to about 30,000."""
 _DATE_FORMAT = 1000
-_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps, about proportional to time
+_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps, by time
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -102,12 +102,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if __obj is dict:
             meter.read(*args, *kwargs.values())
         elif isinstance(getattr(__obj, "__self__", None), LoopContext):
-            meter.read(*args)  # `loop.changed` compares
+            meter.read(*args)  # it compares
         result = super().call(__context, __obj, *args, **kwargs)
         return meter.make(result) if __obj is dict else result
 
 
-@pass_context  # not called during compilation
+@pass_context  # not called while compiling
 def _finalize(context: Context, value: Any) -> Any:
     meter = current()
     meter.step(_OUTPUT)
@@ -149,7 +149,7 @@ class _Namespace(Namespace):
         _check_attribute(name)
         super().__setitem__(name, value)
 
-    def __repr__(self) -> str:  # Jinja's output is unbounded
+    def __repr__(self) -> str:  # Jinja's is unbounded
         return "<Namespace>"
 
 

@@ -19,10 +19,10 @@ Guard = Callable[[Meter, Any, "list[Any]", "dict[str, Any]"], Any]
 """Checks a filter's value and arguments. Returns the value to filter."""
 
 _FILTER = 6  # steps
-_SORTS = 20  # comparisons per item, for any list size
-_WIDEST = 32  # maximum indentation per JSON level
-_COUNT = 100_000  # maximum slices or batch items, as Jinja's `range`
-_DIGITS = 308  # maximum digits of a float
+_SORTS = 20  # comparisons per item
+_WIDEST = 32  # JSON indentation
+_COUNT = 100_000  # slices or batch items, as Jinja's `range`
+_DIGITS = 308  # digits of a float
 
 
 def bounded_filters() -> dict[str, Callable[..., Any]]:
@@ -83,7 +83,7 @@ def _text(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> 
 def _listed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
     """For filters that read lists by item."""
     if isinstance(value, Iterator):
-        value = list(value)  # already counted
+        value = list(value)
     if isinstance(value, str):
         meter.expect(len(value) * 16)
     if hasattr(type(value), "__len__"):

@@ -27,7 +27,7 @@ BITS = 4096
 """Maximum bits of an integer."""
 
 _ITEM = 16  # size of an item besides its characters
-_PRINTED = 10  # maximum printed size of a character in a list: \U0001f600
+_PRINTED = 10  # characters per printed character in a list: \U0001f600
 _VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: Any = (list, tuple, dict, set, frozenset, *_VIEWS)
 
