@@ -66,7 +66,7 @@ def test_every_token_equals_the_reference_in_whatever_pieces_the_prompt_goes_in(
 def test_rows_of_different_lengths_equal_those_run_alone(opened: Open, form: str, chunk: int | None) -> None:
     model = opened(form, prefill_chunk=chunk)
     columns: dict[str, list[Any]] = {
-        "max_new_tokens": [30, 3, 17, 50, 2],  # ends differ
+        "max_new_tokens": [30, 3, 17, 50, 2],  # different ends
         "seed": [1, 2, 3, 4, 5],
         "temperature": [0.0, 2.0, 1.0, 3.0, 2.0],
         "repetition_penalty": [1.0, 1.3, 1.0, 0.9, 1.0],
@@ -139,7 +139,7 @@ def test_nan_in_the_cache_of_a_request_does_not_reach_the_next(toy: Toy, tmp_pat
     )
     before = tokens(model, "ab")
     with pytest.raises(GenerationError, match="row 0 is invalid at step 0"):
-        tokens(model, [*[BOS] * 6, PAD])  # beyond the next prompt
+        tokens(model, [*[BOS] * 6, PAD])  # beyond the next prompt's columns
     assert tokens(model, "ab") == before
 
 

@@ -177,7 +177,7 @@ def test_many_token_ids_are_refused_before_they_are_read(load: Load, make: Any) 
 
 def test_an_array_of_many_ids_is_refused_before_it_is_converted(load: Load) -> None:
     model = load(Toy.random(0))
-    for shape in ((10**9,), (2, 10**9)):  # small views; huge lists
+    for shape in ((10**9,), (2, 10**9)):  # small views, but huge lists
         with pytest.raises(PromptError, match=f"has 1000000000 tokens, the model's context holds {CONTEXT}"):
             model.generate(np.broadcast_to(np.int64(1), shape))
 

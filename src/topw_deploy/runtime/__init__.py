@@ -1,14 +1,12 @@
 """Runs exported models with numpy, onnxruntime, tokenizers and jinja2.
 
-| module | |
-|---|---|
-| `model`, `sampler`, `results` | public classes |
-| `prompts`, `parameters`, `generation_config`, `request` | request parsing and validation |
-| `loop`, `draws`, `edits`, `callbacks` | generation |
-| `text`, `tokenizer`, `token_bound`, `chat`, `template/` | text, tokens, chat templates |
-| `cache/`, `memory` | key-value caches |
-| `protocols`, `session_options`, `open_session` | session interface |
-| `ort/`, `device_lock` | onnxruntime sessions; TensorRT's: `topw_deploy.tensorrt.run` |
+model, sampler, results: public classes.
+prompts, parameters, generation_config, request: request validation.
+loop, draws, edits, callbacks: generation.
+text, tokenizer, token_bound, chat, template: text, tokens, chat templates.
+cache, memory: key-value caches.
+protocols, session_options, open_session, device_lock: session interface.
+ort: onnxruntime sessions; TensorRT's are in `topw_deploy.tensorrt.run`.
 """
 
 from topw_deploy import install, telemetry

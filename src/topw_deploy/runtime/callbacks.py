@@ -1,7 +1,7 @@
-"""The caller's callbacks: a streamer receives tokens, stopping criteria end a sequence.
+"""A streamer receives tokens; stopping criteria end a sequence.
 
-They may be transformers' or plain objects with that interface; plain criteria take only token ids. Imports neither
-torch nor transformers.
+They may be transformers' or have the same interface; plain criteria take only token ids. Imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Watch:
     def ended_by(self) -> str | None:
         """Name of the first criterion that ends the sequence, or None.
 
-        Raises ParameterError for other results than True or False.
+        Raises ParameterError for results other than booleans.
         """
         for criterion, takes_tensors in self._criteria:
             if self._ends(criterion, takes_tensors):

@@ -1,6 +1,6 @@
 """Chat templates: Jinja2 programs that render messages to a prompt.
 
-Untrusted: they run in Jinja's immutable sandbox, with bounds (`template.meter`), on plain copies of the caller's data.
+Untrusted: they run in Jinja's immutable sandbox, with bounds (`template.meter`), on plain copies of data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ChatTemplate:
     ) -> str:
         """Render `messages`, each with `role` and `content`.
 
-        variables: other template variables, such as `tools` and `enable_thinking`.
+        variables: others, such as `tools` and `enable_thinking`.
 
         Raises PromptError for malformed or rejected messages, TokenizerError for a template that exceeds its bounds.
         """
@@ -72,8 +72,8 @@ class ChatTemplate:
 def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The folder's template, or None.
 
-    Source: `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a string or a list of named
-        templates (`default` is used).
+    Source: `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a string or a list with
+        `default`.
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")

@@ -48,7 +48,7 @@ class Draws:
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed, below 2**53, of prompt `index` (from 0) in a file run with `seed` (docs/contract/random.md).
+    """The seed, below 2**53, of prompt `index` (from 0) in a file (docs/contract/random.md).
 
     Uses the largest sample index, unused by draws.
     """

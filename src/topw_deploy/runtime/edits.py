@@ -1,6 +1,6 @@
 """Penalties, biases and bans as sparse logit edits (docs/contract/graph.md section 6).
 
-The edit inputs are [batch, slots]: one slot per edited token of a row, so cost follows the edits.
+The inputs are [batch, slots], with a slot per edited token of a row, so cost follows the edits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The generation loop: `prefill`, then `decode_one_token` until all rows end.
 
-Each run of the graph (decoder and Top-W) is one step: tokens, parameters, edits and uniform numbers in, next tokens
-out. Logits and cache stay on the device.
+Each run of the graph (decoder and Top-W) is one step. Logits and cache stay on the device.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Record:
 
 
 class Generation:
-    """State of a batch of B rows and the arrays bound to the graph. The caller must close it."""
+    """A batch of B rows and the arrays bound to the graph. The caller must close it."""
 
     def __init__(self, session: Session, caches: Caches, rows: Sequence[Row]) -> None:
         requests = [row.request for row in rows]
@@ -201,7 +200,7 @@ def decode_one_token(generation: Generation) -> list[int]:
 
 
 def run_step(generation: Generation) -> list[int]:
-    """Draw uniforms, run the graph and record its outputs. -> [B]"""
+    """Draw uniforms, run the graph and record. -> [B]"""
     g = generation
     g.draws.write(g.step, g.uniform_view)
     if g.edits.active:
@@ -241,7 +240,7 @@ def accept(generation: Generation, tokens: list[int]) -> list[tuple[Row, str]]:
 class RequestRun:
     """One call of `generate` or `stream`.
 
-    Decodes text per token if `streaming` or with stop strings, else once at the end.
+    Decodes text per token if `streaming` or with stop strings, else at the end.
 
     follow: prompt ids -> decoder of the following tokens.
     load_seconds: for the results.

@@ -38,7 +38,7 @@ class TopWModel:
 
     defaults: parameters from `generation_config.json`.
     provider: onnxruntime's provider name, or "tensorrt" for an engine.
-    cpu_nodes: nodes on the CPU although another provider was requested.
+    cpu_nodes: see `CpuNode`.
     sampler: "native", "plugin" or "graph" (docs/guide/native.md).
     why_graph: why `sampler` is "graph".
     """
@@ -97,7 +97,7 @@ class TopWModel:
         See `SessionOptions` for `provider` to `sampler`.
 
         max_length: maximum tokens per sequence, with the prompt. None: the context length.
-        max_batch: maximum sequences per call. With max_length, the cache is allocated at once, else on demand.
+        max_batch: maximum sequences per call. With max_length, allocates the cache at once, else on demand.
         prefill_chunk: maximum prompt tokens per run, over all rows; smaller saves memory. None: 1,024.
 
         Raises ManifestError, TokenizerError, ProviderError, or ParameterError for an invalid option.

@@ -1,6 +1,6 @@
 """Reads prompts: texts, token ids, arrays, tensors and tokenizer outputs.
 
-Reads tensors with `tolist`, without importing their library.
+Uses tensors' `tolist`, without importing their library.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _DESCRIPTIONS = frozenset({"special_tokens_mask", "offset_mapping", "length"})  
 def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Returns (prompt, attention mask or None, other parameters) of a call.
 
-    The prompt may be a tokenizer's output as keywords: `generate(**tokenizer(text))`.
-
-    Raises PromptError for no prompt, or two.
+    The prompt may be keywords: `generate(**tokenizer(text))`. Raises PromptError for no prompt, or two.
     """
     parameters = dict(given)
     inputs = {name: parameters.pop(name) for name in _INPUTS if name in parameters}
@@ -44,7 +42,7 @@ def split_inputs(prompt: Any, given: Mapping[str, Any]) -> tuple[Any, Any, dict[
 def read_prompts(
     prompt: Any, attention_mask: Any = None, check: Check = lambda tokens, which: None
 ) -> tuple[list[Prompt], bool]:
-    """Returns (each prompt as text or ids, whether `prompt` is a single one, not a list).
+    """Returns (each prompt as text or ids, whether `prompt` is a single one).
 
     attention_mask: masked tokens, on either side, are removed.
     check: called with a prompt's length (without a mask, before its ids are read) and its name.

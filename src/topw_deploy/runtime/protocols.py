@@ -78,7 +78,7 @@ class Session(Protocol):
 
     provider: onnxruntime's provider name, or "tensorrt" for an engine.
     why_graph: why `sampler` is "graph", as a clause.
-    cpu_nodes: nodes on the CPU although another provider was requested.
+    cpu_nodes: see `CpuNode`.
     inputs, outputs: names.
     fixed_edits: the graph's fixed number of edit slots, or None.
     most_rows, most_columns, most_edits: maximum rows, tokens per row and run, edits per row, or None.

@@ -33,7 +33,7 @@ class RowRequest:
     budget: maximum new tokens, >= 0.
     eos_token_ids: end the row; only stop_token_ids with `ignore_eos`.
     pad_token_id: input after the end.
-    min_new_tokens: before that, eos_token_ids are banned and stop strings ignored.
+    min_new_tokens: before that, no EOS or stop strings.
     """
 
     prompt: tuple[int, ...]
@@ -103,7 +103,7 @@ def resolve(
     """One RowRequest per prompt and sample; a prompt's samples are adjacent.
 
     given: row parameters from `split`, one value for all prompts or one each.
-    model, exported: defaults of the model and the export.
+    model, exported: their defaults.
     config: row parameters of `generation_config`.
     geometry: embedding metric and width, for `preset`.
 

@@ -13,7 +13,7 @@ class Timings:
     load_seconds: opening the model.
     prefill_seconds: the batch's prompts and first tokens.
     decode_seconds: later steps, up to this row's last token.
-    decode_steps: number of those steps.
+    decode_steps: their number.
     """
 
     load_seconds: float

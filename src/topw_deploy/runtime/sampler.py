@@ -58,7 +58,7 @@ class TopWSampler:
     provider: onnxruntime's provider name.
     sampler: "native" or "graph" (docs/guide/native.md).
     why_graph: why `sampler` is "graph".
-    cpu_nodes: nodes on the CPU although another provider was requested.
+    cpu_nodes: see `CpuNode`.
     """
 
     def __init__(self, folder: ModelFolder, session: GraphSession) -> None:

@@ -19,7 +19,7 @@ class IncrementalDecoder:
     back. If the prompt ends inside a character, the text begins with it, or with U+FFFD.
 
     decode: token ids -> text.
-    prompt: token ids; the last few are context.
+    prompt: token ids, for context.
     bytes_of: see `TokenBytes`.
     """
 

@@ -46,7 +46,7 @@ class TokenBound:
 def token_bound(raw: RustTokenizer) -> TokenBound:
     """The bound of a tokenizer; None unless it is a BPE over bytes or has a token for every byte.
 
-    Other models make one unknown token of any amount of text.
+    Others make one unknown token of any amount of text.
     """
     normalizer = _steps(raw.normalizer, "normalizers")
     splitters = _steps(raw.pre_tokenizer, "pretokenizers")

@@ -199,7 +199,7 @@ def test_a_step_copies_only_what_it_changes(folders: dict[str, Path], on_a_devic
     model, _ = on_a_device(folders["grouped"], graphs=False)
     before = FarArea.uploads
     model.generate("abcd", seed=0, max_new_tokens=20, **SETTINGS)
-    assert FarArea.uploads - before == 2 + 2 + 18  # everything twice, then changes
+    assert FarArea.uploads - before == 2 + 2 + 18  # all in two runs, then changes
     before = FarArea.uploads
     model.generate("abcd", seed=0, max_new_tokens=20, repetition_penalty=1.2, **SETTINGS)
     assert FarArea.uploads - before == 2 * 20

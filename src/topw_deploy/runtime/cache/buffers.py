@@ -1,6 +1,6 @@
 """Memory of in-place caches: one block with a buffer for each layer's keys and values.
 
-Host pages are zeroed on first write, so unused length costs no memory.
+Host pages are zeroed on first write, so unused length is free.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Layout:
 
 
 class Buffers:
-    """A cache of `batch` rows and `length` tokens, which can grow to `capacity`."""
+    """`batch` rows of `length` tokens, which can grow to `capacity`."""
 
     def __init__(self, layout: Layout, block: Memory, batch: int, capacity: int, length: int) -> None:
         self.layout, self.block, self.batch = layout, block, batch
@@ -74,7 +74,7 @@ class Buffers:
         self.block.clear(self._starts[-1])
 
     def grow(self, length: int) -> None:
-        """Extend rows to `length`, zeroing the new part. Bind again afterwards."""
+        """Extend rows to `length` with zeros. Bind again afterwards."""
         old_starts, new_starts = self._starts, self.layout.starts(self.batch, length)
 
         def spread(memory: np.ndarray) -> None:

@@ -69,7 +69,7 @@ class Caches:
         return 0 if self._pool is None else self._pool.bytes
 
     def open(self, binding: Binding, prompts: Sequence[Sequence[int]], budgets: Sequence[int]) -> Cache:
-        """Open a cache with one row per prompt and room for `budgets` more tokens. The caller must close it."""
+        """Open a cache with a row per prompt and room for `budgets` more tokens. The caller must close it."""
         if self._pool is None:
             assert isinstance(binding, HostBinding), "only onnxruntime's sessions have caches of the form concat"
             return ConcatCache(self._session, binding, self._decoder, prompts, max(budgets), self._chunk)

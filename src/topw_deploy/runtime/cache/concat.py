@@ -81,7 +81,7 @@ class ConcatCache:
         return ids, positions
 
     def _begin(self, binding: HostBinding) -> list[int]:
-        """Bind an empty past and fresh presents. Returns the presents' output indices."""
+        """Bind an empty past and fresh presents. Returns output indices."""
         for past, _, heads, dim in tensors(self._decoder):
             binding.bind_empty(past, (self._batch, heads, 0, dim), self._decoder.kv_dtype)
         return [binding.bind_fresh(present) for _, present in self._names]

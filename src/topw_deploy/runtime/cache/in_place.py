@@ -140,10 +140,10 @@ class InPlaceCache(ABC):
 class StaticCache(InPlaceCache):
     """This project's form. Inputs: `write_indices` [B], row lengths; `row_lengths` [B], tokens to append.
 
-    With `buffer_step`, attention cost depends on the buffer length, so the buffer grows with the rows.
+    With `buffer_step`, attention cost depends on the buffer length, so buffers grow.
 
-    `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer length for steps:
-    captured steps may be replayed with longer rows.
+    `total_sequence_length`, on the host, is the longest row's length for prompts, but the buffer length for steps,
+    whose captures may be replayed with longer rows.
     """
 
     def begin_decoding(self) -> None:

@@ -1,6 +1,6 @@
 """Finds nodes that onnxruntime left on the CPU although another provider was requested.
 
-Arithmetic on shapes and indices is there on purpose; other operators transfer tensors in every step. Before 1.24,
+Arithmetic on shapes and indices is intended there; other operators transfer tensors in every step. Before 1.24,
 onnxruntime reports nodes only in a run's profile.
 """
 

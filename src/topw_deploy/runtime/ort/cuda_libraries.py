@@ -29,7 +29,7 @@ _outcome: list[str] = []  # set once
 def preload() -> str:
     """Load the libraries once per process. Returns a clause naming missing ones; "" for none.
 
-    Not an error: CUDA may be linked statically or have another name on the system path.
+    Not an error: CUDA may be linked statically or named otherwise on the system path.
     """
     with _lock:
         if not _outcome:

@@ -33,10 +33,11 @@ def available() -> tuple[str, ...]:
 
 
 def resolve(provider: str, allow_fallback: bool = False) -> str:
-    """onnxruntime's full name for `provider`: "auto" (CUDA if built in, else CPU), a short name or a full name.
+    """onnxruntime's full name for `provider`: "auto" (CUDA if built in, else CPU), a short name in any case, or a full
+    name.
 
-    Case-insensitive for short names. Raises UnknownProviderError for an unknown name, and ProviderError if this
-    onnxruntime lacks the provider and `allow_fallback` is False.
+    Raises UnknownProviderError for an unknown name, and ProviderError if this onnxruntime lacks the provider and
+    `allow_fallback` is False.
     """
     built = ort.get_available_providers()
     if provider == "auto":

@@ -1,7 +1,7 @@
 """The thread that runs a session with CUDA graphs.
 
-With enable_cuda_graph, onnxruntime keeps handles and CUDA graphs per thread until the session closes, so each new
-thread would capture again, without limit. Such a session runs on one thread.
+onnxruntime keeps handles and CUDA graphs per thread until the session closes, so each new thread would capture again,
+without limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 
 class RunThread:
-    """A thread that starts with the first call and ends with this object."""
+    """A thread that lives from the first call as long as this object."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()

@@ -89,8 +89,8 @@ class GraphSession(OrtSession):
     """A folder's session, opened with `options` and checked against the manifest.
 
     Raises ProviderError if the provider is absent, fails to start or leaves computing nodes to the CPU, or the native
-    sampler is unusable; ManifestError for a graph that onnxruntime rejects or that differs from the manifest;
-    ParameterError if CUDA graphs cannot be captured.
+    sampler is unusable; ManifestError if onnxruntime rejects the graph or it differs from the manifest; ParameterError
+    if CUDA graphs cannot be captured.
     """
 
     def __init__(self, folder: ModelFolder[Any], options: SessionOptions) -> None:

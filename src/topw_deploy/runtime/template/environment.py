@@ -102,7 +102,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if __obj is dict:
             meter.read(*args, *kwargs.values())
         elif isinstance(getattr(__obj, "__self__", None), LoopContext):
-            meter.read(*args)  # it compares
+            meter.read(*args)  # `changed` compares
         result = super().call(__context, __obj, *args, **kwargs)
         return meter.make(result) if __obj is dict else result
 

@@ -1,7 +1,7 @@
 """Rewrites a parsed template to count its work.
 
-Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which environments cannot intercept. This
-wraps them in filters whose names begin with a space, so that templates cannot name them.
+Jinja compiles loops, comparisons, literals, slices and `~` to plain Python, which environments cannot intercept. They
+are wrapped in filters whose names begin with a space: templates cannot name them.
 """
 
 # ruff: noqa: N802, N815  # the names by which Jinja calls a visitor
