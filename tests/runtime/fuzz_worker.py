@@ -1,7 +1,7 @@
 """Opens a folder with one mutated file at a time, and generates.
 
-A separate process bounds memory, hangs and crashes. Prints JSON: {"wrong": errors other than TopWError, "loaded":
-number of opened folders}.
+A separate process contains crashes. Prints JSON: {"wrong": errors other than TopWError, "loaded": number of opened
+folders}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from topw_deploy.manifest import MANIFEST_NAME, manifest_from_json
 from topw_deploy.runtime import TopWModel
 
 MEMORY = 8 << 30  # bytes, for the same MemoryError on all machines
-HANG = 240  # seconds until a folder hangs
+HANG = 240  # seconds per folder
 _VALUES = tuple(value for value in VALUES if len(value) < 10_000 and "\\x" not in value and "/" not in value)
 _NOT_RUN = ("source", "libraries", "verification", "format_version")
 

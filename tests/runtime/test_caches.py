@@ -90,7 +90,7 @@ def test_total_sequence_length_is_that_of_the_prompt_then_of_the_buffer(
 
     monkeypatch.setattr(HostBinding, "bind_on_host", bind_on_host)
     tokens(opened("grouped", prefill_chunk=chunk, max_length=48), "sixteen letters!")
-    assert told == [*pieces, 48]  # bound once for all steps
+    assert told == [*pieces, 48]  # bound once
 
 
 @pytest.mark.parametrize("padding", [True, False])

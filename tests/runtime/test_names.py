@@ -47,7 +47,7 @@ def test_n_is_num_return_sequences(model: TopWModel) -> None:
 
 @pytest.mark.parametrize(("alias", "name"), REQUEST_ALIASES.items())
 def test_a_name_and_its_alias_together_are_refused_and_both_are_named(alias: str, name: str) -> None:
-    if name == "top_m":  # refused under either name: fixed by the export
+    if name == "top_m":  # fixed by the export, under either name
         return
     for first, second in ((name, alias), (alias, name)):
         with pytest.raises(ParameterError, match=f"{name} is given twice, as {first} and as {second}; give it once"):

@@ -1,7 +1,7 @@
 """A per-device lock: runs share it, a CUDA graph capture holds it exclusively.
 
 onnxruntime captures with cudaStreamCaptureModeGlobal: allocations, frees and synchronous copies in other threads fail
-    and invalidate the capture. Opening a session may take minutes, so a later step is captured instead.
+    and invalidate the capture.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DeviceLock:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Hold while opening a session; prevents captures."""
+        """Hold while opening a session, which may take minutes: a later step is captured instead."""
         with self._changed:
             self._wait_for_captures()
             self._openings += 1
@@ -115,6 +115,6 @@ _registry = threading.Lock()
 
 
 def device_lock(device: tuple[str, int]) -> DeviceLock:
-    """The process-wide lock of a device (kind, number)."""
+    """`with lock.using:`, reentrant."""
     with _registry:
         return _locks.setdefault(device, DeviceLock())

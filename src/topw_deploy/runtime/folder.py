@@ -16,9 +16,7 @@ M_co = TypeVar("M_co", bound=Manifest, covariant=True)
 
 
 class ModelFolder(Generic[M_co]):
-    """A folder checked against its manifest.
-
-    Opens only regular, listed files, and follows no links.
+    """A folder checked against its manifest. Opens only listed regular files, never links.
 
     Raises ManifestError if the folder is missing, unfinished, changed, or not of kind `wanted`.
     """

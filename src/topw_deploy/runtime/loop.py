@@ -34,7 +34,7 @@ _RECORDED: dict[str, type[Any]] = {
 
 
 class Row:
-    """One sequence in progress.
+    """One sequence.
 
     text: None if decoded only at the end.
     watch: None without callbacks.
@@ -152,7 +152,7 @@ class Generation:
         self.caches.close(self.cache)
 
     def retire(self, row: Row) -> None:
-        """Make an ended row greedy and without edits; it keeps running."""
+        """Make an ended row, which keeps running, greedy and without edits."""
         self.active.remove(row)
         self.going_on.remove(row.index)
         self.next_ids[row.index] = row.request.pad_token_id

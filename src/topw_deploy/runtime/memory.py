@@ -88,7 +88,7 @@ class DeviceMemory:
         try:
             with self._using:
                 self._value = ort.OrtValue.ortvalue_from_numpy(zeros, *device)
-        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+        except Exception as error:  # noqa: BLE001  # unrelated classes
             raise GenerationError(
                 f"the cache would take {size / 1e9:.1f} GB of {device[0]} {device[1]}, which it does not give "
                 f"({one_line(error, 200)}); {_REMEDY}."

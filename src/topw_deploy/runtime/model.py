@@ -138,10 +138,10 @@ class TopWModel:
     def generate(self, prompt: Any = None, **parameters: Any) -> Any:
         """Continue `prompt`. Returns one GenerationResult, or a list for a batch or `num_return_sequences` > 1.
 
-        prompt: text, token ids (list, array or tensor), a batch of either, or a tokenizer's output, also as keywords.
+        prompt: text, token ids, a batch of either, or a tokenizer's output, also as keywords.
         parameters: see docs/guide/runtime.md. A list gives one value per prompt.
 
-        Raises ParameterError, PromptError, GenerationError, and errors of the streamer or criteria.
+        Raises ParameterError, PromptError, GenerationError, and errors of the callbacks.
         """
         with ending(parameters.get("streamer")):
             requests, whole, alone = self._requests(prompt, parameters)
@@ -176,9 +176,9 @@ class TopWModel:
     ) -> str:
         """Render `messages` with the chat template. Encode the result with add_special_tokens=False.
 
-        variables: template variables, such as `tools`.
+        variables: for the template, such as `tools`.
 
-        Raises TokenizerError if there is no template, PromptError if it rejects the messages.
+        Raises TokenizerError without a template, PromptError if it rejects the messages.
         """
         if self._template is None:
             raise TokenizerError(

@@ -1,6 +1,6 @@
 """Request parameters: names, checks, and per-row lists.
 
-Names follow transformers' GenerationConfig, vLLM's penalties and Top-W; REQUEST_ALIASES has others.
+Names follow transformers, vLLM's penalties and Top-W; REQUEST_ALIASES has others.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class RowRequest:
 class Limits:
     """Limits of the model and of its opening.
 
-    context_length, max_length: maximum tokens per sequence.
-    rows: maximum sequences per call.
+    context_length, max_length: tokens per sequence.
+    rows: sequences per call.
     """
 
     context_length: int

@@ -33,7 +33,7 @@ class GenerationResult:
 
     text: new text without EOS, cut before a stop string.
     token_ids: all drawn tokens, with EOS and stop strings.
-    logprobs: per token, log-probability in its crop (renormalized, at `temperature`).
+    logprobs: per token, in its crop (renormalized, at `temperature`).
     kept: per token, crop size.
     certified: per token, whether the crop was proven without geometry (docs/contract/graph.md section 4).
     mass: per token, the crop's share of the full softmax, or None.

@@ -121,7 +121,7 @@ class TopWSampler:
         seed, position, sample: the draws' key (docs/contract/graph.md section 5); position: tokens before the draw.
         edit_ids: int64 [B, N], padded with -1.
         edit_penalty, edit_bias: float32 [B, N] (section 6).
-        preset: sets Top-W parameters not given (docs/lab/lively.md). None: the export's defaults.
+        preset: Top-W defaults (docs/lab/lively.md). None: the export's.
         parameters: Top-W parameters, one number or one per row.
 
         Raises ParameterError for bad arguments, GenerationError for invalid logits.
@@ -135,7 +135,7 @@ class TopWSampler:
             return Samples(**{name: self._no_rows(name) for name in self._outputs})
         try:
             found = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
-        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+        except Exception as error:  # noqa: BLE001  # unrelated classes
             raise GenerationError(f"onnxruntime failed: {one_line(error)}") from None
         invalid = np.flatnonzero(found["next_token"] < 0)
         if len(invalid):

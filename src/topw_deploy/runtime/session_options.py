@@ -19,14 +19,14 @@ _OFF = ("0", "false")  # onnxruntime's false values
 class SessionOptions:
     """Options of a session. Raises ParameterError for an invalid value.
 
-    provider: "auto", a short name such as "cpu" or "cuda", or onnxruntime's full name. "tensorrt" runs the folder's
-        engine if one fits this machine, else onnxruntime's provider.
+    provider: "auto", a short name such as "cuda", or onnxruntime's full name. "tensorrt" runs the folder's engine if
+        one fits this machine, else onnxruntime's provider.
     provider_options: see onnxruntime. "enable_cuda_graph" captures each step shape once and replays it; needs the
         "static" cache form.
-    session_options: reusable. Receives the thread counts and the native operator's registration.
+    session_options: reusable. Receives thread counts and the native operator's registration.
     intra_op_num_threads, inter_op_num_threads: at most 1024; 0: onnxruntime's choice.
-    allow_fallback: accept another provider, and nodes left to the CPU.
-    sampler: "auto" (the native operator if possible, else the function in the file), "native" or "graph".
+    allow_fallback: accept another provider, and nodes on the CPU.
+    sampler: "auto" (native if possible), "native" or "graph".
     """
 
     provider: str = "auto"

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"  # invalid or incomplete bytes
-_CONTEXT = 6  # prompt tokens decoded too
+_CONTEXT = 6  # prompt tokens decoded as context
 _CHARACTER = 4  # UTF-8 has at most four bytes, so tokens, per character
 
 

@@ -40,7 +40,7 @@ class Tokenizer:
             self._raw = RustTokenizer.from_str(folder.read_text(TOKENIZER_FILE))
         except BaseException as error:  # noqa: BLE001  # bare Exception, or a Rust panic
             raise self._typed(error, "read") from None
-        # These settings would silently truncate or pad prompts.
+        # Truncation and padding would silently change prompts.
         self._raw.no_truncation()
         self._raw.no_padding()
         self._bytes = {skip: TokenBytes(self._raw, skip) for skip in (False, True)}

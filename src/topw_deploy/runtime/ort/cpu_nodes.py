@@ -1,6 +1,6 @@
 """Finds nodes that onnxruntime left on the CPU although another provider was requested.
 
-Arithmetic on shapes and indices is intended there; other operators transfer tensors in every step. Before 1.24,
+Only arithmetic on shapes and indices belongs there; other operators transfer tensors in every step. Before 1.24,
 onnxruntime reports nodes only in a run's profile.
 """
 
@@ -52,7 +52,7 @@ def record(options: ort.SessionOptions) -> Profile | None:
         return Profile(options)
     try:
         recorded = options.get_session_config_entry(_RECORD) == "1"
-    except Exception:  # noqa: BLE001  # raised for a missing entry
+    except Exception:  # noqa: BLE001  # missing entry
         recorded = False
     if not recorded:
         options.add_session_config_entry(_RECORD, "1")

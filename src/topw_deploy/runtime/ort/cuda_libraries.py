@@ -1,7 +1,7 @@
 """Loads CUDA and cuDNN libraries from Python packages before onnxruntime's first GPU session.
 
-onnxruntime's providers search only the system path. onnxruntime.preload_dlls loads packages beside onnxruntime; this
-also finds those elsewhere on Python's path, such as a system PyTorch. Neither imports torch.
+onnxruntime's providers search only the system path. onnxruntime.preload_dlls finds packages beside onnxruntime; this
+module also those elsewhere, such as a system PyTorch. Neither imports torch.
 """
 
 from __future__ import annotations

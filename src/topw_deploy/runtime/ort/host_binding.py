@@ -1,4 +1,4 @@
-"""Inputs and outputs in host memory: onnxruntime reads and writes numpy arrays in place."""
+"""Inputs and outputs in host memory: onnxruntime uses numpy arrays in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RawSession(Protocol):
 
 
 class HostBinding:
-    """onnxruntime's IO binding without its Python wrapper, which doubles the binding cost."""
+    """onnxruntime's IO binding without its Python wrapper, which doubles the cost."""
 
     def __init__(self, session: RawSession) -> None:
         self._io = ort.SessionIOBinding(session.raw._sess)
@@ -87,6 +87,6 @@ class HostBinding:
     def _compute(self, step: int | None, options: ort.RunOptions | None) -> None:
         try:
             self._run(self._io, options)
-        except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes
+        except Exception as error:  # noqa: BLE001  # unrelated classes
             where = "in the prompt" if step is None else f"at step {step}"
             raise GenerationError(f"onnxruntime failed {where}: {one_line(error)}") from None

@@ -1,4 +1,4 @@
-"""Opens a session with the native sampler operator if possible, else with the function in the file."""
+"""Opens a session with the native sampler operator, or the function in the file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS: dict[str, library.Kind] = {providers.CPU: "cpu", providers.CUDA: "cuda"}
 
 @dataclass(frozen=True)
 class Opened:
-    """An open session. why_graph: why `sampler` is not "native"."""
+    """why_graph: why `sampler` is not "native"."""
 
     raw: ort.InferenceSession
     sampler: Sampler
@@ -56,7 +56,7 @@ def _registered(options: ort.SessionOptions | None) -> library.Kind | None:
         return None
     try:
         entry = options.get_session_config_entry("topw.registered")
-    except Exception:  # noqa: BLE001  # raised for a missing entry
+    except Exception:  # noqa: BLE001  # missing entry
         return None
     return "cuda" if entry == "cuda" else "cpu"
 
@@ -105,7 +105,7 @@ def open_session(
             try:
                 options.register_custom_ops_library(str(found.path))
                 raw = new_session()
-            except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
+            except Exception as error:  # noqa: BLE001  # unrelated classes
                 why, refused = f"onnxruntime does not open it with the native sampler ({one_line(error)})", error
             else:
                 if found.kernels > before:

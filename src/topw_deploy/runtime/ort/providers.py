@@ -33,8 +33,7 @@ def available() -> tuple[str, ...]:
 
 
 def resolve(provider: str, allow_fallback: bool = False) -> str:
-    """onnxruntime's full name for `provider`: "auto" (CUDA if built in, else CPU), a short name in any case, or a full
-    name.
+    """onnxruntime's full name for `provider`: "auto" (CUDA if built in, else CPU), a short or a full name.
 
     Raises UnknownProviderError for an unknown name, and ProviderError if this onnxruntime lacks the provider and
     `allow_fallback` is False.
@@ -96,7 +95,7 @@ def missing_libraries(provider: str) -> str:
 def check_used(wanted: str, session: ort.InferenceSession, allow_fallback: bool) -> str:
     """The provider in use: onnxruntime silently drops one that fails to start.
 
-    Raises ProviderError if that is not `wanted` and `allow_fallback` is False.
+    Raises ProviderError if it is not `wanted` and `allow_fallback` is False.
     """
     used = session.get_providers()
     if wanted in used:

@@ -59,7 +59,7 @@ def _work(tasks: SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         try:
             task.function()
-        except BaseException as error:  # noqa: BLE001  # raised again in the caller
+        except BaseException as error:  # noqa: BLE001  # raised in the caller
             task.error = error
         task.ended.release()
         del task  # it refers to the session

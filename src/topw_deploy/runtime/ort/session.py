@@ -210,7 +210,7 @@ def _open(
         return on(wanted, providers.session_providers(wanted, options.provider_options)), ""
     except ProviderError:
         raise
-    except Exception as error:  # noqa: BLE001  # onnxruntime raises a dozen unrelated classes here
+    except Exception as error:  # noqa: BLE001  # unrelated classes
         if wanted == providers.CPU:
             raise _refused(folder, error) from None
         # Is the graph or the provider at fault?

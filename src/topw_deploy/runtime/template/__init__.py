@@ -1,5 +1,4 @@
 """Jinja with bounds: chat templates are untrusted code that must terminate and fit into memory.
 
-`rewrite` counts loops, comparisons and new values; `environment` operators and calls; `filters` and `methods` their own
-work. `meter` holds the counts.
+`rewrite`, `environment`, `filters` and `methods` count a template's work on a `meter`.
 """

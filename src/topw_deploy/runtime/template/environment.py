@@ -23,7 +23,7 @@ from topw_deploy.runtime.template.rewrite import COUNTING, rewrite
 SOURCE = 2**18
 """Maximum characters of a template; published ones have up to about 30,000."""
 _DATE_FORMAT = 1000
-_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps, by time
+_CALL, _OPERATOR, _OUTPUT = 8, 4, 2  # steps, about proportional to time
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):

@@ -38,7 +38,7 @@ class Meter:
     """Counts one rendering's usage. Raises TokenizerError, naming the template, above a bound.
 
     name: the template's file.
-    data: the template's values, unchanged during rendering.
+    data: the template's values, which must not change.
     """
 
     def __init__(self, name: str, data: Collection[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Methods that templates may call on text, lists and mappings, with bounds on results."""
+"""Methods that templates may call, with bounds on results."""
 
 from __future__ import annotations
 
