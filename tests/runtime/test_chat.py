@@ -1,4 +1,4 @@
-"""Common chat template features work; anything else is blocked."""
+"""Common chat template features work; others are blocked."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Given = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 def dense(edit: Callable[[list[int]], tuple[np.ndarray, np.ndarray]]) -> Given:
-    """Straightforward dense edits, as reference."""
+    """Dense edits, as reference."""
 
     def given(tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         penalty, bias = edit(list(tokens))

@@ -38,7 +38,7 @@ def edit_manifest(folder: Path, change: Any) -> None:
 
 
 def relist(folder: Path, *names: str) -> None:
-    """Update the manifest to the current files."""
+    """Update the manifest to current files."""
     entries = describe_files(folder, names)
     edit_manifest(
         folder, lambda m: m["files"].update({n: {"sha256": e.sha256, "size": e.size} for n, e in entries.items()})

@@ -99,7 +99,7 @@ def _wants_edits(row: RowRequest) -> bool:
 
 
 class _RowEdits:
-    """One row's slots: permanent edits and single-step bans."""
+    """Permanent edits and single-step bans of a row."""
 
     def __init__(self, edits: Edits, index: int, row: RowRequest) -> None:
         self._edits, self._index, self._row = edits, index, row

@@ -1,4 +1,4 @@
-"""Zeroed memory of the host, or of a device through onnxruntime."""
+"""Zeroed memory of the host or a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens a decoder folder's session: a TensorRT engine or onnxruntime."""
+"""Opens a TensorRT engine or an onnxruntime session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incremental decoding of tokens to whole characters, and stop strings."""
+"""Incremental decoding and stop strings."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _pending(data: bytes) -> int:
 def _context(
     decode: Callable[[Sequence[int]], str], bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]
 ) -> list[int]:
-    """The prompt's last tokens with text, starting at a whole character."""
+    """The prompt's last tokens with text, from a whole character."""
     most = _CONTEXT + _CHARACTER - 1
     last = list(itertools.islice((token for token in reversed(prompt) if bytes_of(token) != b""), most))[::-1]
     for size in range(_CONTEXT, most + 1):

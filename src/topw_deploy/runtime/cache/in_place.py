@@ -1,4 +1,4 @@
-"""Caches updated in place: one buffer, bound as both past and present."""
+"""Caches updated in place, in one buffer."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _said_by(load: Callable[[], None]) -> str:
 
 
 def _folders_elsewhere() -> list[Path]:
-    """Libraries of `nvidia` packages not beside onnxruntime; cuDNN after its dependencies."""
+    """cuDNN comes after its dependencies."""
     spec = importlib.util.find_spec("nvidia")
     beside = Path(ort.__file__).parents[1] / "nvidia"
     roots = [Path(root) for root in (spec.submodule_search_locations or () if spec else ()) if Path(root) != beside]

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 
 class RunThread:
-    """A thread that lives from the first call as long as this object."""
+    """A thread, started by the first call."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()

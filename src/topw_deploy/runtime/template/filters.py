@@ -74,14 +74,12 @@ def _argument(rest: list[Any], kwargs: dict[str, Any], place: int, name: str, de
 
 
 def _text(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """For filters with linear time and output."""
     meter.read(value, *rest, *kwargs.values())
     meter.expect(meter.printed(value) * (12 if isinstance(value, str) else 1))
     return value
 
 
 def _listed(meter: Meter, value: Any, rest: list[Any], kwargs: dict[str, Any]) -> Any:
-    """For filters that read lists by item."""
     if isinstance(value, Iterator):
         value = list(value)
     if isinstance(value, str):

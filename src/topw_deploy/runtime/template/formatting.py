@@ -1,4 +1,4 @@
-"""Python's text formatting with bounds on widths and results."""
+"""Bounded text formatting."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def replaced(meter: Meter, text: str, old: Any, new: Any, count: Any = -1) -> in
 
 
 def _size(meter: Meter, text: str, name: str, given: list[Any]) -> int | None:
-    """An upper bound on the result's size; None for an unknown method."""
+    """Upper bound; None for an unknown method."""
     first = given[0] if given else None
     if name in _SEARCHES or name in _BACKWARDS:
         for pattern in first if isinstance(first, tuple) else [first]:
