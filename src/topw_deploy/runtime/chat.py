@@ -73,7 +73,7 @@ def load_template(folder: ModelFolder, tokenizer: Tokenizer) -> ChatTemplate | N
     """The folder's template, or None.
 
     Source: `chat_template.jinja`, else `chat_template` in the tokenizer's configuration: a string or a list with
-        `default`.
+    `default`.
     """
     name = TEMPLATE_FILE if folder.has(TEMPLATE_FILE) else CONFIG_FILE
     source = folder.read_text(name) if name == TEMPLATE_FILE else tokenizer.config.get("chat_template")

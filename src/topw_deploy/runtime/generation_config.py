@@ -80,7 +80,7 @@ def _is_off(key: str, value: Any) -> bool:
 
 
 def _callers_level() -> int:
-    """Stack level for `warnings.warn` to point at this package's caller."""
+    """Stack level for `warnings.warn`."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
         level, frame = level + 1, frame.f_back

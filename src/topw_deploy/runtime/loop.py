@@ -75,7 +75,7 @@ class Row:
     def _last_of(self, text: RowText) -> str:
         if self.finish_reason is None:
             return ""
-        gained = text.flush()
+        gained = text.flush()  # may complete a stop string
         if self.finish_reason != "stop" and text.found is not None:
             self.end("stop", text.found)
         return gained
@@ -88,7 +88,7 @@ class Record:
     """The sampler's outputs per step, each [B].
 
     One array and memoryviews make a step one cheap copy: numpy assignment runs more code, which each run evicts from
-        the CPU cache.
+    the CPU cache.
     """
 
     def __init__(self, outputs: Collection[str], binding: Binding, batch: int, steps: int) -> None:

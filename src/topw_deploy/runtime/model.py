@@ -120,7 +120,7 @@ class TopWModel:
     def cache_bytes(self) -> int:
         """Size of the key-value buffers; 0 if onnxruntime owns the cache ("concat").
 
-        Host pages take memory once written.
+        Host pages are allocated once written.
         """
         return 0 if self._caches is None else self._caches.bytes
 

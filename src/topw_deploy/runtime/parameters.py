@@ -55,7 +55,7 @@ def show(value: Any) -> str:
 
 
 def is_boolean(value: Any) -> bool:
-    """Whether `value` is a boolean, which Python accepts as an integer."""
+    """Whether `value` is a boolean, an integer in Python."""
     return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
 
 

@@ -1,7 +1,7 @@
 """Resolves every parameter for every row of a request.
 
 Precedence: the request, its preset (Top-W only), its `generation_config`, the model's `generation_config.json`, the
-    export's defaults (Top-W only), this package.
+export's defaults (Top-W only), this package.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"  # invalid or incomplete bytes
-_CONTEXT = 6  # prompt tokens decoded as context
+_CONTEXT = 6  # context tokens
 _CHARACTER = 4  # UTF-8 has at most four bytes, so tokens, per character
 
 
@@ -90,7 +90,7 @@ def _pending(data: bytes) -> int:
 def _context(
     decode: Callable[[Sequence[int]], str], bytes_of: Callable[[int], bytes | None], prompt: Sequence[int]
 ) -> list[int]:
-    """The prompt's last tokens with text, from a whole character."""
+    """Last tokens with text, from a whole character."""
     most = _CONTEXT + _CHARACTER - 1
     last = list(itertools.islice((token for token in reversed(prompt) if bytes_of(token) != b""), most))[::-1]
     for size in range(_CONTEXT, most + 1):

@@ -113,7 +113,7 @@ def _forms(raw: RustTokenizer, content: str) -> list[str]:
 
 
 def _possible_letters(text: str) -> int:
-    """Count characters that may come from ASCII letters or digits, even with accents."""
+    """Count characters possibly from ASCII letters or digits, even with accents."""
     return sum(character in _ALPHANUMERIC or character >= "\x80" for character in text)
 
 

@@ -62,7 +62,7 @@ class Buffers:
         self._starts = layout.starts(batch, length)
 
     def bind(self, binding: Binding, rows: range | None = None) -> None:
-        """Bind each tensor as both past and present, for a subset of `rows` if given."""
+        """Bind each tensor as past and present, optionally of `rows` only."""
         count, first = (self.batch, 0) if rows is None else (len(rows), rows.start)
         for (past, present, heads, dim), start in zip(self.layout.tensors, self._starts, strict=False):
             pointer = self.block.pointer + start + first * self.length * self.layout.token_bytes(heads, dim)

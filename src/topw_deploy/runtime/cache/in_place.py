@@ -24,7 +24,7 @@ class InPlaceCache(ABC):
     Each run feeds at most `chunk` prompt tokens:
     - of all rows, right-padded, if they fit one run or the graph supports ragged chunks;
     - else of row groups without their last tokens, then all last tokens: after a past, GroupQueryAttention takes one
-    token per row, or several of one row.
+      token per row, or several of one row.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class InPlaceCache(ABC):
         for rows in self._groups():
             binding = greedy(self._session, self._binding.another(), len(rows))
             self._buffers.bind(binding, rows)
-            # a run needs a token
+            # a run needs a token; the last run overwrites it
             bodies = [self._prompts[row][:-1] or self._prompts[row] for row in rows]
             if len(rows) > 1:
                 lengths = np.array([len(body) for body in bodies], np.int64)
@@ -192,7 +192,7 @@ class SharedCache(InPlaceCache):
     """The form of other exporters, such as onnxruntime-genai's builder.
 
     Inputs: `attention_mask` [B, past + new], right-padded, whose sum is the row length; `position_ids` [B, new] in some
-        graphs. Without `right_padding`, ended rows advance too.
+    graphs. Without `right_padding`, ended rows advance too.
     """
 
     def __init__(self, *arguments: Any) -> None:

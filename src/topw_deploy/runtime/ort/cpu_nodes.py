@@ -1,4 +1,4 @@
-"""Finds nodes that onnxruntime left on the CPU although another provider was requested.
+"""Finds the nodes that onnxruntime left on the CPU.
 
 Only arithmetic on shapes and indices belongs there; other operators transfer tensors in every step. Before 1.24,
 onnxruntime reports nodes only in a run's profile.
@@ -47,7 +47,7 @@ def reported() -> bool:
 
 
 def record(options: ort.SessionOptions) -> Profile | None:
-    """Record node providers in sessions opened with `options`. Returns a Profile if that needs a run."""
+    """Record node providers in sessions of `options`. Returns a Profile if that needs a run."""
     if not reported():
         return Profile(options)
     try:

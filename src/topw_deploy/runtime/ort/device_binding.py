@@ -95,7 +95,7 @@ class BufferPool:
             return StepBuffers(self._device)
 
     def give_back(self, buffers: StepBuffers) -> None:
-        buffers.loaded = None  # else open until garbage collection
+        buffers.loaded = None  # else it keeps the session open
         with self._free_lock:
             self._free.append(buffers)
 

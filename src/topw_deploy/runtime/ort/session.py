@@ -1,4 +1,4 @@
-"""Opens an exported graph in onnxruntime, on the requested provider or not at all."""
+"""Opens an exported graph in onnxruntime on the requested provider."""
 
 from __future__ import annotations
 

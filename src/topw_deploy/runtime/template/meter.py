@@ -69,7 +69,7 @@ class Meter:
             self.refuse(f"takes more than {self._step_limit:,} steps")
 
     def expect(self, size: int) -> None:
-        """Refuse a value of `size` characters before creation if too long."""
+        """Refuse too large a value before its creation."""
         if size > self._longest:
             self.refuse(f"makes a value of {size:,} characters, but may make at most {self._longest:,}")
 
@@ -127,7 +127,7 @@ class Meter:
         return weight, depth + 1
 
     def printed(self, value: Any) -> int:
-        """An upper bound on the printed length."""
+        """Upper bound on the printed length."""
         if isinstance(value, str):
             return len(value)
         return self.measure(value)[0] * _PRINTED + BITS

@@ -49,7 +49,7 @@ def join(meter: Meter, separator: str, values: Any) -> str:
 
 
 def replaced(meter: Meter, text: str, old: Any, new: Any, count: Any = -1) -> int:
-    """An upper bound on the length of `text.replace(old, new, count)`."""
+    """Upper bound on the length of `text.replace(old, new, count)`."""
     if not isinstance(old, str) or not isinstance(new, str):
         return len(text)
     meter.search(text, old, forward=True)
