@@ -1,7 +1,7 @@
 """A per-device lock: runs share it, a CUDA graph capture holds it exclusively.
 
 onnxruntime captures with cudaStreamCaptureModeGlobal: allocations, frees and synchronous copies in other threads fail
-    and invalidate the capture.
+and invalidate the capture.
 """
 
 from __future__ import annotations

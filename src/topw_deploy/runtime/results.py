@@ -1,4 +1,4 @@
-"""Results of a generation."""
+"""Generation results."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Profile:
         options.profile_file_prefix = str(Path(folder) / "run")
 
     def restore(self) -> None:
-        """Undo the changes to `options`."""
+        """Restore `options`."""
         self._options.enable_profiling, self._options.profile_file_prefix = self._before
 
     def nodes(self, raw: ort.InferenceSession) -> list[tuple[str, str, str]]:
